@@ -39,8 +39,9 @@ from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
 from specbench.options import DecodingOptions
 from specbench.results.compare import compare_configs
+from specbench.results.results import load_results
 from specbench.results.stats import Estimate, ratio_text, verdict
-from specbench.results.store import RunStore, load_results
+from specbench.results.store import RunStore
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
@@ -182,7 +183,7 @@ def run_one(
     with store:
         run_sweep(sweep, store, WithoutCosts(engine), on_event=watch, retry_failed=True)
     results = load_results(folder)
-    part: dict[str, Any] = {"failed": int((results["status"] == "failed").sum())}
+    part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
     for name in judged:
         row = compare_configs(results, name, X).overall[0]
         part[name] = {
@@ -191,7 +192,7 @@ def run_one(
             "high": row.ratio.high,
             "verdict": verdict(row.ratio),  # the interval's, also on a machine too busy for a verdict
         }
-    part["warnings"] = sorted({warning for each in results["warnings"] for warning in each})
+    part["warnings"] = sorted({warning for each in results.generations["warnings"] for warning in each})
     return part
 
 

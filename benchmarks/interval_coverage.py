@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats as distributions
 
-from specbench.results.frames import paired_runs
+from specbench.results.pairs import paired_runs
+from specbench.results.results import load_results
 from specbench.results.stats import mean_intervals, nested_means, pooled_speedup
-from specbench.results.store import load_results
 
 Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]

@@ -33,7 +33,8 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
 
 def main() -> int:
     """Run it; the exit code."""
-    from specbench.results.store import RunStore, load_results
+    from specbench.results.results import load_results
+    from specbench.results.store import RunStore
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=25)
@@ -59,10 +60,10 @@ def main() -> int:
             child.send_signal(signal.SIGKILL)
             child.wait()
             if RunStore.exists(killed):
-                seen.append(len(load_results(killed)))
+                seen.append(len(load_results(killed).generations))
         subprocess.run([sys.executable, str(CHILD), str(killed), REPEATS, PAUSE_S], check=True)
         same = rows(killed) == rows(whole)
-        problems = load_results(killed).attrs["problems"]
+        problems = load_results(killed).problems
         result = {
             "kills": arguments.kills,
             "lines": len(rows(whole)),

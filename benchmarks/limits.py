@@ -322,7 +322,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         json.dumps(
             {
                 "benchmark": "limits",
-                **{name: environment[name] for name in ("cpu", "cpu_capability", "threads", "huge_pages")},
+                **{
+                    name: getattr(environment, name)
+                    for name in ("cpu", "cpu_capability", "threads", "huge_pages")
+                },
                 "limited_by": {name: os.environ[name] for name in LIMITS if name in os.environ},
                 **{name: metadata.version(name) for name in ("torch", "transformers")},
                 "context": given.context,

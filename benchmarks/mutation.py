@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "a name of a run is a format string of a figure",
         "show/plots/canvas.py:Series.name_at",
-        '_joined(self.parts, f"γ = {gamma:g}")',
-        '_joined(self.parts, "γ = {0:g}").format(gamma)',
+        '_joined(self.parts, f"γ = {row.config.gamma}")',
+        '_joined(self.parts, "γ = {0}").format(row.config.gamma)',
         ("tests/test_security.py", "-k", "format_string"),
     ),
     Mutant(
@@ -740,14 +740,14 @@ MUTANTS = (
     Mutant(
         "a run.json of any types is taken",
         "results/store.py:read_run",
-        "misfit(run, _RUN_SHAPE)",
-        "None",
+        "msgspec.json.decode(text, type=Run)",
+        "Run(**msgspec.json.decode(text))",
         ("tests/test_ill_typed.py", "-k", "fields"),
     ),
     Mutant(
         "a run goes on with longer outputs",
         "bench/manifest.py:changes",
-        "then != now",
+        "made != asked",
         "False",
         ("tests/test_cli_sweep.py", "-k", "incomparable"),
     ),
@@ -984,15 +984,15 @@ MUTANTS = (
     Mutant(
         "drafting costs nothing where requests share passes",
         "tune/batches.py:predicted_at",
-        "passes * costs.drafter_s[drafter][batch] + costs.target_pass_s(batch, mean_rows(rows))",
-        "costs.target_pass_s(batch, mean_rows(rows))",
+        "passes * costs.drafter_s[drafter][batch] + costs.target_pass_s(batch, mean_rows(generations))",
+        "costs.target_pass_s(batch, mean_rows(generations))",
         ("tests/test_tune.py", "-k", "predicted_from_its_steps_and_shared"),
     ),
     Mutant(
         "a tuning that goes on measures everything again",
-        "tune/search.py:Search._row",
-        "cell.key not in self._rows",
-        "cell.key not in self._rows or not cell.warmup",
+        "tune/search.py:Search._measured",
+        "cell.key not in self._known",
+        "cell.key not in self._known or not cell.warmup",
         ("tests/test_tune.py", "-k", "nothing_is_measured_again"),
     ),
     # -- trained heads ---------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from specbench.decoding.records import depth_of
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.errors import SpecbenchError, UsageError
 from specbench.lengths.trees import best_shapes
-from specbench.results.store import load_results
+from specbench.results.results import Results, load_results
 
 Row = Mapping[str, Any]
 Unit = tuple[str, int]
@@ -213,11 +213,11 @@ def best_course(
     return course
 
 
-def study(frame: Any, gamma_max: int | None = None) -> list[dict[str, Any]]:
+def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]]:
     """The oracle of every drafter of a greedy sweep, and how close its configurations come.
 
     Args:
-        frame: From ``specbench.results.store.load_results``, of one run.
+        results: A run.
         gamma_max: The largest γ that the oracle may choose; ``None`` for the longest draft recorded.
 
     Returns:
@@ -233,7 +233,7 @@ def study(frame: Any, gamma_max: int | None = None) -> list[dict[str, Any]]:
     """
     plain: dict[Unit, list[Row]] = defaultdict(list)
     by_drafter: dict[str, list[Row]] = defaultdict(list)
-    for row in frame.to_dict("records"):
+    for row in results.generations.to_dict("records"):
         if row["status"] != "ok" or row["temperature"] != 0 or not len(row["steps_emitted"]):
             continue
         if row["kind"] == "plain":

@@ -42,12 +42,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import structs
 from parts import Parts, busy_core
 from scipy.stats import binom
 
@@ -59,10 +60,12 @@ from specbench.cli import run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.options import DecodingOptions
 from specbench.recipe import ModelOptions, Recipe
+from specbench.record import Estimate
 from specbench.results import stats
 from specbench.results.compare import side_by_side
-from specbench.results.frames import run_of
-from specbench.results.store import RunStore, find_runs, load_results, read_run
+from specbench.results.results import Results, load_results
+from specbench.results.run import Run
+from specbench.results.store import RunStore, find_runs, read_run
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.tune.candidates import GAMMAS, rules_to_try
@@ -298,7 +301,7 @@ class Scatter:
 
 def scatter_of(folder: Path) -> Scatter:
     """The scatter of a stored run, at its first temperature; of the prompts that all configurations have."""
-    df = load_results(folder)
+    df = load_results(folder).generations
     df = df[(df["temperature"] == df["temperature"].iloc[0]) & (df["turn"] == 0) & (df["status"] == "ok")]
     df = df[(df["tokens_per_second"] > 0) & df["kind"].isin(["plain", "speculative"])]
     df = df.assign(log=np.log(df["tokens_per_second"]))
@@ -315,7 +318,7 @@ def scatter_of(folder: Path) -> Scatter:
         NOISE if math.isnan(noise) else noise,
         float(df["ttft_s"].median()),
         int(df["new_tokens"].median()) - 1,
-        MINUTES if read_run(folder)["target"]["name"] == "smollm2-135m" else MINUTES_OF_OTHERS,
+        MINUTES if read_run(folder).target.name == "smollm2-135m" else MINUTES_OF_OTHERS,
     )
 
 
@@ -352,16 +355,19 @@ def over_scatter(folders: Sequence[Path], times: int) -> Iterator[dict[str, Any]
 # --- Stored runs ----------------------------------------------------------------------------------
 
 
-def stored(df: pd.DataFrame) -> tuple[list[str], str, list[Block], Measure]:
+def stored(results: Results) -> tuple[list[str], str, list[Block], Measure]:
     """The configurations of a stored run at its first temperature, plain decoding, the blocks, and their times."""
+    df = results.generations
     first = df[df["temperature"] == df["temperature"].iloc[0]]
     rows = first[(first["turn"] == 0) & (first["status"] == "ok")]
     plain = str(rows.loc[rows["kind"] == "plain", "config"].iloc[0])
     names = [str(name) for name in dict.fromkeys(rows.loc[rows["kind"] == "speculative", "config"])]
-    costs = _alone(df)
+    costs = _alone(results)
     times = {
         (str(row.config), Block(str(row.prompt), int(row.repeat), str(row.category))): Timing(
-            int(row.new_tokens) - 1, float(row.decode_s), slowness(_steps(row), costs)
+            int(row.new_tokens) - 1,
+            float(row.decode_s),
+            slowness(row.steps_nodes, row.steps_siblings, row.steps_verify_s, costs),
         )
         for row in rows.itertuples()
     }
@@ -370,27 +376,23 @@ def stored(df: pd.DataFrame) -> tuple[list[str], str, list[Block], Measure]:
     return names, plain, whole, lambda name, block: times[name, block]
 
 
-def _alone(df: pd.DataFrame) -> PassCosts:
+def _alone(results: Results) -> PassCosts:
     """Times of single passes in a run."""
-    costs = PassCosts.from_json(run_of(df).get("costs") or {})
-    return replace(costs, target_s=never_falling(costs.target_s))
+    costs = results.run.costs or PassCosts({})
+    return structs.replace(costs, target_s=never_falling(costs.target_s))
 
 
-def _steps(row: Any) -> dict[str, Any]:
-    """Of a row, as lines of results have them."""
-    return {name: getattr(row, f"steps_{name}") for name in ("nodes", "siblings", "verify_s")}
-
-
-def race_over(df: pd.DataFrame) -> Race:
+def race_over(results: Results) -> Race:
     """A race over the generations of a stored run."""
-    names, plain, blocks, measure = stored(df)
+    names, plain, blocks, measure = stored(results)
     race = Race(names, plain, limit=len(blocks))
     run_race(race, blocks, measure, clock=FakeClock())
     return race
 
 
-def regret_in(df: pd.DataFrame, choice: str, names: Sequence[str]) -> tuple[str, stats.Estimate]:
+def regret_in(results: Results, choice: str, names: Sequence[str]) -> tuple[str, Estimate]:
     """The fastest of some configurations in a run, and the speed of a choice over its own."""
+    df = results.generations
     speeds = df[(df["status"] == "ok") & df["config"].isin(names) & (df["tokens_per_second"] > 0)]
     means = {
         str(config): stats.geometric_mean(rows["tokens_per_second"], rows["prompt"], rows["repeat"]).value
@@ -398,17 +400,18 @@ def regret_in(df: pd.DataFrame, choice: str, names: Sequence[str]) -> tuple[str,
     }
     best = max(means, key=lambda name: means[name])
     if best == choice:
-        return best, stats.Estimate(1.0, 1.0, 1.0, int(speeds["prompt"].nunique()), "prompts")
-    pairs = side_by_side(df, choice, best)
+        return best, Estimate(1.0, 1.0, 1.0, int(speeds["prompt"].nunique()), "prompts")
+    pairs = side_by_side(results, choice, best)
     ratio = stats.geometric_mean(pairs["a"] / pairs["b"], pairs["prompt"], pairs["repeat"])
     return best, ratio
 
 
-def held_out_in(df: pd.DataFrame, choice: str, names: Sequence[str]) -> stats.Estimate:
+def held_out_in(results: Results, choice: str, names: Sequence[str]) -> Estimate:
     """The speed of a choice over that of the fastest by all other prompts, prompt by prompt.
 
     Of the prompts that all were measured on, with repeats of a prompt taken together.
     """
+    df = results.generations
     rows = df[(df["status"] == "ok") & df["config"].isin(names) & (df["tokens_per_second"] > 0)]
     rows = rows.assign(log=np.log(rows["tokens_per_second"]))
     logs = rows.pivot_table(index="prompt", columns="config", values="log").dropna()
@@ -449,7 +452,7 @@ def tuned(given: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
     return answer
 
 
-def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float) -> pd.DataFrame:
+def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float) -> Results:
     """The exhaustive sweep, or the rest of it."""
     options = SweepOptions(
         gammas=GAMMAS,
@@ -505,9 +508,9 @@ def _for_real(given: argparse.Namespace, until: float) -> Iterator[dict[str, Any
         return
     if RunStore.exists(given.sweep):
         runs = [read_run(given.sweep)]
-        wanted |= {config["id"] for config in runs[0]["configs"]}
+        wanted |= {config.id for config in runs[0].configs}
     try:
-        df = swept(given, wanted, runs[0]["configs"][0]["cache"], until)
+        df = swept(given, wanted, runs[0].configs[0].cache, until)
     except _TimeUpError:
         return
     for part in parts.done[: given.times]:
@@ -515,7 +518,7 @@ def _for_real(given: argparse.Namespace, until: float) -> Iterator[dict[str, Any
         if choice is None:
             yield {"choice": None, "ratio": 0.0}
         else:
-            if choice not in set(df["config"]):
+            if choice not in set(df.generations["config"]):
                 sys.exit(
                     f"{choice} was chosen and is not in the sweep: its drafter no longer fits into memory."
                 )
@@ -523,22 +526,22 @@ def _for_real(given: argparse.Namespace, until: float) -> Iterator[dict[str, Any
             yield {**_row(choice, *regret_in(df, choice, [PLAIN, *wanted])), **held_out}
 
 
-def in_question(tune_run: dict[str, Any], least: float) -> set[str]:
+def in_question(tune_run: Run, least: float) -> set[str]:
     """Ids of what `tune` raced, or predicted to reach so much of the best that it predicted."""
-    tuning = tune_run.get("tuning")
+    tuning = tune_run.tuning
     if tuning is None:
         return set()
-    best = max(tuning["predicted"].values(), default=0.0)
-    near = {name for name, speedup in tuning["predicted"].items() if speedup >= least * best}
-    return near | set(tuning["raced"])
+    best = max(tuning.predicted.values(), default=0.0)
+    near = {name for name, speedup in tuning.predicted.items() if speedup >= least * best}
+    return near | set(tuning.raced)
 
 
-def _row(choice: str, best: str, ratio: stats.Estimate) -> dict[str, Any]:
+def _row(choice: str, best: str, ratio: Estimate) -> dict[str, Any]:
     """The speed of a choice over that of the best, and its regret with the interval."""
     return {"choice": choice, "best": best, "ratio": ratio.value, **_regret(ratio, "regret")}
 
 
-def _regret(ratio: stats.Estimate, name: str) -> dict[str, float | None]:
+def _regret(ratio: Estimate, name: str) -> dict[str, float | None]:
     """What a ratio of speeds lacks to 1, with the ends of its interval."""
     ends = [None if end is None else round(1.0 - end, 4) for end in (ratio.value, ratio.high, ratio.low)]
     return dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))

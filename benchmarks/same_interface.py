@@ -126,7 +126,8 @@ class Look:
 
         found = {}
         for run in self._runs:
-            frame = specbench.load_results(run)
+            results = specbench.load_results(run)
+            frame = getattr(results, "generations", results)
             out = self._folder / run.name
             self.call("report", run, "--out", out)
             found[f"rows of {run.name}"] = frame.to_json(

@@ -368,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "complete": complete,
                 "prompts_done": len({part["prompt"] for part in done}),
                 **versions,
-                "cpu": describe_environment()["cpu"],
+                "cpu": describe_environment().cpu,
                 "threads": torch.get_num_threads(),
                 "rows": [{key: plain(value) for key, value in line.items()} for line in lines],
             }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specbench.lengths import FixedLength
     from specbench.models.prepare import Target, load_drafter, load_target, wrap_drafter, wrap_target
     from specbench.options import LoadOptions
-    from specbench.results.store import load_results
+    from specbench.results.results import load_results
 
 _HOMES = {
     "backends.torch.caches": ("prune_legacy",),
@@ -40,7 +40,7 @@ _HOMES = {
     "options": ("LoadOptions",),
     "decoding.records": ("Generation", "Prefill", "Step"),
     "decoding.sampling": ("Greedy", "Multinomial", "Nucleus", "Sampling", "TopK", "TopKNucleus"),
-    "results.store": ("load_results",),
+    "results.results": ("Results", "load_results"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -54,6 +54,7 @@ __all__ = [
     "Multinomial",
     "Nucleus",
     "Prefill",
+    "Results",
     "RunError",
     "Sampling",
     "SpecbenchError",

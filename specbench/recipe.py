@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -105,20 +104,6 @@ class Recipe:
             decoding=options_of(DecodingOptions, data["decoding"]),
             sampling=options_of(SamplingOptions, data["sampling"]),
         )
-
-
-def stored_recipes(run: Mapping[str, Any]) -> dict[str, Recipe]:
-    """The recipes of a run by the ids of their configurations, as far as this version knows what is in them.
-
-    Args:
-        run: What ``run.json`` holds.
-    """
-    found = {}
-    for config in run["configs"]:
-        if config.get("recipe") is not None:
-            with suppress(UsageError):
-                found[config["id"]] = Recipe.from_json(config["recipe"])
-    return found
 
 
 def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) -> DrafterSpec:

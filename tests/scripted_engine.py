@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
@@ -18,6 +20,8 @@ from specbench.bench.serving import Load
 from specbench.decoding.records import Step, StepTimes
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
+from specbench.results.lines import Pool
+from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.store import RunStore
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
@@ -25,16 +29,10 @@ from specbench.specs.models import ModelSpec
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
 
-ENVIRONMENT = {
-    "cpu": "Test CPU",
-    "cores": 2,
-    "threads": 2,
-    "devices": [],
-    "python": "3",
-    "torch": "2",
-    "transformers": "5",
-}
-TARGET = {"name": "scripted", "fingerprint": "f00", "dtype": "float32", "device": "cpu", "vocab_size": 100}
+ENVIRONMENT = Environment(
+    cpu="Test CPU", cores=2, threads=2, devices=[], python="3", torch="2", transformers="5"
+)
+TARGET = TargetModel(name="scripted", fingerprint="f00", dtype="float32", device="cpu", vocab_size=100)
 
 
 class ScriptedEngine:
@@ -105,7 +103,7 @@ class ScriptedEngine:
             took = replace(alone, decode_s=alone.decode_s * self.slower(config, asked.prompt))
             served.append(RequestOutcome(took, load.times[number] if load.times else 0.0, 0.025))
         ends = [each.arrived_s + each.outcome.ttft_s + each.outcome.decode_s for each in served]
-        pool = {"block": 16, "blocks": 100, "peak": 10 * len(served), "bytes": 1000}
+        pool = Pool(block=16, blocks=100, peak=10 * len(served), bytes=1000)
         return GroupOutcome(tuple(served), max(ends), 1000, pool, 2000)
 
     def measure_costs(
@@ -203,10 +201,10 @@ def make_sweep(
     return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, specs_of(*drafters), base=BASE)))
 
 
-def describe(sweep: Sweep, **changed: Any) -> dict[str, Any]:
+def describe(sweep: Sweep, **changed: Any) -> Run:
     """The ``run.json`` of a sweep over the scripted engine."""
     run = describe_run(sweep, target=TARGET, environment=ENVIRONMENT, sources={"target": "scripted"})
-    return {**run, **changed}
+    return msgspec.structs.replace(run, **changed)
 
 
 def new_store(path: Path, sweep: Sweep) -> RunStore:

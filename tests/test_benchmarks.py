@@ -43,7 +43,7 @@ from specbench.decoding.verdicts import METHODS, Method, without_replacement
 from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
 from specbench.options import DecodingOptions
-from specbench.results.store import load_results
+from specbench.results.results import load_results
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -214,8 +214,8 @@ def test_a_slowed_configuration_is_found_and_itself_is_not(
     assert "covers 1" in shown
     assert verdict in shown
     results = load_results(tmp_path)
-    assert len(results) == 8 * 3 * 4
-    assert set(results["new_tokens"]) == {9}
+    assert len(results.generations) == 8 * 3 * 4
+    assert set(results.generations["new_tokens"]) == {9}
 
 
 def test_an_interval_too_wide_to_be_given_misses_nothing() -> None:
@@ -249,7 +249,7 @@ def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(
             aa.run_one(sweep, engine, TARGET, tmp_path, until=9)  # looks at the clock behind each generation
     assert len(engine.calls) == 10
     aa.run_one(sweep, engine, TARGET, tmp_path)
-    assert len(load_results(tmp_path)) == 16
+    assert len(load_results(tmp_path).generations) == 16
     assert len(engine.calls) == 16 + 4 + 4  # the warm-ups of a process are its own
 
 

@@ -16,6 +16,7 @@ from cli_runs import Cli, Result, write_prompts
 from exact_runs import write_exact
 from rich.console import Console
 from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
+from stored import run_json
 from tiny import save_tiny
 
 import specbench.bench.engines.own
@@ -31,8 +32,10 @@ from specbench.decoding.theory import SLOPE
 from specbench.errors import RunError
 from specbench.options import ModelOptions
 from specbench.recipe import Recipe
-from specbench.results import frames
-from specbench.results.store import RunStore, load_results, read_run
+from specbench.record import builtins
+from specbench.results.results import load_results
+from specbench.results.store import RunStore
+from specbench.results.summary import categorize, summarize
 from specbench.show.answer import find_answers
 from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import parse_model
@@ -69,22 +72,22 @@ def test_a_sweep_from_beginning_to_end(sweep: Cli, tmp_path: Path, models: Path)
         "plain", "self:int8 γ=2", "small (int8) γ=2", "transformers generate", "transformers prompt lookup",
         "transformers assisted, small (int8)",
     ]  # fmt: skip
-    assert frame["label"].value_counts().to_dict() == dict.fromkeys(labels, 3)
-    assert (frame["status"] == "ok").all()
+    assert frame.generations["label"].value_counts().to_dict() == dict.fromkeys(labels, 3)
+    assert (frame.generations["status"] == "ok").all()
     # float32 and greedy: everybody says the same.
     assert (
-        frame.groupby(["prompt", "turn"])["token_ids"]
+        frame.generations.groupby(["prompt", "turn"])["token_ids"]
         .agg(lambda c: len({tuple(each) for each in c}))
         .eq(1)
         .all()
     )
-    run_json = read_run(folder)
-    assert run_json["differences"] == []
-    assert run_json["finished"]
-    assert set(run_json["costs"]["drafter_pass_s"]) == {"self:int8", "small (int8)"}
-    assert str(tmp_path) not in json.dumps(run_json)
-    assert str(models) not in (folder / "generations.jsonl").read_text() + json.dumps(run_json)
-    assert run_json["command"][:3] == ["sweep", "--target", "target"]
+    run_fields = run_json(folder)
+    assert run_fields["differences"] == []
+    assert run_fields["finished"]
+    assert set(run_fields["costs"]["drafter_pass_s"]) == {"self:int8", "small (int8)"}
+    assert str(tmp_path) not in json.dumps(run_fields)
+    assert str(models) not in (folder / "generations.jsonl").read_text() + json.dumps(run_fields)
+    assert run_fields["command"][:3] == ["sweep", "--target", "target"]
     for label in labels[:4]:
         assert label in out
         assert label in (folder / "summary.csv").read_text()
@@ -108,8 +111,8 @@ def test_the_answer_comes_with_a_command_that_works(sweep: Cli, models: Path, tm
     df = load_results(folder)
     (answer,) = find_answers(
         df,
-        frames.summary_frame(df),
-        frames.category_frame(df),
+        summarize(df),
+        categorize(df),
         {
             "small (int8)@2": Recipe(
                 parse_model(str(models / "target")),
@@ -135,7 +138,7 @@ def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(
         given = ["sweep", "--target", str(models / "target"), "--dtype", "int8", "--length-policy", "auto"]
         given += ["-p", "chat", "--limit", "1", "-n", "4", "--repeats", "1", "--out", str(tmp_path / name)]
         assert run([*given, *arguments]) == 0
-        return read_run(tmp_path / name), capsys.readouterr().err
+        return run_json(tmp_path / name), capsys.readouterr().err
 
     own, _ = stored("own")
     assert {config["cache"] for config in own["configs"]} == {"preallocated"}
@@ -164,13 +167,13 @@ def test_a_stopped_sweep_goes_on(sweep: Cli, tmp_path: Path, monkeypatch: pytest
     assert f"Interrupted. 2 of 6 generations are in results/{folder.name}" in err
     assert f"--out results/{folder.name} --resume" in err
     assert "plain" in out  # the table so far
-    assert read_run(folder)["finished"] is None
+    assert run_json(folder)["finished"] is None
 
     code, out, err = sweep("--resume")  # finds the unfinished run by itself
     assert code == 0, err
     assert f"Going on with results/{folder.name}: 2 of 6 generations are there." in err
     assert "3 of 6 generations, " in err
-    assert len(load_results(folder)) == 6
+    assert len(load_results(folder).generations) == 6
     assert len(list((tmp_path / "results").iterdir())) == 1
 
     sweep("--out", folder).refused(2, "holds results already", "Add --resume")
@@ -195,7 +198,7 @@ def test_resuming_without_a_run_of_this_sweep_is_refused(
 
 def test_resuming_begins_where_there_is_nothing(sweep: Cli, tmp_path: Path) -> None:
     assert sweep("--resume", "--out", tmp_path / "new")[0] == 0
-    assert len(load_results(tmp_path / "new")) == 6
+    assert len(load_results(tmp_path / "new").generations) == 6
 
 
 def test_another_option_set_or_machine_is_refused_until_accepted(
@@ -214,7 +217,7 @@ def test_another_option_set_or_machine_is_refused_until_accepted(
     sweep("--out", out, "--resume", "--dtype", "bfloat16", "--accept-changes").refused(2, "another dtype now")
     code, _, err = sweep("--out", out, "--resume", "--gamma", "2,3", "--accept-changes")
     assert code == 0, err
-    assert load_results(out)["config"].value_counts().to_dict() == {
+    assert load_results(out).generations["config"].value_counts().to_dict() == {
         "plain": 3,
         "self:int8@2": 3,
         "self:int8@3": 3,
@@ -274,9 +277,9 @@ def test_failures_are_told_and_tried_again(
     assert "3 generations failed; to try them again, add --resume --retry-failed." in err
     assert "generations of self:int8 γ=2 failed: There was not enough memory for this configuration." in err
     assert sweep("--out", out, "--resume")[0] == 0
-    assert (load_results(out)["status"] == "failed").sum() == 3
+    assert (load_results(out).generations["status"] == "failed").sum() == 3
     assert sweep("--resume", "--retry-failed")[0] == 0  # finds the run by itself
-    assert (load_results(out)["status"] == "ok").all()
+    assert (load_results(out).generations["status"] == "ok").all()
 
 
 def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
@@ -306,13 +309,13 @@ def test_several_baselines_are_rows_of_a_sweep(sweep: Cli, tmp_path: Path) -> No
     frame = load_results(tmp_path / "run")
     beams = [f"transformers beam search, {count} beams" for count in (2, 3)]
     labels = ["plain", "self:int8 γ=2", "transformers generate", *beams]
-    assert frame["label"].value_counts().to_dict() == dict.fromkeys(labels, 3)
-    assert (frame["status"] == "ok").all()
-    rated = frame[frame["log_probability"].notna()]
+    assert frame.generations["label"].value_counts().to_dict() == dict.fromkeys(labels, 3)
+    assert (frame.generations["status"] == "ok").all()
+    rated = frame.generations[frame.generations["log_probability"].notna()]
     assert {*rated["label"]} == {"plain", *beams}
     assert (rated["log_probability"] < 0).all()
-    assert [config["beams"] for config in read_run(tmp_path / "run")["configs"]] == [None] * 3 + [2, 3]
-    summary = frames.summary_frame(frame).set_index("label")
+    assert [config["beams"] for config in run_json(tmp_path / "run")["configs"]] == [None] * 3 + [2, 3]
+    summary = summarize(frame).frame.set_index("label")
     assert summary["identical_share"].notna().to_dict() == {
         **dict.fromkeys(labels, True), **dict.fromkeys(["plain", *beams], False)
     }  # fmt: skip
@@ -326,7 +329,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep: Cli, tmp_path: Path) -> No
     other_order = ("--baseline", "beam:3", "--baseline", "beam:2", "--baseline", "transformers")
     code, _, err = sweep(*asked[:2], "--resume", *other_order)
     assert code == 0, err
-    assert len(load_results(tmp_path / "run")) == 15
+    assert len(load_results(tmp_path / "run").generations) == 15
 
 
 @pytest.mark.smoke
@@ -467,11 +470,11 @@ def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest
     write_exact(
         tmp_path / "run",
         {"plain": {"p-1": [10.0]}, "d@1": {"p-1": [20.0]}},
-        environment=environment,
+        environment=builtins(environment),
         target={"name": "smollm2-135m"},
     )
     df = load_results(tmp_path / "run")
-    first = dict(zip(df["config"], df["ttft_s"], strict=True))
+    first = dict(zip(df.generations["config"], df.generations["ttft_s"], strict=True))
     measured = make_sweep(prompts(3), gammas=(1, 2), repeats=2, warmup=3, max_new_tokens=32)
     models = EngineOptions(parse_model("smollm2-135m"), (SmallModel(parse_model("d")),))
     need = estimate_time(measured, models, tmp_path)

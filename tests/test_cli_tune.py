@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import regret
 from cli_runs import Cli, Result, write_prompts
+from stored import run_json
 
 import specbench.bench.engines.own
 import specbench.bench.prompts
 import specbench.cli.tune
 import specbench.results.advice
-import specbench.results.frames
+import specbench.tune.answer
 from specbench.bench.engines.own import ModelEngine, Outcome
 from specbench.bench.grid import Config
 from specbench.bench.passes import PassTimes
@@ -33,7 +34,8 @@ from specbench.errors import RunError
 from specbench.files import try_lock
 from specbench.models.calibrations import FORMS, Choice
 from specbench.models.prepare import choice_key, load_target
-from specbench.results.store import load_results, read_run
+from specbench.results.results import load_results
+from specbench.results.summary import categorize, summarize
 from specbench.show.answer import find_answers
 from specbench.specs.drafters import Lookup
 from specbench.tune import candidates, loading
@@ -98,7 +100,7 @@ def test_from_nothing_to_a_configuration(tune: Tune, tmp_path: Path, models: Pat
     assert said.out.startswith("lookup with auto: 2.00 × [2.00, 2.00] over plain decoding")
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-target-tune", folder.name)
-    stored = read_run(folder)
+    stored = run_json(folder)
     assert stored["options"]["tune"] is True
     assert "lookup@auto" in stored["tuning"]["raced"]
     assert stored["finished"]
@@ -108,8 +110,12 @@ def test_from_nothing_to_a_configuration(tune: Tune, tmp_path: Path, models: Pat
         "lookup+small (int8)", "suffix+small (int8)",
     }  # fmt: skip
     df = load_results(folder)
-    assert (df["status"] == "ok").all()
-    assert len(df[df["config"] == "plain"]) == len(df[df["config"] == "lookup@auto"]) == 6
+    assert (df.generations["status"] == "ok").all()
+    assert (
+        len(df.generations[df.generations["config"] == "plain"])
+        == len(df.generations[df.generations["config"] == "lookup@auto"])
+        == 6
+    )
     written = read_config(tmp_path / "specbench.toml")
     assert (written.drafter, written.length_policy, written.dtype) == ("lookup", "auto", "float32")
     assert written.target is None
@@ -204,8 +210,7 @@ def test_the_command_of_the_answer_names_models_as_they_were_typed(
     assert run([*words, "-n", "3"]) == 0
     (folder,) = (tmp_path / "results").iterdir()
     df = load_results(folder)
-    frames = specbench.results.frames
-    (answer,) = find_answers(df, frames.summary_frame(df), frames.category_frame(df))
+    (answer,) = find_answers(df, summarize(df), categorize(df))
     assert "--drafter lookup+/path/to/small " in answer.command
     assert "--target /path/to/target " in answer.command
     for path in folder.iterdir():
@@ -362,7 +367,7 @@ def test_a_drafter_without_memory_for_it_is_left_out(
     assert said.code == 0, said.err
     assert "small is left out: with it 0.7 GB of memory are needed, and 0.7 GB are free." in said.err
     (folder,) = (tmp_path / "results").iterdir()
-    assert not any("small" in config["drafter"] for config in read_run(folder)["configs"])
+    assert not any("small" in config["drafter"] for config in run_json(folder)["configs"])
 
 
 def test_a_calibrated_form_is_tried_once(tune: Tune, tmp_path: Path, models: Path) -> None:
@@ -374,7 +379,7 @@ def test_a_calibrated_form_is_tried_once(tune: Tune, tmp_path: Path, models: Pat
     said = tune("--drafter", "self:calibrated", "--drafter", "self:int8")
     assert said.code == 0, said.err
     (folder,) = (tmp_path / "results").iterdir()
-    drafters = {config["drafter"] for config in read_run(folder)["configs"]}
+    drafters = {config["drafter"] for config in run_json(folder)["configs"]}
     assert drafters == {"none", "lookup", "self:int8", "self:int8,skip=1"}
 
 
@@ -382,7 +387,7 @@ def test_an_int8_target_gets_chains_without_siblings(tune: Tune, tmp_path: Path)
     said = tune("--dtype", "int8")
     assert said.code in (0, 1), said.err
     (folder,) = (tmp_path / "results").iterdir()
-    stored = read_run(folder)
+    stored = run_json(folder)
     assert {config["policy"] for config in stored["configs"]} == {"none", "auto:siblings=0", "fixed"}
     assert {config["cache"] for config in stored["configs"]} == {"preallocated"}
     assert not any("self:int8" in config["drafter"] for config in stored["configs"])
@@ -406,7 +411,7 @@ def test_a_cache_is_chosen_once(
     )
     assert read_config(tmp_path / "specbench.toml").cache == "preallocated"
     (folder,) = (tmp_path / "results").iterdir()
-    assert {config["cache"] for config in read_run(folder)["configs"]} == {"preallocated"}
+    assert {config["cache"] for config in run_json(folder)["configs"]} == {"preallocated"}
     monkeypatch.setattr(loading, "time_in_turn", lambda *_: pytest.fail("timed again"))
     assert tune("--results", folder, "--resume", "--overwrite").code == 0
     assert tune("--cache", "dynamic", "--results", tmp_path / "other", "--overwrite").code == 0
@@ -446,7 +451,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     """Others use the machine all along, and 12 blocks do not tell what is fast on some prompts only."""
     differing(monkeypatch)
     monkeypatch.setattr(
-        specbench.results.frames,
+        specbench.tune.answer,
         "disturbance",
         lambda _: "Verdicts are provisional: others used the processor during 9 of 9 generations.",
     )
@@ -464,7 +469,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     assert "# This setting is provisional" in written.read_text()
     assert (read_config(written).provisional, read_config(written).drafter) == (True, "lookup")
     (folder,) = (tmp_path / "results").iterdir()
-    assert read_run(folder)["tuning"]["answer"]["headline"] == headline
+    assert run_json(folder)["tuning"]["answer"]["headline"] == headline
     target = str(models / "target")
     assert run(["generate", "--target", target, "Hello", "-n", "3"]) == 0
     assert "specbench.toml is provisional: it is not sure yet" in capsys.readouterr().err
@@ -472,7 +477,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     assert "provisional" not in capsys.readouterr().err
     assert run(["export", str(folder), "--to", "vllm", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["measured"]
-    stored = read_run(folder)["tuning"]["answer"]["measured"][figures["config"]]["speedup"]
+    stored = run_json(folder)["tuning"]["answer"]["measured"][figures["config"]]["speedup"]
     assert [figures[name] for name in ("speedup", "low", "high")] == [
         stored[name] for name in ("value", "low", "high")
     ]
@@ -531,7 +536,7 @@ def test_a_calibrated_tree_is_tried(tune: Tune, tmp_path: Path, models: Path) ->
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
-    return [config for path in folder.glob("*/run.json") for config in read_run(path.parent)["configs"]]
+    return [config for path in folder.glob("*/run.json") for config in run_json(path.parent)["configs"]]
 
 
 def test_real_choices_are_held_against_a_sweep_in_parts(
@@ -563,7 +568,7 @@ def test_real_choices_are_held_against_a_sweep_in_parts(
     facts = json.loads(said[-1])
     assert (facts["choice"], facts["regret"], facts["held_out"]) == ("lookup@auto", 0.0, 0.0)
     df = load_results("sweep")
-    assert len(df) == 4 * df["config"].nunique()
+    assert len(df.generations) == 4 * df.generations["config"].nunique()
     whole = lines.read_text()
     assert whole.startswith(begun)
     assert regret.main([*words, "--least", "0.99"]) == 0

@@ -20,7 +20,7 @@ from specbench.cli.named_runs import named_runs
 from specbench.errors import RunError, UsageError
 from specbench.results import stats
 from specbench.results.compare import Compared, Row, compare_configs, compare_runs, to_json
-from specbench.results.store import load_results
+from specbench.results.results import load_results
 from specbench.show.compare import render_terminal, to_markdown
 from specbench.show.tables import markdown_text
 

@@ -150,10 +150,10 @@ def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all() -> No
     outputs = {run(engine, config).token_ids for config in grid()}
     assert len(outputs) == 1
     assert usual not in outputs
-    assert engine.describe_target(DECODING)["model_defaults"] == asked
+    assert engine.describe_target(DECODING).model_defaults == asked
     assert engine.difference(PROMPT, (*outputs.pop(),), usual, DECODING) is not None
     assert {run(engine, config, model_defaults=False).token_ids for config in grid()} == {usual}
-    assert engine.describe_target(DECODING.but(model_defaults=False))["model_defaults"] == {}
+    assert engine.describe_target(DECODING.but(model_defaults=False)).model_defaults == {}
 
 
 def test_sampled_outputs_depend_on_the_seed_alone(engine: ModelEngine) -> None:
@@ -225,7 +225,7 @@ def test_costs_are_times_of_single_passes(engine: ModelEngine) -> None:
     assert {len(times) for times in (*costs.target.values(), *costs.drafters.values())} == {2}
     assert costs.context == 256
     assert costs.medians().target_s == {1: 1.0, 2: 1.0, 5: 1.0}
-    assert len(costs.rows()) == 6
+    assert len(costs.lines()) == 6
     # Nothing is left behind.
     assert (
         run(engine, grid()[0]).token_ids
@@ -251,7 +251,7 @@ def test_drafters_are_timed_with_several_nodes_abreast(engine: ModelEngine) -> N
     costs = engine.measure_costs(PROMPT, [1], (2, 3))
     assert set(costs.trees) == {(name, nodes) for name in ("small", "self:int8") for nodes in (2, 3)}
     assert all(len(times) == 2 for times in costs.trees.values())
-    assert PassTimes.of_rows(costs.rows()) == costs
+    assert PassTimes.of(costs.lines()) == costs
     times = PassTimes(
         {1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5, {("a", 4): [7.0], ("a", 2): [4.0], ("b", 2): [1.0]}
     )
@@ -338,7 +338,7 @@ def test_loading_by_specs(tmp_path: Any) -> None:
     assert list(engine.drafters) == ["lookup", "small (int8)"]
     assert list(engine.assistants) == ["small (int8)"] == list(engine.fingerprints)
     described = engine.describe_target(DECODING)
-    assert (described["name"], described["dtype"], described["device"]) == ("target", "float32", "cpu")
+    assert (described.name, described.dtype, described.device) == ("target", "float32", "cpu")
     assert str(tmp_path) not in str(described)
 
 

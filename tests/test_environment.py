@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 import specbench.bench.environment as environment
 from specbench.bench.environment import describe_environment, reset_peak_memory
 from specbench.decoding.clocks import peak_memory
+from specbench.record import Estimate, builtins, to_json
 from specbench.results.advice import (
-    Interval,
     at_start,
     baseline_too_slow,
     during,
@@ -26,6 +27,7 @@ from specbench.results.advice import (
     wide_intervals,
 )
 from specbench.results.load import LoadSnapshot, load_snapshot
+from specbench.results.run import Mismatch
 
 
 def quiet(**changed: object) -> LoadSnapshot:
@@ -38,19 +40,18 @@ def quiet(**changed: object) -> LoadSnapshot:
 
 def test_the_environment_says_what_figures_depend_on() -> None:
     found = describe_environment()
-    assert set(found) == {
-        "cpu", "cpu_capability", "physical_cores", "cores", "threads", "huge_pages", "ram_gb", "os", "python", "torch",
-        "transformers", "specbench", "devices", "git_commit",
-    }  # fmt: skip
-    assert found["cores"] >= 1
-    assert found["threads"] >= 1
-    assert found["ram_gb"] > 0
-    assert found["python"] == platform.python_version()
-    assert json.loads(json.dumps(found)) == found
+    assert found.cores is not None
+    assert found.cores >= 1
+    assert found.threads is not None
+    assert found.threads >= 1
+    assert found.ram_gb is not None
+    assert found.ram_gb > 0
+    assert found.python == platform.python_version()
+    assert json.loads(to_json(found)) == builtins(found)
 
 
 def test_the_environment_names_nobody_and_no_place() -> None:
-    text = json.dumps(describe_environment(), ensure_ascii=False)
+    text = to_json(describe_environment()).decode()
     assert platform.node() not in text
     assert str(Path.home()) not in text
     assert os.sep not in text.replace("GNU/Linux", "")
@@ -80,7 +81,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path: Path) -> None
 
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert describe_environment()["git_commit"] is None
+    assert describe_environment().git_commit is None
 
 
 # -- how busy it is --------------------------------------------------------------------------------
@@ -174,10 +175,14 @@ def test_few_prompts() -> None:
     assert one.message == "1 prompt says little about others."
 
 
+def interval(value: float, low: float, high: float) -> Estimate:
+    return Estimate(value, low, high, 9)
+
+
 def test_wide_intervals() -> None:
-    assert wide_intervals({"a": Interval(2.0, 1.81, 2.19)}) is None
+    assert wide_intervals({"a": interval(2.0, 1.81, 2.19)}) is None
     found = wide_intervals(
-        {"a": Interval(2.0, 1.81, 2.19), "b": Interval(1.0, 0.8, 1.3), "c": Interval(1.0, 0.5, 1.9)}
+        {"a": interval(2.0, 1.81, 2.19), "b": interval(1.0, 0.8, 1.3), "c": interval(1.0, 0.5, 1.9)}
     )
     assert found is not None
     assert found.message == "2 of 3 intervals are wider than ±10%; the widest is ±70% (c)."
@@ -185,35 +190,38 @@ def test_wide_intervals() -> None:
 
 
 def test_a_baseline_slower_than_transformers() -> None:
-    assert baseline_too_slow(Interval(1.1, 0.99, 1.3)) is None
-    found = baseline_too_slow(Interval(1.2, 1.1, 1.3))
+    assert baseline_too_slow(interval(1.1, 0.99, 1.3)) is None
+    found = baseline_too_slow(interval(1.2, 1.1, 1.3))
     assert found is not None
     assert found.severity == "error"
     assert "1.20×" in found.message
 
 
+TIE = Mismatch(
+    config="c", prompt="p", turn=0, repeat=0, position=3, gap=0.01, gap_units=1.0, numerical_tie=True
+)
+
+
 def test_a_real_difference_outweighs_ties() -> None:
-    tie = {"config": "c", "prompt": "p", "position": 3, "gap": 0.01, "gap_units": 1.0, "numerical_tie": True}
-    real = {**tie, "prompt": "q", "position": 7, "gap": 2.5, "numerical_tie": False}
+    real = structs.replace(TIE, prompt="q", position=7, gap=2.5, numerical_tie=False)
     assert tokens_differ({}, 5) == []
-    (found,) = tokens_differ({"C": [tie, real]}, 5)
+    (found,) = tokens_differ({"C": [TIE, real]}, 5)
     assert found.severity == "error"
     assert found.message == (
         "C: tokens differ from plain decoding in 2 of 5 prompts, first at token 7 of q; the two tokens' logits are 2.5"
         " apart there, more than rounding explains."
     )
-    assert found.data == {"differences": [tie, real]}
+    assert found.data == {"differences": [builtins(TIE), builtins(real)]}
 
 
 def test_ties_of_all_configurations_are_told_at_once() -> None:
-    tie = {"config": "c", "prompt": "p", "position": 3, "gap": 0.01, "gap_units": 1.0, "numerical_tie": True}
-    found = tokens_differ({"C": [tie, tie], "D": [{**tie, "numerical_tie": None}], "E": [tie]}, 5)
+    found = tokens_differ({"C": [TIE, TIE], "D": [structs.replace(TIE, numerical_tie=None)], "E": [TIE]}, 5)
     assert [warning.severity for warning in found] == ["warning", "info"]
     assert found[1].message == (
         "2 configurations: tokens differ from plain decoding in 3 of 10 cases, each where the two tokens' logits tie"
         " within rounding (first at token 3 of p, C)."
     )
-    (alone,) = tokens_differ({"C": [tie]}, 5)
+    (alone,) = tokens_differ({"C": [TIE]}, 5)
     assert "float32" in alone.advice
-    assert "leave --cache out" in tokens_differ({"C": [tie]}, 5, rounded="int8")[0].advice
+    assert "leave --cache out" in tokens_differ({"C": [TIE]}, 5, rounded="int8")[0].advice
     assert alone.message.startswith("C: tokens differ from plain decoding in 1 of 5 cases")

@@ -30,7 +30,8 @@ from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.config import Config
 from specbench.decoding.theory import expected_tokens
 from specbench.errors import UsageError
-from specbench.results.store import load_results
+from specbench.models.stories import HeadStory
+from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import parse_rule
 from specbench.tune.export.engine import kinds
@@ -389,7 +390,9 @@ def test_without_times_of_passes_steps_say_how_long(tmp_path: Path) -> None:
     found = setting_of_run(df)
     drafted = [
         kept
-        for steps, kepts in zip(df["steps_drafted"], df["steps_accepted"], strict=True)
+        for steps, kepts in zip(
+            df.generations["steps_drafted"], df.generations["steps_accepted"], strict=True
+        )
         for long, kept in zip(steps, kepts, strict=True)
         if long
     ]
@@ -501,8 +504,8 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path: Path) -> 
 def test_every_engine_has_every_kind_of_head_or_says_why_not(name: str, kind: str) -> None:
     engine, known = ENGINES[name], KNOWN[name]
     here, there = setting("org/head", head=kind), HEADS[name][kind]
-    assert expresses(engine, here.drafter, {"kind": kind}) == isinstance(there, Has)
-    assert not expresses(engine, here.drafter, {"kind": kind, "compact": True})
+    assert expresses(engine, here.drafter, HeadStory(kind=kind)) == isinstance(there, Has)
+    assert not expresses(engine, here.drafter, HeadStory(kind=kind, compact=True))
     if isinstance(there, Lacks):
         message = refusal(export_setting, engine, here, kind=UsageError)
         assert message.startswith(

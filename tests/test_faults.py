@@ -31,13 +31,14 @@ from cli_runs import refusal
 from forked import CONTEXT, PATIENCE_S, Forked
 from killed_sweep import sweep as scripted_sweep
 from scripted_engine import ScriptedEngine, make_sweep, new_store
+from stored import run_json
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.bench.runner import run_sweep
 from specbench.errors import RunError, UsageError
 from specbench.models.builtin import prepare_builtin, prepare_gguf
-from specbench.results.store import load_results, read_run
+from specbench.results.results import load_results
 from specbench.results.trace import read_trace
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, limits and mounts of POSIX")
@@ -226,13 +227,13 @@ def test_a_sweep_that_was_stopped_ends_as_if_it_had_not_been(
     else:
         assert code == -number
     # A line that the disk had not confirmed when Ctrl-C came is taken back; there are three of warm-ups.
-    assert 16 <= len(load_results(out)) + 3 < len(undisturbed)
-    assert read_run(out)["finished"] is None
+    assert 16 <= len(load_results(out).generations) + 3 < len(undisturbed)
+    assert run_json(out)["finished"] is None
     again = specbench(*sweep_words(models, out), "--resume")
     assert again.wait() == 0, again.errors
     assert rows(out) == undisturbed
-    assert load_results(out).attrs["problems"] == []
-    assert read_run(out)["finished"] is not None
+    assert load_results(out).problems == []
+    assert run_json(out)["finished"] is not None
 
 
 def test_two_sweeps_that_begin_at_once_in_one_folder(
@@ -266,7 +267,7 @@ def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(
     measured = rows(out)
     assert 5 < len(measured) < len(undisturbed)
     assert measured == undisturbed[: len(measured)]
-    assert load_results(out).attrs["problems"] == []
+    assert load_results(out).problems == []
     assert sorted(path.name for path in out.iterdir() if "partial" in path.name) == []
     if small.mounted:
         small.remount("size=8m")
@@ -349,11 +350,11 @@ def test_stopped_while_a_slow_disk_is_waited_for(tmp_path: Path, number: int) ->
     child.kill(number)
     seen = len(rows(out))
     assert seen >= 4
-    assert load_results(out).attrs["problems"] == []
+    assert load_results(out).problems == []
     last = Child(place, fault_child.slow_disk, out, place, 0.0)
     assert last.wait() == 0, last.errors
     assert [each[:5] for each in rows(out)] == [cell.key for cell in scripted_sweep().plan()]
-    assert load_results(out).attrs["problems"] == []
+    assert load_results(out).problems == []
 
 
 def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,14 +423,17 @@ def test_memory_that_runs_out_costs_one_configuration(tmp_path: Path) -> None:
     assert child.wait() == 0, child.errors
     assert json.loads((place / "result").read_text()) == [6, 2]
     frame = load_results(out)
-    failed = frame[frame["status"] == "failed"]
+    failed = frame.generations[frame.generations["status"] == "failed"]
     assert set(failed["config"]) == {"lookup@200"}
     assert {error.split(".")[0] for error in failed["error"]} == {
         "There was not enough memory for this configuration"
     }
-    assert frame[frame["status"] == "ok"].groupby("config").size().to_dict() == {"lookup@2": 2, "plain": 2}
+    assert frame.generations[frame.generations["status"] == "ok"].groupby("config").size().to_dict() == {
+        "lookup@2": 2,
+        "plain": 2,
+    }
     tokens = (
-        frame[frame["status"] == "ok"]
+        frame.generations[frame.generations["status"] == "ok"]
         .groupby("prompt")["token_ids"]
         .agg(lambda each: len({*map(tuple, each)}))
     )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pandas as pd
 import pytest
 from cli_runs import refusal
+from msgspec import structs
 from synthetic_runs import Drafter, write_run
 
 from specbench.errors import UsageError
-from specbench.models.stories import STORY_SHAPE, story_of
-from specbench.results.frames import category_frame, step_arrays
-from specbench.results.heads import best_measure, head_frame, stories, training_frame
-from specbench.results.store import load_results
-from specbench.shapes import misfit
+from specbench.models.stories import HeadStory, story_of
+from specbench.results.heads import best_measure, head_rows, stories, training_rows
+from specbench.results.results import Results, load_results
+from specbench.results.summary import categorize
 from specbench.show import tables
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
@@ -54,41 +56,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def df(folder: Path) -> pd.DataFrame:
+def df(folder: Path) -> Results:
     return load_results(folder)
 
 
-def test_heads_are_told_by_category(df: pd.DataFrame) -> None:
-    frame = head_frame(df)
-    assert list(zip(frame["config"], frame["category"], strict=True)) == [
+def test_heads_are_told_by_category(df: Results) -> None:
+    heads = head_rows(df)
+    assert [(row.config.id, row.category) for row in heads] == [
         (f"head (int8)-g{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
     ]
-    steps = step_arrays(df)
-    speedups = category_frame(df).set_index(["config", "category"])
-    rows = df.reset_index(drop=True)
-    for row in frame.to_dict("records"):
-        chosen = rows.index[(rows["config"] == row["config"]) & (rows["category"] == row["category"])]
+    steps, rows = df.steps, df.generations
+    speedups = {(row.config.id, row.category): row.speedup for row in categorize(df).rows}
+    for row in heads:
+        chosen = rows.index[(rows["config"] == row.config.id) & (rows["category"] == row.category)]
         mine = steps.take(pd.Series(steps.row).isin(chosen).to_numpy())
-        assert row["tokens_per_step"] == pytest.approx(mine["emitted"].sum() / len(mine))
-        assert row["first"] == pytest.approx((mine["accepted"] > 0).sum() / (mine["tested"] > 0).sum())
-        assert row["second"] == pytest.approx((mine["accepted"] > 1).sum() / (mine["tested"] > 1).sum())
-        assert row["speedup"] == speedups.loc[(row["config"], row["category"]), "speedup"]
-        assert row["trained"] == 1.7 if row["category"] == "code" else pd.isna(row["trained"])
+        assert row.tokens_per_step == pytest.approx(mine["emitted"].sum() / len(mine))
+        assert row.first == pytest.approx((mine["accepted"] > 0).sum() / (mine["tested"] > 0).sum())
+        assert row.second == pytest.approx((mine["accepted"] > 1).sum() / (mine["tested"] > 1).sum())
+        assert row.speedup == speedups[row.config.id, row.category]
+        assert row.trained == 1.7 if row.category == "code" else pd.isna(row.trained)
 
 
-def test_the_best_measure_is_that_of_the_head_that_was_kept(df: pd.DataFrame) -> None:
-    told = stories(df.attrs["run"])
-    assert told == {HEAD.name: STORY}
-    assert best_measure(told[HEAD.name])["tokens"] == 300_000
-    assert stories({"heads": {"x": {**STORY, "measured": []}}}) == {}
+def test_the_best_measure_is_that_of_the_head_that_was_kept(df: Results) -> None:
+    told = stories(df.run.heads)
+    assert told == {HEAD.name: msgspec.convert(STORY, HeadStory)}
+    assert best_measure(told[HEAD.name]).tokens == 300_000
+    assert stories({"x": HeadStory(kind="eagle")}) == {}
 
 
-def test_the_report_says_where_a_head_loses(df: pd.DataFrame, folder: Path, tmp_path: Path) -> None:
-    frame = head_frame(df)
-    sheet = tables.sheet_of(frame)
-    worst = frame.loc[frame[frame["config"] == "head (int8)-g2"]["first"].idxmin()]
-    assert f"head (int8) γ=2 drafts worst on {worst['category']}: " in "\n".join(sheet.notes)
-    slower = set(frame[frame["verdict"] == "slower"]["label"])
+def test_the_report_says_where_a_head_loses(df: Results, folder: Path, tmp_path: Path) -> None:
+    rows = head_rows(df)
+    sheet = tables.head_sheet(rows)
+    worst = min((row for row in rows if row.config.id == "head (int8)-g2"), key=lambda row: row.first)
+    assert f"head (int8) γ=2 drafts worst on {worst.category}: " in "\n".join(sheet.notes)
+    slower = {row.config.label for row in rows if row.verdict == "slower"}
     assert {note.partition(" loses")[0] for note in sheet.notes if " loses" in note} == slower
     report, (page, markdown) = write_report(folder, tmp_path)
     assert "training" in {picture.name for picture in report.pictures}
@@ -98,8 +99,8 @@ def test_the_report_says_where_a_head_loses(df: pd.DataFrame, folder: Path, tmp_
         assert EVIL not in text
 
 
-def test_the_figures_of_the_training_stand_in_a_table(df: pd.DataFrame, folder: Path, tmp_path: Path) -> None:
-    sheet = tables.sheet_of(training_frame(df))
+def test_the_figures_of_the_training_stand_in_a_table(df: Results, folder: Path, tmp_path: Path) -> None:
+    sheet = tables.training_sheet(training_rows(df))
     assert sheet.headings == [
         "drafter", "tokens trained on", "tokens/step", "1. kept", "2. kept", "3. kept", "4. kept",
     ]  # fmt: skip
@@ -112,7 +113,7 @@ def test_the_figures_of_the_training_stand_in_a_table(df: pd.DataFrame, folder: 
         assert "Its figures stand in the table 'Training'" in text.replace("&#39;", "'")
 
 
-def test_the_figure_shows_acceptance_by_place_against_tokens(df: pd.DataFrame) -> None:
+def test_the_figure_shows_acceptance_by_place_against_tokens(df: Results) -> None:
     left, right = draw_figures(df, ["training"]).figures["training"].axes
     assert [line.get_xydata().tolist() for line in left.lines] == [
         [[0, 0.01], [300_000, 0.4], [600_000, 0.35]],
@@ -127,21 +128,20 @@ def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path: Path)
     )
     left, _ = draw_figures(df, ["training"]).figures["training"].axes
     assert left.get_title(loc="left") == FREE.name
-    assert set(training_frame(df)["drafter"]) == {FREE.name}
+    assert {row.drafter for row in training_rows(df)} == {FREE.name}
 
 
-def test_in_a_cascade_the_drafts_of_both_parts_count(df: pd.DataFrame) -> None:
+def test_in_a_cascade_the_drafts_of_both_parts_count(df: Results) -> None:
     note = "Of a cascade the drafts of both parts count."
-    frame = head_frame(df)
-    assert note not in tables.sheet_of(frame).notes
-    frame["drafter"] = "lookup+head (int8)"
-    assert note in tables.sheet_of(frame).notes
+    rows = head_rows(df)
+    assert note not in tables.head_sheet(rows).notes
+    cascade = structs.replace(rows[0].config, drafter="lookup+head (int8)")
+    assert note in tables.head_sheet([replace(rows[0], config=cascade)]).notes
 
 
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path: Path) -> None:
     df = load_results(run_with(tmp_path / "run", None))
-    assert head_frame(df).empty
-    assert training_frame(df).empty
+    assert head_rows(df) == training_rows(df) == []
     assert "no head was trained by specbench" in draw_figures(df).skipped["training"]
 
 
@@ -155,11 +155,9 @@ def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "training.json"
     whole = {**STORY, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
     file.write_text(json.dumps({name: value for name, value in whole.items() if name != "tokens"}))
-    assert story_of(tmp_path) == STORY
+    assert story_of(tmp_path) == msgspec.convert(STORY, HeadStory)
     file.write_text(json.dumps({**whole, "settings": {"compact": True}}))
-    assert story_of(tmp_path) == {**STORY, "compact": True}
-    file.write_text(json.dumps(whole))
-    assert misfit(story_of(tmp_path), STORY_SHAPE) is None
+    assert story_of(tmp_path) == msgspec.convert({**STORY, "compact": True}, HeadStory)
     for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"seconds": NaN}'):
         file.write_text(damaged)
         assert story_of(tmp_path) is None

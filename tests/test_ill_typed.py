@@ -7,11 +7,13 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts
 from test_trace import REJECTION, SUMMARY, event, header, prefill
@@ -24,7 +26,8 @@ from specbench.errors import SpecbenchError
 from specbench.generate import autoregressive_generate
 from specbench.models.prepare import load_target
 from specbench.results.compare import compare_configs, compare_runs
-from specbench.results.store import RunStore, load_results
+from specbench.results.results import load_results
+from specbench.results.store import RunStore
 from specbench.results.trace import parse_trace
 from specbench.show.report import content
 from specbench.show.report.content import make_report
@@ -96,9 +99,8 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     monkeypatch.setattr(content, "_pictures", lambda df, folder: ([], {}))
     with new_store(tmp_path / "run", SWEEP) as store:
         run_sweep(SWEEP, store, ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=False))
-        store.update(
-            **merge_runs(store.run, describe(SWEEP, specbench="0.0.1"), ["specbench: 0.1.0 → 0.0.1"])
-        )
+        changed = describe(SWEEP, specbench="0.0.1")
+        store.replace(merge_runs(store.run, changed, ["specbench: 0.1.0 → 0.0.1"]))
     return Stored(tmp_path / "run")
 
 
@@ -123,7 +125,7 @@ class Stored:
     def read(self) -> None:
         load_results(self.folder)
         with RunStore.open(self.folder) as store:
-            PassTimes.of_rows(store.costs()).medians()
+            PassTimes.of(store.costs()).medians()
             changes(store.run, describe(SWEEP))
             merge_runs(store.run, describe(SWEEP), [])
 
@@ -133,8 +135,7 @@ class Stored:
         report = make_report(frame, "run", self.folder)
         to_html(report), to_markdown(report)
         compare_configs(frame, "d@2", "plain")
-        other = frame.copy()
-        other.attrs = {**frame.attrs, "run": {**frame.attrs["run"], "run_id": "other"}}
+        other = replace(frame, run=structs.replace(frame.run, run_id="other"))
         compare_runs(frame, other, ("a", "b"), other_target=True)
         with RunStore.open(self.folder) as store:
             run_sweep(SWEEP, store, ScriptedEngine(), retry_failed=True)

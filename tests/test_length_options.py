@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted_engine import describe, make_sweep, specs_of
+from stored import run_json
 from test_lengths import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
 
@@ -19,7 +20,6 @@ import specbench.generate
 from specbench.bench.engines.own import ModelEngine, Outcome
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_policies
 from specbench.bench.manifest import changes
-from specbench.bench.runner import _figures
 from specbench.cli import run
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
@@ -32,7 +32,9 @@ from specbench.lengths import (
 )
 from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
 from specbench.options import DecodingOptions
-from specbench.results.store import load_results, read_run
+from specbench.record import builtins
+from specbench.results.lines import StepLists
+from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import RULES, RuleWord, parse_rule, rule_words
 from specbench.specs.verification import VERIFICATIONS
@@ -221,7 +223,7 @@ def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:
 
 def test_a_run_from_before_these_options_can_be_gone_on_with() -> None:
     old, new = describe(make_sweep()), describe(make_sweep())
-    del old["options"]["costs"], old["options"]["keep_policy_state"]
+    del old.options["costs"], old.options["keep_policy_state"]
     assert changes(old, new) == []
     kept = describe(make_sweep(keep_policy_state=True))
     assert changes(old, kept) == ["option keep_policy_state: False → True"]
@@ -274,7 +276,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
 
 def test_notes_of_every_step_stand_in_the_results(engine: ModelEngine) -> None:
     outcome = decode(engine, config_of("small", "egag:scale=1,beta=0.5"))
-    notes = _figures(outcome)["steps"]["policy"]
+    notes = StepLists.of(outcome.steps).policy
     assert set(notes) == {"H_norm", "H_ema", "gamma"}
     drafted = [step.gamma for step in outcome.steps]
     average = None
@@ -301,7 +303,7 @@ class Ticks:
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(_figures(outcome))))
+    return {"steps": builtins(StepLists.of(outcome.steps))}
 
 
 def test_a_result_holds_the_times_that_auto_took(
@@ -501,18 +503,18 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call: Cli, tmp_path
     for rule in ("egag", "entropy-bound", "svip", "egag:scale=0.9"):
         assert f"note: {rule} is left out with lookup: it reads the drafter's distribution" in err
     frame = load_results(tmp_path / "run")
-    assert (frame["status"] == "ok").all()
-    assert set(frame["label"]) == {
+    assert (frame.generations["status"] == "ok").all()
+    assert set(frame.generations["label"]) == {
         "plain", "lookup γ=2", "small (int8) γ=2",
         *(f"lookup {rule}" for rule in ("auto", "confidence", "heuristic")),
         *(f"small (int8) {rule}" for rule in (*rule_words(), "egag:scale=0.9") if rule != "fixed"),
     }  # fmt: skip
-    assert frame["token_ids"].map(tuple).nunique() == 1
-    assert frame.set_index("config")["gamma"].isna().sum() == len(frame) - 2
-    described = read_run(tmp_path / "run")
+    assert frame.generations["token_ids"].map(tuple).nunique() == 1
+    assert frame.generations.set_index("config")["gamma"].isna().sum() == len(frame.generations) - 2
+    described = run_json(tmp_path / "run")
     assert described["options"]["policies"] == [*rule_words(), "egag:scale=0.9"]
     assert {"1", "2", "3", "17"} <= described["costs"]["target_pass_s"].keys()  # as wide as the trees
-    notes = frame.set_index("config")["steps_policy"]
+    notes = frame.generations.set_index("config")["steps_policy"]
     assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])
     assert {"rate", "survival", "probe", "drafter_pass_s", "rest_s"} == set(notes["lookup@auto"])
     assert "small (int8) auto" in out
@@ -529,15 +531,15 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call: Cli, tmp_path
 def test_the_costs_of_a_sweep_are_those_of_another(call: Cli, tmp_path: Path, models: Path) -> None:
     drafters = ("--drafter", "lookup", "--drafter", models / "small")
     assert call("sweep", *drafters, "--length-policy", "auto", "-o", "one")[0] == 0
-    one = read_run(tmp_path / "one")
+    one = run_json(tmp_path / "one")
     assert list(one["costs"]["target_pass_s"]) == [str(n) for n in range(1, 18)]
     assert one["options"]["costs"] is None
     sampled = ("--length-policy", "auto", "-t", 1, "--costs", "one/run.json")
     for name in ("two", "three"):
         code, _, err = call("sweep", *drafters, *sampled, "-o", name)
         assert code == 0, err
-    two, three = (load_results(tmp_path / name).set_index("config") for name in ("two", "three"))
-    assert read_run(tmp_path / "two")["options"]["costs"] == {
+    two, three = (load_results(tmp_path / name).generations.set_index("config") for name in ("two", "three"))
+    assert run_json(tmp_path / "two")["options"]["costs"] == {
         name: one["costs"][name] for name in ("target_pass_s", "drafter_pass_s")
     }
     for config in ("lookup@auto,t=1", "small (int8)@auto,t=1"):

@@ -23,7 +23,7 @@ from specbench.generate_many import speculative_generate_many
 from specbench.lengths import FixedLength, build_policy
 from specbench.models.prepare import Target, load_drafter, wrap_target
 from specbench.options import DecodingOptions
-from specbench.results.store import load_results
+from specbench.results.results import load_results
 from specbench.serve.protocol import TextAsked, parse
 
 PROMPT, NEW, LEAST = [5, 6, 7, 5, 6, 7, 5, 6], 24, 12
@@ -143,8 +143,8 @@ def test_sweep(cli: Cli, folder: Path, tmp_path: Path) -> None:
     more = ("--baseline", "transformers", "--out", "run")
     assert cli("sweep", "--target", folder, *COMMON, *grid, *more).code == 0
     frame = load_results(tmp_path / "run")
-    assert set(frame["kind"]) == {"plain", "speculative", "transformers"}
-    assert (frame["new_tokens"] == LEAST + 1).all()
+    assert set(frame.generations["kind"]) == {"plain", "speculative", "transformers"}
+    assert (frame.generations["new_tokens"] == LEAST + 1).all()
     other = [LEAST + 1 if word == LEAST else word for word in COMMON]
     cli("sweep", "--target", folder, *other, *grid, *more, "--resume").refused(
         2, f"another --min-new-tokens ({LEAST} then, {LEAST + 1} now)"

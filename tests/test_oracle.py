@@ -15,8 +15,8 @@ import oracle
 import pytest
 from exact_runs import write_exact
 
-from specbench.results.rows import step_columns
-from specbench.results.store import load_results
+from specbench.results.lines import StepLists
+from specbench.results.results import load_results, step_columns
 
 DRAFT_S, FIRST = 0.25, 1
 WISE = "d@99"
@@ -56,7 +56,8 @@ def line_of(
             "drafted": [g for g, _, _ in steps], "accepted": [a for _, a, _ in steps],
             "tested": [min(g, a + 1) for g, a, _ in steps], "emitted": [e for _, _, e in steps],
             "draft_s": draft, "draft_prefill_s": prefill, "verify_s": rest, "accept_s": [0.0] * count,
-            "rollback_s": [0.0] * count, "other_s": [0.0] * count, "expected_acceptance": [[]] * count,
+            "rollback_s": [0.0] * count, "other_s": [0.0] * count,
+            "expected_acceptance": [[0.5] * min(g, a + 1) for g, a, _ in steps],
             "closing": ["bonus"] * count, "policy": {},
         },
     }  # fmt: skip
@@ -72,7 +73,7 @@ def row_of(
 
 def columns_of(line: dict[str, Any]) -> dict[str, Any]:
     """The steps of a line as ``load_results`` gives them."""
-    return {f"steps_{name}": values for name, values in step_columns(line.pop("steps")).items()}
+    return step_columns(StepLists(**line.pop("steps")))
 
 
 def ranks_of(right: Sequence[bool | None]) -> list[int | None]:
@@ -267,6 +268,7 @@ def tree_line(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tokens = FIRST + sum(step["emitted"] for step in steps)
     line = line_of([(0, 0, 1)] * len(steps), range(tokens))
     line["steps"] |= {name: [step[name] for step in steps] for name in steps[0]}
+    line["steps"]["expected_acceptance"] = [[0.5] * step["tested"] for step in steps]
     line["decode_s"] = sum(step["draft_s"] + step["verify_s"] for step in steps)
     return line
 

@@ -24,8 +24,10 @@ from synthetic_runs import DRAFTERS, Drafter, write_run
 from specbench.cli import run as command
 from specbench.cli.plot import NAMES
 from specbench.errors import RunError, UsageError
-from specbench.results import frames
-from specbench.results.store import load_results
+from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, ranks
+from specbench.results.results import Results, load_results
+from specbench.results.rows import to_frame
+from specbench.results.summary import categorize, summarize
 from specbench.show import plots
 from specbench.show.plots import canvas
 
@@ -44,7 +46,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def df(big: Path) -> pd.DataFrame:
+def df(big: Path) -> Results:
     return load_results(big)
 
 
@@ -60,8 +62,8 @@ def drawn(draw: Callable[..., plots.Drawn]) -> plots.Drawn:
 
 
 @pytest.fixture(scope="module")
-def summary(df: pd.DataFrame) -> pd.DataFrame:
-    return frames.summary_frame(df).set_index("config")
+def summary(df: Results) -> pd.DataFrame:
+    return summarize(df).frame.set_index("config")
 
 
 RULES = ("auto", "egag", "confidence", "confidence:adapt", "entropy-bound", "svip", "heuristic")
@@ -187,11 +189,9 @@ class TestContent:
             assert (round(row[column], 9), round(row["speedup"], 9)) in points
             assert axes.get_xlim() == axes.get_ylim()
 
-    def test_the_heat_map_shows_every_cell_with_its_interval(
-        self, df: pd.DataFrame, drawn: plots.Drawn
-    ) -> None:
+    def test_the_heat_map_shows_every_cell_with_its_interval(self, df: Results, drawn: plots.Drawn) -> None:
         shown = texts(drawn.figures["categories"])
-        frame = frames.category_frame(df)
+        frame = categorize(df).frame
         image = drawn.figures["categories"].axes[0].images[0].get_array()
         assert np.exp(np.asarray(image).ravel()) == pytest.approx(
             frame.pivot(index="config", columns="category", values="speedup")
@@ -202,19 +202,19 @@ class TestContent:
         assert shown.count("–") >= frame["speedup_low"].notna().sum() > len(frame) / 2
 
     def test_the_histogram_of_the_fastest_gamma(
-        self, df: pd.DataFrame, drawn: plots.Drawn, summary: pd.DataFrame
+        self, df: Results, drawn: plots.Drawn, summary: pd.DataFrame
     ) -> None:
         fastest = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "speedup"].idxmax()
-        frame = frames.accepted_frame(df)
+        frame = to_frame(accepted_lengths(df), AcceptedRow)
         expected = frame.loc[frame["config"] == fastest, "share"].tolist()
         axes = drawn.figures["accepted-length"].axes[1]
         assert [bar.get_height() for bar in axes.patches] == pytest.approx(expected)
         assert f"γ = {fastest[-1]}" in axes.get_title(loc="left")
 
-    def test_one_generation_with_the_notes_of_its_rule(self, df: pd.DataFrame, drawn: plots.Drawn) -> None:
+    def test_one_generation_with_the_notes_of_its_rule(self, df: Results, drawn: plots.Drawn) -> None:
         upper, lower = drawn.figures["generation"].axes
-        mine = df[df["config"] == "egag"]
-        usual = frames.summary_frame(df).set_index("config")["tokens_per_step"].loc["egag"]
+        mine = df.generations[df.generations["config"] == "egag"]
+        usual = summarize(df).frame.set_index("config")["tokens_per_step"].loc["egag"]
         row = mine.iloc[np.argmin([abs(np.mean(emitted) - usual) for emitted in mine["steps_emitted"]])]
         drafted = next(patch for patch in upper.patches if not patch.get_fill()).get_data()
         assert drafted.values.tolist() == row["steps_drafted"].tolist()
@@ -226,35 +226,38 @@ class TestContent:
             drawn.figures["generation"]
         )
 
-    def test_an_entropy_is_shown_before_what_other_rules_note(self, df: pd.DataFrame) -> None:
-        def with_notes(config: str, kept: pd.DataFrame) -> pd.DataFrame:
-            changed = kept.copy()
-            changed["steps_policy"] = [
+    def test_an_entropy_is_shown_before_what_other_rules_note(self, df: Results) -> None:
+        def with_notes(config: str, kept: Results) -> Results:
+            rows = kept.generations
+            policies = [
                 {name: np.linspace(value, value / 2, len(steps)) for name, value in notes.items()}
                 if each == config
                 else policy
                 for each, steps, policy in zip(
-                    kept["config"], kept["steps_drafted"], kept["steps_policy"], strict=True
+                    rows["config"], rows["steps_drafted"], rows["steps_policy"], strict=True
                 )
             ]
-            return changed
+            return Results(kept.run, rows.assign(steps_policy=policies))
 
         notes = {"rate": 20.0, "survival": 0.5, "probe": 0.0, "drafter_pass_s": 0.03, "rest_s": 0.1}
         figure = plots.draw_figures(with_notes("self:int8-g2", df), ["generation"]).figures["generation"]
         assert "H_norm" in texts(figure)
-        without = with_notes("self:int8-g2", df[df["config"] != "egag"])
+        without = with_notes(
+            "self:int8-g2", Results(df.run, df.generations[df.generations["config"] != "egag"])
+        )
         figure = plots.draw_figures(without, ["generation"]).figures["generation"]
         assert "survival" in texts(figure)
         assert not [name for name in notes if name != "survival" and name in texts(figure)]
         assert len(figure.axes[1].lines) == 1
         assert "self:int8 γ=2" in texts(figure)
 
-    def test_an_average_without_a_memory_is_not_drawn_twice(self, df: pd.DataFrame) -> None:
-        same = df.copy()
-        same["steps_policy"] = [
+    def test_an_average_without_a_memory_is_not_drawn_twice(self, df: Results) -> None:
+        rows = df.generations
+        policies = [
             {**policy, "H_bar": policy["H_norm"]} if "H_norm" in policy else policy
-            for policy in df["steps_policy"]
+            for policy in rows["steps_policy"]
         ]
+        same = Results(df.run, rows.assign(steps_policy=policies))
         figure = plots.draw_figures(same, ["generation"]).figures["generation"]
         assert len(figure.axes[1].lines) == 1
         assert len(plots.draw_figures(df, ["generation"]).figures["generation"].axes[1].lines) == 2
@@ -262,7 +265,7 @@ class TestContent:
     def test_without_notes_the_fastest_configuration_is_shown(self, tiny: Path) -> None:
         df = load_results(tiny)
         figure = plots.draw_figures(df, ["generation"]).figures["generation"]
-        fastest = frames.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax()
+        fastest = summarize(df).frame.set_index("config")["speedup"].drop("plain").idxmax()
         assert len(figure.axes) == 1
         assert f"γ={fastest[-1]}" in texts(figure)
 
@@ -291,7 +294,7 @@ class TestContent:
 class TestTrees:
     def test_what_each_keeps_and_how_wide_it_is(self, branching: pd.DataFrame) -> None:
         figure = plots.draw_figures(branching, ["trees"]).figures["trees"]
-        summary = frames.summary_frame(branching).set_index("config")
+        summary = summarize(branching).frame.set_index("config")
         drafting = summary[summary["mean_nodes"].notna()].sort_values("tokens_per_step")
         kept, rows, speed = figure.axes
         found = [float(line.get_xdata()[0]) for line in kept.lines if line.get_marker() == "o"]
@@ -303,7 +306,7 @@ class TestTrees:
 
     def test_ranks_are_rates_of_the_frame(self, branching: pd.DataFrame) -> None:
         figure = plots.draw_figures(branching, ["ranks"]).figures["ranks"]
-        frame = frames.rank_frame(branching)
+        frame = to_frame(ranks(branching), RankRow)
         first = frame[
             (frame["config"] == frame["config"].iloc[0]) & (frame["rank"] == 0) & (frame["tested"] >= 10)
         ]
@@ -385,7 +388,7 @@ class TestLooks:
             (line.get_color(), line.get_marker()) for line in lines
         ], "each name has the mark of its line"
 
-    def test_colours_of_several_drafters_are_theirs(self, drawn: plots.Drawn, df: pd.DataFrame) -> None:
+    def test_colours_of_several_drafters_are_theirs(self, drawn: plots.Drawn, df: Results) -> None:
         series = canvas.Run(df, plots.Look()).series
         colors = {each.name: each.color for each in series}
         assert colors["Qwen2.5-Coder-0.5B-Instruct, egag"] == colors["Qwen2.5-Coder-0.5B-Instruct"]
@@ -423,7 +426,7 @@ class TestLooks:
     def test_no_state_of_pyplot(self, big: Path) -> None:
         code = (
             "import sys; from specbench.show.plots import draw_figures;"
-            "from specbench.results.store import load_results;"
+            "from specbench.results.results import load_results;"
             f"draw_figures(load_results({str(big)!r}), ['speedup']); print('matplotlib.pyplot' in sys.modules)"
         )
         child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -491,7 +494,7 @@ class TestSmallAndOdd:
         slow = Drafter("slow", 0.3, 0.5)  # fastest with the least γ
         options: dict[str, Any] = {"drafters": (slow,), "categories": ("chat",), "tokens": 32}
         df = load_results(write_run(tmp_path / "several", gammas=(1, 2, 4), **options))
-        assert frames.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax() == "slow-g1"
+        assert summarize(df).frame.set_index("config")["speedup"].drop("plain").idxmax() == "slow-g1"
         drawn = plots.draw_figures(df, ["accepted-length", "generation"])
         assert "γ = 2" in texts(drawn.figures["accepted-length"])
         assert "slow γ=2" in caption(drawn.figures["generation"])
@@ -521,13 +524,7 @@ class TestSmallAndOdd:
         line = next(each for each in drawn.figures["speedup"].axes[0].lines if each.get_marker() == "o")
         assert len(line.get_xdata()) == 1
 
-    def test_several_runs_in_one_figure_are_refused(self, tmp_path: Path) -> None:
-        write_run(tmp_path / "a", run_id="1", **SMALL)
-        write_run(tmp_path / "b", run_id="2", target="another", **SMALL)
-        with pytest.raises(UsageError, match="mix 2 runs with 2 targets"):
-            plots.draw_figures(load_results(tmp_path))
-
-    def test_an_unknown_figure(self, df: pd.DataFrame) -> None:
+    def test_an_unknown_figure(self, df: Results) -> None:
         with pytest.raises(UsageError, match=r"no figure 'speed'\. Choose from speedup, "):
             plots.draw_figures(df, ["speed"])
 

@@ -15,7 +15,7 @@ from exact_runs import write_exact
 from regret import FakeClock, Simulated, choice_of, race_over, regret_in, scatter_of, simulated
 
 from specbench.decoding.theory import PassCosts
-from specbench.results.store import load_results
+from specbench.results.results import load_results
 from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, held_up, run_race, slowness
 
 PLAIN = "plain"
@@ -211,10 +211,10 @@ def test_all_that_a_block_has_in_common_changes_nothing() -> None:
 
 
 def test_slowness_is_the_time_of_passes_over_that_of_such_passes_alone() -> None:
-    steps = {"nodes": [0, 4, 2], "siblings": [0, 0, 2], "verify_s": [0.2, 0.5, 0.5]}
-    assert slowness(steps, PassCosts({1: 0.1, 5: 0.25})) == pytest.approx(1.2 / 0.6)
-    assert slowness(steps, PassCosts({})) == 1.0
-    assert slowness({"nodes": [], "siblings": [], "verify_s": []}, PassCosts({1: 0.1})) == 1.0
+    steps = [0, 4, 2], [0, 0, 2], [0.2, 0.5, 0.5]
+    assert slowness(*steps, PassCosts({1: 0.1, 5: 0.25})) == pytest.approx(1.2 / 0.6)
+    assert slowness(*steps, PassCosts({})) == 1.0
+    assert slowness([], [], [], PassCosts({1: 0.1})) == 1.0
 
 
 def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance() -> None:

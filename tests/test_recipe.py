@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import structs
+from stored import run_of
 
 from specbench.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
-from specbench.recipe import Recipe, stored_recipes, written_drafter
-from specbench.results.store import RESULTS_VERSION
+from specbench.recipe import Recipe, written_drafter
+from specbench.results.run import VERSION, Run, StoredRecipe, stored_recipes
 from specbench.results.upgrade import upgraded
 from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
@@ -82,17 +85,18 @@ def test_what_this_version_does_not_know_is_left_out(field: str, value: Any) -> 
     stored = {**RECIPES["tree"].to_json(), field: value}
     with pytest.raises(UsageError):
         Recipe.from_json(stored)
-    configs = [{"id": "a", "recipe": stored}, {"id": "b", "recipe": None}, {"id": "c"}]
-    assert stored_recipes({"configs": configs}) == {}
+    run = first_version("lookup")
+    config = structs.replace(run.configs[0], recipe=msgspec.convert(stored, StoredRecipe))
+    assert stored_recipes(structs.replace(run, configs=[config, *run.configs])) == {}
 
 
-def first_version(drafter: str, **config: Any) -> dict[str, Any]:
+def first_version(drafter: str, **config: Any) -> Run:
     config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "policy": "auto",
-              "temperature": 0.0, "cache": "dynamic", **config}  # fmt: skip
+              "temperature": 0.0, "cache": "dynamic", "label": "x", "baseline": "plain", **config}  # fmt: skip
     options = {"target": "org/big@v2", "target_options": {"dtype": "float32", "device_map": None},
                "drafter_options": {"dtype": "auto"}, "max_new_tokens": 48}  # fmt: skip
-    return {"schema": 1, "configs": [config], "options": options, "target": {"name": "big"},
-            "command": ["sweep", "--bit-exact"]}  # fmt: skip
+    return run_of({"schema": 1, "run_id": "r", "configs": [config], "options": options, "target": {"name": "big"},
+                   "environment": {}, "prompts": [], "command": ["sweep", "--bit-exact"]})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -107,9 +111,9 @@ def first_version(drafter: str, **config: Any) -> dict[str, Any]:
     ],
 )
 def test_runs_of_the_first_version_get_recipes(drafter: str, words: str | None, dtype: str | None) -> None:
-    run = upgraded(first_version(drafter), RESULTS_VERSION)
-    (config,) = run["configs"]
-    assert (run["schema"], config["drafter_dtype"]) == (RESULTS_VERSION, dtype)
+    run = upgraded(first_version(drafter))
+    (config,) = run.configs
+    assert (run.schema, config.drafter_dtype) == (VERSION, dtype)
     recipe = stored_recipes(run)["x"]
     if words is not None:
         assert written_drafter(recipe.drafter) == words
@@ -135,5 +139,5 @@ def test_what_the_first_version_did_not_say_whole_has_no_recipe() -> None:
         first_version("lookup", policy="none-such"),
         first_version("x", kind="server"),
     ):
-        (config,) = upgraded(run, RESULTS_VERSION)["configs"]
-        assert config["recipe"] is None
+        (config,) = upgraded(run).configs
+        assert config.recipe is None

@@ -13,7 +13,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from exact_runs import write_exact
 from synthetic_runs import DRAFTERS, write_run
@@ -22,9 +21,10 @@ from specbench.cli.report import report as command
 from specbench.errors import RunError, UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe
-from specbench.results import frames
 from specbench.results.advice import review
-from specbench.results.store import load_results
+from specbench.results.results import load_results
+from specbench.results.run import RunConfig
+from specbench.results.summary import summarize
 from specbench.show import tables
 from specbench.show.answer import generate_command
 from specbench.show.plots import FIGURES
@@ -242,12 +242,15 @@ class TestAnswer:
     def test_the_command_decodes_as_the_configuration_did(
         self, changes: dict[str, Any], row: dict[str, Any], command: str
     ) -> None:
+        config = RunConfig(
+            id="d@3", label="d γ=3", kind="speculative", drafter="d", gamma=3, policy="fixed", temperature=0.0,
+            cache="dynamic", baseline="plain",
+        )  # fmt: skip
         recipe = Recipe(ModelSpec("hub", "y"), parse_drafter("d"), parse_rule("fixed:gamma=3"))
-        found = generate_command(
-            dataclasses.replace(recipe, **changes), {"verdict": "faster", "batch": math.nan} | row
-        )
+        drafts = row.get("verdict", "faster") != "slower"
+        found = generate_command(dataclasses.replace(recipe, **changes), config, drafts=drafts)
         assert found == f'specbench generate {command} "Your prompt"'
-        assert generate_command(None, row) == ""
+        assert generate_command(None, config) == ""
 
     def test_a_single_configuration_was_not_chosen(self, tmp_path: Path) -> None:
         assert "best" not in told(reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}))
@@ -347,10 +350,12 @@ class TestWarnings:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         df = load_results(write_exact(tmp_path / "run", {"plain": PLAIN, "d@2": times(1.1, spread=0.4)}))
-        summary = frames.summary_frame(df)
+        summary = summarize(df)
         alone = review(df)
         assert "wide-intervals" in [each.id for each in alone]
-        monkeypatch.setattr(frames, "summary_frame", lambda _: pytest.fail("there is a summary"))
+        monkeypatch.setattr(
+            "specbench.results.summary.summarize", lambda _: pytest.fail("there is a summary")
+        )
         assert review(df, summary) == alone
 
     def test_intervals_that_say_nothing_are_not_told_as_wide(self, tmp_path: Path) -> None:
@@ -539,8 +544,7 @@ def test_long_tables_are_folded_without_a_script(
     report = written[1]
     assert len(report.positions) <= 16 < len(report.positions) * 4
     assert not page.all("details")
-    long = dataclasses.replace(report, positions=pd.concat([report.positions] * 4, ignore_index=True))
-    long.positions.attrs = report.positions.attrs
+    long = dataclasses.replace(report, positions=report.positions * 4)
     folded = Page(to_html(long))
     rows = f"{len(long.positions)} rows"
     assert folded.all("details") == [{}], "closed; the browser opens it"
@@ -595,7 +599,7 @@ def test_the_same_run_gives_the_same_files(
 def test_cells_sort_by_their_figures(written: tuple[Path, Report], page: Page) -> None:
     summary = written[1].summary
     values = {each["data-value"] for each in page.all("td") if each.get("data-value")}
-    assert {repr(float(speedup)) for speedup in summary["speedup"]} <= values
+    assert {repr(float(speedup)) for speedup in summary.frame["speedup"]} <= values
     assert "nan" not in values
 
 
@@ -631,7 +635,7 @@ def test_names_are_data(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unpictured")
 def test_costs_are_shown_as_passes(tmp_path: Path) -> None:
-    costs = {"target_pass_s": {"1": 0.1, "3": 0.12}, "drafter_pass_s": {"d": 0.025, "gone": None}}
+    costs = {"target_pass_s": {"1": 0.1, "3": 0.12}, "drafter_pass_s": {"d": 0.025}}
     costs["drafter_rows_s"] = {"d": {"4": 0.03}}
     report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, costs=costs)
     assert report.costs == [

@@ -40,7 +40,8 @@ from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_model
 from specbench.models.prepare import load_target
 from specbench.options import LoadOptions
-from specbench.results.store import load_results, write_csv
+from specbench.results.results import load_results
+from specbench.results.store import write_csv
 from specbench.results.trace import read_trace
 from specbench.show import plots
 from specbench.show.report import write_report  # noqa: F401 - takes the figures by name when it is imported
@@ -651,8 +652,8 @@ def test_evil_names_come_out_as_what_they_are(measured: Any, capsys: pytest.Capt
     assert not UNSEEN.search(measured.out.replace("\n", ""))
     assert not UNSEEN.search(measured.err.replace("\n", "").replace("\r", ""))
     frame = load_results(measured.folder)
-    assert set(frame["prompt"]) == {f"@{EVIL}"}
-    assert set(frame["target"]) == {EVIL}
+    assert set(frame.generations["prompt"]) == {f"@{EVIL}"}
+    assert set(frame.generations["target"]) == {EVIL}
 
     assert run(["report", "run"]) == 0
     assert run(["compare", "run", "--a", "lookup@2", "--b", "plain"]) in (0, 1)
@@ -734,7 +735,7 @@ def test_no_field_of_a_run_is_a_format_string(
             )
             (tmp_path / "run" / name).write_text("".join(lines), encoding="utf-8")
 
-    finished = len(load_results("run"))
+    finished = len(load_results("run").generations)
     free: set[str] = set()
     for text in dict.fromkeys(strings_of(list(content.values()))):
         write({text})
@@ -742,7 +743,7 @@ def test_no_field_of_a_run_is_a_format_string(
             frame = load_results("run")
         except SpecbenchError:
             continue
-        if len(frame) == finished and (frame["status"] == "ok").all():
+        if len(frame.generations) == finished and (frame.generations["status"] == "ok").all():
             free.add(text)
     named = {"lookup", "a-0", "c1", "lookup+model", "lookup γ=2", "plain"}
     assert named <= free, "the test shows nothing"

@@ -8,31 +8,28 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from msgspec import structs
+from stored import measurement, run_json, run_of
 
 from specbench.decoding.records import Step, StepTimes
 from specbench.errors import RunError, UsageError
 from specbench.files import write_text
-from specbench.results.rows import (
-    GROUP,
-    LINE,
-    MEASURED,
-    REQUEST,
-    STEP_FIELDS,
-    STEP_OTHERS,
-    key_of,
-    step_lists,
-)
-from specbench.results.store import RunStore, find_runs, load_results, read_run, write_csv
+from specbench.record import builtins
+from specbench.results.format import RECORDS, with_tables
+from specbench.results.lines import STEP_FIGURES, StepLists, TargetTimes
+from specbench.results.results import load_results
+from specbench.results.store import RunStore, find_runs, write_csv
 
 pytestmark = pytest.mark.smoke
 
-RUN: dict[str, Any] = {
+FIELDS: dict[str, Any] = {
     "run_id": "abc",
     "options": {},
     "environment": {},
@@ -65,6 +62,9 @@ RUN: dict[str, Any] = {
 }
 
 
+RUN = run_of(FIELDS)
+
+
 def row(config: str = "d@2", prompt: str = "p", repeat: int = 0, **changed: Any) -> dict[str, Any]:
     """Three steps: two drafts accepted and a bonus, one of two accepted and corrected, nothing drafted."""
     return {
@@ -75,7 +75,7 @@ def row(config: str = "d@2", prompt: str = "p", repeat: int = 0, **changed: Any)
         "started": 1.5, "warnings": ["steal"],
         "steps": {
             "drafted": [2, 2, 0], "tested": [2, 2, 0], "accepted": [2, 1, 0], "emitted": [3, 2, 1],
-            **{field.name: [0.25, 0.5, 0.25] for field in STEP_FIELDS if field.kind is float},
+            **{name: [0.25, 0.5, 0.25] for name, kind in STEP_FIGURES.items() if kind is float},
             "expected_acceptance": [[1.0, 0.5], [0.75, 0.25], []], "closing": ["bonus", "corrected", "target"],
             "policy": {"H_norm": [0.5, None, 0.25]},
         },
@@ -90,7 +90,13 @@ def lines(folder: Path) -> list[bytes]:
 def fill(folder: Path, count: int = 3) -> None:
     with RunStore.create(folder, RUN) as store:
         for repeat in range(count):
-            store.append(row(repeat=repeat))
+            store.append(measurement(row(repeat=repeat)))
+
+
+def append_raw(folder: Path, fields: dict[str, Any]) -> None:
+    """A line that need not hold what it should."""
+    with (folder / "generations.jsonl").open("a") as file:
+        file.write(json.dumps(fields) + "\n")
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -99,11 +105,11 @@ def fill(folder: Path, count: int = 3) -> None:
 def test_what_was_appended_is_read_back_and_known(tmp_path: Path) -> None:
     fill(tmp_path / "a" / "run")
     with RunStore.open(tmp_path / "a" / "run") as store:
-        assert list(store.rows()) == [row(repeat=repeat) for repeat in range(3)]
+        assert list(store.measurements()) == [measurement(row(repeat=repeat)) for repeat in range(3)]
         assert store.done_keys() == {("d@2", "p", 0, repeat, False) for repeat in range(3)}
         assert store.problems == []
-        store.append(row(repeat=3))
-    assert [key_of(json.loads(line)) for line in lines(tmp_path / "a" / "run")][-1] == (
+        store.append(measurement(row(repeat=3)))
+    assert [measurement(json.loads(line)).key for line in lines(tmp_path / "a" / "run")][-1] == (
         "d@2",
         "p",
         0,
@@ -116,18 +122,19 @@ def test_a_folder_with_results_is_not_begun_anew(tmp_path: Path) -> None:
     fill(tmp_path)
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(UsageError, match=r"holds results already.*--resume"):
-        RunStore.create(tmp_path, {**RUN, "run_id": "other"})
+        RunStore.create(tmp_path, run_of({**FIELDS, "run_id": "other"}))
     assert (tmp_path / "run.json").read_bytes() == before
 
 
 def test_nothing_is_measured_twice_or_half(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, RUN) as store:
-        store.append(row())
+        store.append(measurement(row()))
         with pytest.raises(ValueError, match="measured already"):
-            store.append(row())
+            store.append(measurement(row()))
+        whole = measurement(row(repeat=1))
         with pytest.raises(ValueError, match="JSON compliant"):
-            store.append(row(repeat=1, ttft_s=float("nan")))
-        assert store.done_keys() == {key_of(row())}
+            store.append(replace(whole, line=structs.replace(whole.line, steal_share=float("nan"))))
+        assert store.done_keys() == {measurement(row()).key}
     assert len(lines(tmp_path)) == 1
 
 
@@ -138,27 +145,27 @@ def test_a_line_cut_short_is_ignored_and_measured_again(tmp_path: Path, kept: in
     whole = lines(tmp_path)
     file.write_bytes(b"".join(whole[:2]) + whole[2][:kept])
     frame = load_results(tmp_path)
-    assert len(frame) == 2
-    assert frame.attrs["problems"] == [
+    assert len(frame.generations) == 2
+    assert frame.problems == [
         f"Line 3 of {tmp_path.name}/generations.jsonl was cut short by a crash and is not used."
     ]
     with RunStore.open(tmp_path) as store:
         assert len(store.done_keys()) == 2
-        store.append(row(repeat=2))
+        store.append(measurement(row(repeat=2)))
     assert lines(tmp_path) == whole
-    assert load_results(tmp_path).attrs["problems"] == []
+    assert load_results(tmp_path).problems == []
 
 
 def test_a_last_line_that_lacks_only_its_break_counts(tmp_path: Path) -> None:
     fill(tmp_path)
     whole = lines(tmp_path)
     (tmp_path / "generations.jsonl").write_bytes(b"".join(whole)[:-1])
-    assert len(load_results(tmp_path)) == 3
+    assert len(load_results(tmp_path).generations) == 3
     with RunStore.open(tmp_path) as store:
         assert len(store.done_keys()) == 3
-        store.append(row(repeat=3))
+        store.append(measurement(row(repeat=3)))
     assert lines(tmp_path)[:3] == whole
-    assert len(load_results(tmp_path)) == 4
+    assert len(load_results(tmp_path).generations) == 4
 
 
 @pytest.mark.parametrize(
@@ -169,10 +176,8 @@ def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path: Path,
     whole = lines(tmp_path)
     (tmp_path / "generations.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[1] + whole[2])
     frame = load_results(tmp_path)
-    assert len(frame) == 3
-    assert frame.attrs["problems"] == [
-        f"Line 2 of {tmp_path.name}/generations.jsonl is damaged and is not used."
-    ]
+    assert len(frame.generations) == 3
+    assert frame.problems == [f"Line 2 of {tmp_path.name}/generations.jsonl is damaged and is not used."]
 
 
 @pytest.mark.parametrize(
@@ -192,27 +197,27 @@ def test_lines_that_are_json_and_no_measurement_are_reported(tmp_path: Path, cha
     with (tmp_path / "generations.jsonl").open("a") as file:
         file.write(json.dumps(row(repeat=1, **changed)) + "\n")
     frame = load_results(tmp_path)
-    assert len(frame) == 1
-    assert len(frame.attrs["problems"]) == 1
+    assert len(frame.generations) == 1
+    assert len(frame.problems) == 1
 
 
 def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path: Path) -> None:
     failed = {key: value for key, value in row().items() if key not in ("steps", "token_ids", "ttft_s")}
     failed.update(status="failed", error="out of memory")
     with RunStore.create(tmp_path, RUN) as store:
-        store.append(failed)
-        assert store.done_keys() == {key_of(row())}
+        store.append(measurement(failed))
+        assert store.done_keys() == {measurement(row()).key}
         assert store.done_keys(retry_failed=True) == set()
     frame = load_results(tmp_path)
-    assert frame["status"].tolist() == ["failed"]
-    assert frame[["ttft_s", "tokens_per_second", "alpha"]].isna().all(axis=None)
-    assert len(frame["steps_drafted"][0]) == len(frame["token_ids"][0]) == 0
+    assert frame.generations["status"].tolist() == ["failed"]
+    assert frame.generations[["ttft_s", "tokens_per_second", "alpha"]].isna().all(axis=None)
+    assert len(frame.generations["steps_drafted"][0]) == len(frame.generations["token_ids"][0]) == 0
     with RunStore.open(tmp_path) as store:
-        store.append(row())
-        assert [each["status"] for each in store.rows()] == ["ok"]
+        store.append(measurement(row()))
+        assert [each.line.status for each in store.measurements()] == ["ok"]
     frame = load_results(tmp_path)
-    assert frame["status"].tolist() == ["ok"]
-    assert frame.attrs["problems"] == []
+    assert frame.generations["status"].tolist() == ["ok"]
+    assert frame.problems == []
 
 
 def test_of_repeated_keys_the_first_counts(tmp_path: Path) -> None:
@@ -220,14 +225,14 @@ def test_of_repeated_keys_the_first_counts(tmp_path: Path) -> None:
     with (tmp_path / "generations.jsonl").open("a") as file:
         file.write(json.dumps(row(decode_s=99.0)) + "\n")
     frame = load_results(tmp_path)
-    assert frame["decode_s"].tolist() == [3.0]
-    assert frame.attrs["problems"] == ["1 generations stand there more than once; the first of each is used."]
+    assert frame.generations["decode_s"].tolist() == [3.0]
+    assert frame.problems == ["1 generations stand there more than once; the first of each is used."]
 
 
 def test_fields_of_run_json_change_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunStore.create(tmp_path, RUN) as store:
         store.update(finished="today")
-        assert read_run(tmp_path)["finished"] == "today"
+        assert run_json(tmp_path)["finished"] == "today"
         before = (tmp_path / "run.json").read_bytes()
 
         def full(self: Path, target: Path) -> None:
@@ -242,8 +247,8 @@ def test_fields_of_run_json_change_all_or_nothing(tmp_path: Path, monkeypatch: p
 
 def test_costs_stand_beside_the_generations(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, RUN) as store:
-        store.append_costs([{"kind": "target", "tokens": 1, "seconds": [0.5]}])
-        store.append_costs([{"kind": "target", "tokens": 2, "seconds": [0.6]}])
+        store.append_costs([TargetTimes(tokens=1, seconds=[0.5], context_tokens=8)])
+        store.append_costs([TargetTimes(tokens=2, seconds=[0.6], context_tokens=8)])
     assert [json.loads(line)["tokens"] for line in (tmp_path / "costs.jsonl").read_text().splitlines()] == [
         1,
         2,
@@ -257,7 +262,7 @@ def test_a_write_that_fails_halfway_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RunStore.create(tmp_path, RUN) as store:
-        store.append(row())
+        store.append(measurement(row()))
         write = os.write
         calls = []
 
@@ -269,11 +274,11 @@ def test_a_write_that_fails_halfway_leaves_nothing_behind(
 
         monkeypatch.setattr(os, "write", half_then_full)
         with pytest.raises(RunError, match=r"disk is full.*kept.*--resume"):
-            store.append(row(repeat=1))
+            store.append(measurement(row(repeat=1)))
         monkeypatch.undo()
         assert len(calls) == 2
-        assert len(load_results(tmp_path)) == 1
-        store.append(row(repeat=1))
+        assert len(load_results(tmp_path).generations) == 1
+        store.append(measurement(row(repeat=1)))
     assert [json.loads(line)["repeat"] for line in lines(tmp_path)] == [0, 1]
 
 
@@ -296,7 +301,7 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
         with RunStore.create(disk / "run", RUN) as store:
             while written < 1000:
                 try:
-                    store.append(row(repeat=written))
+                    store.append(measurement(row(repeat=written)))
                 except RunError as raised:
                     error = raised
                     break
@@ -304,8 +309,8 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
         assert "disk is full" in str(error)
         assert written > 3
         frame = load_results(disk / "run")
-        assert frame["repeat"].tolist() == list(range(written))
-        assert frame.attrs["problems"] == []
+        assert frame.generations["repeat"].tolist() == list(range(written))
+        assert frame.problems == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -325,7 +330,7 @@ def test_a_read_only_folder_is_the_users_fault(tmp_path: Path) -> None:
         ):
             with pytest.raises(UsageError, match=r"cannot be written \(Read-only file system\).*--out"):
                 attempt()
-        assert len(load_results(disk / "run")) == 3
+        assert len(load_results(disk / "run").generations) == 3
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -345,7 +350,7 @@ def test_two_writers_cannot_mix(tmp_path: Path) -> None:
                 attempt(tmp_path)
         with pytest.raises(UsageError, match="Another sweep is writing"):
             RunStore.create(tmp_path, RUN)
-        assert len(load_results(tmp_path)) == 0  # readers are never kept out
+        assert len(load_results(tmp_path).generations) == 0  # readers are never kept out
     RunStore.open(tmp_path).close()
 
 
@@ -376,14 +381,17 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
 
 def test_the_table_has_figures_configuration_and_steps(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, RUN) as store:
-        store.append(row())
-        store.append(row(repeat=1, warmup=True))
-        plain = row("plain", steps={**row()["steps"], "accepted": [0, 0, 0], "drafted": [0, 0, 0]})
+        store.append(measurement(row()))
+        store.append(measurement(row(repeat=1, warmup=True)))
+        plain = row(
+            "plain",
+            steps={**row()["steps"], "accepted": [0, 0, 0], "drafted": [0, 0, 0], "tested": [0, 0, 0]},
+        )
         plain["steps"]["expected_acceptance"] = [[], [], []]
-        store.append(plain)
+        store.append(measurement(plain))
     frame = load_results(tmp_path)
-    assert frame["config"].tolist() == ["d@2", "plain"]
-    first, second = frame.iloc[0], frame.iloc[1]
+    assert frame.generations["config"].tolist() == ["d@2", "plain"]
+    first, second = frame.generations.iloc[0], frame.generations.iloc[1]
     assert first["tokens_per_second"] == (7 - 1) / 3.0
     assert first["tokens_per_step"] == 6 / 3
     assert first["acceptance_rate"] == 3 / 4
@@ -401,22 +409,22 @@ def test_the_table_has_figures_configuration_and_steps(tmp_path: Path) -> None:
     assert first["steps_closing"] == ["bonus", "corrected", "target"]
     np.testing.assert_equal(first["steps_policy"]["H_norm"], [0.5, np.nan, 0.25])
     assert first["warnings"] == ["steal"]
-    assert frame.attrs["run"]["run_id"] == "abc"
+    assert frame.run.run_id == "abc"
 
 
 def test_lists_of_later_versions_may_be_missing(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, RUN) as store:
-        store.append(row())
+        store.append(measurement(row()))
         steps = {**row()["steps"], "siblings": [3, 0, 0], "passes": [1, 2, 0]}
-        store.append(row(repeat=1, steps=steps))
-        store.append(row(repeat=2, steps={**steps, "siblings": [3, 0]}))
+        store.append(measurement(row(repeat=1, steps=steps)))
+    append_raw(tmp_path, row(repeat=2, steps={**steps, "siblings": [3, 0]}))
     frame = load_results(tmp_path)
-    assert [each.tolist() for each in frame["steps_nodes"]] == [[2, 2, 0]] * 2
+    assert [each.tolist() for each in frame.generations["steps_nodes"]] == [[2, 2, 0]] * 2
     for name in ("widths", "ranks", "parents"):
-        assert frame[f"steps_{name}"].tolist() == [[], []]
-    assert [each.tolist() for each in frame["steps_siblings"]] == [[0, 0, 0], [3, 0, 0]]
-    assert [each.tolist() for each in frame["steps_passes"]] == [[2, 2, 0], [1, 2, 0]]
-    assert len(frame) == 2, "a list that is too short makes the line none"
+        assert frame.generations[f"steps_{name}"].tolist() == [[], []]
+    assert [each.tolist() for each in frame.generations["steps_siblings"]] == [[0, 0, 0], [3, 0, 0]]
+    assert [each.tolist() for each in frame.generations["steps_passes"]] == [[2, 2, 0], [1, 2, 0]]
+    assert len(frame.generations) == 2, "a list that is too short makes the line none"
 
 
 def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
@@ -430,7 +438,7 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
         Step(1, 6, accepted=0, tested=1, tokens=(1,), expected_acceptance=(0.25,), **tree),
         Step(2, 7, (), 0, 0, (1,), "target", (), StepTimes()),
     )
-    lists = step_lists(steps)
+    lists = builtins(StepLists.of(steps))
     assert {name: lists[name] for name in ("drafted", "nodes", "widths", "ranks", "parents")} == {
         "drafted": [2, 2, 0],
         "nodes": [4, 4, 0],
@@ -438,79 +446,85 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
         "ranks": [[1, 0], [], []],
         "parents": [[0, 0, 2, 2], [0, 0, 2, 2], []],
     }
-    assert "ranks" not in step_lists(steps[2:]), "chains have none, and take no room for them"
-    with RunStore.create(tmp_path, RUN) as store:
-        store.append(row(steps=lists))
-        store.append(row(repeat=1, steps={**lists, "ranks": [[1, 0], []]}))
-        store.append(row(repeat=2, steps={name: each for name, each in lists.items() if name != "widths"}))
-        store.append(row(repeat=3, steps={**lists, "widths": [["2", 2], [2], []]}))
-        store.append(row(repeat=4, steps={**lists, "parents": [[0, 0, 2, 5], [], []]}))
-        store.append(row(repeat=5, steps={**lists, "parents": [[0], []]}))
-        store.append(row(repeat=6, steps={name: each for name, each in lists.items() if name != "parents"}))
+    assert StepLists.of(steps[2:]).ranks == [], "chains have none"
+    RunStore.create(tmp_path, RUN).close()
+    append_raw(tmp_path, row(steps=lists))
+    append_raw(tmp_path, row(repeat=1, steps={**lists, "ranks": [[1, 0], []]}))
+    append_raw(
+        tmp_path, row(repeat=2, steps={name: each for name, each in lists.items() if name != "widths"})
+    )
+    append_raw(tmp_path, row(repeat=3, steps={**lists, "widths": [["2", 2], [2], []]}))
+    append_raw(tmp_path, row(repeat=4, steps={**lists, "parents": [[0, 0, 2, 5], [], []]}))
+    append_raw(tmp_path, row(repeat=5, steps={**lists, "parents": [[0], []]}))
+    append_raw(
+        tmp_path, row(repeat=6, steps={name: each for name, each in lists.items() if name != "parents"})
+    )
     frame = load_results(tmp_path)
-    assert frame["repeat"].tolist() == [0, 6]
-    assert frame["steps_ranks"].tolist() == [[[1, 0], [], []]] * 2
-    assert frame["steps_widths"].tolist() == [[[2, 2], [2], []]] * 2
-    assert frame["steps_parents"].tolist() == [lists["parents"], []]
+    assert frame.generations["repeat"].tolist() == [0, 6]
+    assert frame.generations["steps_ranks"].tolist() == [[[1, 0], [], []]] * 2
+    assert frame.generations["steps_widths"].tolist() == [[[2, 2], [2], []]] * 2
+    assert frame.generations["steps_parents"].tolist() == [lists["parents"], []]
 
 
 def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, RUN) as store:
-        store.append(row(first_tokens=4))
-        store.append(row(repeat=1, new_tokens=1, decode_s=0.0))
+        store.append(measurement(row(first_tokens=4)))
+        store.append(measurement(row(repeat=1, new_tokens=1, decode_s=0.0)))
     frame = load_results(tmp_path)
-    assert frame["tokens_per_second"][0] == (7 - 4) / 3.0
-    assert np.isnan(frame["tokens_per_second"][1])
+    assert frame.generations["tokens_per_second"][0] == (7 - 4) / 3.0
+    assert np.isnan(frame.generations["tokens_per_second"][1])
 
 
 def test_several_runs_and_folders_of_runs(tmp_path: Path) -> None:
     for name in ("b", "a"):
-        with RunStore.create(tmp_path / "all" / name, {**RUN, "run_id": name}) as store:
-            store.append(row(run_id=name))
+        with RunStore.create(tmp_path / "all" / name, run_of({**FIELDS, "run_id": name})) as store:
+            store.append(measurement(row(run_id=name)))
     (tmp_path / "all" / "notes").mkdir()
     assert find_runs(tmp_path / "all") == [tmp_path / "all" / "a", tmp_path / "all" / "b"]
     assert find_runs([tmp_path / "all" / "b" / "run.json", tmp_path / "all"]) == [
         tmp_path / "all" / "b",
         tmp_path / "all" / "a",
     ]
-    frame = load_results(tmp_path / "all")
-    assert frame["run_id"].tolist() == ["a", "b"]
-    assert set(frame.attrs["runs"]) == {"a", "b"}
+    with pytest.raises(UsageError, match=r"There are 2 runs in .*Name one"):
+        load_results(tmp_path / "all")
 
 
 def test_rows_of_another_run_or_configuration_are_left_out(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, RUN) as store:
-        store.append(row())
-        store.append(row(repeat=1, run_id="other"))
-        store.append(row("unheard-of"))
+        store.append(measurement(row()))
+        store.append(measurement(row(repeat=1, run_id="other")))
+        store.append(measurement(row("unheard-of")))
     frame = load_results(tmp_path)
-    assert len(frame) == 1
-    assert [problem.split(" of ")[0] for problem in frame.attrs["problems"]] == ["1 lines", "1 lines"]
+    assert len(frame.generations) == 1
+    assert [problem.split(" of ")[0] for problem in frame.problems] == ["1 lines", "1 lines"]
 
 
 def test_a_run_without_rows_is_an_empty_table(tmp_path: Path) -> None:
     RunStore.create(tmp_path, RUN).close()
     frame = load_results(tmp_path)
-    assert len(frame) == 0
-    assert "steps_drafted" in frame
+    assert len(frame.generations) == 0
+    assert "steps_drafted" in frame.generations
     (tmp_path / "generations.jsonl").unlink()
-    assert len(load_results(tmp_path)) == 0
+    assert len(load_results(tmp_path).generations) == 0
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is damaged: it is not JSON"),
-        ("[" * 100_000, "is damaged: it is not JSON"),
+        ('{"x": ' + "[" * 100_000, "is damaged: it is not JSON"),
         ('{"kind": "other"}', "does not describe a specbench sweep"),
-        (json.dumps({**RUN, "kind": "specbench-sweep", "schema": 3}), "schema version 3.*Update specbench"),
-        (json.dumps({**RUN, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
         (
-            json.dumps({**RUN, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
+            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 3}),
+            "schema version 3.*Update specbench",
+        ),
+        (json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
+        (
+            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
             "damaged: configs is missing or holds what it cannot be",
         ),
         (
-            json.dumps({**RUN, "kind": "specbench-sweep", "schema": 1, "configs": [3]}),
+            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 1, "configs": [3]}),
             r"damaged: configs\[0\] is missing or holds what it cannot be",
         ),
     ],
@@ -539,12 +553,6 @@ def test_where_there_are_no_results(tmp_path: Path) -> None:
     (tmp_path / "generations.jsonl").write_text("")
     with pytest.raises(UsageError, match=r"it has no run\.json"):
         RunStore.open(tmp_path)
-    with RunStore.create(tmp_path / "a", RUN):
-        pass
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "run.json").write_bytes((tmp_path / "a" / "run.json").read_bytes())
-    with pytest.raises(UsageError, match="copy of another"):
-        load_results([tmp_path / "a", tmp_path / "b"])
 
 
 # -- derived files ---------------------------------------------------------------------------------
@@ -569,36 +577,9 @@ def test_text_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.md", "old")]
 
 
-def test_the_documented_fields_are_those_of_a_line() -> None:
+def test_the_documented_fields_are_those_that_are_declared() -> None:
+    """Otherwise: ``python -m specbench.results.format docs/results-format.md``."""
     text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
-    section = text.partition("## `generations.jsonl`")[2].partition("\n## ")[0]
-    line, steps, _ = re.split(r"^[A-Z].*\n", section, flags=re.MULTILINE)
-    described = [
-        [
-            name
-            for item in re.findall(r"^- ([^:\n]+)", items, re.MULTILINE)
-            for name in re.findall(r"\w+", item)
-        ]
-        for items in (line, steps)
-    ]
-    assert sorted(described[0]) == sorted(name.removesuffix("?") for name in (*LINE, *MEASURED))
-    assert sorted(described[1]) == sorted([*(field.name for field in STEP_FIELDS), *STEP_OTHERS])
-    older = [field.name for field in STEP_FIELDS if field.before]
-    assert re.findall(r"^- `(\w+)`:.*Older lines lack it", steps, re.MULTILINE) == older
-
-
-def test_the_documented_fields_are_those_of_a_group() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
-    section = text.partition("## Groups of requests")[2].partition("\n## ")[0]
-    _, group, request, _ = re.split(r"^(?:With|A request|Its) .*\n", section, flags=re.MULTILINE)
-    described = [
-        [
-            name
-            for item in re.findall(r"^- ([^:\n]+)", items, re.MULTILINE)
-            for name in re.findall(r"`(\w+)`", item)
-        ]
-        for items in (group, request)
-    ]
-    assert sorted(described[0]) == sorted(name.removesuffix("?") for name in GROUP)
-    own = {name.removesuffix("?") for name in REQUEST} - {name.removesuffix("?") for name in MEASURED}
-    assert sorted(described[1]) == sorted(own)
+    assert with_tables(text) == text
+    shown = set(re.findall(r"^<!-- (\w+) -->", text, re.MULTILINE))
+    assert shown == {name for name in RECORDS if name[0] != "_"}

@@ -16,7 +16,9 @@ import killed_sweep
 import pandas as pd
 import pytest
 from forked import Forked
-from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
+from msgspec import structs
+from scripted_engine import TARGET, ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
+from stored import run_json, run_of
 
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_baselines, parse_gammas, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
@@ -25,9 +27,11 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
 from specbench.errors import RunError, UsageError
 from specbench.options import DecodingOptions
-from specbench.results.frames import summary_frame
+from specbench.record import builtins
 from specbench.results.load import LoadSnapshot
-from specbench.results.store import RunStore, load_results, read_run
+from specbench.results.results import load_results
+from specbench.results.store import RunStore
+from specbench.results.summary import summarize
 from specbench.specs.rules import parse_rule
 
 # -- γ, options, grid ------------------------------------------------------------------------------
@@ -140,11 +144,11 @@ def test_beam_search_stands_beside_greedy_decoding_alone() -> None:
 
 def test_a_run_from_before_there_were_beams_goes_on(tmp_path: Path) -> None:
     now = describe(make_sweep(prompts(2)))
-    before = json.loads(json.dumps(now))
+    before = builtins(now)
     del before["options"]["beams"]
     for config in before["configs"]:
         del config["beams"]
-    assert changes(before, now) == []
+    assert changes(run_of(before), now) == []
 
 
 def test_other_answers_of_beam_search_are_no_differences(tmp_path: Path) -> None:
@@ -152,9 +156,9 @@ def test_other_answers_of_beam_search_are_no_differences(tmp_path: Path) -> None
     engine = ScriptedEngine(spoils=lambda config: config.kind == "beam", reference_s=0.005)
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, engine, snapshot=_quiet)
-        assert store.run["differences"] == []
+        assert store.run.differences == []
     assert not result.warnings  # nor is a faster one a reason to mistrust plain decoding
-    summary = summary_frame(load_results(tmp_path)).set_index("config")
+    summary = summarize(load_results(tmp_path)).frame.set_index("config")
     assert math.isnan(summary.loc["transformers:beam=4", "identical_share"])
     assert pd.isna(summary.loc["transformers:beam=4", "difference"])
 
@@ -246,7 +250,7 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path: Path) -> None:
     assert done[-1].seconds_left == 0
     assert sum(isinstance(event, CellStarted) for event in events) == 21
     assert engine.cost_calls == [(1, 2, 3)] * 6  # between the six blocks
-    run = read_run(tmp_path)
+    run = run_json(tmp_path)
     assert run["costs"] == {
         "target_pass_s": {"1": 0.101, "2": 0.102, "3": 0.103},
         "drafter_pass_s": {"d": 0.02},
@@ -287,7 +291,7 @@ def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path: Path) -> None:
         file.write('{"kind": "tar')  # a crash
     with RunStore.open(tmp_path) as store:
         run_sweep(many, store, Dearer())
-    costs = read_run(tmp_path)["costs"]
+    costs = run_json(tmp_path)["costs"]
     assert costs["target_pass_s"] == {"1": 0.2005, "2": 0.102, "3": 0.103}  # of 0.01, 0.101, 0.3 and 9
     assert costs["drafter_pass_s"] == {"d": 0.02, "e": 7.0}
 
@@ -302,7 +306,7 @@ def test_a_line_holds_the_steps_as_lists(tmp_path: Path) -> None:
         "nodes": [2, 1], "siblings": [0, 0], "passes": [2, 1],
         "draft_s": [0.002, 0.001], "draft_prefill_s": [0, 0], "verify_s": [0.01, 0.01], "accept_s": [0, 0],
         "rollback_s": [0, 0], "other_s": [0, 0], "expected_acceptance": [[1, 1], [1]],
-        "closing": ["bonus", "bonus"], "policy": {"noted": [0.5, 0.5]},
+        "closing": ["bonus", "bonus"], "policy": {"noted": [0.5, 0.5]}, "widths": [], "ranks": [], "parents": [],
     }  # fmt: skip
     assert row["new_tokens"] == len(row["token_ids"]) == 6
     assert row["first_tokens"] == 1
@@ -340,7 +344,7 @@ def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path: Path) -
     for cut in random.Random(0).sample(range(len(whole)), 6):
         folder = tmp_path / str(cut)
         folder.mkdir()
-        (folder / "run.json").write_text(json.dumps({**read_run(tmp_path / "whole"), "finished": None}))
+        (folder / "run.json").write_text(json.dumps({**run_json(tmp_path / "whole"), "finished": None}))
         (folder / "generations.jsonl").write_bytes(whole[:cut])
         engine = ScriptedEngine()
         with RunStore.open(folder) as store:
@@ -387,15 +391,15 @@ def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(
     }
     assert "failed" in [warning.id for warning in result.warnings]
     frame = load_results(tmp_path)
-    assert (frame["status"] == "failed").sum() == 6
+    assert (frame.generations["status"] == "failed").sum() == 6
 
     with RunStore.open(tmp_path) as store:
         assert run_sweep(sweep, store, ScriptedEngine()).measured == 0
         again = run_sweep(sweep, store, ScriptedEngine(), retry_failed=True)
     assert (again.measured, again.failed, again.found) == (6, 0, 12)
     frame = load_results(tmp_path)
-    assert (frame["status"] == "ok").all()
-    assert len(frame) == 18
+    assert (frame.generations["status"] == "ok").all()
+    assert len(frame.generations) == 18
 
 
 def test_a_conversation_ends_with_its_first_failure(tmp_path: Path) -> None:
@@ -412,7 +416,7 @@ def test_a_conversation_ends_with_its_first_failure(tmp_path: Path) -> None:
         assert run_sweep(sweep, store, ScriptedEngine(), retry_failed=True).failed == 0
     frame = load_results(tmp_path)
     conversations = (
-        frame.sort_values("turn")
+        frame.generations.sort_values("turn")
         .groupby("config")["token_ids"]
         .agg(lambda column: [list(each) for each in column])
     )
@@ -431,7 +435,7 @@ def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path: Path) -> 
     with new_store(tmp_path, sweep) as store, pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, store, ScriptedEngine(fails=stop))
     assert len(_rows(tmp_path)) == 7
-    assert read_run(tmp_path)["finished"] is None
+    assert run_json(tmp_path)["finished"] is None
 
 
 def test_costs_that_cannot_be_measured_stop_nothing(tmp_path: Path) -> None:
@@ -444,7 +448,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path: Path) -> None:
     with new_store(tmp_path, sweep) as store:
         assert run_sweep(sweep, store, NoCosts(), on_event=events.append).measured == 3
     assert CostsDone(None, "no room") in events
-    assert read_run(tmp_path)["costs"] is None
+    assert run_json(tmp_path)["costs"] is None
 
 
 @pytest.mark.parametrize(("tie", "severity"), [(True, "info"), (False, "error"), (None, "warning")])
@@ -455,7 +459,7 @@ def test_outputs_that_differ_from_plain_decoding_are_told(
     engine = ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=tie)
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, engine)
-    differences = read_run(tmp_path)["differences"]
+    differences = run_json(tmp_path)["differences"]
     assert [(each["config"], each["prompt"], each["turn"], each["repeat"]) for each in differences] == [
         ("d@2", "many-0", 0, 0),
         ("d@2", "one-0", 0, 0),
@@ -538,7 +542,7 @@ def test_disturbances_are_noted_line_by_line(tmp_path: Path) -> None:
     assert found["machine-busy"].message == "Other programs used the processor during 3 of 3 generations."
     assert found["machine-busy"].severity == "warning"
     assert "few-prompts" in found
-    assert read_run(tmp_path)["warnings"][0]["id"] == "few-prompts"
+    assert run_json(tmp_path)["warnings"][0]["id"] == "few-prompts"
 
 
 def test_the_time_left_comes_from_measured_times() -> None:
@@ -566,8 +570,8 @@ def test_the_same_sweep_on_the_same_machine_goes_on() -> None:
 
 def test_what_has_changed_is_said() -> None:
     old, new = describe(make_sweep()), describe(make_sweep(prompts(2), repeats=3, gammas=(1, 2, 3)))
-    new["environment"] = {**new["environment"], "cpu": "Other CPU", "torch": "3"}
-    new["specbench"] = "9"
+    other = structs.replace(new.environment, cpu="Other CPU", torch="3")
+    new = structs.replace(new, environment=other, specbench="9")
     assert changes(old, new) == [
         "specbench: 0.1.0 → 9",
         "cpu: Test CPU → Other CPU",
@@ -581,7 +585,7 @@ def test_what_has_changed_is_said() -> None:
 @pytest.mark.parametrize("field", ["fingerprint", "dtype"])
 def test_another_target_never_goes_on(field: str) -> None:
     sweep = make_sweep()
-    other = describe(sweep, target={**describe(sweep)["target"], field: "other"})
+    other = describe(sweep, target=structs.replace(TARGET, **{field: "other"}))
     with pytest.raises(UsageError, match=r"The target is another .* Give another --out"):
         changes(describe(sweep), other)
 
@@ -589,9 +593,9 @@ def test_another_target_never_goes_on(field: str) -> None:
 def test_other_settings_of_the_model_never_go_on() -> None:
     """Runs from before have none."""
     old, new = describe(make_sweep()), describe(make_sweep())
-    new["target"] = {**new["target"], "model_defaults": {}}
+    new = structs.replace(new, target=structs.replace(TARGET, model_defaults={}))
     assert changes(old, new) == []
-    new["target"]["model_defaults"] = {"repetition_penalty": 1.1}
+    new = structs.replace(new, target=structs.replace(TARGET, model_defaults={"repetition_penalty": 1.1}))
     with pytest.raises(UsageError, match=r"others now \(repetition_penalty\) than in this run \(none\)"):
         changes(old, new)
 
@@ -610,13 +614,13 @@ def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path: Path) -> N
     with RunStore.open(tmp_path) as store:
         new = describe(more)
         differing = changes(store.run, new)
-        store.update(**merge_runs(store.run, new, differing))
+        store.replace(merge_runs(store.run, new, differing))
         result = run_sweep(more, store, ScriptedEngine())
     assert (result.found, result.measured) == (4, 14)
     frame = load_results(tmp_path)
-    assert Counter(frame["config"]) == {"plain": 6, "d@1": 2, "d@2": 6, "d@3": 6}
-    assert frame.attrs["problems"] == []
-    run = read_run(tmp_path)
+    assert Counter(frame.generations["config"]) == {"plain": 6, "d@1": 2, "d@2": 6, "d@3": 6}
+    assert frame.problems == []
+    run = run_json(tmp_path)
     assert [config["id"] for config in run["configs"]] == ["plain", "d@1", "d@2", "d@3"]
     assert run["changes"][0]["differing"] == differing
     assert run["changes"][0]["options"]["repeats"] == 1
@@ -656,7 +660,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_set(tmp_path: Pa
             load_results(tmp_path / "run")
     assert Forked(killed_sweep.main, tmp_path / "run", stdout=1, stderr=2).wait() == 0
     frame = load_results(tmp_path / "run")
-    assert frame.attrs["problems"] == []
+    assert frame.problems == []
     rows = _rows(tmp_path / "run")
     assert [(r["config"], r["prompt"], r["turn"], r["repeat"], r["warmup"]) for r in rows] == expected
-    assert read_run(tmp_path / "run")["finished"] is not None
+    assert run_json(tmp_path / "run")["finished"] is not None

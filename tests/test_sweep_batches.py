@@ -17,6 +17,7 @@ import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted import Ticking
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
+from stored import run_json, run_of
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
@@ -38,11 +39,16 @@ from specbench.bench.serving import Asked, Load, Served, SkippingClock, serve
 from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, prompt_readings
 from specbench.errors import UsageError
 from specbench.generate_many import GenerationRuns
-from specbench.results import frames, stats
-from specbench.results.batches import Line, lines_of
+from specbench.record import Estimate, builtins
+from specbench.results import predict, stats
 from specbench.results.compare import compare_configs
 from specbench.results.load import LoadSnapshot
-from specbench.results.store import RunStore, load_results, read_run
+from specbench.results.requests import Line, RequestRow, lines_of, request_rows
+from specbench.results.results import load_results
+from specbench.results.rows import to_frame
+from specbench.results.run import RunConfig
+from specbench.results.store import RunStore
+from specbench.results.summary import SummaryRow, categorize, summarize
 from specbench.show import tables
 from specbench.show.answer import find_answers, where_it_stops
 from specbench.show.plots import draw_figures, save_figure
@@ -317,22 +323,22 @@ def test_a_group_is_a_line_with_its_requests(falls: Path) -> None:
     assert len(lines) == 2 * 4
     assert all([*(each["prompt"] for each in line["requests"])] for line in lines)
     assert {len(line["requests"]) for line in lines} == {4}
-    assert all("category" not in line and line["clients"] == 4 for line in lines)
+    assert all(line["category"] is None and line["clients"] == 4 for line in lines)
     frame = load_results(falls)
-    assert frame.attrs["problems"] == []
-    counts = frame.groupby(["config", "repeat"])["prompt"].nunique()
+    assert frame.problems == []
+    counts = frame.generations.groupby(["config", "repeat"])["prompt"].nunique()
     assert (counts == 16).all()
-    row = frame[frame["config"] == "d@3,b=4"].iloc[0]
-    assert (row["batch"], row["arrivals"], row["queued_s"], row["pool_peak_blocks"]) == (
-        4,
-        "closed:4",
-        0.025,
-        40,
-    )
-    assert row["pool_peak_bytes"] == pytest.approx(400)
-    mine = frame[(frame["config"] == row["config"]) & (frame["group"] == row["group"])]
+    row = frame.generations[frame.generations["config"] == "d@3,b=4"].iloc[0]
+    assert (row["batch"], row["arrivals"], row["queued_s"]) == (4, "closed:4", 0.025)
+    groups = frame.groups.set_index(["config", "group", "repeat"])
+    group = groups.loc[(row["config"], row["group"], row["repeat"])]
+    assert group["pool_peak_blocks"] == 40
+    assert group["pool_peak_bytes"] == pytest.approx(400)
+    mine = frame.generations[
+        (frame.generations["config"] == row["config"]) & (frame.generations["group"] == row["group"])
+    ]
     mine = mine[mine["repeat"] == row["repeat"]]
-    assert row["throughput"] == pytest.approx(4 * 36 / mine["total_s"].sum())
+    assert group["throughput"] == pytest.approx(4 * 36 / mine["total_s"].sum())
 
 
 def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path: Path) -> None:
@@ -349,7 +355,7 @@ def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path: Path) -> N
     for line in lines_in(tmp_path):
         last = max(each["arrived_s"] + each["total_s"] for each in line["requests"])
         assert line["seconds"] == pytest.approx(last)
-    row = load_results(tmp_path).iloc[0]
+    row = load_results(tmp_path).groups.iloc[0]
     line = lines_in(tmp_path)[0]
     assert row["throughput"] == pytest.approx(6 * 5 / line["seconds"])
 
@@ -377,7 +383,9 @@ def test_going_on_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     assert len({(line["config"], line["prompt"], line["repeat"], line["warmup"]) for line in lines}) == len(
         lines
     )
-    assert Counter(load_results(tmp_path)["config"]) == dict.fromkeys((c.id for c in sweep.configs), 10)
+    assert Counter(load_results(tmp_path).generations["config"]) == dict.fromkeys(
+        (c.id for c in sweep.configs), 10
+    )
 
 
 def test_a_group_with_a_request_that_fails_has_failed(tmp_path: Path) -> None:
@@ -389,12 +397,12 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path: Path) -> None:
 
     with new_store(tmp_path, sweep) as store:
         assert run_sweep(sweep, store, ScriptedEngine(fails=fails)).failed == 1
-    summary = frames.summary_frame(load_results(tmp_path))
+    summary = summarize(load_results(tmp_path)).frame
     assert list(summary["failures"]) == [0, 1]
     assert list(summary["generations"]) == [4, 2]
     with RunStore.open(tmp_path) as store:
         assert run_sweep(sweep, store, ScriptedEngine(), retry_failed=True).measured == 1
-    assert list(frames.summary_frame(load_results(tmp_path))["generations"]) == [4, 4]
+    assert list(summarize(load_results(tmp_path)).frame["generations"]) == [4, 4]
 
 
 def test_outputs_that_differ_are_found_within_groups(tmp_path: Path) -> None:
@@ -402,20 +410,20 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path: Path) -> None:
     engine = ScriptedEngine(spoils=lambda config: config.kind == "speculative", tie=True)
     with new_store(tmp_path, sweep) as store:
         run_sweep(sweep, store, engine)
-    differences = read_run(tmp_path)["differences"]
+    differences = run_json(tmp_path)["differences"]
     assert [each["prompt"] for each in differences] == ["one-0", "one-1", "one-2", "one-3"]
-    summary = frames.summary_frame(load_results(tmp_path))
+    summary = summarize(load_results(tmp_path)).frame
     assert summary["identical_share"].iloc[1] == 0
 
 
 def test_a_run_from_before_batches_goes_on(tmp_path: Path) -> None:
     sweep = make_sweep()
-    old = describe(sweep)
+    old = builtins(describe(sweep))
     for name in ("batches", "arrivals"):
         del old["options"][name]
     for config in old["configs"]:
         del config["batch"], config["arrivals"]
-    assert changes(old, describe(sweep)) == []
+    assert changes(run_of(old), describe(sweep)) == []
 
 
 # -- what theory says ------------------------------------------------------------------------------
@@ -423,17 +431,17 @@ def test_a_run_from_before_batches_goes_on(tmp_path: Path) -> None:
 
 def test_the_prediction_from_shared_passes_is_what_was_measured(falls: Path) -> None:
     """Times of passes are the script's; what is left are the prompts that take up to 2% longer than they say."""
-    run_json = read_run(falls)
-    assert run_json["costs"] is None
-    costs = SharedCosts.from_json(run_json["shared_costs"])
-    assert costs.to_json() == run_json["shared_costs"]
+    run_fields = run_json(falls)
+    assert run_fields["costs"] is None
+    costs = load_results(falls).run.shared_costs
+    assert costs is not None
     assert list(costs.target_s) == [1, 2, 4, 8]
     assert list(costs.target_s[4]) == [1, 2, 4]
     assert costs.target_pass_s(4, 3) == pytest.approx(0.07)
-    summary = frames.summary_frame(load_results(falls))
+    summary = summarize(load_results(falls)).frame
     compared = summary[summary["kind"] == "speculative"]
     assert len(compared) == 8
-    for row in frames.records(compared):
+    for row in compared.to_dict("records"):
         assert row["predicted_speedup"] == pytest.approx(row["speedup"], rel=0.02)
         assert row["predicted_speedup_iid"] == pytest.approx(row["predicted_speedup"])
     lines = [json.loads(line) for line in (falls / "costs.jsonl").read_text().splitlines()]
@@ -504,11 +512,11 @@ def test_the_prediction_counts_prompts_that_are_read_meanwhile(
     results = load_results(tmp_path / "run")
 
     def predicted() -> float:
-        summary = frames.summary_frame(results)
+        summary = summarize(results).frame
         return float(summary.loc[summary["kind"] == "speculative", "predicted_speedup"].iloc[0])
 
     found = predicted()
-    monkeypatch.setattr(frames, "prompt_readings", lambda steps, clients: 1.0)
+    monkeypatch.setattr(predict, "prompt_readings", lambda steps, clients: 1.0)
     assert found < 0.99 * predicted()
 
 
@@ -521,7 +529,7 @@ def test_shared_passes_are_timed_on_models(target: Any, kind: str, requests: int
     assert set(times.target) == {(requests, 1), (requests, 4)}
     assert set(times.drafters) == {(kind, requests)}
     assert all(each == [0.5, 0.5] for each in (*times.target.values(), *times.drafters.values()))
-    again = SharedTimes.of_rows(times.rows())
+    again = SharedTimes.of(times.lines())
     assert again == times
     # Nothing is left over: the target decodes as before.
     assert len(speculative_generate([1, 2, 3], target, None, max_new_tokens=3).token_ids) == 3
@@ -532,9 +540,9 @@ def test_shared_passes_are_timed_on_models(target: Any, kind: str, requests: int
 
 def test_speedups_are_ratios_of_throughputs_over_groups(falls: Path) -> None:
     frame = load_results(falls)
-    summary = frames.summary_frame(frame)
-    row = summary[summary["config"] == "d@3,b=4"].iloc[0]
-    groups = frame.drop_duplicates(["config", "group", "repeat"])
+    summary = summarize(frame)
+    row = summary.frame[summary.frame["config"] == "d@3,b=4"].iloc[0]
+    groups = frame.groups
     fast, plain = (
         groups[groups["config"] == config].sort_values(["group", "repeat"])
         for config in ("d@3,b=4", "plain,b=4")
@@ -553,7 +561,7 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls: Path) -> None:
     assert row["pooled_speedup"] == pytest.approx(
         (1 / plain["throughput"]).sum() / (1 / fast["throughput"]).sum()
     )
-    assert frames.winners(summary) == {"d@3,b=1", "d@3,b=2"}
+    assert summary.winners == {"d@3,b=1", "d@3,b=2"}
     (compared,) = compare_configs(frame, "d@3,b=1", "plain,b=1").overall
     assert compared.verdict == "faster"
 
@@ -561,10 +569,10 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls: Path) -> None:
 def test_percentiles_are_those_of_all_requests(tmp_path: Path) -> None:
     folder = write_batches(tmp_path / "run", batches=(4,), repeats=3)
     frame = load_results(folder)
-    requests = frames.request_frame(frame)
+    requests = to_frame(request_rows(frame), RequestRow)
     assert list(requests["requests"]) == [48, 48, 48]
     for _, row in requests.iterrows():
-        mine = frame[frame["config"] == row["config"]]
+        mine = frame.generations[frame.generations["config"] == row["config"]]
         for name, values in {
             "ttft_s": mine["ttft_s"],
             "latency_s": mine["total_s"],
@@ -579,28 +587,26 @@ def test_percentiles_are_those_of_all_requests(tmp_path: Path) -> None:
                 expected = ordered[below] + (place - below) * (ordered[above] - ordered[below])
                 assert row[f"{name}_p{percent}"] == pytest.approx(expected)
                 assert row[f"{name}_p{percent}"] == pytest.approx(np.percentile(values, percent))
-    text = tables.to_markdown(requests)
+    text = tables.to_markdown(tables.request_sheet(request_rows(frame)))
     assert "ms/token p99" in text
     assert "99th percentile of fewer than 100 requests" in text
-    assert frames.request_frame(load_results(write_batches(tmp_path / "none", batches=(), turns=None))).empty
+    assert request_rows(load_results(write_batches(tmp_path / "none", batches=(), turns=None))) == []
 
 
-def line(*points: tuple[int, str]) -> Line:
-    values = {"faster": (1.5, 1.2), "cannot tell": (1.05, 0.95), "slower": (0.8, 0.7), "": (1.3, math.nan)}
-    return Line(
-        [
-            {
-                "batch": float(batch),
-                "verdict": verdict or "cannot tell",
-                "speedup": values[verdict][0],
-                "speedup_low": values[verdict][1],
-                "speedup_high": values[verdict][0] * 1.1 if verdict else math.nan,
-                "speedup_basis": "prompts" if verdict else None,
-                "prompts": 9,
-            }
-            for batch, verdict in points
-        ]
-    )
+def line(*points: tuple[int, stats.Verdict | None]) -> Line:
+    values = {"faster": (1.5, 1.2), "cannot tell": (1.05, 0.95), "slower": (0.8, 0.7)}
+
+    def row(batch: int, verdict: stats.Verdict | None) -> SummaryRow:
+        config = RunConfig(
+            id="d", label="d", kind="speculative", drafter="d", gamma=1, policy="fixed", temperature=0.0,
+            cache="dynamic", baseline="plain", batch=batch, arrivals=f"closed:{batch}",
+        )  # fmt: skip
+        if verdict is None:
+            return SummaryRow(config, 9, verdict="cannot tell", speedup=Estimate(1.3, None, None, 9))
+        value, low = values[verdict]
+        return SummaryRow(config, 9, verdict=verdict, speedup=Estimate(value, low, value * 1.1, 9))
+
+    return Line([row(batch, verdict) for batch, verdict in points])
 
 
 @pytest.mark.parametrize(
@@ -628,15 +634,15 @@ def line(*points: tuple[int, str]) -> Line:
             "the largest batch at which it surely pays is 2, 1.50× [1.20, 1.65] over plain decoding at the same"
             " batch; yet at batch 1 the interval reaches below 1",
         ),
-        ([(1, ""), (2, "")], "it cannot be told where it stops paying; at batch 2 it measured 1.30×"),
+        ([(1, None), (2, None)], "it cannot be told where it stops paying; at batch 2 it measured 1.30×"),
         (
-            [(1, "faster"), (2, "slower"), (4, "")],
+            [(1, "faster"), (2, "slower"), (4, None)],
             "at batch 2 the interval lies below 1, 0.80× [0.70, 0.88] over plain decoding at the same batch. Too few"
             " groups of prompts for an interval at batch 4.",
         ),
     ],
 )
-def test_where_it_stops_paying_in_words(points: list[tuple[int, str]], words: str) -> None:
+def test_where_it_stops_paying_in_words(points: list[tuple[int, stats.Verdict | None]], words: str) -> None:
     assert words in where_it_stops(line(*points))
 
 
@@ -650,11 +656,11 @@ def test_a_disturbed_run_gives_provisional_verdicts_in_words() -> None:
 
 def test_the_answer_of_batches(falls: Path) -> None:
     frame = load_results(falls)
-    summary = frames.summary_frame(frame)
+    summary = summarize(frame)
     lines = lines_of(summary)
-    assert [each.rows[0]["gamma"] for each in lines] == [3, 1]
+    assert [each.rows[0].config.gamma for each in lines] == [3, 1]
     assert lines[0].batches == [1, 2, 4, 8]
-    (answer,) = find_answers(frame, summary, frames.category_frame(frame))
+    (answer,) = find_answers(frame, summary, categorize(frame))
     assert answer.headline.startswith("d with γ = 3: pays up to batch 2, ")
     assert answer.verdict == "faster"
     assert answer.command.endswith("--prompts PROMPTS.jsonl --batch 2")
@@ -665,11 +671,11 @@ def test_the_answer_of_batches(falls: Path) -> None:
 def test_the_answer_of_requests_by_the_clock(tmp_path: Path) -> None:
     folder = write_batches(tmp_path / "run", batches=(2,), arrivals=("closed:2", "poisson:3"))
     frame = load_results(folder)
-    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
     (said,) = (part for part in answer.details if part.startswith("poisson:3 at batch 2: "))
     assert "with d with γ = 3" in said
     only = load_results(write_batches(tmp_path / "only", batches=(2,), arrivals=("poisson:3",)))
-    (answer,) = find_answers(only, frames.summary_frame(only), frames.category_frame(only))
+    (answer,) = find_answers(only, summarize(only), categorize(only))
     assert answer.verdict is None
     assert "closed loop" in answer.headline
 
@@ -733,7 +739,7 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep: Cli, tmp_path: Path) 
     code, out, err = sweep(*arguments)
     assert code == 0, err
     frame = load_results("run")
-    assert Counter(frame["config"]) == dict.fromkeys(
+    assert Counter(frame.generations["config"]) == dict.fromkeys(
         [
             f"{name},b={batch}{how}"
             for name in ("plain", "lookup@2")
@@ -741,12 +747,12 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep: Cli, tmp_path: Path) 
         ],
         4,
     )
-    assert (frame["status"] == "ok").all()
-    assert (frame["turn"] == 0).all()
-    assert (frame["total_s"] >= frame["queued_s"]).all()
-    waiting = frame[frame["config"] == "plain,b=1,closed:2"]
+    assert (frame.generations["status"] == "ok").all()
+    assert (frame.generations["turn"] == 0).all()
+    assert (frame.generations["total_s"] >= frame.generations["queued_s"]).all()
+    waiting = frame.generations[frame.generations["config"] == "plain,b=1,closed:2"]
     assert (waiting["queued_s"] > 0).any()
-    summary = frames.summary_frame(frame)
+    summary = summarize(frame).frame
     assert (summary["identical_share"].dropna() == 1).all()
     assert "speedup" in out
     assert "TTFT" in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")

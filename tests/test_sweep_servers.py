@@ -16,6 +16,7 @@ import pytest
 from cli_runs import Cli, Result, refusal, write_prompts
 from scripted_engine import ENVIRONMENT
 from scripted_server import Manner, ScriptedServer, answer_ids, prompt_of, tokenizer
+from stored import run_json
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import load_drafter, wrap_target
@@ -28,17 +29,21 @@ from specbench.cli import run as run_cli
 from specbench.errors import UsageError
 from specbench.lengths import build_policy
 from specbench.options import DecodingOptions
-from specbench.results import frames
+from specbench.results.acceptance import PositionRow, positions
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs
-from specbench.results.store import RunStore, load_results, read_run
+from specbench.results.requests import RequestRow, request_rows
+from specbench.results.results import load_results
+from specbench.results.rows import to_frame
+from specbench.results.store import RunStore
+from specbench.results.summary import categorize, summarize
 from specbench.serve.app import Defaults
 from specbench.serve.engine import Engine
 from specbench.serve.server import Server
 from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
-from specbench.show.tables import to_markdown
+from specbench.show.tables import position_sheet, to_markdown
 from specbench.specs.servers import ServerSpec, parse_server, parse_servers
 
 pytestmark = pytest.mark.timeout(180)  # whatever a socket is waited for
@@ -170,7 +175,7 @@ def test_two_servers_from_beginning_to_end(
 ) -> None:
     result = sweep("--target", models / "target", base=plain, drafting=fast)
     assert result.code == 0, result.err
-    run, rows = read_run(tmp_path / "run"), stored(tmp_path)
+    run, rows = run_json(tmp_path / "run"), stored(tmp_path)
     assert {(row["config"], row["status"], row["server"]["counted_by"]) for row in rows} == {
         ("base", "ok", "usage"), ("drafting", "ok", "usage"),
     }  # fmt: skip
@@ -187,7 +192,7 @@ def test_two_servers_from_beginning_to_end(
     assert str(tmp_path) not in everything
 
     frame = load_results(tmp_path / "run")
-    summary = frames.summary_frame(frame).set_index("config")
+    summary = summarize(frame).frame.set_index("config")
     assert summary.loc["base", "speedup"] == 1.0
     assert summary.loc["drafting", "identical_share"] == 1.0
     # 23 tokens behind the first, 15 of them drafts that were kept.
@@ -195,7 +200,7 @@ def test_two_servers_from_beginning_to_end(
     assert summary.loc["drafting", "acceptance_rate"] == pytest.approx(0.75)
     assert summary["step_source"].tolist() == ["bursts", "server"]
     assert summary.loc["drafting", ["speedup_first", "warming"]].notna().all()
-    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
     assert "over base" in answer.headline
     assert not answer.command
     assert "drafting" in result.out
@@ -224,7 +229,7 @@ def test_a_prompt_goes_out_as_it_is_and_caches_are_off(
         assert (body["temperature"], body["stream"], body["model"]) == (0.0, True, "tiny")
         assert {"seed", "ignore_eos", "top_k"}.isdisjoint(body)
     assert asked[-1]["max_tokens"] == NEW
-    assert read_run(tmp_path / "run")["options"]["salt"] == "none"
+    assert run_json(tmp_path / "run")["options"]["salt"] == "none"
 
 
 def test_completions_sampled_behind_the_end(sweep: Cli, plain: ScriptedServer) -> None:
@@ -247,7 +252,7 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep: Cli, tmp_path: Path)
     assert all(prompt.count("\n") == 1 and prompt[0] == "[" for prompt in prompts[0])
     assert len(set(prompts[0])) == 4 * 2 + 1, "and never the same again"
     frame = load_results(tmp_path / "run")
-    assert frames.summary_frame(frame).set_index("config").loc["b", "identical_share"] == 1.0
+    assert summarize(frame).frame.set_index("config").loc["b", "identical_share"] == 1.0
 
 
 def test_one_server_under_two_names_cannot_help_itself(sweep: Cli, tmp_path: Path) -> None:
@@ -255,9 +260,9 @@ def test_one_server_under_two_names_cannot_help_itself(sweep: Cli, tmp_path: Pat
         assert sweep(a=one, b=one).code == 0
         prompts = [prompt_of(body) for body in one.asked if "Question" in prompt_of(body)]
     assert len(set(prompts)) == len(prompts)
-    summary = frames.summary_frame(load_results(tmp_path / "run"))
+    summary = summarize(load_results(tmp_path / "run")).frame
     assert summary["identical_share"].isna().all(), "they were asked other things"
-    assert read_run(tmp_path / "run")["differences"] == []
+    assert run_json(tmp_path / "run")["differences"] == []
 
 
 def test_vllm_names_its_tokens_and_gets_salt(sweep: Cli, tmp_path: Path) -> None:
@@ -294,7 +299,7 @@ def test_acceptance_from_counters(sweep: Cli, tmp_path: Path) -> None:
     rows = stored(tmp_path)
     assert {row["requests"][0]["server"]["drafted"] for row in rows} == {None}
     assert all(row["speculation"]["accepted"] / row["speculation"]["drafted"] == 0.75 for row in rows)
-    requests = frames.request_frame(load_results(tmp_path / "run"))
+    requests = to_frame(request_rows(load_results(tmp_path / "run")), RequestRow)
     assert requests["acceptance_rate"].tolist() == [0.75, 0.75]
 
 
@@ -328,13 +333,13 @@ def test_acceptance_by_position_from_counters(sweep: Cli, tmp_path: Path, batch:
             drafts, kept_at = row["speculation"]["drafts"], row["speculation"]["kept_at"]
             assert [drafts * share for share in (0.8, 0.6, 0.0)] == pytest.approx(kept_at)
     frame = load_results(tmp_path / "run")
-    positions = frames.position_frame(frame)
-    assert set(positions["config"]) == {told[0]["config"]}, "the other one says nothing"
-    assert positions["rate"].tolist() == pytest.approx([0.8, 0.75, 0.0])
-    assert positions["rate_of_drafted"].tolist() == pytest.approx([0.8, 0.6, 0.0])
-    assert positions["least"].tolist() == [False] * 3
+    rows = positions(frame)
+    assert {row.config.id for row in rows} == {told[0]["config"]}, "the other one says nothing"
+    assert [row.rate for row in rows] == pytest.approx([0.8, 0.75, 0.0])
+    assert [row.rate_of_drafted for row in rows] == pytest.approx([0.8, 0.6, 0.0])
+    assert not any(row.least for row in rows)
     assert "positions" in draw_figures(frame).figures
-    table = to_markdown(positions)
+    table = to_markdown(position_sheet(rows))
     assert "75%" in table
     assert "≥" not in table
     report, _ = write_report(tmp_path / "run")
@@ -345,7 +350,7 @@ def test_drafts_of_several_lengths_have_least_rates(sweep: Cli, tmp_path: Path) 
     with ScriptedServer(Manner(owner="vllm")) as server:
         counting(server, 10, 14, (8, 4))
         assert sweep(drafting=server).code == 0
-    table = to_markdown(frames.position_frame(load_results(tmp_path / "run")))
+    table = to_markdown(position_sheet(positions(load_results(tmp_path / "run"))))
     lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| drafting")]
     assert [line[5:7] for line in lines] == [["80%", "80%"], ["≥ 50%", "≥ 40%"]]
     assert "it does not tell how many reach this position" in table
@@ -360,7 +365,7 @@ def test_places_of_other_answers_are_left_out(sweep: Cli, tmp_path: Path) -> Non
         told = row["server"]
         assert (told["drafted"], told["accepted"], told["drafts"], told["kept_at"]) == (30, 12, None, None)
     frame = load_results(tmp_path / "run")
-    assert frames.position_frame(frame).empty
+    assert to_frame(positions(frame), PositionRow).empty
     assert "positions" not in draw_figures(frame).figures
 
 
@@ -414,9 +419,10 @@ def test_servers_over_batches(
     frame = load_results(tmp_path / "run")
     drawn = draw_figures(frame)
     assert {"batches", "latency"} <= set(drawn.figures)
-    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
     assert "over base at the same batch" in answer.headline
-    assert write_report(tmp_path / "run")[0].requests["batch"].tolist() == [1, 1, 2, 2, 4, 4]
+    requests = write_report(tmp_path / "run")[0].requests
+    assert [row.config.batch for row in requests] == [1, 1, 2, 2, 4, 4]
 
 
 def test_requests_that_come_by_the_clock(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
@@ -449,7 +455,7 @@ def test_wrong_counts_are_noticed(sweep: Cli, models: Path, tmp_path: Path) -> N
         assert (row["new_tokens"], row["server"]["counted_by"]) == (NEW, "tokenizer")
         assert row["server"]["problem"] == problem
     assert problem in result.err
-    ids = [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
+    ids = [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
     assert "token-counts" in ids
 
 
@@ -463,17 +469,17 @@ def test_a_server_without_usage_needs_the_tokenizer(sweep: Cli, models: Path, tm
 def test_unchecked_counts_are_marked(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
     result = sweep(base=plain)
     assert "base: tokens are counted by the server and not checked" in result.err
-    assert "tokens-unchecked" in [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
+    assert "tokens-unchecked" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
 
 
 def test_one_piece_has_only_a_whole_time(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
     with ScriptedServer(Manner(owner="llamacpp", per_piece=1000)) as server:
         result = sweep(base=plain, a=server)
     assert "a: an answer comes in one piece" in result.err
-    summary = frames.summary_frame(load_results(tmp_path / "run")).set_index("config")
+    summary = summarize(load_results(tmp_path / "run")).frame.set_index("config")
     assert summary["tokens_per_second"].notna().tolist() == [True, False]
     assert summary["speedup_total"].notna().all()
-    assert "one-piece" in [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
+    assert "one-piece" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
 
 
 def test_a_cache_that_is_on_nevertheless_is_told(sweep: Cli, tmp_path: Path) -> None:
@@ -486,7 +492,7 @@ def test_a_cache_that_is_on_nevertheless_is_told(sweep: Cli, tmp_path: Path) -> 
     }
     with ScriptedServer(Manner(owner="vllm", facts=facts)) as server:
         assert sweep(a=server).code == 0
-    (warning,) = [each for each in read_run(tmp_path / "run")["warnings"] if each["id"] == "prompt-cache"]
+    (warning,) = [each for each in run_json(tmp_path / "run")["warnings"] if each["id"] == "prompt-cache"]
     assert warning["message"].startswith("a: 98% of the prompts' tokens came from a cache")
 
 
@@ -508,8 +514,8 @@ def test_a_broken_answer_fails_alone_and_is_tried_again(
         again = sweep("--resume", "--retry-failed", base=plain, a=server)
     assert again.code == 0, again.err
     frame = load_results(tmp_path / "run")
-    assert (frame["status"] == "ok").all()
-    assert len(frame) == 16
+    assert (frame.generations["status"] == "ok").all()
+    assert len(frame.generations) == 16
 
 
 def test_outputs_that_part_are_found_and_judged(
@@ -519,7 +525,7 @@ def test_outputs_that_part_are_found_and_judged(
         target = ("--target", models / "target")
         result = sweep(*target, base=plain, a=server)
         assert result.code == 0
-        differences = read_run(tmp_path / "run")["differences"]
+        differences = run_json(tmp_path / "run")["differences"]
         assert {each["prompt"] for each in differences} == {"a-0", "b-1", "a-2", "b-3"}
         assert {each["numerical_tie"] for each in differences} == {None}
         bodies = [body for body in plain.asked if body["max_tokens"] == NEW]
@@ -528,7 +534,7 @@ def test_outputs_that_part_are_found_and_judged(
         assert parted in {each["position"] for each in differences}
         judged = sweep(*target, "--dtype", "float32", "--check-outputs", "--resume", base=plain, a=server)
     assert judged.code == 0, judged.err
-    differences = read_run(tmp_path / "run")["differences"]
+    differences = run_json(tmp_path / "run")["differences"]
     assert all(each["gap"] > 0 and each["numerical_tie"] is False for each in differences)
     assert "compare their weights, quantisation and sampling" in judged.err
 
@@ -719,15 +725,16 @@ def test_times_are_those_of_the_stream(tmp_path: Path) -> None:
     scatter = random.Random(0)
     timed = Timed(lambda host, prompt: (0.1 if host[0] == "a" else 0.05) * scatter.uniform(0.95, 1.05))
     frame = measured(tmp_path / "run", timed, "a", "b")
-    assert frame["ttft_s"].tolist() == pytest.approx([0.5] * 32)
-    assert (frame["tokens_per_second"] * frame["decode_s"]).tolist() == pytest.approx([8.0] * 32)
-    summary = frames.summary_frame(frame).set_index("config")
+    rows = frame.generations
+    assert rows["ttft_s"].tolist() == pytest.approx([0.5] * 32)
+    assert (rows["tokens_per_second"] * rows["decode_s"]).tolist() == pytest.approx([8.0] * 32)
+    summary = summarize(frame).frame.set_index("config")
     assert summary.loc["b", "speedup"] == pytest.approx(2.0, rel=0.05)
     assert summary.loc["b", "verdict"] == "faster"
     assert summary.loc["b", "tokens_per_step"] == pytest.approx(1.0)
     assert (summary["warming_low"] < 1).all()
     assert "warm-pool" not in [each.id for each in review(frame)]
-    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
     assert re.match(r"b: (1\.9|2\.0)\d× \[.*\] over a", answer.headline)
 
 
@@ -741,7 +748,7 @@ def test_a_server_that_remembers_is_told_apart(tmp_path: Path) -> None:
         return (0.04 if again else 0.1) * scatter.uniform(0.95, 1.05)
 
     frame = measured(tmp_path / "run", Timed(seconds), "a", "b")
-    summary = frames.summary_frame(frame).set_index("config")
+    summary = summarize(frame).frame.set_index("config")
     assert summary.loc["b", "warming"] == pytest.approx(2.5, rel=0.1)
     assert summary.loc["b", "speedup_first"] == pytest.approx(1.0, rel=0.1)
     assert summary.loc["b", "speedup"] > 1.4
@@ -753,9 +760,9 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path: Path) -
     timed = Timed(lambda *_: 0.1, statuses=(503, 429, 200, 503, 503, 503, 500))
     frame = measured(tmp_path / "run", timed, "a", prompts=3)
     assert timed.pauses == [1.0, 2.0, 1.0, 2.0]
-    assert frame["status"].tolist().count("failed") == 2
-    assert sorted(frame["attempts"].dropna()) == [1, 1, 1, 3]
-    assert sorted(frame["error"].dropna().str[:56]) == [
+    assert frame.generations["status"].tolist().count("failed") == 2
+    assert sorted(frame.answers["attempts"]) == [1, 1, 1, 3]
+    assert sorted(frame.generations["error"].dropna().str[:56]) == [
         "The server a refuses a request with status 500: no reaso",
         "The server a refuses a request with status 503: no reaso",
     ]
@@ -795,8 +802,8 @@ def test_our_own_server_is_measured(sweep: Cli, tmp_path: Path) -> None:
     for told in (row["server"] for row in rows):
         assert told["drafted"] >= told["accepted"] == sum(told["kept_at"])
         assert told["drafted"] <= told["drafts"] * len(told["kept_at"]) <= 3 * told["drafts"]
-    assert read_run(tmp_path / "run")["options"]["salt"] == "none", "nothing is kept of a prompt"
-    summary = frames.summary_frame(load_results(tmp_path / "run"))
+    assert run_json(tmp_path / "run")["options"]["salt"] == "none", "nothing is kept of a prompt"
+    summary = summarize(load_results(tmp_path / "run")).frame
     assert summary["step_source"].tolist() == ["server"]
     accepted, drafted = (sum(row["server"][name] for row in rows) for name in ("accepted", "drafted"))
     assert summary["acceptance_rate"].tolist() == pytest.approx([accepted / drafted])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,9 +20,15 @@ from synthetic_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
 
 from specbench.decoding import metrics
 from specbench.decoding.records import PARTS, Step, StepTimes
-from specbench.errors import UsageError
-from specbench.results import frames, stats
-from specbench.results.store import load_results
+from specbench.decoding.theory import PassCosts
+from specbench.record import Estimate
+from specbench.results import stats
+from specbench.results.acceptance import AcceptedRow, PositionRow, RankRow, accepted_lengths, positions, ranks
+from specbench.results.pairs import paired_runs
+from specbench.results.results import Results, load_results
+from specbench.results.rows import to_frame
+from specbench.results.run import Environment, Run, RunConfig, TargetModel
+from specbench.results.summary import Categories, Summary, categorize, summarize
 from specbench.show import tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
@@ -58,18 +66,35 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
     return {**values, **fields}
 
 
-def frame_of(*rows: dict[str, Any], **run: Any) -> pd.DataFrame:
-    df = pd.DataFrame(list(rows))
-    df.attrs["run"] = run
-    return df
+def frame_of(*rows: dict[str, Any], order: Sequence[str] = (), costs: Any = None) -> Results:
+    """A run with these generations, its configurations in the order of the rows or another one."""
+    configs = {
+        each["config"]: RunConfig(
+            id=each["config"], label=each["label"], kind=each["kind"], drafter=each["drafter"],
+            gamma=None if math.isnan(each["gamma"]) else int(each["gamma"]), policy=each["policy"],
+            temperature=each["temperature"], cache="dynamic", baseline=each["baseline"],
+        )
+        for each in rows
+    }  # fmt: skip
+    run = Run(
+        run_id="r", options={}, environment=Environment(), target=TargetModel(), prompts=[],
+        configs=[configs[name] for name in order or configs],
+        costs=None if costs is None else msgspec.convert(costs, PassCosts, strict=False),
+    )  # fmt: skip
+    return Results(run, pd.DataFrame(list(rows)))
 
 
-def one(frame: pd.DataFrame, config: str) -> dict[str, Any]:
-    return next(each for each in frames.records(frame) if each["config"] == config)
+def one(summary: Summary, config: str) -> dict[str, Any]:
+    row = summary.frame[summary.frame["config"] == config].iloc[0]
+    return {str(name): value for name, value in row.items()}
+
+
+def sheet(figures: Summary | Categories) -> tables.Sheet:
+    return tables.summary_sheet(figures) if isinstance(figures, Summary) else tables.category_sheet(figures)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """4 drafters × γ 1, 2, 4, 8 × 9 categories."""
     path = tmp_path_factory.mktemp("run")
     return load_results(write_run(path, gammas=(1, 2, 4, 8), transformers_row=True, entropy_policy=True))
@@ -83,7 +108,7 @@ class TestPairedRuns:
             row("plain", "a-1", 8.0, turn=1), row("x", "a-1", 4.0, turn=1),
             row("x", "b-1", 30.0),
         )  # fmt: skip
-        pairs = frames.paired_runs(df)
+        pairs = paired_runs(df)
         assert pairs[["turn", "repeat", "ratio"]].to_numpy().tolist() == [
             [0, 0, 2.0],
             [0, 1, 4.0],
@@ -94,14 +119,14 @@ class TestPairedRuns:
     def test_whole_times_are_taken_per_token(self) -> None:
         """An output twice as long that takes twice as long is no slower."""
         longer = row("x", "a-1", new_tokens=22, total_s=3.0)
-        pairs = frames.paired_runs(frame_of(row("plain", "a-1"), longer))
+        pairs = paired_runs(frame_of(row("plain", "a-1"), longer))
         assert pairs["ratio_total"].item() == pytest.approx((1.5 / 11) / (3.0 / 22))
 
     def test_failures_pair_with_nothing(self) -> None:
         df = frame_of(
             row("plain", "a-1", status="failed"), row("x", "a-1"), row("plain", "b-1"), row("x", "b-1")
         )
-        assert frames.paired_runs(df)["prompt"].tolist() == ["b-1"]
+        assert paired_runs(df)["prompt"].tolist() == ["b-1"]
 
     def test_each_temperature_has_its_own_baseline(self) -> None:
         hot = {"temperature": 0.7, "baseline": "plain-hot"}
@@ -109,7 +134,7 @@ class TestPairedRuns:
             row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
             row("plain-hot", "a-1", 5.0, kind="plain", **hot), row("x-hot", "a-1", 20.0, **hot),
         )  # fmt: skip
-        pairs = frames.paired_runs(df).set_index("config")
+        pairs = paired_runs(df).set_index("config")
         assert pairs["ratio"].to_dict() == {"x": 2.0, "x-hot": 4.0}
         assert pairs["identical"].to_dict() == {"x": True, "x-hot": None}
 
@@ -120,7 +145,7 @@ class TestSummary:
             each for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6))
             for each in (row("plain", f"a-{i}", 10.0 * 2**i), row("x", f"a-{i}", ratio * 10.0 * 2**i))
         ))  # fmt: skip
-        figures = one(frames.summary_frame(df), "x")
+        figures = one(summarize(df), "x")
         expected = stats.geometric_mean([1.2, 1.3, 1.25, 1.6], list("abcd"))
         assert (figures["speedup"], figures["speedup_low"], figures["speedup_high"]) == pytest.approx(
             (expected.value, expected.low, expected.high)
@@ -128,7 +153,7 @@ class TestSummary:
         assert (figures["speedup_basis"], figures["verdict"], figures["prompts"]) == ("prompts", "faster", 4)
 
     def test_the_baseline_is_1_without_an_interval(self) -> None:
-        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1"))), "plain")
+        figures = one(summarize(frame_of(row("plain", "a-1"), row("x", "a-1"))), "plain")
         assert (figures["speedup"], figures["pooled_speedup"]) == (1.0, 1.0)
         assert math.isnan(figures["speedup_low"])
 
@@ -139,7 +164,7 @@ class TestSummary:
             (2, 1, 0, 1, [0.2], times),
             (0, 0, 0, 1, [], (0.0, 0.0, 0.4, 0.1, 0.0, 0.0)),
         ]
-        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps))), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps))), "x")
         assert figures["tokens_per_step"] == pytest.approx(5 / 3)
         assert figures["acceptance_rate"] == pytest.approx(2 / 4)
         assert figures["acceptance_tested"] == pytest.approx(2 / 3)
@@ -151,13 +176,11 @@ class TestSummary:
         assert shares == pytest.approx([0.4 / total, 1.6 / total, 0.3 / total, 0.1 / total, 0.1 / total])
         assert figures["share_draft_prefill"] == pytest.approx(0.2 / total)
 
-    def test_the_same_as_the_metrics_of_single_generations(self, made: pd.DataFrame) -> None:
+    def test_the_same_as_the_metrics_of_single_generations(self, made: Results) -> None:
         """For a run of one generation the summary and specbench.decoding.metrics are two ways to the same figures."""
-        generation = made[(made["config"] == "self:int8-g4")].iloc[[0]]
-        generation.attrs["run"] = made.attrs["run"]
-        lists = {
-            name.removeprefix("steps_"): generation[name].item() for name in generation if "steps_" in name
-        }
+        first = made.generations[(made.generations["config"] == "self:int8-g4")].iloc[[0]]
+        generation = Results(made.run, first.reset_index(drop=True))
+        lists = {name.removeprefix("steps_"): first[name].item() for name in first if "steps_" in name}
         ends = np.cumsum(lists["tested"])
         expected = list(np.concatenate([np.asarray(e) for e in lists["expected_acceptance"] if len(e)]))
         steps = [
@@ -168,21 +191,20 @@ class TestSummary:
             )
             for i in range(len(ends))
         ]  # fmt: skip
-        figures = one(frames.summary_frame(generation), "self:int8-g4")
+        figures = one(summarize(generation), "self:int8-g4")
         assert figures["tokens_per_step"] == pytest.approx(metrics.tokens_per_step(steps))
         assert figures["acceptance_rate"] == pytest.approx(metrics.acceptance_rate(steps))
         assert figures["alpha"] == pytest.approx(metrics.mean_expected_acceptance(steps))
-        positions = frames.records(frames.position_frame(generation))
-        for ours, theirs in zip(positions, metrics.acceptance_by_position(steps), strict=True):
+        for ours, theirs in zip(positions(generation), metrics.acceptance_by_position(steps), strict=True):
             counts = (theirs.position, theirs.drafted, theirs.tested, theirs.accepted)
-            assert (ours["position"], ours["drafted"], ours["tested"], ours["accepted"]) == counts
-            assert ours["rate"] == pytest.approx(theirs.rate, nan_ok=True)
-            assert ours["rate_of_drafted"] == pytest.approx(theirs.rate_of_drafted, nan_ok=True)
+            assert (ours.position, ours.drafted, ours.tested, ours.accepted) == counts
+            assert ours.rate == pytest.approx(theirs.rate, nan_ok=True)
+            assert ours.rate_of_drafted == pytest.approx(theirs.rate_of_drafted, nan_ok=True)
 
     @pytest.mark.smoke
-    def test_known_truth(self, made: pd.DataFrame) -> None:
+    def test_known_truth(self, made: Results) -> None:
         """α, costs, speeds and predictions are what the run was made with."""
-        frame = frames.summary_frame(made)
+        frame = summarize(made)
         for drafter in DRAFTERS:
             figures = one(frame, f"{drafter.name}-g4")
             assert figures["alpha"] == pytest.approx(drafter.alpha, abs=0.09)
@@ -191,14 +213,14 @@ class TestSummary:
             assert figures["predicted_speedup_low"] < figures["predicted_speedup"]
         assert one(frame, "plain")["tokens_per_second"] == pytest.approx(1 / (PASS_S[1] + 0.0019), rel=0.1)
         assert one(frame, "hf")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
-        assert frame["identical_share"].dropna().eq(1.0).all()
+        assert frame.frame["identical_share"].dropna().eq(1.0).all()
 
     def test_an_undrafting_drafter_is_predicted_to_be_plain(self, tmp_path: Path) -> None:
         never = Drafter("never", 0.5, 0.1, finds=0.02)
         df = load_results(
             write_run(tmp_path, drafters=(never,), gammas=(2,), categories=("chat",), tokens=40)
         )
-        figures = one(frames.summary_frame(df), "never-g2")
+        figures = one(summarize(df), "never-g2")
         assert 0.95 < figures["predicted_speedup"] < 1.1
 
     def test_siblings_and_passes_count_in_predictions(self) -> None:
@@ -208,7 +230,7 @@ class TestSummary:
         mine = row("x", "a-1", drafter="d", steps=steps)
         mine["steps_siblings"], mine["steps_passes"] = np.array([4, 4]), np.array([1, 1])
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "7": 0.75}, "drafter_pass_s": {"d": 0.1}}
-        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
 
@@ -219,7 +241,7 @@ class TestSummary:
         mine = row("x", "a-1", drafter="d", steps=[(*count, times) for count in counts])
         mine["steps_nodes"], mine["steps_passes"] = np.array([5, 5, 5]), np.array([2, 2, 2])
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
-        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         assert (figures["mean_gamma"], figures["mean_nodes"], figures["tokens_per_step"]) == (2, 5, 2)
         assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5)), (
             "the tokens per step there were"
@@ -235,7 +257,7 @@ class TestSummary:
         mine["steps_widths"], mine["steps_ranks"] = [[2, 2], [2, 1], [2, 2]], [[0, 1], [1], [0]]
         costs = {"target_pass_s": {"1": 0.5, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
         costs["drafter_rows_s"] = {"d": {"2": 0.15}}
-        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         step = 0.2 + 0.3 + 1.5
         assert figures["predicted_speedup"] == pytest.approx((3 + 2 + 2) / 3 / step), "what each step kept"
         first, second = 2 / 6, 2 / 5  # of six nodes that were tested, five had a second candidate
@@ -246,13 +268,13 @@ class TestSummary:
         df = load_results(
             write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False)
         )
-        assert frames.summary_frame(df)["predicted_speedup"].isna().all()
+        assert summarize(df).frame["predicted_speedup"].isna().all()
 
     def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self) -> None:
         steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6}, "drafter_pass_s": {}}
         df = frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps), costs=costs)
-        figures = one(frames.summary_frame(df), "x")
+        figures = one(summarize(df), "x")
         assert figures["c"] == pytest.approx(0.4 / 2 / 0.5)
         assert figures["predicted_speedup"] == pytest.approx(3 / (2 * 0.4 + 1.2))
         assert figures["predicted_speedup_iid"] == pytest.approx(3 / (2 * 0.4 + 1.2))
@@ -260,21 +282,21 @@ class TestSummary:
     def test_failures_are_counted_and_count_nowhere_else(self) -> None:
         failed = row("x", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
         df = frame_of(row("plain", "a-1"), row("x", "a-1", 20.0), row("plain", "b-1"), failed)
-        figures = one(frames.summary_frame(df), "x")
+        figures = one(summarize(df), "x")
         assert (figures["failures"], figures["generations"], figures["prompts"]) == (1, 1, 1)
         assert figures["speedup"] == 2.0
-        assert "1 generation failed" in " ".join(tables.notes(frames.summary_frame(df)))
+        assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
 
     def test_a_configuration_that_only_failed(self) -> None:
         df = frame_of(row("plain", "a-1"), row("x", "a-1", status="failed", tokens_per_second=math.nan))
-        assert math.isnan(one(frames.summary_frame(df), "x")["speedup"])
+        assert math.isnan(one(summarize(df), "x")["speedup"])
 
     def test_different_tokens_are_seen(self) -> None:
         other = np.append(np.arange(10), 99)
         df = frame_of(
             row("plain", "a-1"), row("x", "a-1", token_ids=other), row("plain", "b-1"), row("x", "b-1"),
         )  # fmt: skip
-        assert one(frames.summary_frame(df), "x")["identical_share"] == 0.5
+        assert one(summarize(df), "x")["identical_share"] == 0.5
 
     def test_pooled_and_mean_are_both_told_where_they_differ(self) -> None:
         rows = []
@@ -285,7 +307,7 @@ class TestSummary:
                 row("plain", f"a-{i}", 10.0, decode_s=size),
                 row("x", f"a-{i}", speed, decode_s=size * 10.0 / speed),
             ]
-        frame = frames.summary_frame(frame_of(*rows))
+        frame = summarize(frame_of(*rows))
         figures = one(frame, "x")
         assert figures["speedup"] > 1.0 > figures["pooled_speedup"]
         note = next(note for note in tables.notes(frame) if "all tokens over all seconds" in note)
@@ -293,29 +315,17 @@ class TestSummary:
         assert f"{figures['pooled_speedup']:.2f}" in note
 
     def test_order_of_the_run(self) -> None:
-        df = frame_of(
-            row("x", "a-1"), row("plain", "a-1"), configs=[{"id": "plain"}, {"id": "x"}, {"id": "never"}]
-        )
-        assert frames.summary_frame(df)["config"].tolist() == ["plain", "x"]
-
-    def test_several_runs_are_refused(self) -> None:
-        df = frame_of(row("plain", "a-1"), row("plain", "a-1", run_id="s", target="[other]"))
-        with pytest.raises(UsageError, match=r"mix 2 runs with 2 targets \(\[other\], t\)"):
-            frames.summary_frame(df)
-
-    def test_damaged_step_lists_are_refused(self) -> None:
-        steps = [(2, 2, 2, 3, [0.9], (0.1,) * 6)]
-        with pytest.raises(UsageError, match="damaged"):
-            frames.summary_frame(frame_of(row("x", "a-1", steps=steps)))
+        df = frame_of(row("x", "a-1"), row("plain", "a-1"), order=["plain", "x"])
+        assert summarize(df).frame["config"].tolist() == ["plain", "x"]
 
 
 class TestOtherFrames:
-    def test_categories(self, made: pd.DataFrame) -> None:
-        frame = frames.category_frame(made)
+    def test_categories(self, made: Results) -> None:
+        frame = categorize(made).frame
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
         cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram-g4")].iloc[0]
-        pairs = frames.paired_runs(made)
+        pairs = paired_runs(made)
         mine = pairs[(pairs["category"] == "code") & (pairs["config"] == "ngram-g4")]
         expected = stats.geometric_mean(mine["ratio"], mine["prompt"].to_numpy(), mine["repeat"].to_numpy())
         assert (cell["speedup"], cell["prompts"]) == (pytest.approx(expected.value), 2)
@@ -327,16 +337,16 @@ class TestOtherFrames:
             (1, 1, 1, 2, [0.7], (0.1,) * 6),
             (0, 0, 0, 1, [], (0.1,) * 6),
         ]
-        first, second = frames.records(frames.position_frame(frame_of(row("x", "a-1", steps=steps))))
-        assert (first["drafted"], first["tested"], first["accepted"]) == (3, 3, 2)
-        assert (first["rate"], first["alpha"]) == pytest.approx((2 / 3, 0.6))
-        assert (second["drafted"], second["tested"], second["accepted"]) == (2, 1, 0)
-        assert (second["rate"], second["rate_of_drafted"], second["alpha"]) == pytest.approx((0.0, 0.0, 0.4))
+        first, second = positions(frame_of(row("x", "a-1", steps=steps)))
+        assert (first.drafted, first.tested, first.accepted) == (3, 3, 2)
+        assert (first.rate, first.alpha) == pytest.approx((2 / 3, 0.6))
+        assert (second.drafted, second.tested, second.accepted) == (2, 1, 0)
+        assert (second.rate, second.rate_of_drafted, second.alpha) == pytest.approx((0.0, 0.0, 0.4))
 
     def test_acceptance_by_rank_and_depth(self) -> None:
         mine = row("x", "a-1", steps_widths=[[2, 1], [2], [3]], steps_ranks=[[1, 0], [], [0]])
-        frame = frames.rank_frame(frame_of(row("plain", "a-1"), mine))
-        found = {(each["depth"], each["rank"]): each["rate"] for each in frames.records(frame)}
+        frame = to_frame(ranks(frame_of(row("plain", "a-1"), mine)), RankRow)
+        found = dict(zip(zip(frame["depth"], frame["rank"], strict=True), frame["rate"], strict=True))
         assert found == pytest.approx({(1, 0): 1 / 3, (1, 1): 1 / 3, (1, 2): 0.0, (2, 0): 1.0})
         assert frame["tested"].tolist() == [3, 3, 1, 1]
 
@@ -347,7 +357,7 @@ class TestOtherFrames:
             (1, 1, 1, 2, [0.5], (0.1,) * 6),
             (0, 0, 0, 1, [], (0.1,) * 6),
         ]
-        frame = frames.accepted_frame(frame_of(row("x", "a-1", steps=steps)))
+        frame = to_frame(accepted_lengths(frame_of(row("x", "a-1", steps=steps))), AcceptedRow)
         assert frame["steps"].tolist() == [1, 1, 1]
         assert frame["undrafted"].tolist() == pytest.approx([0.25] * 3)
         # α = 1/2: two steps of two drafts and one of one draft.
@@ -357,31 +367,32 @@ class TestOtherFrames:
 
     def test_nothing_drafted(self) -> None:
         df = frame_of(row("plain", "a-1"))
-        assert frames.position_frame(df).empty
-        assert frames.accepted_frame(df).empty
-        assert frames.category_frame(df).empty
+        assert to_frame(positions(df), PositionRow).empty
+        assert to_frame(accepted_lengths(df), AcceptedRow).empty
+        assert categorize(df).frame.empty
 
 
-def shown(frame: pd.DataFrame, width: int = 80, encoding: str = "utf-8") -> str:
+def shown(figures: Summary | Categories, width: int = 80, encoding: str = "utf-8") -> str:
     raw = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    tables.render_terminal(frame, Console(file=raw, width=width, color_system=None, legacy_windows=False))
+    console = Console(file=raw, width=width, color_system=None, legacy_windows=False)
+    tables.render_terminal(sheet(figures), console)
     raw.flush()
     raw.seek(0)
     return raw.read()
 
 
 @pytest.fixture
-def small() -> pd.DataFrame:
+def small() -> Summary:
     times = (0.02, 0.0, 0.06, 0.01, 0.005, 0.005)
     steps = [(2, 2, 2, 3, [0.9, 0.7], times), (2, 1, 0, 1, [0.2], times)]
     rows = []
     for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6)):
         rows += [row("plain", f"a-{i}", 10.0), row("x [red]γ=2", f"a-{i}", ratio * 10.0, steps=steps)]
-    return frames.summary_frame(frame_of(*rows))
+    return summarize(frame_of(*rows))
 
 
 class TestRendering:
-    def test_at_80_columns(self, small: pd.DataFrame) -> None:
+    def test_at_80_columns(self, small: Summary) -> None:
         assert [line.rstrip() for line in shown(small).splitlines()] == [
             "               tokens                               tokens",
             "configuration      /s            speedup   verdict   /step  accepted     α",
@@ -395,11 +406,11 @@ class TestRendering:
         ]
 
     @pytest.mark.parametrize("width", [60, 72, 80, 100, 120, 200])
-    def test_fits_and_never_loses_the_interval(self, made: pd.DataFrame, width: int) -> None:
-        frame = frames.summary_frame(made)
+    def test_fits_and_never_loses_the_interval(self, made: Results, width: int) -> None:
+        frame = summarize(made)
         text = shown(frame, width)
         assert max(map(len, text.splitlines())) <= width
-        for figures in frames.records(frame):
+        for figures in frame.frame.to_dict("records"):
             if figures["kind"] == "speculative":
                 interval = (
                     f"{figures['speedup']:.2f} [{figures['speedup_low']:.2f}, {figures['speedup_high']:.2f}]"
@@ -409,8 +420,8 @@ class TestRendering:
         assert "verdict" in text
         assert text.count("fastest") == 1
 
-    def test_more_room_shows_more(self, made: pd.DataFrame) -> None:
-        frame = frames.summary_frame(made)
+    def test_more_room_shows_more(self, made: Results) -> None:
+        frame = summarize(made)
         heads = [len(shown(frame, width).split("─")[0].split()) for width in (60, 80, 120, 200)]
         assert heads == sorted(heads)
         assert heads[0] < heads[-1]
@@ -428,15 +439,15 @@ class TestRendering:
                 *(row(label, f"{prompt}-1", label=label) for label in labels),
             )
         ]
-        text = shown(frames.summary_frame(frame_of(*rows)), width)
+        text = shown(summarize(frame_of(*rows)), width)
         assert max(map(len, text.splitlines())) <= width
         assert "…" not in text
         first = ["".join(re.split(r" {2,}", line.strip())[0] for line in text.splitlines())]
         for label in labels:
             assert label.replace(" ", "") in first[0].replace(" ", ""), text
 
-    def test_every_category_is_shown(self, made: pd.DataFrame) -> None:
-        text = shown(frames.category_frame(made), 80)
+    def test_every_category_is_shown(self, made: Results) -> None:
+        text = shown(categorize(made), 80)
         assert all(
             category in text.replace("\n", " ") or category.split("-")[0] in text for category in CATEGORIES
         )
@@ -444,7 +455,7 @@ class TestRendering:
 
     def test_names_are_data(self) -> None:
         name = "[bold]\x1b[31m|<b>&`*_$\n#x"
-        frame = frames.summary_frame(
+        frame = summarize(
             frame_of(
                 row("plain", "a-1"),
                 row("x", "a-1", label=name),
@@ -454,12 +465,12 @@ class TestRendering:
         )
         text = shown(frame, 120)
         assert "[bold]\\x1b[31m|<b>&`*_$ #x" in text
-        markdown = tables.to_markdown(frame)
+        markdown = tables.to_markdown(sheet(frame))
         line = next(line for line in markdown.splitlines() if "bold" in line)
         assert line.startswith(r"| \[bold\]\\x1b\[31m\|&lt;b&gt;&amp;\`\*\_\$ \#x | ")
         assert "\x1b" not in markdown
 
-    def test_a_console_without_greek(self, small: pd.DataFrame) -> None:
+    def test_a_console_without_greek(self, small: Summary) -> None:
         text = shown(small, 120, encoding="ascii")
         assert "alpha" in text
         assert "x [red]gamma=2" in text
@@ -467,7 +478,7 @@ class TestRendering:
     def test_wide_letters_stay_in_their_column(self) -> None:
         label = "模型" * 20
         rows = [each for p in "ab" for each in (row("plain", f"{p}-1"), row("x", f"{p}-1", label=label))]
-        table = shown(frames.summary_frame(frame_of(*rows)), 80)
+        table = shown(summarize(frame_of(*rows)), 80)
         assert table.count("模") == table.count("型") == 20
         assert max(map(cell_len, table.splitlines())) <= 80
 
@@ -477,7 +488,7 @@ class TestRendering:
             for repeat, speed in enumerate((19.0, 20.0, 21.0))
             for each in (row("plain", "a-1", repeat=repeat), row("x", "a-1", speed, repeat=repeat))
         ]
-        frame = frames.summary_frame(frame_of(*rows))
+        frame = summarize(frame_of(*rows))
         assert one(frame, "x")["speedup_basis"] == "repeats"
         assert "]*" in shown(frame)
         assert "holds within that prompt only" in " ".join(tables.notes(frame))
@@ -492,12 +503,12 @@ class TestRendering:
             for each in (row("plain", f"a-{i}"), row("x", f"a-{i}", speed))
         ]
         df = frame_of(*rows)
-        for frame in (frames.summary_frame(df), frames.category_frame(df)):
+        for frame in (summarize(df), categorize(df)):
             assert "2.00 [too few to say]" in shown(frame)
             assert "Too few to say: one run of one prompt, or an interval whose ends" in " ".join(
-                tables.to_markdown(frame).split()
+                tables.to_markdown(sheet(frame)).split()
             )
-        assert one(frames.summary_frame(df), "x")["verdict"] == "cannot tell"
+        assert one(summarize(df), "x")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize("busy", [4, 5])
     def test_a_machine_busy_most_of_the_time_makes_verdicts_provisional(self, busy: int) -> None:
@@ -509,14 +520,14 @@ class TestRendering:
         ]
         for each in rows[busy:]:
             each["warnings"] = ["thermal"]
-        frame = frames.summary_frame(frame_of(*rows))
+        frame = summarize(frame_of(*rows))
         assert (one(frame, "x")["verdict"], one(frame, "x")["provisional"]) == ("faster", busy == 5)
         assert not isinstance(one(frame, "plain")["verdict"], str)
         assert not one(frame, "plain")["provisional"]
-        assert set(frames.category_frame(frame_of(*rows))["verdict"]) == {"cannot tell"}
+        assert set(categorize(frame_of(*rows)).frame["verdict"]) == {"cannot tell"}
         said = "Verdicts are provisional: others used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
-        assert ("fastest measured, provisional" in tables.to_markdown(frame)) == (busy == 5)
+        assert ("fastest measured, provisional" in tables.to_markdown(sheet(frame))) == (busy == 5)
 
     @pytest.mark.parametrize(
         ("low", "high", "verdict"),
@@ -526,59 +537,53 @@ class TestRendering:
         self, low: float, high: float | None, verdict: str
     ) -> None:
         """1.3 · (1.08 / 1.3)^1.5 is 0.98."""
-        ratio = stats.Estimate(1.3, low if high else None, high, 6, "prompts")
+        ratio = Estimate(1.3, low if high else None, high, 6, "prompts")
         assert stats.verdict(ratio, disturbed=True) == verdict
         assert stats.verdict(ratio) == ("faster" if high else "cannot tell")
-        mirrored = stats.Estimate(
-            1 / 1.3, 1 / high if high else None, 1 / low if high else None, 6, "prompts"
-        )
+        mirrored = Estimate(1 / 1.3, 1 / high if high else None, 1 / low if high else None, 6, "prompts")
         assert stats.verdict(mirrored, disturbed=True) == verdict.replace("faster", "slower")
 
     @pytest.mark.parametrize("width", [60, 80])
-    def test_a_provisional_verdict_fits(self, made: pd.DataFrame, width: int) -> None:
-        df = made.copy()
-        df["warnings"] = [["steal"]] * len(df)
-        text = shown(frames.summary_frame(df), width)
+    def test_a_provisional_verdict_fits(self, made: Results, width: int) -> None:
+        df = Results(made.run, made.generations.assign(warnings=[["steal"]] * len(made.generations)))
+        text = shown(summarize(df), width)
         assert max(map(len, text.splitlines())) <= width
         assert "provisional" in text
 
-    def test_predictions_of_a_disturbed_run_are_withheld(self, made: pd.DataFrame) -> None:
-        df = made.copy()
-        df["warnings"] = [["machine-busy"]] * len(df)
-        quiet, busy = frames.summary_frame(made), frames.summary_frame(df)
-        names = [name for name in quiet.columns if name.startswith("predicted_speedup")]
-        assert quiet[names].notna().any(axis=None)
-        assert busy[names].isna().all(axis=None)
-        said = f"Predicted speedups are left out: others used the processor during {len(df)} of {len(df)} generations."
+    def test_predictions_of_a_disturbed_run_are_withheld(self, made: Results) -> None:
+        count = len(made.generations)
+        df = Results(made.run, made.generations.assign(warnings=[["machine-busy"]] * count))
+        quiet, busy = summarize(made), summarize(df)
+        names = [name for name in quiet.frame.columns if name.startswith("predicted_speedup")]
+        assert quiet.frame[names].notna().any(axis=None)
+        assert busy.frame[names].isna().all(axis=None)
+        said = f"Predicted speedups are left out: others used the processor during {count} of {count} generations."
         assert any(note.startswith(said) for note in tables.notes(busy))
         assert not any(note.startswith("Predicted") for note in tables.notes(quiet))
         assert "predicted" not in shown(busy, 300)
 
     def test_a_missing_baseline_is_told(self) -> None:
-        frame = frames.summary_frame(frame_of(row("x", "a-1", 20.0)))
+        frame = summarize(frame_of(row("x", "a-1", 20.0)))
         assert "x: no generation of its baseline to compare with." in tables.notes(frame)
 
-    def test_markdown_has_every_column(self, small: pd.DataFrame) -> None:
-        lines = tables.to_markdown(small).splitlines()
+    def test_markdown_has_every_column(self, small: Summary) -> None:
+        lines = tables.to_markdown(sheet(small)).splitlines()
         assert lines[0].startswith("| configuration | tokens/s | speedup | verdict | with TTFT | pooled | ")
         assert lines[1].startswith("| --- | ---: | ")
         assert lines[2].startswith("| plain | 10.0 | 1 (baseline) | – | 1 (baseline) | ")
         assert {line.count(" | ") for line in lines[:4]} == {lines[0].count(" | ")}
         assert lines[-1].startswith("- Speedups are geometric means over prompts")
 
-    def test_other_frames_as_markdown(self, made: pd.DataFrame) -> None:
-        assert tables.to_markdown(frames.category_frame(made)).startswith(
+    def test_other_frames_as_markdown(self, made: Results) -> None:
+        assert tables.to_markdown(sheet(categorize(made))).startswith(
             "| configuration | chat | question-answering |"
         )
-        assert "| accepted/tested | accepted/drafted |" in tables.to_markdown(frames.position_frame(made))
+        by_position = tables.to_markdown(tables.position_sheet(positions(made)))
+        assert "| accepted/tested | accepted/drafted |" in by_position
 
-    def test_a_live_table(self, small: pd.DataFrame) -> None:
-        table = tables.terminal_table(small, 80)
+    def test_a_live_table(self, small: Summary) -> None:
+        table = tables.terminal_table(sheet(small), 80)
         assert table.row_count == 2
-
-    def test_foreign_frames_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="not a frame"):
-            tables.to_markdown(pd.DataFrame({"a": [1]}))
 
     @pytest.mark.parametrize(
         ("value", "text"),

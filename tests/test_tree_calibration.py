@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from scripted import Ticking
 from scripted_engine import describe, make_sweep
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
@@ -236,7 +237,8 @@ def test_a_sweep_does_not_go_on_with_another_tree() -> None:
         describe(make_sweep(policies=("static-tree",))),
     )
     assert changes(old, new) == []
-    new["configs"] = [{**each, "id": f"{each['id']}:ranks=60"} for each in new["configs"]]
+    configs = [structs.replace(each, id=f"{each.id}:ranks=60") for each in new.configs]
+    new = structs.replace(new, configs=configs)
     (found,) = changes(old, new)
     assert found.startswith("configurations: ")
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from cli_runs import refusal
+from msgspec import structs
 from regret import FakeClock
 from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
+from stored import run_json, step_lists
 
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
@@ -25,9 +27,10 @@ from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import RunError, UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
-from specbench.results import frames
 from specbench.results.load import LoadSnapshot
-from specbench.results.store import RunStore, load_results, read_run
+from specbench.results.results import load_results
+from specbench.results.store import RunStore
+from specbench.results.summary import categorize, summarize
 from specbench.show.report.content import make_report
 from specbench.specs.drafters import SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
@@ -125,7 +128,9 @@ def test_above_temperature_0_a_chain_may_be_verified_together() -> None:
 
 
 def probe(drafted: Sequence[int], accepted: Sequence[int], passes: Sequence[int] | None = None) -> Probe:
-    return Probe(drafted, accepted, [n + 1 for n in accepted], passes or drafted, drafted)
+    return Probe(
+        list(drafted), list(accepted), [n + 1 for n in accepted], list(passes or drafted), list(drafted)
+    )
 
 
 def test_a_chain_is_predicted_from_a_longer_one() -> None:
@@ -158,9 +163,9 @@ def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried() -> None:
 
 def test_a_wide_pass_that_seems_quicker_was_disturbed() -> None:
     sweep, tries = grid("d"), {"d@8": probe([8], [8])}
-    disturbed = replace(COSTS, target_s={**COSTS.target_s, 5: 0.9})
+    disturbed = structs.replace(COSTS, target_s={**COSTS.target_s, 5: 0.9})
     assert predict(sweep.configs, tries, disturbed) == predict(
-        sweep.configs, tries, replace(COSTS, target_s={**COSTS.target_s, 5: 0.2})
+        sweep.configs, tries, structs.replace(COSTS, target_s={**COSTS.target_s, 5: 0.2})
     )
 
 
@@ -281,9 +286,11 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path: Path) 
     assert "e@auto" in found.left_out  # a pass of it takes as long as twenty of the target
     assert len(engine.cost_calls) == 3
     df = load_results(tmp_path / "run")
-    assert set(df["config"]) == {"plain", *found.race.fallen, "d@auto"}
-    assert df.groupby("config")["prompt"].nunique()["plain"] == found.race.blocks
-    assert sorted(df[df["prompt"] == "one-0"]["order"]) == list(range(len(set(df["config"]))))
+    assert set(df.generations["config"]) == {"plain", *found.race.fallen, "d@auto"}
+    assert df.generations.groupby("config")["prompt"].nunique()["plain"] == found.race.blocks
+    assert sorted(df.generations[df.generations["prompt"] == "one-0"]["order"]) == list(
+        range(len(set(df.generations["config"])))
+    )
     answer = find_answer(found, sweep.configs, df)
     assert answer.winner is not None
     assert answer.winner.id == "d@auto"
@@ -330,7 +337,7 @@ def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path)
         else:
             so_far = search(folder, engine, sweep, clock)
             assert (so_far.ending, so_far.race.blocks > 0) == ("interrupted", True)
-            assert read_run(folder)["finished"] is None
+            assert run_json(folder)["finished"] is None
         rest = TimedEngine(FAST, clock)
         again = search(folder, rest, sweep, clock)
         assert (again.race.running, again.race.fallen) == (whole.race.running, whole.race.fallen)
@@ -374,13 +381,12 @@ def test_rounding_is_looked_at_as_long_as_there_is_time(tmp_path: Path) -> None:
     engine = TimedEngine(FAST, clock, spoils=lambda config: config.kind != "plain", tie=True)
     search(tmp_path, engine, sweep, clock)
     with RunStore.open(tmp_path) as store:
-        told = store.run["differences"]
-        untold = find_differences(sweep, store.rows(), engine, in_time=lambda: False)
-    assert {each["numerical_tie"] for each in told} == {True}
-    assert {each["numerical_tie"] for each in untold} == {None}
-    names = ("config", "prompt", "position")
-    assert [[each[name] for name in names] for each in untold] == [
-        [each[name] for name in names] for each in told
+        told = store.run.differences
+        untold = find_differences(sweep, store.measurements(), engine, in_time=lambda: False)
+    assert {each.numerical_tie for each in told or ()} == {True}
+    assert {each.numerical_tie for each in untold} == {None}
+    assert [(each.config, each.prompt, each.position) for each in untold] == [
+        (each.config, each.prompt, each.position) for each in told or ()
     ]
 
 
@@ -428,10 +434,10 @@ def test_passes_that_cannot_be_timed_end_it(tmp_path: Path) -> None:
 
 
 def test_a_drafter_in_a_batch_is_predicted_from_its_steps_and_shared_passes() -> None:
-    steps = {"emitted": [3, 1], "passes": [2, 0], "nodes": [2, 0], "siblings": [0, 0]}
+    steps = step_lists([2, 0], emitted=[3, 1], passes=[2, 0])
     costs = SharedCosts({4: {1: 0.1, 3: 0.2}}, {"d": {4: 0.05}})
     # 2 tokens a step of one pass of the drafter and of 2 rows for each request, where plain decoding takes 0.1 for one.
-    assert predicted_at(4, [{"steps": steps}], "d", costs) == pytest.approx(2 * 0.1 / (0.05 + 0.15))
+    assert predicted_at(4, [steps], "d", costs) == pytest.approx(2 * 0.1 / (0.05 + 0.15))
 
 
 def test_where_it_stops_paying_is_told(tmp_path: Path) -> None:
@@ -519,7 +525,7 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path: Pa
     assert any("--resume --overwrite" in each for each in answer.details)
     config, _ = config_of(RECIPE, provisional=answer.provisional)
     assert config.provisional
-    assert read_run(tmp_path)["finished"] is None
+    assert run_json(tmp_path)["finished"] is None
 
 
 def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path: Path) -> None:
@@ -568,7 +574,7 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path: Path) 
         answer.headline,
     )
     json.dumps(as_json(answer, found), allow_nan=False)
-    assert stored(answer, found)["measured"] == {}
+    assert stored(answer, found).measured == {}
     slow = replace(found, predicted=dict.fromkeys(found.predicted, 0.9))
     plainly = find_answer(slow, sweep.configs, df)
     assert (plainly.winner.kind, plainly.provisional) == ("plain", True)
@@ -614,26 +620,23 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path: Path) -> None:
     clock, sweep = FakeClock(), grid("d")
     folder = tmp_path / "run"
     found = search(folder, Disturbed(FAST, clock), sweep, clock)
-    raw = frames.summary_frame(load_results(folder)).set_index("config")
+    raw = summarize(load_results(folder)).frame.set_index("config")
     answer = find_answer(found, sweep.configs, load_results(folder))
     with RunStore.open(folder) as store:
-        store.update(tuning={**store.run["tuning"], "answer": stored(answer, found)}, finished=None)
+        assert store.run.tuning is not None
+        tuning = structs.replace(store.run.tuning, answer=stored(answer, found))
+        store.update(tuning=tuning, finished=None)
     df = load_results(folder)
-    summary = frames.summary_frame(df)
-    rows = summary.set_index("config")
+    summary = summarize(df)
+    rows = summary.frame.set_index("config")
     assert abs(raw.loc["d@auto", "speedup"] - rows.loc["d@auto", "speedup"]) > 0.1
     for each in answer.tried:
         if each.speedup is not None:
-            told = frames.estimate_of(dict(rows.loc[each.config], config=each.config))
-            assert (told.value, told.low, told.high) == (
-                each.speedup.value,
-                each.speedup.low,
-                each.speedup.high,
-            )
-    assert frames.winners(summary) == {"d@auto"}
+            assert summary.row(each.config).speedup == each.speedup
+    assert summary.winners == {"d@auto"}
     assert (rows.loc["d@auto", "verdict"], rows.loc["d@8", "verdict"]) == ("faster", "faster")
-    assert summary["pooled_speedup"].isna().all()
-    categories = frames.category_frame(df).set_index(["category", "config"])
+    assert rows["pooled_speedup"].isna().all()
+    categories = categorize(df).frame.set_index(["category", "config"])
     assert categories.loc[("chat", "d@auto"), "speedup"] == answer.categories["chat"].value
     report = make_report(df, "run", tmp_path)
     (said,) = report.answers
@@ -652,20 +655,23 @@ def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path: Pa
     found, sweep = undecided(tmp_path, clock)
     answer = find_answer(found, sweep.configs, load_results(tmp_path))
     with RunStore.open(tmp_path) as store:
-        store.update(tuning={**store.run["tuning"], "answer": stored(answer, found)})
+        assert store.run.tuning is not None
+        store.update(tuning=structs.replace(store.run.tuning, answer=stored(answer, found)))
     broken = TimedEngine({}, clock, fails=lambda *_: RuntimeError("power"))
     broken.generate = lambda *_, **__: (_ for _ in ()).throw(SystemExit)  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
         search(tmp_path, broken, sweep, clock)
-    assert set(read_run(tmp_path)["tuning"]) == {"predicted", "raced", "left_out"}
-    assert frames.stored_answer(load_results(tmp_path)) is None
+    tuning = load_results(tmp_path).run.tuning
+    assert tuning is not None
+    assert (tuning.ranking, tuning.verdict, tuning.answer) == ([], None, None)
 
 
 def test_a_search_of_an_older_version_is_shown_by_its_ranking(tmp_path: Path) -> None:
     found, _ = undecided(tmp_path, FakeClock())
     df = load_results(tmp_path)
-    assert frames.stored_answer(df) is None
-    assert frames.winners(frames.summary_frame(df)) == set()  # that one was not decided
+    assert df.run.tuning is not None
+    assert df.run.tuning.answer is None
+    assert summarize(df).winners == set()  # that one was not decided
     report = make_report(df, "run", tmp_path)
     assert report.answers[0].headline.startswith("It cannot be told")
     (warning,) = (each for each in report.warnings if each.id == "unfinished")
@@ -730,8 +736,8 @@ def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path: Pa
     found = search(tmp_path, engine, sweep, clock)
     assert found.race.leader == "self:int8@auto"
     with RunStore.open(tmp_path) as store:
-        assert store.run["tuning"]["ranking"][:2] == found.race.ranking[:2]
-        assert store.run["tuning"]["ranking"][0] == "self:int8@auto"
+        assert store.run.tuning.ranking[:2] == found.race.ranking[:2]
+        assert store.run.tuning.ranking[0] == "self:int8@auto"
     exported = exports(load_results(tmp_path), tmp_path)
     assert {each.engine for each in exported} == {
         "transformers",

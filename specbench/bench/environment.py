@@ -10,44 +10,36 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from specbench._version import __version__
 from specbench.backends.torch.kernels.huge_pages import huge_page_setting
 from specbench.backends.torch.kernels.instructions import processor_name
+from specbench.results.run import Environment
 
 
-def describe_environment() -> dict[str, Any]:
-    """Processor, memory, system, versions: what a figure depends on, ready for JSON.
-
-    Returns:
-        ``cpu`` (model), ``cpu_capability`` (torch's instruction set), ``physical_cores``, ``cores`` (logical
-        ones this process may use), ``threads`` (torch's), ``huge_pages`` (Linux's setting for transparent ones),
-        ``ram_gb``, ``os``, ``python``, ``torch``, ``transformers``, ``specbench``, ``devices`` (names of
-        accelerators), ``git_commit`` of the checkout specbench runs from, with "+" behind it if files were
-        changed since. ``None`` stands for what cannot be told.
-    """
+def describe_environment() -> Environment:
+    """Processor, memory, system, versions: what a figure depends on."""
     import torch
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "cpu": processor_name(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "physical_cores": psutil.cpu_count(logical=False),
-        "cores": _usable_cores(),
-        "threads": torch.get_num_threads(),
-        "huge_pages": huge_page_setting(),
-        "ram_gb": round(psutil.virtual_memory().total / 1e9, 1),
-        "os": _system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-        "specbench": __version__,
-        "devices": cuda or (["Apple GPU (mps)"] if torch.backends.mps.is_available() else []),
-        "git_commit": _git_commit(Path(__file__).parent),
-    }
+    return Environment(
+        cpu=processor_name(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        physical_cores=psutil.cpu_count(logical=False),
+        cores=_usable_cores(),
+        threads=torch.get_num_threads(),
+        huge_pages=huge_page_setting(),
+        ram_gb=round(psutil.virtual_memory().total / 1e9, 1),
+        os=_system(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        transformers=metadata.version("transformers"),
+        specbench=__version__,
+        devices=cuda or (["Apple GPU (mps)"] if torch.backends.mps.is_available() else []),
+        git_commit=_git_commit(Path(__file__).parent),
+    )
 
 
 def _usable_cores() -> int:

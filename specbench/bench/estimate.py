@@ -135,13 +135,14 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
 def _stored_speeds(folder: Path, options: EngineOptions) -> tuple[dict[str, tuple[float, float]], str] | None:
     """Mean seconds to the first token and per token behind it, by configuration, from the newest run that fits."""
     from specbench.bench.environment import describe_environment
-    from specbench.results.store import load_results, stored_runs
+    from specbench.results.results import load_results
+    from specbench.results.store import stored_runs
 
-    name, cpu = options.target.name, describe_environment()["cpu"]
+    name, cpu = options.target.name, describe_environment().cpu
     for path, run in stored_runs(folder):
-        if run["target"].get("name") != name or run["environment"].get("cpu") != cpu:
+        if run.target.name != name or run.environment.cpu != cpu:
             continue
-        frame = load_results(path)
+        frame = load_results(path).generations
         rows = frame[(frame["status"] == "ok") & (frame["tokens_per_second"] > 0)]
         alone = (rows["kind"] == "plain") & (rows["batch"].isna() | (rows["batch"] == 1))
         if alone.any():

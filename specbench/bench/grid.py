@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.options import DecodingOptions
-from specbench.results.rows import Key
+from specbench.results.lines import Key
+from specbench.results.run import RunConfig, StoredRecipe
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.rules import RuleSpec, parse_rule, share_options
 from specbench.textsafe import counted
@@ -89,10 +92,11 @@ class Config:
         """The draft-length rule of a speculative configuration."""
         return parse_rule(self.policy)
 
-    def to_json(self) -> dict[str, Any]:
+    def record(self) -> RunConfig:
         """As ``run.json`` stores it."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**values, "recipe": None if self.recipe is None else self.recipe.to_json()}
+        recipe = None if self.recipe is None else msgspec.convert(self.recipe.to_json(), StoredRecipe)
+        return RunConfig(**{**values, "recipe": recipe})
 
     @property
     def load(self) -> tuple[int, Arrivals] | None:

@@ -12,66 +12,65 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import msgspec
+
 from specbench._version import __version__
 from specbench.bench.grid import Sweep, SweepOptions, turns_of
 from specbench.errors import UsageError
 from specbench.options import DecodingOptions, flag
+from specbench.results.run import Change, Environment, PromptInfo, Run, TargetModel
 from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
+    from specbench.models.stories import HeadStory
 
 
 def describe_run(
     sweep: Sweep,
     *,
-    target: Mapping[str, Any],
-    environment: Mapping[str, Any],
+    target: TargetModel,
+    environment: Environment,
     sources: Mapping[str, Any],
     command: Sequence[str] = (),
-    heads: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """What ``run.json`` holds when a run begins; docs/results-format.md describes it.
+    heads: Mapping[str, HeadStory] | None = None,
+) -> Run:
+    """What ``run.json`` holds when a run begins.
 
     Args:
         sweep: What is measured.
-        target: Name, fingerprint, dtype, device and width of the target.
+        target: The target.
         environment: The machine, see ``describe_environment``.
         sources: Options that say where models and prompts came from, by name and without paths.
         command: The command line, without paths (see ``command_line``).
         heads: How trained heads came about, by the names of their drafters.
     """
     options = sweep.options
-    return {
-        "specbench": __version__,
-        "run_id": uuid4().hex,
-        "command": list(command),
-        "options": {**sources, **stored_options(options)},
-        "environment": dict(environment),
-        "target": dict(target),
-        "configs": [config.to_json() for config in sweep.configs],
-        **({"heads": dict(heads)} if heads else {}),
-        "prompts": [
-            {
-                "id": prompt.id,
-                "category": prompt.category,
-                "turns": turns_of(prompt, options),
-                "fingerprint": _fingerprint(prompt),
-            }
+    return Run(
+        specbench=__version__,
+        run_id=uuid4().hex,
+        command=list(command),
+        options={**sources, **stored_options(options)},
+        environment=environment,
+        target=target,
+        configs=[config.record() for config in sweep.configs],
+        prompts=[
+            PromptInfo(
+                id=prompt.id,
+                category=prompt.category,
+                turns=turns_of(prompt, options),
+                fingerprint=_fingerprint(prompt),
+            )
             for prompt in sweep.prompts
         ],
-        "seed": options.seed,
-        "repeats": options.repeats,
-        "warmup": options.warmup,
-        "max_new_tokens": options.decoding.max_new_tokens,
-        "ignore_eos": options.decoding.ignore_eos,
-        "created": now(),
-        "finished": None,
-        "costs": None,
-        "differences": None,
-        "warnings": [],
-        "changes": [],
-    }
+        heads=dict(heads or {}),
+        seed=options.seed,
+        repeats=options.repeats,
+        warmup=options.warmup,
+        max_new_tokens=options.decoding.max_new_tokens,
+        ignore_eos=options.decoding.ignore_eos,
+        created=now(),
+    )
 
 
 def stored_options(options: SweepOptions) -> dict[str, Any]:
@@ -116,7 +115,7 @@ _OF_A_CONFIG = {"cache": "another cache", "drafter_fingerprint": "other weights 
 _SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "transformers")
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def changes(old: Run, new: Run) -> list[str]:
     """In what a run to go on with differs from what is asked for now: "what: then → now", empty if in nothing.
 
     Raises:
@@ -124,52 +123,55 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             another one; such measurements are never put into one run, for they would be compared with each other.
     """
     for name, what in (("dtype", "dtype"), ("fingerprint", "model")):
-        if old["target"].get(name) != new["target"].get(name):
-            then, now = (f"{run['target'].get('name')}, {run['target'].get(name)}" for run in (old, new))
+        if getattr(old.target, name) != getattr(new.target, name):
+            models = [f"{run.target.name}, {getattr(run.target, name)}" for run in (old, new)]
             raise UsageError(
-                f"The target is another {what} now ({now}) than in this run ({then}).", "Give another --out."
+                f"The target is another {what} now ({models[1]}) than in this run ({models[0]}).",
+                "Give another --out.",
             )
-    applied = [run["target"].get("model_defaults") or {} for run in (old, new)]
+    applied = [run.target.model_defaults or {} for run in (old, new)]
     if applied[0] != applied[1]:
         then, now = (", ".join(each) or "none" for each in applied)
         raise UsageError(
             f"The model's own settings that are applied are others now ({now}) than in this run ({then}).",
             "Give another --out, or put --no-model-defaults as it was.",
         )
-    texts = {prompt["id"]: prompt.get("fingerprint") for prompt in old["prompts"]}
-    for prompt in new["prompts"]:
-        if texts.get(prompt["id"], prompt["fingerprint"]) != prompt["fingerprint"]:
+    texts = {prompt.id: prompt.fingerprint for prompt in old.prompts}
+    for prompt in new.prompts:
+        if texts.get(prompt.id, prompt.fingerprint) != prompt.fingerprint:
             raise UsageError(
-                f"The prompt {prompt['id']!r} has another text than in this run.", "Give another --out."
+                f"The prompt {prompt.id!r} has another text than in this run.", "Give another --out."
             )
     for each in fields(DecodingOptions):
-        now = new["options"][each.name]
-        then = old["options"].get(each.name, now)
-        if then != now:
+        asked = new.options[each.name]
+        made = old.options.get(each.name, asked)
+        if made != asked:
             option = flag(DecodingOptions, each.name)
             raise UsageError(
-                f"The outputs in this run were made with another {option} ({then} then, {now} now), and cannot be"
+                f"The outputs in this run were made with another {option} ({made} then, {asked} now), and cannot be"
                 " compared with others.",
                 "Give another --out, or what was given then.",
             )
-    known = {config["id"]: config for config in old["configs"]}
-    for config in new["configs"]:
+    known = {config.id: config for config in old.configs}
+    for config in new.configs:
         for name, what in _OF_A_CONFIG.items():
-            then = known.get(config["id"], {}).get(name, config[name])
-            if then != config[name]:
+            pair = getattr(known.get(config.id, config), name), getattr(config, name)
+            if pair[0] != pair[1]:
                 raise UsageError(
-                    f"In this run {config['label']} was measured with {what} ({then} then, {config[name]} now).",
+                    f"In this run {config.label} was measured with {what} ({pair[0]} then, {pair[1]} now).",
                     "Give another --out.",
                 )
-    pairs: list[tuple[str, Any, Any]] = [("specbench", old.get("specbench"), new["specbench"])]
-    pairs += [(name, old["environment"].get(name), new["environment"].get(name)) for name in _SAME_MACHINE]
-    pairs.append(("device", old["target"].get("device"), new["target"].get("device")))
-    pairs += _options(old, new)
-    if not option_changes(old, new):  # what is calibrated is no option
-        asked = [config["id"] for config in new["configs"]]
-        pairs.append(("configurations", asked if known.keys() >= set(asked) else list(known), asked))
-    ids = [[prompt["id"] for prompt in run["prompts"]] for run in (old, new)]
-    pairs.append(("prompts", ids[0], ids[1]))
+    pairs: list[tuple[str, Any, Any]] = [("specbench", old.specbench, new.specbench)]
+    pairs += [
+        (name, getattr(old.environment, name), getattr(new.environment, name)) for name in _SAME_MACHINE
+    ]
+    pairs.append(("device", old.target.device, new.target.device))
+    pairs += _options(old.options, new.options)
+    if not option_changes(old.options, new.options):  # what is calibrated is no option
+        ids = [config.id for config in new.configs]
+        pairs.append(("configurations", ids if known.keys() >= set(ids) else list(known), ids))
+    prompts = [[prompt.id for prompt in run.prompts] for run in (old, new)]
+    pairs.append(("prompts", prompts[0], prompts[1]))
     return _differing(pairs)
 
 
@@ -177,18 +179,17 @@ def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """In which options a stored run differs from one that is asked for: "option name: then → now".
 
     Args:
-        old, new: Of both only ``options`` is read.
+        old, new: ``options`` of each.
     """
     return _differing(_options(old, new))
 
 
 def _options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    names = dict.fromkeys([*old["options"], *new["options"]])
     # For options that a run from before does not know.
     defaults = stored_options(SweepOptions())
     return [
-        (f"option {name}", old["options"].get(name, defaults.get(name)), new["options"].get(name))
-        for name in names
+        (f"option {name}", old.get(name, defaults.get(name)), new.get(name))
+        for name in dict.fromkeys([*old, *new])
     ]
 
 
@@ -203,43 +204,36 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def merge_runs(old: Mapping[str, Any], new: Mapping[str, Any], differing: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``run.json`` to change when a run goes on although something differs."""
-    configs = {config["id"]: config for config in (*old["configs"], *new["configs"])}
-    prompts = {prompt["id"]: prompt for prompt in (*old["prompts"], *new["prompts"])}
-    fields = (
-        "options",
-        "environment",
-        "specbench",
-        "repeats",
-        "warmup",
-        "seed",
+def merge_runs(old: Run, new: Run, differing: Sequence[str]) -> Run:
+    """A run that goes on although something differs."""
+    configs = {config.id: config for config in (*old.configs, *new.configs)}
+    prompts = {prompt.id: prompt for prompt in (*old.prompts, *new.prompts)}
+    change = Change(at=now(), differing=list(differing), environment=old.environment, options=old.options)
+    return msgspec.structs.replace(
+        old,
+        options=new.options,
+        environment=new.environment,
+        specbench=new.specbench,
+        repeats=new.repeats,
+        warmup=new.warmup,
+        seed=new.seed,
+        heads={**old.heads, **new.heads},
+        configs=list(configs.values()),
+        prompts=list(prompts.values()),
+        finished=None,
+        changes=[*old.changes, change],
     )
-    change = {
-        "at": now(),
-        "differing": list(differing),
-        "environment": old["environment"],
-        "options": old["options"],
-    }
-    return {
-        **{name: new[name] for name in fields},
-        **({"heads": heads} if (heads := {**old.get("heads", {}), **new.get("heads", {})}) else {}),
-        "configs": list(configs.values()),
-        "prompts": list(prompts.values()),
-        "finished": None,
-        "changes": [*old.get("changes", ()), change],
-    }
 
 
 def open_run(
     folder: Path,
     sweep: Sweep,
     *,
-    target: Mapping[str, Any],
+    target: TargetModel,
     sources: Mapping[str, Any],
     advice: str,
     command: Sequence[str] = (),
-    heads: Mapping[str, Mapping[str, Any]] | None = None,
+    heads: Mapping[str, HeadStory] | None = None,
     accept_changes: bool = False,
 ) -> RunStore:
     """The folder of a run to measure into: a new one, or the stored one if it was made as this would be.
@@ -273,7 +267,7 @@ def open_run(
                 f"The run in {str(folder)!r} was made otherwise ({'; '.join(differing)}).", advice
             )
         if differing:
-            store.update(**merge_runs(store.run, run, differing))
+            store.replace(merge_runs(store.run, run, differing))
     except BaseException:
         store.close()
         raise

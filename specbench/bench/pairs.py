@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
 from specbench.lengths.costs import MeasuredCosts
-from specbench.results.advice import RunWarning, disturbed, during
+from specbench.record import builtins
+from specbench.results.advice import disturbed, during
 from specbench.results.load import LoadSnapshot, load_snapshot
+from specbench.results.run import RunWarning
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
@@ -128,7 +130,7 @@ class Pairs:
             "speedup_explained": explanation and explanation.usual,
             "explained": explanation and asdict(explanation),
             "repeats": repeats,
-            "warnings": [asdict(warning) for warning in warnings],
+            "warnings": [builtins(warning) for warning in warnings],
         }
 
 

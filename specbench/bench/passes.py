@@ -11,6 +11,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.results.lines import (
+    CostLine,
+    DrafterTimes,
+    SharedDrafterTimes,
+    SharedTargetTimes,
+    TargetTimes,
+    TreeTimes,
+)
 
 if TYPE_CHECKING:
     from specbench.backends.torch.scorer import Scorer
@@ -45,38 +53,41 @@ class PassTimes:
     trees: Mapping[tuple[str, int], Sequence[float]] = field(default_factory=dict)
 
     @classmethod
-    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> PassTimes:
+    def of(cls, lines: Iterable[CostLine]) -> PassTimes:
         """What the lines of ``costs.jsonl`` hold of single passes."""
         target: dict[int, list[float]] = {}
         drafters: dict[str, list[float]] = {}
         trees: dict[tuple[str, int], list[float]] = {}
         context = 0
-        for row in rows:
-            if row["kind"] == "target":
-                target.setdefault(row["tokens"], []).extend(row["seconds"])
-            elif row["kind"] == "drafter":
-                drafters.setdefault(row["drafter"], []).extend(row["seconds"])
-            elif row["kind"] == "tree":
-                trees.setdefault((row["drafter"], row["nodes"]), []).extend(row["seconds"])
+        for line in lines:
+            if isinstance(line, TargetTimes):
+                target.setdefault(line.tokens, []).extend(line.seconds)
+            elif isinstance(line, DrafterTimes):
+                drafters.setdefault(line.drafter, []).extend(line.seconds)
+            elif isinstance(line, TreeTimes):
+                trees.setdefault((line.drafter, line.nodes), []).extend(line.seconds)
             else:
                 continue
-            context = row["context_tokens"]
+            context = line.context_tokens
         return cls(dict(sorted(target.items())), drafters, context, trees)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[CostLine]:
         """The lines of ``costs.jsonl``."""
-        target: list[dict[str, Any]] = [
-            {"kind": "target", "tokens": n, "seconds": list(times)} for n, times in self.target.items()
+        at = self.context
+        return [
+            *(
+                TargetTimes(tokens=n, seconds=list(times), context_tokens=at)
+                for n, times in self.target.items()
+            ),
+            *(
+                DrafterTimes(drafter=name, seconds=list(times), context_tokens=at)
+                for name, times in self.drafters.items()
+            ),
+            *(
+                TreeTimes(drafter=name, nodes=nodes, seconds=list(times), context_tokens=at)
+                for (name, nodes), times in self.trees.items()
+            ),
         ]
-        drafters: list[dict[str, Any]] = [
-            {"kind": "drafter", "drafter": name, "seconds": list(times)}
-            for name, times in self.drafters.items()
-        ]
-        trees: list[dict[str, Any]] = [
-            {"kind": "tree", "drafter": name, "nodes": nodes, "seconds": list(times)}
-            for (name, nodes), times in self.trees.items()
-        ]
-        return [{**row, "context_tokens": self.context} for row in (*target, *drafters, *trees)]
 
     def medians(self) -> PassCosts:
         """What a pass usually takes: of two that draft a tree, the second is what the first leaves of both."""
@@ -104,32 +115,34 @@ class SharedTimes:
     context: int
 
     @classmethod
-    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> SharedTimes:
+    def of(cls, lines: Iterable[CostLine]) -> SharedTimes:
         """What the lines of ``costs.jsonl`` hold of shared passes."""
         target: dict[tuple[int, int], list[float]] = {}
         drafters: dict[tuple[str, int], list[float]] = {}
         context = 0
-        for row in rows:
-            if row["kind"] == "shared-target":
-                target.setdefault((row["requests"], row["tokens"]), []).extend(row["seconds"])
-            elif row["kind"] == "shared-drafter":
-                drafters.setdefault((row["drafter"], row["requests"]), []).extend(row["seconds"])
+        for line in lines:
+            if isinstance(line, SharedTargetTimes):
+                target.setdefault((line.requests, line.tokens), []).extend(line.seconds)
+            elif isinstance(line, SharedDrafterTimes):
+                drafters.setdefault((line.drafter, line.requests), []).extend(line.seconds)
             else:
                 continue
-            context = row["context_tokens"]
+            context = line.context_tokens
         return cls(dict(sorted(target.items())), drafters, context)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[CostLine]:
         """The lines of ``costs.jsonl``."""
-        target: list[dict[str, Any]] = [
-            {"kind": "shared-target", "requests": requests, "tokens": n, "seconds": list(times)}
-            for (requests, n), times in self.target.items()
+        at = self.context
+        return [
+            *(
+                SharedTargetTimes(requests=requests, tokens=n, seconds=list(times), context_tokens=at)
+                for (requests, n), times in self.target.items()
+            ),
+            *(
+                SharedDrafterTimes(drafter=name, requests=requests, seconds=list(times), context_tokens=at)
+                for (name, requests), times in self.drafters.items()
+            ),
         ]
-        drafters: list[dict[str, Any]] = [
-            {"kind": "shared-drafter", "drafter": name, "requests": requests, "seconds": list(times)}
-            for (name, requests), times in self.drafters.items()
-        ]
-        return [{**row, "context_tokens": self.context} for row in (*target, *drafters)]
 
     def medians(self) -> SharedCosts:
         """What a pass usually takes."""

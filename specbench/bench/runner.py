@@ -10,25 +10,30 @@ import random
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Generic
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
 
-from specbench.bench.engines.own import Engine, GroupOutcome, Outcome, Told
-from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Group, Sweep
+from specbench.bench.engines.own import Engine, Outcome
+from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Sweep
+from specbench.bench.grid import Group as PromptGroup
 from specbench.bench.manifest import now
 from specbench.bench.passes import ABREAST, PassTimes, SharedTimes, cost_widths, shared_widths
 from specbench.bench.serving import Asked, Encoded, Load
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.options import DecodingOptions
-from specbench.results.advice import RunWarning, during, review
+from specbench.record import Json, rounded
+from specbench.results.advice import during, review
+from specbench.results.lines import Generation, Group, Line, Measurement, Request, StepLists
 from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
-from specbench.results.rows import OTHER_ANSWERS, generations, key_of, rounded, step_lists
-from specbench.results.store import RESULTS_VERSION, RunStore, load_results
+from specbench.results.results import load_results
+from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
+from specbench.results.store import RunStore
 from specbench.specs.arrivals import Poisson
 
 if TYPE_CHECKING:
+    from specbench.backends.torch.parity import Difference
     from specbench.bench.prompts import Prompt
 
 COST_ROUNDS = 12
@@ -43,12 +48,11 @@ class Begun:
     """What there is to measure is known.
 
     Attributes:
-        rows: Measured generations of the plan, or groups of them, that are stored already, as lines of
-            ``generations.jsonl``.
+        measurements: Of the plan, those that are stored already.
         total: How many the plan has.
     """
 
-    rows: Sequence[Mapping[str, Any]]
+    measurements: Sequence[Measurement]
     total: int
 
 
@@ -66,7 +70,7 @@ class CellDone:
 
     Attributes:
         cell, config: What it was.
-        row: The line of ``generations.jsonl``.
+        measurement: What came of it.
         seconds: Wall time it took, with everything around it.
         done, total: Measured generations of the plan, warm-ups left out.
         seconds_left: Estimated from what was measured so far; ``None`` while nothing was.
@@ -74,7 +78,7 @@ class CellDone:
 
     cell: Cell
     config: Config
-    row: Mapping[str, Any]
+    measurement: Measurement
     seconds: float
     done: int
     total: int
@@ -186,20 +190,20 @@ def run_sweep(
     )
     failed = 0
     planned = {cell.key for cell in cells if not cell.warmup} & done
-    tell(Begun([row for row in store.rows() if key_of(row) in planned], total))
+    tell(Begun([each for each in store.measurements() if each.key in planned], total))
 
     def run(cell: Cell, count: int) -> None:
         nonlocal failed
         config = runner.configs[cell.config]
         tell(CellStarted(cell, config))
         began = clock.now()
-        row = runner.measure(cell)
+        measurement = runner.measure(cell)
         seconds = clock.now() - began
         if not cell.warmup or cell.key not in stored:
-            store.append(row)
-        failed += not cell.warmup and row["status"] == "failed"
+            store.append(measurement)
+        failed += not cell.warmup and measurement.result is None
         time_left.record(cell, seconds)
-        tell(CellDone(cell, config, row, seconds, count, total, time_left.seconds()))
+        tell(CellDone(cell, config, measurement, seconds, count, total, time_left.seconds()))
 
     found = total - len(left)
     for cell in cells:
@@ -235,64 +239,65 @@ class CellRunner(Generic[Encoded]):
         self.configs = {config.id: config for config in sweep.configs}
         self._prompts = {prompt.id: prompt for prompt in sweep.prompts}
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
-        self._answers = _answers(store.rows())
+        self._answers = _answers(store.measurements())
         self._encoded: dict[str, Encoded] = {}
         self._fastest_mhz = 0.0
         self.costs_work = not sweep.options.servers  # their passes are theirs
         count_stops()
 
-    def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> dict[str, Any]:
-        """Decode one cell; whatever goes wrong in there becomes a failed row. Of a warm-up only the first tokens.
+    def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> Measurement:
+        """Decode one cell; whatever goes wrong in there becomes a failed line. Of a warm-up only the first tokens.
 
         A cell during which the process was stopped is decoded once more. It keeps the warning if that happens again.
         """
-        row = self._measured(cell, warmup_tokens)
-        return self._measured(cell, warmup_tokens) if "stopped" in row["warnings"] else row
+        measured = self._measured(cell, warmup_tokens)
+        return self._measured(cell, warmup_tokens) if "stopped" in measured.line.warnings else measured
 
-    def _measured(self, cell: Cell, warmup_tokens: int) -> dict[str, Any]:
+    def _measured(self, cell: Cell, warmup_tokens: int) -> Measurement:
         config = self.configs[cell.config]
         decoding = self._sweep.options.decoding
         if cell.warmup:
             decoding = decoding.but(max_new_tokens=min(warmup_tokens, decoding.max_new_tokens))
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
-        row: dict[str, Any] = {
-            "schema": RESULTS_VERSION,
-            "run_id": self._store.run["run_id"],
-            "config": cell.config,
-            "prompt": cell.prompt,
-            **({} if cell.group else {"category": self._prompts[cell.prompt].category}),
-            "turn": cell.turn,
-            "repeat": cell.repeat,
-            "order": cell.order,
-            "warmup": cell.warmup,
-            "seed": cell.seed,
-            "started": round(time.time(), 3),
-            "load_average": before.load_average,
-        }
+        started = round(time.time(), 3)
+        result: Generation | Group | None = None
+        error = None
         try:
-            figures = (
+            result = (
                 self._generated(cell, config, decoding)
                 if cell.group is None
                 else self._served(cell, config, cell.group, decoding)
             )
-        except Exception as error:  # whatever it is, the other configurations may still work
-            figures = {"status": "failed", "error": _message(error)}
+        except Exception as problem:  # whatever it is, the other configurations may still work
+            error = _message(problem)
         after = self._snapshot()
-        return {
-            **row,
-            **figures,
-            "steal_share": rounded(after.steal_share(before), 4),
-            "busy_elsewhere": rounded(after.busy_elsewhere(before), 2),
-            "warnings": [
+        line = Line(
+            run_id=self._store.run.run_id,
+            config=cell.config,
+            prompt=cell.prompt,
+            category=None if cell.group else self._prompts[cell.prompt].category,
+            turn=cell.turn,
+            repeat=cell.repeat,
+            order=cell.order,
+            warmup=cell.warmup,
+            seed=cell.seed,
+            started=started,
+            load_average=before.load_average,
+            status="failed" if result is None else "ok",
+            error=error,
+            steal_share=rounded(after.steal_share(before), 4),
+            busy_elsewhere=rounded(after.busy_elsewhere(before), 2),
+            warnings=[
                 warning.id
                 for warning in during(before, after, self._fastest_mhz or None)
                 if warning.id != "machine-busy"
                 or not self._sweep.options.servers  # which may be what is busy
             ],
-        }
+        )
+        return Measurement(line, result)
 
-    def _generated(self, cell: Cell, config: Config, decoding: DecodingOptions) -> dict[str, Any]:
+    def _generated(self, cell: Cell, config: Config, decoding: DecodingOptions) -> Generation:
         """Decode a turn of a prompt."""
         answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
         history = [answers.get(turn) for turn in range(cell.turn)]
@@ -307,14 +312,9 @@ class CellRunner(Generic[Encoded]):
         )
         if not cell.warmup:
             answers[cell.turn] = outcome.token_ids
-        return {
-            "status": "ok",
-            "error": None,
-            **_figures(outcome),
-            "peak_memory_bytes": outcome.peak_memory_bytes,
-        }
+        return Generation(**_measured(outcome), peak_memory_bytes=outcome.peak_memory_bytes)
 
-    def _served(self, cell: Cell, config: Config, group: Group, decoding: DecodingOptions) -> dict[str, Any]:
+    def _served(self, cell: Cell, config: Config, group: PromptGroup, decoding: DecodingOptions) -> Group:
         """Decode the prompts of a group side by side."""
         load = config.load
         assert load is not None
@@ -334,31 +334,29 @@ class CellRunner(Generic[Encoded]):
             ),
             decoding,
         )
-        return {"status": "ok", "error": None, "clients": clients, **self._group_figures(group, served)}
+        return Group(
+            clients=clients,
+            seconds=round(served.seconds, 9),
+            tokens=served.tokens,
+            pool=served.pool,
+            peak_memory_bytes=served.peak_memory_bytes,
+            speculation=served.speculation,
+            requests=[
+                Request(
+                    **_measured(each.outcome),
+                    prompt=name,
+                    category=self._prompts[name].category,
+                    arrived_s=round(each.arrived_s, 9),
+                    queued_s=round(each.queued_s, 9),
+                )
+                for name, each in zip(group.prompts, served.requests, strict=True)
+            ],
+        )
 
     def _asked(self, name: str, cell: Cell) -> Asked[Encoded]:
         if name not in self._encoded:
             self._encoded[name] = self._engine.encode(self._prompts[name], [])
         return Asked(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
-
-    def _group_figures(self, group: Group, served: GroupOutcome) -> dict[str, Any]:
-        return {
-            "seconds": rounded(served.seconds),
-            "tokens": served.tokens,
-            "pool": None if served.pool is None else dict(served.pool),
-            "peak_memory_bytes": served.peak_memory_bytes,
-            **({} if served.speculation is None else {"speculation": asdict(served.speculation)}),
-            "requests": [
-                {
-                    "prompt": name,
-                    "category": self._prompts[name].category,
-                    "arrived_s": rounded(each.arrived_s),
-                    "queued_s": rounded(each.queued_s),
-                    **_figures(each.outcome),
-                }
-                for name, each in zip(group.prompts, served.requests, strict=True)
-            ],
-        }
 
     def measure_costs(self, batch: int | None = None) -> CostsDone:
         """Time single passes, or those that so many requests share, unless that fails: the sweep can do without."""
@@ -370,11 +368,11 @@ class CellRunner(Generic[Encoded]):
         except Exception as error:
             self.costs_work = False
             return CostsDone(None, _message(error))
-        self._store.append_costs(costs.rows())
+        self._store.append_costs(costs.lines())
         if batch is None:
-            self._store.update(costs=PassTimes.of_rows(self._store.costs()).medians().to_json())
+            self._store.update(costs=PassTimes.of(self._store.costs()).medians())
         else:
-            self._store.update(shared_costs=SharedTimes.of_rows(self._store.costs()).medians().to_json())
+            self._store.update(shared_costs=SharedTimes.of(self._store.costs()).medians())
         return CostsDone(costs)
 
     def _costs(self, batch: int | None) -> PassTimes | SharedTimes:
@@ -390,38 +388,33 @@ class CellRunner(Generic[Encoded]):
         return [rule.nodes for rule in self._sweep.options.rules if rule.nodes]
 
 
-def _answers(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:
+def _answers(measurements: Iterable[Measurement]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:
     """The outputs of earlier turns by configuration, prompt and repeat: what a conversation goes on with."""
     answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
-    for row in rows:
-        if row["status"] == "ok" and not row["warmup"] and "requests" not in row:
-            turns = answers.setdefault((row["config"], row["prompt"], row["repeat"]), {})
-            turns[row["turn"]] = tuple(row["token_ids"])
+    for each in measurements:
+        line = each.line
+        if isinstance(each.result, Generation) and not line.warmup:
+            turns = answers.setdefault((line.config, line.prompt, line.repeat), {})
+            turns[line.turn] = tuple(each.result.token_ids)
     return answers
 
 
-def _figures(outcome: Outcome) -> dict[str, Any]:
-    """The measured part of a generation."""
+def _measured(outcome: Outcome) -> Json:
+    """The fields of ``Measured``."""
     return {
         "prompt_tokens": outcome.prompt_tokens,
         "new_tokens": outcome.tokens,
         "token_ids": list(outcome.token_ids),
         "finish_reason": outcome.finish_reason,
         "first_tokens": outcome.first_tokens,
-        "ttft_s": rounded(outcome.ttft_s),
-        "prefill_s": rounded(outcome.prefill_s),
-        "decode_s": rounded(outcome.decode_s),
-        "total_s": rounded(outcome.ttft_s + outcome.decode_s),
+        "ttft_s": round(outcome.ttft_s, 9),
+        "prefill_s": round(outcome.prefill_s, 9),
+        "decode_s": round(outcome.decode_s, 9),
+        "total_s": round(outcome.ttft_s + outcome.decode_s, 9),
         "log_probability": rounded(outcome.log_probability),
-        "steps": step_lists(outcome.steps),
-        **({} if outcome.told is None else {"server": _told(outcome.told)}),
+        "steps": StepLists.of(outcome.steps),
+        "server": outcome.server,
     }
-
-
-def _told(told: Told) -> dict[str, Any]:
-    """The field ``server`` of a generation."""
-    found = {name: value for name, value in asdict(told).items() if name not in ("tokens", "speculation")}
-    return found | asdict(told.speculation)
 
 
 _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\":,;/\\]+[/\\])+")
@@ -446,19 +439,19 @@ def finish_run(
     in_time: Callable[[], bool] = lambda: True,
 ) -> tuple[RunWarning, ...]:
     """Look at the whole run once more, and mark it finished; for ``in_time`` see ``find_differences``."""
-    store.update(differences=find_differences(sweep, store.rows(), engine, in_time=in_time))
+    store.update(differences=find_differences(sweep, store.measurements(), engine, in_time=in_time))
     warnings = tuple(review(load_results(store.path)))
-    store.update(finished=now(), warnings=[asdict(warning) for warning in warnings])
+    store.update(finished=now(), warnings=list(warnings))
     return warnings
 
 
 def find_differences(
     sweep: Sweep,
-    rows: Iterable[Mapping[str, Any]],
+    measurements: Iterable[Measurement],
     engine: Engine[Encoded],
     *,
     in_time: Callable[[], bool] = lambda: True,
-) -> list[dict[str, Any]]:
+) -> list[Mismatch]:
     """Greedy outputs that are not those of plain decoding, each with the gap of the target's logits of the two tokens.
 
     Beam search is left out, which looks for other answers, and so are servers that were asked other prompts each.
@@ -469,24 +462,24 @@ def find_differences(
     part is told.
     """
     outputs = {
-        key_of(each): tuple(each["token_ids"])
-        for row in rows
-        if row["status"] == "ok" and not row["warmup"]
-        for each in generations(row)
+        (each.line.config, prompt, each.line.turn, each.line.repeat): tuple(output.token_ids)
+        for each in measurements
+        if not each.line.warmup
+        for prompt, output in each.outputs()
     }
     keys = sorted(outputs)
     prompts = {prompt.id: prompt for prompt in sweep.prompts}
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, str], Mismatch] = {}
     if sweep.options.salt == "each":
         return []
     for config in sweep.configs:
         if config.temperature or config.id == config.baseline or config.kind in OTHER_ANSWERS:
             continue
-        for which, name, turn, repeat, _ in keys:
+        for which, name, turn, repeat in keys:
             if which != config.id or name not in prompts:
                 continue
             pair = [
-                [outputs.get((one, name, earlier, repeat, False)) for earlier in range(turn + 1)]
+                [outputs.get((one, name, earlier, repeat)) for earlier in range(turn + 1)]
                 for one in (config.id, config.baseline)
             ]
             tokens, plain = pair[0][-1], pair[1][-1]
@@ -496,12 +489,23 @@ def find_differences(
             if pair[0][:-1] != pair[1][:-1] or len(history) < turn:
                 continue
             asked = engine if in_time() else None
-            where = {"config": config.id, "prompt": name, "turn": turn, "repeat": repeat}
-            found[config.id, name] = {
-                **where,
-                **_difference(asked, prompts[name], history, tokens, plain, sweep.options.decoding),
-            }
+            known = _difference(asked, prompts[name], history, tokens, plain, sweep.options.decoding)
+            found[config.id, name] = Mismatch(
+                config=config.id,
+                prompt=name,
+                turn=turn,
+                repeat=repeat,
+                position=_first_difference(tokens, plain),
+                gap=None if known is None else rounded(known.gap),
+                gap_units=None if known is None else rounded(known.gap_units, 3),
+                numerical_tie=None if known is None else known.numerical_tie,
+            )
     return list(found.values())
+
+
+def _first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int:
+    pairs = enumerate(zip(tokens, plain, strict=False))
+    return next((i for i, pair in pairs if pair[0] != pair[1]), min(len(tokens), len(plain)))
 
 
 def _difference(
@@ -511,26 +515,11 @@ def _difference(
     tokens: Sequence[int],
     plain: Sequence[int],
     decoding: DecodingOptions,
-) -> dict[str, Any]:
-    position = next(
-        (i for i, pair in enumerate(zip(tokens, plain, strict=False)) if pair[0] != pair[1]), None
-    )
-    result: dict[str, Any] = {
-        "position": min(len(tokens), len(plain)) if position is None else position,
-        "gap": None,
-        "gap_units": None,
-        "numerical_tie": None,
-    }
+) -> Difference | None:
+    """What the target says of the place where two outputs part; ``None`` if nobody is to ask it, or it fails."""
     if engine is None:
-        return result
+        return None
     try:
-        difference = engine.difference(engine.encode(prompt, history), tokens, plain, decoding)
+        return engine.difference(engine.encode(prompt, history), tokens, plain, decoding)
     except Exception:  # the position alone is worth telling
-        return result
-    if difference is not None:
-        result.update(
-            gap=rounded(difference.gap),
-            gap_units=rounded(difference.gap_units, 3),
-            numerical_tie=difference.numerical_tie,
-        )
-    return result
+        return None

@@ -119,7 +119,7 @@ def _compared(
     from specbench.cli.named_runs import named_runs
     from specbench.errors import UsageError
     from specbench.results.compare import compare_configs, compare_runs
-    from specbench.results.store import load_results
+    from specbench.results.results import load_results
 
     if len(runs) > 2:
         raise UsageError(f"{len(runs)} runs are named.", "Name two, or one with --a and --b.")
@@ -129,11 +129,11 @@ def _compared(
         named_runs([path], [name for name in names if name])[0]
         for path, names in zip(runs, sides, strict=True)
     ]
-    frames = [load_results(folder) for folder in folders]
+    measured = [load_results(folder) for folder in folders]
     if len(folders) == 2:
         return compare_runs(
-            frames[0],
-            frames[1],
+            measured[0],
+            measured[1],
             (_name(folders[0]), _name(folders[1])),
             a=a,
             b=b,
@@ -149,7 +149,7 @@ def _compared(
         raise UsageError(
             "Two configurations of one run are compared in speed.", "Leave out --measure speedup."
         )
-    return compare_configs(frames[0], a, b)
+    return compare_configs(measured[0], a, b)
 
 
 def _name(folder: Path) -> str:

@@ -106,12 +106,12 @@ def _exported(
         setting = setting_of_config(whole, gamma)
         return setting, export_setting(engine, setting), source.name
     from specbench.cli.named_runs import named_runs
-    from specbench.results.store import load_results
+    from specbench.results.results import load_results
 
     (folder,) = named_runs([source], [wanted] if wanted else [])[:1]
     name = folder.resolve().name
-    df = load_results(folder)
+    results = load_results(folder)
     if wanted is not None:
-        setting = setting_of_run(df, wanted, gamma, name=name)
+        setting = setting_of_run(results, wanted, gamma, name=name)
         return setting, export_setting(engine, setting), name
-    return *export_fastest(engine, settings_of_run(df, gamma, name=name), df), name
+    return *export_fastest(engine, settings_of_run(results, gamma, name=name), results), name

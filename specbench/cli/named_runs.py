@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from specbench.results.run import Run
 
 
 def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
@@ -33,7 +36,7 @@ def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
     return list(found)
 
 
-def _taken(path: Path, readable: Sequence[tuple[Path, dict[str, Any]]], having: Sequence[str]) -> Path:
+def _taken(path: Path, readable: Sequence[tuple[Path, Run]], having: Sequence[str]) -> Path:
     """The run of a folder that is meant, which is said on stderr."""
     from specbench.results.store import measured_configs
     from specbench.textsafe import terminal_safe
@@ -44,7 +47,7 @@ def _taken(path: Path, readable: Sequence[tuple[Path, dict[str, Any]]], having: 
     taken = (named or readable)[0][0]
     for folder, run in named or readable:
         measured = measured_configs(folder)
-        others = {config["id"] for config in run["configs"] if config["id"] != config["baseline"]}
+        others = {config.id for config in run.configs if config.id != config.baseline}
         if (_ids(run, having) or set()) <= measured if with_these else measured & others:
             taken = folder
             break
@@ -62,7 +65,7 @@ def _taken(path: Path, readable: Sequence[tuple[Path, dict[str, Any]]], having: 
     return taken
 
 
-def _ids(run: dict[str, Any], having: Sequence[str]) -> set[str] | None:
+def _ids(run: Run, having: Sequence[str]) -> set[str] | None:
     """The ids of these configurations; ``None`` if the run has not all of them."""
-    ids = {config.get(field): config["id"] for field in ("label", "id") for config in run["configs"]}
+    ids = {getattr(config, field): config.id for field in ("label", "id") for config in run.configs}
     return {ids[name] for name in having} if all(name in ids for name in having) else None

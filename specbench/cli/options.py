@@ -200,10 +200,7 @@ def complete_configurations(ctx: typer.Context, incomplete: str) -> list[str]:
     # The last: an option that has no value yet ends the parsing.
     folders = ctx.params.get("runs") or ([source] if source else ctx.args)
     runs = [run for folder in folders for _, run in stored_runs(folder)]
-    names = [
-        config.get("id") for run in runs for config in run.get("configs") or () if isinstance(config, dict)
-    ]
-    return _beginning(incomplete, dict.fromkeys(name for name in names if isinstance(name, str)))
+    return _beginning(incomplete, dict.fromkeys(config.id for run in runs for config in run.configs))
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:

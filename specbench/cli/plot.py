@@ -120,14 +120,14 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
 def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look) -> list[Path]:
     """Draw one run; the paths on stdout, what is missing on stderr."""
     from specbench.files import explained, refuse_link
-    from specbench.results.store import load_results
+    from specbench.results.results import load_results
     from specbench.show.plots import draw_figures, save_figure
     from specbench.textsafe import terminal_safe
 
-    frame = load_results(run)
-    for problem in frame.attrs["problems"]:
+    results = load_results(run)
+    for problem in results.problems:
         _hint(problem)
-    drawn = draw_figures(frame, only, look)
+    drawn = draw_figures(results, only, look)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)
     with explained(f"{str(folder)!r} cannot be made", "Give another --out."):

@@ -17,15 +17,14 @@ from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptio
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pandas import DataFrame
-
     from specbench.bench.engines.own import Engine, EngineOptions, ModelEngine
     from specbench.bench.engines.servers import ServerEngine
     from specbench.bench.estimate import TimeNeed
     from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt
-    from specbench.results.advice import RunWarning
     from specbench.results.load import LoadSnapshot
+    from specbench.results.results import Results
+    from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
     from specbench.specs.rules import RuleSpec
     from specbench.specs.servers import ServerSpec
@@ -653,11 +652,11 @@ def _resumed(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bo
     from specbench.errors import UsageError
     from specbench.results.store import stored_runs
 
-    wanted = {"options": {**sources, **stored_options(options)}}
+    wanted = {**sources, **stored_options(options)}
     other = ""
     for path, run in stored_runs(_FOLDER):
-        differing = option_changes(run, wanted)
-        unfinished = not run.get("finished")
+        differing = option_changes(run.options, wanted)
+        unfinished = not run.finished
         if not differing and (retry_failed or unfinished):
             return path
         if not differing:
@@ -799,7 +798,7 @@ class _Job:
         from specbench.bench.runner import run_sweep
         from specbench.cli.signals import exit_code_of_interrupt
         from specbench.cli.sweep_display import SweepDisplay
-        from specbench.results.store import load_results
+        from specbench.results.results import load_results
 
         interrupted, failed = False, 0
         warnings: Sequence[RunWarning] = ()
@@ -813,10 +812,10 @@ class _Job:
                 warnings, failed = result.warnings, result.failed
             except KeyboardInterrupt:
                 interrupted = True
-        frame = load_results(self.folder)
+        results = load_results(self.folder)
         try:
-            if (frame["status"] == "ok").any():
-                self._summarise(frame)
+            if len(results.done):
+                self._summarise(results)
         finally:  # also when nobody takes the table
             for warning in warnings:
                 self._warn(warning)
@@ -834,7 +833,7 @@ class _Job:
             return exit_code_of_interrupt()
         return 1 if failed else 0
 
-    def _summarise(self, frame: DataFrame) -> None:
+    def _summarise(self, results: Results) -> None:
         """The answer and the table in two files, and then on stdout, which may be closed."""
         from rich.console import Console
 
@@ -842,18 +841,18 @@ class _Job:
         from specbench.config import FILE_NAME
         from specbench.errors import RunError
         from specbench.files import write_text
-        from specbench.results import frames
+        from specbench.results.requests import request_rows
         from specbench.results.store import write_csv
+        from specbench.results.summary import categorize, summarize
         from specbench.show import tables
         from specbench.show.answer import answer_markdown, find_answers
 
-        summary, categories = frames.summary_frame(frame), frames.category_frame(frame)
-        requests = frames.request_frame(frame)
-        shown = [summary, *([requests] if len(requests) else [])]
+        summary, categories, requests = summarize(results), categorize(results), request_rows(results)
+        shown = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
         try:
-            write_csv(summary, self.folder / "summary.csv")
+            write_csv(summary.frame, self.folder / "summary.csv")
             paragraphs = [
-                part for each in find_answers(frame, summary, categories) for part in answer_markdown(each)
+                part for each in find_answers(results, summary, categories) for part in answer_markdown(each)
             ]
             paragraphs += [tables.to_markdown(each) for each in shown]
             write_text(self.folder / "summary.md", "\n\n".join(paragraphs))
@@ -866,7 +865,7 @@ class _Job:
             console = Console(highlight=False)
             recipes = {each.id: each.recipe for each in self.sweep.configs if each.recipe is not None}
             more = ["--no-config"] if Path(FILE_NAME).is_file() else []
-            for answer in find_answers(frame, summary, categories, recipes, more):
+            for answer in find_answers(results, summary, categories, recipes, more):
                 show_answer(answer, console)
             for each in shown:
                 tables.render_terminal(each, console)

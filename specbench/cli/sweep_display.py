@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,11 +14,11 @@ from rich.text import Text
 
 from specbench.bench.grid import Config, Sweep
 from specbench.bench.runner import Begun, CellDone, CellStarted, CostsDone, Event
-from specbench.results.store import speed_of
 from specbench.show.tables import spelled_out
 from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
+    from specbench.results.lines import Measurement
     from specbench.show.answer import Answer
 
 
@@ -84,9 +84,9 @@ class SweepDisplay:
         elif isinstance(event, CellDone):
             self._take(event)
         elif isinstance(event, Begun):
-            self._done, self._total = len(event.rows), event.total
-            for row in event.rows:
-                self._take_row(row)
+            self._done, self._total = len(event.measurements), event.total
+            for each in event.measurements:
+                self._take_measured(each)
         else:
             self._take_costs(event)
         if self._quiet:
@@ -106,11 +106,11 @@ class SweepDisplay:
     def _take(self, event: CellDone) -> None:
         self._done, self._total, self._left = event.done, event.total, event.seconds_left
         if not event.cell.warmup:
-            self._take_row(event.row)
+            self._take_measured(event.measurement)
 
-    def _take_row(self, row: Mapping[str, Any]) -> None:
-        if row["status"] == "ok":
-            self._speeds.add(row)
+    def _take_measured(self, measurement: Measurement) -> None:
+        if measurement.result is not None:
+            self._speeds.add(measurement)
         else:
             self._failed += 1
 
@@ -172,13 +172,13 @@ class _Speeds:
         self._speeds: dict[tuple[str, str, int, int], float] = {}
         self._sums: dict[str, list[float]] = {}  # logs of speeds, runs, logs of ratios, pairs
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, measurement: Measurement) -> None:
         """Take in a finished generation, or a group of them; one that emitted a single token has no speed."""
-        speed = speed_of(row)
+        line, speed = measurement.line, measurement.speed
         if math.isnan(speed):
             return
-        place = (row["prompt"], row["turn"], row["repeat"])
-        config = self._configs[row["config"]]
+        place = (line.prompt, line.turn, line.repeat)
+        config = self._configs[line.config]
         self._speeds[config.id, *place] = speed
         sums = self._sums.setdefault(config.id, [0.0, 0, 0.0, 0])
         sums[0] += math.log(speed)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from specbench.cli.progress import StageProgress
     from specbench.errors import UsageError
     from specbench.recipe import Recipe
-    from specbench.results.advice import RunWarning
+    from specbench.results.results import Results
+    from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
     from specbench.tune.answer import Answer
     from specbench.tune.loading import Loaded
@@ -177,7 +178,7 @@ def tune(
             f"The folder {str(folder)!r} holds results already.",
             "Add --resume to go on with them, or give other --results.",
         )
-    kind: Any = cache if stored is None else stored["configs"][0]["cache"]
+    kind: Any = cache if stored is None else stored.configs[0].cache
     rules = parse_policies(rules_to_try(greedy=temperature == 0, chained=quantised(models.dtype) is not None))
     options = SweepOptions(
         gammas=GAMMAS,
@@ -262,7 +263,7 @@ def _folder(results: _Results, target: str) -> Path:
         return results.results
     if results.resume:
         for path, run in stored_runs(_FOLDER):
-            if run["options"].get("tune") and not run.get("finished"):
+            if run.options.get("tune") and not run.finished:
                 return path
         raise UsageError(
             f"There are no results of `specbench tune` in {_FOLDER}/ that left something open.",
@@ -367,11 +368,14 @@ class _Job:
 
     def answer(self, found: Found, store: RunStore) -> Answer:
         """What the search came to, which is stored for everything that shows the run."""
-        from specbench.results.store import load_results
+        from msgspec.structs import replace
+
+        from specbench.results.results import load_results
         from specbench.tune.answer import find_answer, stored
 
         answer = find_answer(found, self.sweep.configs, load_results(self.folder))
-        store.update(tuning={**store.run["tuning"], "answer": stored(answer, found)})
+        assert store.run.tuning is not None
+        store.update(tuning=replace(store.run.tuning, answer=stored(answer, found)))
         return answer
 
     def _standing(self, race: Race, left_s: float) -> str:
@@ -402,15 +406,15 @@ class _Job:
     ) -> None:
         """Write and print the answer."""
         from specbench.cli.watchers import write_out
-        from specbench.results.store import load_results
+        from specbench.results.results import load_results
         from specbench.show.tables import spelled_out
         from specbench.textsafe import terminal_safe
         from specbench.tune.answer import as_json, as_text, exports, exports_json, exports_text
 
-        df = load_results(self.folder)
-        self._write_summary(answer, df)
+        results = load_results(self.folder)
+        self._write_summary(answer, results)
         written = self._write_configuration(answer, out, cache)
-        exported = exports(df, self.folder) if found.race.verdict == "faster" else []
+        exported = exports(results, self.folder) if found.race.verdict == "faster" else []
         if json_output:
             facts = {
                 **as_json(answer, found),
@@ -420,7 +424,7 @@ class _Job:
             }
             write_out(json.dumps(facts, allow_nan=False) + "\n")
         else:
-            text = as_text(answer) + self._command(df)
+            text = as_text(answer) + self._command(results)
             if found.race.verdict == "faster":
                 text += f"\n{exports_text(exported)}"
             encoding = sys.stdout.encoding or "utf-8"
@@ -434,29 +438,32 @@ class _Job:
             )
         self._say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
 
-    def _command(self, df: Any) -> str:
+    def _command(self, results: Results) -> str:
         """What decodes as the answer says, with models as they were typed, which nothing stored repeats."""
-        from specbench.results import frames
+        from specbench.results.summary import categorize, summarize
         from specbench.show.answer import find_answers
 
-        summary, categories = frames.summary_frame(df), frames.category_frame(df)
         recipes = {each.id: each.recipe for each in self.sweep.configs if each.recipe is not None}
-        (answer,) = find_answers(df, summary, categories, recipes)
+        (answer,) = find_answers(results, summarize(results), categorize(results), recipes)
         return f"\nDecode like that:\n    {answer.command}\n" if answer.command else ""
 
-    def _write_summary(self, answer: Answer, df: Any) -> None:
+    def _write_summary(self, answer: Answer, results: Results) -> None:
         """The answer and the table of the run, as a sweep has them."""
         from specbench.errors import RunError
         from specbench.files import write_text
-        from specbench.results import frames
         from specbench.results.store import write_csv
+        from specbench.results.summary import summarize
         from specbench.show import tables
         from specbench.tune.answer import as_markdown
 
-        summary = frames.summary_frame(df)
+        summary = summarize(results)
         try:
-            write_csv(summary, self.folder / "summary.csv")
-            write_text(self.folder / "summary.md", as_markdown(answer) + "\n" + tables.to_markdown(summary))
+            table = tables.to_markdown(tables.summary_sheet(summary))
+            write_csv(summary.frame, self.folder / "summary.csv")
+            write_text(
+                self.folder / "summary.md",
+                "\n".join([as_markdown(answer), table]),
+            )
         except OSError as error:
             raise RunError(
                 f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 SLOPE = 0.02
 """By how much of v(1) another token is taken to lengthen a target pass, where nothing tells."""
@@ -139,8 +141,21 @@ def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[floa
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PassCosts:
+PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Meta(gt=0, lt=1e18)]]
+"""Of passes, by a number of tokens, nodes or requests; ascending."""
+
+
+class PassCosts(
+    Struct,
+    frozen=True,
+    omit_defaults=True,
+    rename={
+        "target_s": "target_pass_s",
+        "drafter_s": "drafter_pass_s",
+        "context": "context_tokens",
+        "rows_s": "drafter_rows_s",
+    },
+):
     """Seconds of single passes.
 
     Attributes:
@@ -150,33 +165,14 @@ class PassCosts:
         rows_s: Of drafting behind so many nodes of a tree at once, by drafter and their number, ascending.
     """
 
-    target_s: Mapping[int, float]
-    drafter_s: Mapping[str, float] = field(default_factory=dict)
+    target_s: PassSeconds
+    drafter_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
     context: int | None = None
-    rows_s: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    rows_s: Mapping[str, PassSeconds] = {}
 
-    @classmethod
-    def from_json(cls, costs: Mapping[str, Any]) -> PassCosts:
-        """From the field ``costs`` of ``run.json``, its form checked. A drafter without a time is left out."""
-        drafters = costs.get("drafter_pass_s") or {}
-        return cls(
-            _by_number(costs.get("target_pass_s") or {}),
-            {name: float(seconds) for name, seconds in drafters.items() if seconds is not None},
-            costs.get("context_tokens"),
-            {name: _by_number(rows) for name, rows in (costs.get("drafter_rows_s") or {}).items()},
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` takes."""
-        rows = {
-            name: {str(n): seconds for n, seconds in points.items()} for name, points in self.rows_s.items()
-        }
-        return {
-            "target_pass_s": {str(n): seconds for n, seconds in self.target_s.items()},
-            "drafter_pass_s": dict(self.drafter_s),
-            "context_tokens": self.context,
-            **({"drafter_rows_s": rows} if rows else {}),
-        }
+    def __post_init__(self) -> None:
+        force_setattr(self, "target_s", _ascending(self.target_s))
+        force_setattr(self, "rows_s", {name: _ascending(rows) for name, rows in self.rows_s.items()})
 
     def target_pass_s(self, n: int) -> float:
         """Of a target's pass with ``n`` tokens: between two widths that were timed on a straight line.
@@ -202,8 +198,12 @@ class PassCosts:
         return seconds / self.target_s[1]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedCosts:
+class SharedCosts(
+    Struct,
+    frozen=True,
+    omit_defaults=True,
+    rename={"target_s": "target_pass_s", "drafter_s": "drafter_pass_s", "context": "context_tokens"},
+):
     """Seconds of passes that several requests share.
 
     Attributes:
@@ -212,27 +212,14 @@ class SharedCosts:
         context: Tokens of context of each.
     """
 
-    target_s: Mapping[int, Mapping[int, float]]
-    drafter_s: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    target_s: Mapping[Annotated[int, Meta(ge=1, lt=10**8)], PassSeconds]
+    drafter_s: Mapping[str, PassSeconds] = {}
     context: int | None = None
 
-    @classmethod
-    def from_json(cls, costs: Mapping[str, Any]) -> SharedCosts:
-        """From the field ``shared_costs`` of ``run.json``, its form checked."""
-        target = costs.get("target_pass_s") or {}
-        return cls(
-            {requests: _by_number(target[str(requests)]) for requests in sorted(map(int, target))},
-            {name: _by_number(times) for name, times in (costs.get("drafter_pass_s") or {}).items()},
-            costs.get("context_tokens"),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` takes."""
-        return {
-            "target_pass_s": {str(requests): _by_text(times) for requests, times in self.target_s.items()},
-            "drafter_pass_s": {name: _by_text(times) for name, times in self.drafter_s.items()},
-            "context_tokens": self.context,
-        }
+    def __post_init__(self) -> None:
+        target = {requests: _ascending(self.target_s[requests]) for requests in sorted(self.target_s)}
+        force_setattr(self, "target_s", target)
+        force_setattr(self, "drafter_s", {name: _ascending(times) for name, times in self.drafter_s.items()})
 
     def target_pass_s(self, requests: int, tokens: float) -> float:
         """Of a pass to which each of so many requests brings ``tokens`` on average; see ``PassCosts.target_pass_s``."""
@@ -256,12 +243,8 @@ class SharedCosts:
         return seconds
 
 
-def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
-    return {str(n): value for n, value in seconds.items()}
-
-
-def _by_number(seconds: Mapping[str, float]) -> dict[int, float]:
-    return dict(sorted((int(n), float(value)) for n, value in seconds.items()))
+def _ascending(seconds: PassSeconds) -> PassSeconds:
+    return dict(sorted(seconds.items()))
 
 
 def _prolonged(points: Mapping[int, float], n: float) -> float:

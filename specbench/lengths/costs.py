@@ -468,7 +468,7 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
             )
     if not _is_time(drafters):
         raise _bad(f"drafter_pass_s is {drafters!r}")
-    passes = PassCosts.from_json({"target_pass_s": target})
+    passes = PassCosts({int(n): float(seconds) for n, seconds in target.items()})
     return GivenCosts(float(drafters), passes)  # type: ignore[arg-type]
 
 

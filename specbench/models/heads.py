@@ -45,7 +45,7 @@ from specbench.models.checkpoints import (
     weight_files,
 )
 from specbench.models.hub import HubModel
-from specbench.models.stories import check_weights, packaged_folder, story_of
+from specbench.models.stories import HeadStory, check_weights, packaged_folder, story_of
 from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
 from specbench.textsafe import excerpt
@@ -100,10 +100,11 @@ class HeadFiles:
         return given if isinstance(given, dict) else {}
 
     @property
-    def story(self) -> dict[str, Any]:
-        """What results keep of it, see ``STORY_SHAPE``; ``specbench train`` calls EAGLE-3 ``eagle``."""
-        form = {"form": "speculators"} if "speculators_model_type" in self.settings else {}
-        return story_of(self.folder) or {"kind": "eagle-1" if self.kind == "eagle" else self.kind, **form}
+    def story(self) -> HeadStory:
+        """What results keep of it; ``specbench train`` calls EAGLE-3 ``eagle``."""
+        form = "speculators" if "speculators_model_type" in self.settings else None
+        kind = "eagle-1" if self.kind == "eagle" else self.kind
+        return story_of(self.folder) or HeadStory(kind=kind, form=form)
 
     @property
     def is_eagle(self) -> bool:

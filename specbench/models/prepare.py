@@ -69,6 +69,8 @@ from specbench.specs.models import ModelSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from specbench.models.stories import HeadStory
+
 
 @dataclass(repr=False)
 class Target:
@@ -680,7 +682,7 @@ class Proposer:
         return self.outcome
 
     @property
-    def story(self) -> dict[str, Any] | None:
+    def story(self) -> HeadStory | None:
         """How its head came about, or, where nothing tells of that, its kind; ``None`` without one."""
         for model in self.models:
             if isinstance(model, TrainedHead):

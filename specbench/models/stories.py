@@ -5,67 +5,91 @@ It is told in results, and says which weights belong to it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from specbench.errors import RunError, UsageError
 from specbench.files import explained, sha256
-from specbench.shapes import count, misfit, not_json, number, size
+from specbench.record import Count, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
 
-STORY_SHAPE = {
-    "kind": str,
-    "form?": str,
-    "compact?": bool,
-    "tokens?": count,
-    "seconds?": size,
-    "measured?": [
-        {"tokens": count, "tokens_per_step": number, "accepted": [number], "categories": {str: number}}
-    ],
-}
-"""What results keep of it: whether it was written small, the ``tokens`` that were trained on, once each, and what was
-measured meanwhile: ``tokens`` trained on so far, tokens per step, of all held-out prompts and by category, and of the
-drafts tested the share kept, by place. Of a head that was trained elsewhere there is its kind alone, and its ``form``
-if that is the one of ``speculators``."""
 
-_FILE_SHAPE = {
-    "kind": str,
-    "settings?": {"compact?": bool},
-    "data": {"tokens": count},
-    "seconds": size,
-    "measured": STORY_SHAPE["measured?"],
-}
+class HeadMeasure(Record):
+    """What was measured of a head while it was trained."""
+
+    tokens: Annotated[Count, doc("trained on so far")]
+    tokens_per_step: Number
+    accepted: Annotated[list[Number], doc("share of those tested, by place in the draft")]
+    categories: Annotated[dict[str, Number], doc("tokens per step")]
+
+
+class HeadStory(Record):
+    """How a trained head came about: of one that was trained elsewhere its kind alone, and its form."""
+
+    kind: str
+    form: Annotated[str | None, doc("`speculators` if it is written as that library writes heads")] = None
+    compact: Annotated[bool, doc("whether `specbench train` wrote it so")] = False
+    tokens: Annotated[Count | None, doc("of text trained on")] = None
+    seconds: Annotated[Seconds | None, doc("that took")] = None
+    measured: list[HeadMeasure] = []
+
+
+class _Settings(Record):
+    compact: bool = False
+
+
+class _Data(Record):
+    tokens: Count
+
+
+class _TrainingFile(Record):
+    kind: str
+    settings: _Settings = _Settings()
+    data: _Data
+    seconds: Seconds
+    measured: list[HeadMeasure]
+
+
+class _Weights(Record):
+    sha256: str | None = None
+
 
 _PACKAGED = Path(__file__).with_name("packaged")
 _SAY = "Install specbench anew, or name another drafter."
 
 
-def _read(folder: Path) -> Mapping[str, Any] | None:
-    """The file; ``None`` if there is none, or another tool's or a damaged one, which is told by nobody."""
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def _read(folder: Path, kind: type[AnyRecord]) -> AnyRecord | None:
+    """What the file says; ``None`` if there is none, or another tool's or a damaged one."""
     try:
-        found = json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"), parse_constant=not_json)
+        return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=kind)
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
 
 
-def story_of(folder: Path) -> dict[str, Any] | None:
+def story_of(folder: Path) -> HeadStory | None:
     """What results keep of how the head in a folder was trained; ``None`` where nothing tells of it."""
-    found = _read(folder)
-    if found is None or misfit(found, _FILE_SHAPE) is not None:
+    found = _read(folder, _TrainingFile)
+    if found is None:
         return None
-    names = STORY_SHAPE["measured?"][0]  # type: ignore[index]
-    return {
-        "kind": found["kind"],
-        **({"compact": True} if found.get("settings", {}).get("compact") else {}),
-        "tokens": found["data"]["tokens"],
-        "seconds": found["seconds"],
-        "measured": [{name: each[name] for name in names} for each in found["measured"]],
-    }
+    return HeadStory(
+        kind=found.kind,
+        compact=found.settings.compact,
+        tokens=found.data.tokens,
+        seconds=found.seconds,
+        measured=found.measured,
+    )
+
+
+def _hash_of_weights(folder: Path) -> str | None:
+    told = _read(folder, _Weights)
+    return None if told is None else told.sha256
 
 
 def check_weights(folder: Path, name: str) -> None:
@@ -74,8 +98,8 @@ def check_weights(folder: Path, name: str) -> None:
     Raises:
         RunError: They are others, or cannot be read.
     """
-    told = (_read(folder) or {}).get("sha256")
-    if not isinstance(told, str):
+    told = _hash_of_weights(folder)
+    if told is None:
         return
     with explained(f"The weights of {name} cannot be read"):
         found = sha256(folder / WEIGHTS)
@@ -103,6 +127,6 @@ def packaged_folder(alias: str) -> Path:
             "Name another drafter, or train one with `specbench train`.",
         )
     folder = _PACKAGED / alias
-    if not isinstance((_read(folder) or {}).get("sha256"), str):
+    if _hash_of_weights(folder) is None:
         raise RunError(f"The {TRAINING_FILE} of {alias} is damaged.", _SAY)
     return folder

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from specbench.options import quantised
-from specbench.results.rows import OTHER_ANSWERS, PLAIN
+from specbench.record import Estimate, builtins
+from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
 from specbench.textsafe import counted
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    import pandas as pd
 
     from specbench.results.load import LoadSnapshot
+    from specbench.results.results import Results
+    from specbench.results.summary import Summary
 
 FEW_PROMPTS = 8
 WIDE = 0.10
@@ -22,34 +24,6 @@ BUSY_CORES = 0.3
 STOLEN = 0.02
 SLOWED = 0.85
 LOW_MEMORY = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class RunWarning:
-    """Something a reader of the figures should know.
-
-    Attributes:
-        id: What kind of warning, in a word that stays the same between versions.
-        severity: ``info`` changes no conclusion, ``warning`` may, ``error`` does.
-        message: One sentence.
-        advice: What to do about it, one sentence.
-        data: The figures behind it, ready for JSON.
-    """
-
-    id: str
-    severity: Literal["info", "warning", "error"]
-    message: str
-    advice: str
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A ratio with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -204,15 +178,17 @@ def few_prompts(prompts: int) -> RunWarning | None:
     )
 
 
-def wide_intervals(speedups: Mapping[str, Interval]) -> RunWarning | None:
+def wide_intervals(speedups: Mapping[str, Estimate]) -> RunWarning | None:
     """Intervals of speedups that reach further than 10% to a side.
 
     Args:
-        speedups: By the configurations' labels.
+        speedups: By the configurations' labels, those with an interval.
     """
     wide: dict[str, float] = {}
-    for label, ratio in speedups.items():
-        half = (ratio.high - ratio.low) / 2 / ratio.value
+    for label, speedup in speedups.items():
+        assert speedup.low is not None
+        assert speedup.high is not None
+        half = (speedup.high - speedup.low) / 2 / speedup.value
         if half > WIDE:
             wide[label] = round(half, 3)
     if not wide:
@@ -229,13 +205,13 @@ def wide_intervals(speedups: Mapping[str, Interval]) -> RunWarning | None:
     )
 
 
-def baseline_too_slow(speedup: Interval) -> RunWarning | None:
+def baseline_too_slow(speedup: Estimate) -> RunWarning | None:
     """``transformers``' own ``generate`` is faster than the plain decoding that speedups are ratios to.
 
     Args:
         speedup: Of ``generate`` over plain decoding.
     """
-    if speedup.low <= 1:
+    if speedup.low is None or speedup.low <= 1:
         return None
     return RunWarning(
         "baseline-slow",
@@ -247,7 +223,7 @@ def baseline_too_slow(speedup: Interval) -> RunWarning | None:
 
 
 def tokens_differ(
-    differences: Mapping[str, Sequence[Mapping[str, Any]]],
+    differences: Mapping[str, Sequence[Mismatch]],
     prompts: int,
     *,
     rounded: str | None = None,
@@ -263,14 +239,14 @@ def tokens_differ(
     """
     found, ties, servers = [], {}, over != PLAIN
     for label, entries in differences.items():
-        real = [each for each in entries if each.get("numerical_tie") is False]
-        unknown = [each for each in entries if each.get("numerical_tie") is None]
-        data = {"differences": [dict(each) for each in entries]}
+        real = [each for each in entries if each.numerical_tie is False]
+        unknown = [each for each in entries if each.numerical_tie is None]
+        data = {"differences": [*map(builtins, entries)]}
         what = f"{label}: tokens differ from {over} in {len(entries)} of {prompts} prompts, first at token"
         if real:
             first = real[0]
             message = (
-                f"{what} {first['position']} of {first['prompt']}; the two tokens' logits are {first['gap']:.3g} apart"
+                f"{what} {first.position} of {first.prompt}; the two tokens' logits are {first.gap or 0.0:.3g} apart"
                 " there, more than rounding explains."
             )
             advice = (
@@ -280,7 +256,7 @@ def tokens_differ(
             )
             found.append(RunWarning("tokens-differ", "error", message, advice, data))
         elif unknown:
-            message = f"{what} {unknown[0]['position']} of {unknown[0]['prompt']}."
+            message = f"{what} {unknown[0].position} of {unknown[0].prompt}."
             advice = (
                 "Add --resume --check-outputs with --target to learn whether rounding explains it."
                 if servers
@@ -288,14 +264,14 @@ def tokens_differ(
             )
             found.append(RunWarning("tokens-differ", "warning", message, advice, data))
         elif entries:
-            ties[label] = data["differences"]
+            ties[label] = entries
     if ties:
         label, first = next((label, entries[0]) for label, entries in ties.items())
         several = label if len(ties) == 1 else f"{len(ties)} configurations"
         every = [each for entries in ties.values() for each in entries]
         message = (
             f"{several}: tokens differ from {over} in {len(every)} of {len(ties) * prompts} cases, each where"
-            f" the two tokens' logits tie within rounding (first at token {first['position']} of {first['prompt']},"
+            f" the two tokens' logits tie within rounding (first at token {first.position} of {first.prompt},"
             f" {label})."
         )
         advice = (
@@ -306,7 +282,9 @@ def tokens_differ(
                 f"An {rounded} target makes much of rounding: leave --cache out, whose default gives passes of all"
                 " widths the same bits on most processors, or take another --dtype."
             )
-        found.append(RunWarning("tokens-differ", "info", message, advice, {"differences": every}))
+        found.append(
+            RunWarning("tokens-differ", "info", message, advice, {"differences": [*map(builtins, every)]})
+        )
     return found
 
 
@@ -314,17 +292,11 @@ CACHED = 0.1
 """Share of a prompt's tokens that a server may find in its cache: those of its template."""
 
 
-def server_warnings(frame: DataFrame, summary: DataFrame) -> Iterator[RunWarning]:
-    """What is doubtful about the answers of servers.
-
-    Args:
-        frame: The rows of a run.
-        summary: Its ``specbench.results.frames.summary_frame``.
-    """
-    from specbench.results.frames import records
-
-    ok = frame[(frame["status"] == "ok") & (frame["kind"] == "server")]
-    for name, rows in ok.groupby("drafter", sort=False):
+def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
+    """What is doubtful about the answers of servers."""
+    done = results.done[["drafter", "new_tokens", "token_ids"]]
+    answers = results.answers.join(done, how="inner")
+    for name, rows in answers.groupby("drafter", sort=False):
         wrong = rows[rows["problem"].notna()]
         if len(wrong):
             yield RunWarning(
@@ -349,28 +321,31 @@ def server_warnings(frame: DataFrame, summary: DataFrame) -> Iterator[RunWarning
                 f"{name}: answers come in one piece, so nothing is known of the time to the first token and per token.",
                 "Have it stream its answers; what stands 'with TTFT' holds nevertheless.",
             )
-    for row in records(summary[summary["kind"] == "server"]):
-        if row["cached_share"] > CACHED:
+    for row in summary.rows:
+        if row.config.kind != "server":
+            continue
+        if row.cached_share > CACHED:
             yield RunWarning(
                 "prompt-cache",
                 "warning",
-                f"{row['label']}: {row['cached_share']:.0%} of the prompts' tokens came from a cache that could not be"
+                f"{row.config.label}: {row.cached_share:.0%} of the prompts' tokens came from a cache that could not be"
                 " switched off, so its time to the first token flatters.",
                 "Start it without a cache of prompts.",
-                {"share": row["cached_share"]},
+                {"share": row.cached_share},
             )
-        if row["warming_low"] > 1:
+        warming = row.warming
+        if warming.low is not None and warming.low > 1:
             yield RunWarning(
                 "warm-pool",
                 "warning",
-                f"{row['label']}: {row['warming']:.2f} × as fast with prompts that it has answered before: it drafts"
+                f"{row.config.label}: {warming.value:.2f} × as fast with prompts that it has answered before: it drafts"
                 " from what it remembers.",
                 "Go by the speedup of the first time, which stands apart, or restart it between repeats.",
-                {"ratio": row["warming"], "low": row["warming_low"], "high": row["warming_high"]},
+                {"ratio": warming.value, "low": warming.low, "high": warming.high},
             )
 
 
-def failures(frame: DataFrame) -> Iterator[RunWarning]:
+def failures(frame: pd.DataFrame) -> Iterator[RunWarning]:
     """What failed, a warning for each reason."""
     failed = frame[frame["status"] == "failed"]
     generations = Counter(frame["config"])
@@ -387,45 +362,36 @@ def failures(frame: DataFrame) -> Iterator[RunWarning]:
         )
 
 
-def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarning]:
+def review(results: Results, summary: Summary | None = None) -> list[RunWarning]:
     """Everything that is doubtful about one stored run.
 
     Args:
-        frame: From ``load_results`` of a single run.
-        summary: Its ``specbench.results.frames.summary_frame``, where that is there already.
+        results: The run.
+        summary: Its summary, where that is there already.
     """
-    ok = frame[frame["status"] == "ok"]
-    if ok.empty:
-        return list(failures(frame))
-    from specbench.results.frames import baseline_name, summary_frame
+    run, generations, done = results.run, results.generations, results.done
+    if done.empty:
+        return list(failures(generations))
+    if summary is None:
+        from specbench.results.summary import summarize
 
-    run = frame.attrs["run"]
-    disturbances = Counter(name for names in frame["warnings"] for name in set(names))
-    found: list[RunWarning | None] = [*disturbed(len(frame), disturbances)]
-    speedups = _speedups(frame, summary)
+        summary = summarize(results)
+    disturbances = Counter(name for names in generations["warnings"] for name in set(names))
+    found: list[RunWarning | None] = [*disturbed(len(generations), disturbances)]
+    sure = [row for row in summary.rows if row.measured and row.speedup.low is not None]
     others = ("transformers", *OTHER_ANSWERS)
-    if not run.get("tuning"):  # which says by itself how sure it is, and what to do
-        found.insert(0, few_prompts(ok["prompt"].nunique()))
-        found.append(wide_intervals({label: ratio for label, kind, ratio in speedups if kind not in others}))
-    found += [baseline_too_slow(ratio) for _, kind, ratio in speedups if kind == "transformers"]
-    labels = {config["id"]: config["label"] for config in run["configs"]}
-    differences: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in run.get("differences") or ():
-        differences.setdefault(labels.get(entry["config"], entry["config"]), []).append(entry)
-    rounded = quantised(run["target"].get("dtype", ""))
-    over = baseline_name(frame)
-    found += tokens_differ(differences, ok["prompt"].nunique(), rounded=rounded, over=over)
-    if over != PLAIN:
-        found += server_warnings(frame, summary_frame(frame) if summary is None else summary)
-    return [warning for warning in found if warning is not None] + list(failures(frame))
-
-
-def _speedups(frame: DataFrame, summary: DataFrame | None) -> list[tuple[str, str, Interval]]:
-    """Label, kind and speedup over plain decoding of every other configuration."""
-    from specbench.results.frames import records, summary_frame
-
-    return [
-        (row["label"], row["kind"], Interval(row["speedup"], row["speedup_low"], row["speedup_high"]))
-        for row in records(summary_frame(frame) if summary is None else summary)
-        if row["config"] != row["baseline"] and row["speedup_low"] == row["speedup_low"]
-    ]
+    prompts = done["prompt"].nunique()
+    if run.tuning is None:  # which says by itself how sure it is, and what to do
+        found.insert(0, few_prompts(prompts))
+        own = {row.config.label: row.speedup for row in sure if row.config.kind not in others}
+        found.append(wide_intervals(own))
+    found += [baseline_too_slow(row.speedup) for row in sure if row.config.kind == "transformers"]
+    labels = {config.id: config.label for config in run.configs}
+    differences: dict[str, list[Mismatch]] = {}
+    for entry in run.differences or ():
+        differences.setdefault(labels.get(entry.config, entry.config), []).append(entry)
+    rounded = quantised(run.target.dtype or "")
+    found += tokens_differ(differences, prompts, rounded=rounded, over=summary.over)
+    if summary.over != PLAIN:
+        found += server_warnings(results, summary)
+    return [warning for warning in found if warning is not None] + list(failures(generations))

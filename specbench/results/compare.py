@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from specbench.errors import UsageError
+from specbench.record import Estimate, Json
 from specbench.results import stats
-from specbench.results.frames import baseline_name, disturbance, paired_runs
-from specbench.results.rows import PLAIN
+from specbench.results.pairs import paired_runs, whole_speed
+from specbench.results.results import Results
+from specbench.results.run import PLAIN, Environment, Run, RunConfig
+from specbench.results.summary import baseline_words, disturbance
 from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
@@ -60,9 +63,9 @@ class Row:
     config_b: str
     label: str
     category: str | None
-    a: stats.Estimate
-    b: stats.Estimate
-    ratio: stats.Estimate
+    a: Estimate
+    b: Estimate
+    ratio: Estimate
     verdict: stats.Verdict
     provisional: bool = False
 
@@ -104,29 +107,29 @@ class Compared:
 # --- Two configurations of one run ----------------------------------------------------------------
 
 
-def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
+def compare_configs(results: Results, a: str, b: str) -> Compared:
     """Configuration ``a`` over ``b`` of one run, each named by id or label.
 
     Args:
-        df: Rows of the run, from ``specbench.results.store.load_results``.
+        results: The run.
         a, b: The configurations.
 
     Raises:
         UsageError: There is no such configuration, both are the same, or they have no generation in common.
     """
-    run = df.attrs["run"]
+    run = results.run
     first, second = named_config(run, a, "this run"), named_config(run, b, "this run")
-    if first["id"] == second["id"]:
+    if first.id == second.id:
         raise UsageError(
             "A configuration is compared with itself.", "Name two configurations with --a and --b."
         )
-    pairs = side_by_side(df, first["id"], second["id"])
+    pairs = side_by_side(results, first.id, second.id)
     if pairs.empty:
         raise UsageError(
-            f"{one_line(first['label'])} and {one_line(second['label'])} have no finished generation in common.",
+            f"{one_line(first.label)} and {one_line(second.label)} have no finished generation in common.",
             "Go on with the sweep.",
         )
-    labels = one_line(first["label"]), one_line(second["label"])
+    labels = one_line(first.label), one_line(second.label)
     rows = []
     for category, mine in _by_category(pairs):
         prompts, repeats = mine["prompt"].to_numpy(), mine["repeat"].to_numpy()
@@ -135,7 +138,7 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
             for values in (mine["a"], mine["b"], mine["a"] / mine["b"])
         )
         rows.append(
-            Row(first["id"], second["id"], labels[0], category, speed_a, speed_b, ratio, stats.verdict(ratio))
+            Row(first.id, second.id, labels[0], category, speed_a, speed_b, ratio, stats.verdict(ratio))
         )
     notes = [
         "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
@@ -143,7 +146,7 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
         *_batch_notes(first, second),
         *_interval_notes(rows),
     ]
-    return _judged(Compared(*labels, "speed", rows, notes), disturbance(df))
+    return _judged(Compared(*labels, "speed", rows, notes), disturbance(results))
 
 
 def _judged(compared: Compared, disturbed: str) -> Compared:
@@ -162,17 +165,17 @@ def _judged(compared: Compared, disturbed: str) -> Compared:
     return dataclasses.replace(compared, rows=rows, notes=notes, disturbance=disturbed)
 
 
-def side_by_side(df: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+def side_by_side(results: Results, a: str, b: str) -> pd.DataFrame:
     """Decode speeds of two configurations of one run for the same prompt, turn and repeat.
 
     Args:
-        df: Rows of the run.
+        results: The run.
         a, b: Ids of the configurations.
 
     Returns:
         One row per pair with ``prompt, turn, repeat, category, a, b``.
     """
-    rows = _speeds(df)
+    rows = _speeds(results)
     ours, theirs = (rows[rows["config"] == config] for config in (a, b))
     columns = [*_KEY, "value"]
     return ours[[*columns, "category"]].rename(columns={"value": "a"}).merge(
@@ -184,8 +187,8 @@ def side_by_side(df: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
 
 
 def compare_runs(
-    df_a: pd.DataFrame,
-    df_b: pd.DataFrame,
+    results_a: Results,
+    results_b: Results,
     names: tuple[str, str] = ("A", "B"),
     *,
     a: str | None = None,
@@ -196,7 +199,7 @@ def compare_runs(
     """Run A over run B: configurations matched by id, or else by label, and paired by prompt.
 
     Args:
-        df_a, df_b: Rows of the runs, from ``specbench.results.store.load_results``.
+        results_a, results_b: The runs.
         names: Of the runs.
         a, b: Compare this configuration of A with that of B only; one alone stands for both.
         measure: ``None`` takes speeds on one kind of machine and speedups on two.
@@ -206,8 +209,8 @@ def compare_runs(
         UsageError: They are one run, their targets differ, they have no configuration or prompt in common, or speeds
             of two machines are asked for.
     """
-    run_a, run_b = df_a.attrs["run"], df_b.attrs["run"]
-    if run_a["run_id"] == run_b["run_id"]:
+    run_a, run_b = results_a.run, results_b.run
+    if run_a.run_id == run_b.run_id:
         raise UsageError(
             "Both are the same run.",
             "Name two configurations of it: `specbench compare RUN --a CONFIG --b CONFIG`.",
@@ -225,8 +228,8 @@ def compare_runs(
         )
     measure = measure or ("speedup" if machines else "speed")
     matches = _matched(run_a, run_b, a, b, measure)
-    values_a, values_b = (_values(df, measure) for df in (df_a, df_b))
-    prompts, left_out = _common_prompts(df_a, df_b)
+    values_a, values_b = (_values(each, measure) for each in (results_a, results_b))
+    prompts, left_out = _common_prompts(results_a, results_b)
     rows: list[Row] = []
     missing: list[str] = []
     for config_a, config_b in matches:
@@ -235,17 +238,17 @@ def compare_runs(
                 config_a,
                 config_b,
                 *(
-                    values[(values["config"] == config["id"]) & values["prompt"].isin(prompts)]
+                    values[(values["config"] == config.id) & values["prompt"].isin(prompts)]
                     for values, config in ((values_a, config_a), (values_b, config_b))
                 ),
             )
         )
         rows += found
-        missing += [] if found else [one_line(config_a["label"])]
+        missing += [] if found else [one_line(config_a.label)]
     if not rows:
         what = "prompt" if not prompts else "finished generation"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
-    over = _baselines(df_a, df_b)
+    over = _baselines(run_a, run_b)
     notes = [
         _meaning(measure, over),
         *_batch_notes(*(config for pair in matches for config in pair)),
@@ -257,20 +260,24 @@ def compare_runs(
         *_missing_notes(missing, _unmatched(run_a, run_b, matches) if a is b is None else [], names),
         *_interval_notes(rows),
     ]
-    disturbed = [f"{'AB'[side]}: {why}" for side, df in enumerate((df_a, df_b)) if (why := disturbance(df))]
+    disturbed = [
+        f"{'AB'[side]}: {why}"
+        for side, each in enumerate((results_a, results_b))
+        if (why := disturbance(each))
+    ]
     compared = Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
     return _judged(compared, " ".join(disturbed))
 
 
 def _rows(
-    config_a: Mapping[str, Any], config_b: Mapping[str, Any], ours: pd.DataFrame, theirs: pd.DataFrame
+    config_a: RunConfig, config_b: RunConfig, ours: pd.DataFrame, theirs: pd.DataFrame
 ) -> Iterator[Row]:
     """All prompts, then each category. A turn that only one has finished is left out, for both to be alike."""
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
-    label = one_line(config_a["label"])
-    if config_a["id"] != config_b["id"] and config_a["label"] != config_b["label"]:
-        label = f"{label} / {one_line(config_b['label'])}"
+    label = one_line(config_a.label)
+    if config_a.id != config_b.id and config_a.label != config_b.label:
+        label = f"{label} / {one_line(config_b.label)}"
     if ours.empty:
         return
     for category, mine in _by_category(ours):
@@ -279,8 +286,8 @@ def _rows(
         compared = stats.compare(*sides[0], *sides[1])
         speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
         yield Row(
-            config_a["id"],
-            config_b["id"],
+            config_a.id,
+            config_b.id,
             label,
             category,
             speed_a,
@@ -295,23 +302,18 @@ def _arrays(rows: pd.DataFrame) -> tuple[Any, Any, Any]:
     return rows["value"].to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy()
 
 
-def _speeds(df: pd.DataFrame) -> pd.DataFrame:
-    """Speeds with their keys: behind the first emission, of requests side by side from their arrival to their end.
-
-    Attributes are dropped because pandas copies them with every operation.
-    """
+def _speeds(results: Results) -> pd.DataFrame:
+    """Speeds with their keys: after the first emission, of requests side by side from their arrival to their end."""
     columns = ["config", "category", "group", *_KEY, "tokens_per_second", "new_tokens", "total_s"]
-    ok = df.loc[df["status"] == "ok", columns].copy()
-    ok.attrs = {}
-    whole = ok["new_tokens"] / ok["total_s"].where(ok["total_s"] > 0)
-    ok["tokens_per_second"] = ok["tokens_per_second"].where(ok["group"] == "", whole)
+    ok = results.done[columns].copy()
+    ok["tokens_per_second"] = ok["tokens_per_second"].where(ok["group"] == "", whole_speed(ok))
     return ok[ok["tokens_per_second"] > 0].rename(columns={"tokens_per_second": "value"})
 
 
-def _values(df: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+def _values(results: Results, measure: Measure) -> pd.DataFrame:
     if measure == "speed":
-        return _speeds(df)
-    pairs = paired_runs(df)[["config", "category", *_KEY, "ratio"]]
+        return _speeds(results)
+    pairs = paired_runs(results)[["config", "category", *_KEY, "ratio"]]
     return pairs[pairs["ratio"] > 0].rename(columns={"ratio": "value"})
 
 
@@ -327,38 +329,38 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
 # --- What can be compared -------------------------------------------------------------------------
 
 
-def named_config(run: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+def named_config(run: Run, name: str, where: str) -> RunConfig:
     """The configuration of that id or label.
 
     Raises:
         UsageError: There is none.
     """
     for field in ("id", "label"):
-        for config in run["configs"]:
-            if config.get(field) == name:
-                return dict(config)
-    known = ", ".join(repr(one_line(config["id"])) for config in run["configs"])
+        for config in run.configs:
+            if getattr(config, field) == name:
+                return config
+    known = ", ".join(repr(one_line(config.id)) for config in run.configs)
     raise UsageError(f"There is no configuration {name!r} in {where}.", f"It has {known}.")
 
 
 def _matched(
-    run_a: Mapping[str, Any], run_b: Mapping[str, Any], a: str | None, b: str | None, measure: Measure
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Measure
+) -> list[tuple[RunConfig, RunConfig]]:
     if a is not None or b is not None:
         pair = named_config(run_a, str(a or b), "run A"), named_config(run_b, str(b or a), "run B")
         for config in pair:
-            if measure == "speedup" and config["id"] == config["baseline"]:
+            if measure == "speedup" and config.id == config.baseline:
                 raise UsageError(
                     f"{_itself(config)} is what speedups are over, so it has none of its own.",
                     "Name another configuration.",
                 )
         return [pair]
-    by_id = {config["id"]: config for config in run_b["configs"]}
-    by_label = {config["label"]: config for config in run_b["configs"]}
+    by_id = {config.id: config for config in run_b.configs}
+    by_label = {config.label: config for config in run_b.configs}
     found = []
-    for config in run_a["configs"]:
-        other = by_id.get(config["id"]) or by_label.get(config["label"])
-        if other is not None and not (measure == "speedup" and config["id"] == config["baseline"]):
+    for config in run_a.configs:
+        other = by_id.get(config.id) or by_label.get(config.label)
+        if other is not None and not (measure == "speedup" and config.id == config.baseline):
             found.append((config, other))
     if not found:
         besides = " besides the baseline" if measure == "speedup" else ""
@@ -369,26 +371,24 @@ def _matched(
 
 
 def _unmatched(
-    run_a: Mapping[str, Any],
-    run_b: Mapping[str, Any],
-    matches: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    run_a: Run,
+    run_b: Run,
+    matches: Sequence[tuple[RunConfig, RunConfig]],
 ) -> list[tuple[int, str]]:
     """Configurations that only one run has: 0 for A or 1 for B, and the label."""
     return [
-        (side, one_line(config["label"]))
+        (side, one_line(config.label))
         for side, run in enumerate((run_a, run_b))
-        for config in run["configs"]
-        if config["id"] != config["baseline"] and config["id"] not in {pair[side]["id"] for pair in matches}
+        for config in run.configs
+        if config.id != config.baseline and config.id not in {pair[side].id for pair in matches}
     ]
 
 
-def _common_prompts(df_a: pd.DataFrame, df_b: pd.DataFrame) -> tuple[set[str], list[str]]:
+def _common_prompts(results_a: Results, results_b: Results) -> tuple[set[str], list[str]]:
     """Prompts that both have, with the same text as far as that is known; and what to say about the others."""
-    texts = [
-        {prompt["id"]: prompt.get("fingerprint") for prompt in df.attrs["run"]["prompts"]}
-        for df in (df_a, df_b)
-    ]
-    ids = [set(df["prompt"]) for df in (df_a, df_b)]
+    both_runs = (results_a, results_b)
+    texts = [{prompt.id: prompt.fingerprint for prompt in each.run.prompts} for each in both_runs]
+    ids = [set(each.generations["prompt"]) for each in both_runs]
     both = ids[0] & ids[1]
     other = {name for name in both if _differ(texts[0].get(name), texts[1].get(name))}
     notes = []
@@ -402,60 +402,55 @@ def _common_prompts(df_a: pd.DataFrame, df_b: pd.DataFrame) -> tuple[set[str], l
     return both - other, notes
 
 
-def _differing_targets(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> str:
+def _differing_targets(run_a: Run, run_b: Run) -> str:
     """In what the targets differ, empty if in nothing; one model under two names is one model."""
-    a, b = run_a["target"], run_b["target"]
-    known = a.get("fingerprint") is not None and b.get("fingerprint") is not None
-    differ = a["fingerprint"] != b["fingerprint"] if known else a.get("name") != b.get("name")
-    if not differ and a.get("dtype") == b.get("dtype"):
+    a, b = run_a.target, run_b.target
+    known = a.fingerprint is not None and b.fingerprint is not None
+    differ = a.fingerprint != b.fingerprint if known else a.name != b.name
+    if not differ and a.dtype == b.dtype:
         return ""
     shown = [
-        ", ".join(one_line(each[name]) for name in ("name", "dtype") if each.get(name) is not None)
-        for each in (a, b)
+        ", ".join(one_line(name) for name in (each.name, each.dtype) if name is not None) for each in (a, b)
     ]
     if shown[0] == shown[1]:
         return f"both are called {shown[0]}, but their weights differ"
     return " / ".join(shown)
 
 
-def _differing_machines(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> str:
+def _differing_machines(run_a: Run, run_b: Run) -> str:
     """In what the machines differ, empty if in nothing. A run may have been continued on another machine."""
     first, *others = [*_environments(run_a), *_environments(run_b)]
     for other in others:
         for name, what in _MACHINE.items():
-            a, b = first.get(name), other.get(name)
+            a, b = getattr(first, name), getattr(other, name)
             # The system's memory size varies a little from boot to boot.
             near = name == "ram_gb" and a and b and math.isclose(a, b, rel_tol=0.05)
             if not near and (a or None) != (b or None):
                 return f"{what}: {_shown(a)} / {_shown(b)}"
-    devices = [run["target"].get("device") for run in (run_a, run_b)]
+    devices = [run.target.device for run in (run_a, run_b)]
     return "" if devices[0] == devices[1] else f"device: {_shown(devices[0])} / {_shown(devices[1])}"
 
 
-def _environments(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    earlier = [change["environment"] for change in run.get("changes") or () if change.get("environment")]
-    return [run["environment"], *earlier]
+def _environments(run: Run) -> list[Environment]:
+    earlier = [change.environment for change in run.changes if change.environment is not None]
+    return [run.environment, *earlier]
 
 
 # --- Notes ----------------------------------------------------------------------------------------
 
 
-def _baselines(df_a: pd.DataFrame, df_b: pd.DataFrame) -> str:
+def _baselines(run_a: Run, run_b: Run) -> str:
     """What the speedups of either run are over, in words that ``of its own run`` may follow."""
-    a, b = baseline_name(df_a), baseline_name(df_b)
+    a, b = baseline_words(run_a), baseline_words(run_b)
     if a != b:
         return f"the baseline ({a} / {b})"
     return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
 
 
-def _itself(config: Mapping[str, Any]) -> str:
+def _itself(config: RunConfig) -> str:
     """A baseline, in words that begin a sentence."""
-    label = one_line(config["label"])
-    return (
-        f"The server {label}"
-        if config.get("kind") == "server"
-        else f"{label[:1].upper()}{label[1:]} decoding"
-    )
+    label = one_line(config.label)
+    return f"The server {label}" if config.kind == "server" else f"{label[:1].upper()}{label[1:]} decoding"
 
 
 def _meaning(measure: Measure, over: str) -> str:
@@ -463,8 +458,8 @@ def _meaning(measure: Measure, over: str) -> str:
     return f"A / B: {what} of A over that of B, geometric mean over the prompts that both have; above 1, A is faster."
 
 
-def _batch_notes(*configs: Mapping[str, Any]) -> Iterator[str]:
-    if any(config.get("batch") is not None for config in configs):
+def _batch_notes(*configs: RunConfig) -> Iterator[str]:
+    if any(config.batch is not None for config in configs):
         yield (
             "With a batch, a request's tokens/s are those from its arrival to its end, time to first token and waiting"
             " included."
@@ -481,28 +476,27 @@ def _machine_notes(machines: str, measure: Measure, over: str) -> Iterator[str]:
         )
 
 
-def _baseline_notes(rows: Sequence[Row], run: Mapping[str, Any]) -> Iterator[str]:
+def _baseline_notes(rows: Sequence[Row], run: Run) -> Iterator[str]:
     """Where a baseline is surely faster or slower in A, which ``run`` tells of."""
-    baselines = {config["id"]: config for config in run["configs"] if config["id"] == config["baseline"]}
+    baselines = {config.id: config for config in run.configs if config.id == config.baseline}
     for row in rows:
         if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
             name, ratio = _itself(baselines[row.config_a]), stats.ratio_text(row.ratio)
             yield f"{name} itself is {row.verdict} in A, {ratio}, and so may all be."
 
 
-def _difference_notes(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> Iterator[str]:
+def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
     """Settings and versions that differ although the comparison stands."""
     pairs = [
-        (what, run_a.get(name, run_a["options"].get(name)), run_b.get(name, run_b["options"].get(name)))
+        (what, *(getattr(run, name, run.options.get(name)) for run in (run_a, run_b)))
         for name, what in _OPTIONS.items()
     ]
     pairs += [
-        (name.replace("_", " "), run_a["environment"].get(name), run_b["environment"].get(name))
+        (name.replace("_", " "), getattr(run_a.environment, name), getattr(run_b.environment, name))
         for name in _SOFTWARE
     ]
     weights = [
-        {config.get("drafter"): config.get("drafter_fingerprint") for config in run["configs"]}
-        for run in (run_a, run_b)
+        {config.drafter: config.drafter_fingerprint for config in run.configs} for run in (run_a, run_b)
     ]
     pairs += [
         (f"weights of {one_line(name)}", weights[0][name], weights[1][name])
@@ -558,7 +552,7 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def to_json(compared: Compared, fail_below: float | None = None) -> dict[str, Any]:
+def to_json(compared: Compared, fail_below: float | None = None) -> Json:
     """A comparison ready for JSON; ``null`` stands for what there is too little data for."""
     return {
         "schema": COMPARISON_VERSION,

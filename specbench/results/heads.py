@@ -4,126 +4,131 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
-from specbench.results import frames
-from specbench.results.frames import Steps
+from specbench.models.stories import HeadMeasure, HeadStory
+from specbench.record import NO_FIGURE, Estimate
+from specbench.results import stats
+from specbench.results.results import Results
+from specbench.results.run import RunConfig
+from specbench.results.summary import categorize
 
 PLACES = 4
 """Of a draft, whose acceptance is told while a head learns."""
 
-_SPEEDUP = ("prompts", "speedup", "speedup_low", "speedup_high", "speedup_basis", "verdict", "provisional")
+
+@dataclass(frozen=True, slots=True)
+class TrainingRow:
+    """A measure of a head while it learnt.
+
+    Attributes:
+        drafter: Its name.
+        tokens: Trained on.
+        tokens_per_step: Of the decoder with it.
+        kept: Of the drafts tested at that place the share kept, by place from 1 to ``PLACES``; NaN if none was tested.
+        best: Whether it is the head that was kept.
+    """
+
+    drafter: str
+    tokens: int
+    tokens_per_step: float
+    kept: dict[str, float]
+    best: bool
 
 
-def stories(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """How the heads of a run came about (``specbench.models.stories``), by the names of their drafters; those that were
-    measured while they were trained."""
-    return {name: story for name, story in (run.get("heads") or {}).items() if story.get("measured")}
+@dataclass(frozen=True, slots=True)
+class HeadRow:
+    """A configuration that drafts with a trained head, on a category. NaN where there is nothing to go by.
+
+    Attributes:
+        config: Which.
+        category: Of the prompts.
+        tokens_per_step: Measured.
+        first, second: Of the drafts tested at the first two positions the shares that were kept.
+        trained: Tokens per step on held-out prompts of a category of that name when the head was trained.
+        speedup, verdict, provisional: As of ``specbench.results.summary.CategoryRow``.
+    """
+
+    config: RunConfig
+    category: str
+    tokens_per_step: float
+    first: float
+    second: float
+    trained: float
+    speedup: Estimate
+    verdict: stats.Verdict | None
+    provisional: bool
 
 
-def distinct_stories(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def stories(heads: Mapping[str, HeadStory]) -> dict[str, HeadStory]:
+    """Those heads of a run that were measured while they were trained, by the names of their drafters."""
+    return {name: story for name, story in heads.items() if story.measured}
+
+
+def distinct_stories(heads: Mapping[str, HeadStory]) -> dict[str, HeadStory]:
     """The same, with each training once: a head that drafts alone and in a cascade learnt once."""
-    told: dict[str, Mapping[str, Any]] = {}
-    for name, story in stories(run).items():
+    told: dict[str, HeadStory] = {}
+    for name, story in stories(heads).items():
         if story not in told.values():
             told[name] = story
     return told
 
 
-def training_frame(df: pd.DataFrame) -> pd.DataFrame:
-    """How trained heads did while they learnt.
-
-    Args:
-        df: Rows of one run, from ``specbench.results.store.load_results``.
-
-    Returns:
-        One row per head and measure with its ``drafter``, ``tokens`` trained on, ``tokens_per_step``, ``kept_1`` to
-        ``kept_4``, of the drafts tested at that place the share kept, and whether it is the ``best``, which is the head
-        that was kept. NaN where nothing was tested.
-    """
-    told = distinct_stories(frames.run_of(df))
-    out = [
-        {
-            "drafter": name,
-            "tokens": each["tokens"],
-            "tokens_per_step": each["tokens_per_step"],
-            **{
-                f"kept_{place + 1}": share
-                for place, share in enumerate([*each["accepted"], *[math.nan] * PLACES][:PLACES])
-            },
-            "best": each is best_measure(story),
-        }
-        for name, story in told.items()
-        for each in story["measured"]
-    ]
-    names = [
-        "drafter",
-        "tokens",
-        "tokens_per_step",
-        *(f"kept_{place + 1}" for place in range(PLACES)),
-        "best",
-    ]
-    frame = pd.DataFrame(out, columns=names)
-    frame.attrs = {"kind": "training"}
-    return frame
-
-
-def best_measure(story: Mapping[str, Any]) -> Mapping[str, Any]:
+def best_measure(story: HeadStory) -> HeadMeasure:
     """What was measured of the head as it was kept."""
-    best: Mapping[str, Any] = max(story["measured"], key=lambda each: each["tokens_per_step"])
-    return best
+    return max(story.measured, key=lambda each: each.tokens_per_step)
 
 
-def head_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
-    """Trained heads by category.
+def training_rows(results: Results) -> list[TrainingRow]:
+    """How trained heads did while they learnt, a row per head and measure."""
+    return [
+        TrainingRow(
+            name,
+            each.tokens,
+            each.tokens_per_step,
+            {
+                str(place + 1): share
+                for place, share in enumerate([*each.accepted, *[math.nan] * PLACES][:PLACES])
+            },
+            each is best_measure(story),
+        )
+        for name, story in distinct_stories(results.run.heads).items()
+        for each in story.measured
+    ]
 
-    Args:
-        df: Rows of one run, from ``specbench.results.store.load_results``.
-        steps: Of these rows, where they are known.
 
-    Returns:
-        One row per configuration that drafts with a trained head and category with ``config, label, drafter,
-        category``; ``tokens_per_step``; ``first`` and ``second``, of the drafts tested at the first two positions the
-        shares that were kept; ``trained``, the tokens per step on held-out prompts of a category of that name when the
-        head was trained; the ``speedup`` over plain decoding with its interval, as of ``frames.category_frame``. NaN
-        where there is nothing to go by.
-    """
-    run = frames.run_of(df)
-    told = stories(run)
-    steps = steps or frames.step_arrays(df)
-    speedups = {(row["config"], row["category"]): row for row in frames.records(frames.category_frame(df))}
-    kinds = df[["config", "category"]].fillna("").to_numpy().tolist()
+def head_rows(results: Results) -> list[HeadRow]:
+    """Trained heads by category, a row per configuration that drafts with one and category."""
+    run, generations, steps = results.run, results.generations, results.steps
+    told = stories(run.heads)
+    configs = {config.id: config for config in run.configs}
+    order = {config: number for number, config in enumerate(configs)}
+    speedups = {(row.config.id, row.category): row for row in categorize(results).rows}
+    kinds = generations[["config", "category"]].fillna("").to_numpy().tolist()
     pairs = list(dict.fromkeys((str(config), str(category)) for config, category in kinds))
     place = {pair: number for number, pair in enumerate(pairs)}
     codes = np.array([place[str(config), str(category)] for config, category in kinds], dtype=np.intp)
     found = {pairs[code]: mine for code, mine in steps.split(codes[steps.row]).items()}
-    configs = df.drop_duplicates("config").set_index("config")[["label", "drafter"]]
     out = []
-    order = {config["id"]: number for number, config in enumerate(run["configs"])}
     for (config, category), mine in sorted(found.items(), key=lambda each: order[each[0][0]]):
-        label, drafter = configs.loc[config]
+        drafter = configs[config].drafter
         if drafter not in told:
             continue
-        rates = mine.rates(2)
-        trained = best_measure(told[drafter])["categories"].get(category, math.nan)
-        row = speedups.get((config, category), {"prompts": 0, "verdict": None})
+        first, second = mine.rates(2).tolist()
+        row = speedups.get((config, category))
         out.append(
-            {
-                "config": config,
-                "label": label,
-                "drafter": drafter,
-                "category": category,
-                "tokens_per_step": float(mine["emitted"].mean()),
-                "first": float(rates[0]),
-                "second": float(rates[1]),
-                "trained": float(trained),
-                **{name: row.get(name, math.nan) for name in _SPEEDUP},
-            }
+            HeadRow(
+                configs[config],
+                category,
+                float(mine["emitted"].mean()),
+                first,
+                second,
+                best_measure(told[drafter]).categories.get(category, math.nan),
+                NO_FIGURE if row is None else row.speedup,
+                None if row is None else row.verdict,
+                provisional=row is not None and row.provisional,
+            )
         )
-    names = ["config", "label", "drafter", "category", "tokens_per_step", "first", "second", "trained"]
-    frame = pd.DataFrame(out, columns=[*names, *_SPEEDUP])
-    frame.attrs = {"kind": "heads"}
-    return frame
+    return out

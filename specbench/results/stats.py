@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats as distributions
 
+from specbench.record import Estimate
+
 CONFIDENCE = 0.95
 """Coverage that intervals aim at."""
 
@@ -38,29 +40,6 @@ PROVISIONAL = (
     " above or below 1. Measure again on a quiet machine."
 )
 """What that means, in sentences."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A figure and how sure it is.
-
-    Attributes:
-        value: The figure; NaN without data.
-        low, high: Ends of its interval, ``None`` where there is too little for one, or it is wider than ``WIDEST``.
-        prompts: How many prompts it rests on.
-        basis: What varies in the interval: ``prompts``; ``repeats``, with a single prompt, so that the interval
-            holds within that prompt only and says nothing about others; or ``None`` without an interval.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    prompts: int
-    basis: Literal["prompts", "repeats"] | None
-
-    def overlaps(self, value: float) -> bool | None:
-        """Whether ``value`` lies in the interval; ``None`` without one."""
-        return None if self.low is None or self.high is None else self.low <= value <= self.high
 
 
 @dataclass(frozen=True, slots=True)

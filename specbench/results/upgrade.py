@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+
+import msgspec
+from msgspec import structs
 
 from specbench.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, LoadOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, options_of, with_models
+from specbench.results.run import VERSION, Run, RunConfig, StoredRecipe
 from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
 from specbench.specs.rules import RuleSpec, parse_rule
@@ -19,39 +22,36 @@ _DTYPE = re.compile(r" \((\w+)\)")
 """What version 1 had behind the name of a drafter's model."""
 
 
-def upgraded(run: dict[str, Any], version: int) -> dict[str, Any]:
-    """What ``run.json`` holds, in its present form.
+def upgraded(run: Run) -> Run:
+    """A run in its present form.
 
-    Args:
-        run: Of the shape that its version has.
-        version: 1: configurations had no ``recipe`` and no ``drafter_dtype``, which stood in the drafter's name.
+    In version 1 configurations had no ``recipe`` and no ``drafter_dtype``, which stood in the drafter's name.
     """
-    if run["schema"] == version:
+    if run.schema == VERSION:
         return run
-    configs = [_with_recipe(config, run) for config in run["configs"]]
-    return {**run, "configs": configs, "schema": version}
+    return structs.replace(run, configs=[_with_recipe(each, run) for each in run.configs], schema=VERSION)
 
 
-def _with_recipe(config: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    if config["kind"] not in ("plain", "speculative"):
-        return {**config, "recipe": None, "drafter_dtype": None}
-    dtypes = _DTYPE.findall(config["drafter"])
-    try:
-        recipe = _recipe(config, run, dtypes[-1] if dtypes else None).to_json()
-    except (UsageError, TypeError):  # a drafter or an option of another version
-        recipe = None
-    return {**config, "recipe": recipe, "drafter_dtype": dtypes[-1] if dtypes else None}
+def _with_recipe(config: RunConfig, run: Run) -> RunConfig:
+    if config.kind not in ("plain", "speculative"):
+        return config
+    dtypes = _DTYPE.findall(config.drafter)
+    dtype = dtypes[-1] if dtypes else None
+    recipe = None
+    with suppress(UsageError, TypeError):  # a drafter or an option of another version
+        recipe = msgspec.convert(_recipe(config, run, dtype).to_json(), StoredRecipe)
+    return structs.replace(config, recipe=recipe, drafter_dtype=dtype)
 
 
-def _recipe(config: Mapping[str, Any], run: Mapping[str, Any], drafter_dtype: str | None) -> Recipe:
-    options, said = run["options"], run.get("command", ())
+def _recipe(config: RunConfig, run: Run, drafter_dtype: str | None) -> Recipe:
+    options, said = run.options, run.command
     target, drafter = (
         options_of(LoadOptions, options.get(f"{each}_options") or {}) for each in ("target", "drafter")
     )
     name = options.get("target")
-    compiled = config["cache"] == "compiled"
+    compiled = config.cache == "compiled"
     recipe = Recipe(
-        _model(one_line(name if isinstance(name, str) else run["target"].get("name") or "model")),
+        _model(one_line(name if isinstance(name, str) else run.target.name or "model")),
         models=ModelOptions(
             dtype=target.dtype,
             device=target.device,
@@ -63,19 +63,19 @@ def _recipe(config: Mapping[str, Any], run: Mapping[str, Any], drafter_dtype: st
             any_target=drafter.any_target,
         ),
         caching=CacheOptions(
-            cache="static" if compiled else config["cache"],
+            cache="static" if compiled else config.cache,  # type: ignore[arg-type]
             bit_exact="--bit-exact" in said,
             compiled=compiled,
         ),
         decoding=options_of(DecodingOptions, options),
-        sampling=SamplingOptions(temperature=config["temperature"]),
+        sampling=SamplingOptions(temperature=config.temperature),
     )
-    if config["kind"] == "plain":
+    if config.kind == "plain":
         return recipe
-    rule: RuleSpec = parse_rule(config["policy"])
-    if config["gamma"] is not None:
-        rule = rule.with_options({"gamma": config["gamma"]})
-    return replace(recipe, drafter=_drafter(config["drafter"]), rule=rule)
+    rule: RuleSpec = parse_rule(config.policy)
+    if config.gamma is not None:
+        rule = rule.with_options({"gamma": config.gamma})
+    return replace(recipe, drafter=_drafter(config.drafter), rule=rule)
 
 
 def _model(name: str) -> ModelSpec:

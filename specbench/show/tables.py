@@ -1,4 +1,4 @@
-"""Frames of figures (``specbench.results.frames``) as tables for terminals and Markdown."""
+"""Rows of figures as tables for terminals and Markdown."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import dataclasses
 import html
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from specbench.decoding.records import PARTS
+from specbench.record import NO_FIGURE, Estimate
 from specbench.results import stats
-from specbench.results.frames import PERCENTILES, estimate_of, records, winners
-from specbench.results.heads import PLACES
-from specbench.results.rows import OTHER_ANSWERS, PLAIN
+from specbench.results.acceptance import PositionRow
+from specbench.results.heads import PLACES, HeadRow, TrainingRow
+from specbench.results.requests import PERCENTILES, RequestRow
+from specbench.results.run import OTHER_ANSWERS, PLAIN, RunConfig
+from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.textsafe import counted, one_line, terminal_safe
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+Row = TypeVar("Row")
 _NAN = float("nan")
 
 
@@ -46,23 +48,10 @@ class Sheet:
     notes: list[str]
     marked: frozenset[int] = frozenset()
 
-
-def sheet_of(frame: pd.DataFrame) -> Sheet:
-    """A frame of this module as text; a category frame becomes a matrix of configurations and categories."""
-    kind = frame.attrs.get("kind")
-    if kind == "summary":
-        return _summary_sheet(frame)
-    if kind == "category":
-        return _category_sheet(frame)
-    if kind == "position":
-        return dataclasses.replace(_plain_sheet(frame, _POSITION_COLUMNS), notes=_position_notes(frame))
-    if kind == "heads":
-        return dataclasses.replace(_plain_sheet(frame, _HEAD_COLUMNS), notes=_head_notes(frame))
-    if kind == "training":
-        return dataclasses.replace(_plain_sheet(frame, _TRAINING_COLUMNS), notes=_training_notes(frame))
-    if kind == "requests":
-        return dataclasses.replace(_plain_sheet(frame, _REQUEST_COLUMNS), notes=_request_notes(frame))
-    raise ValueError("not a frame of figures made by this module")
+    @property
+    def is_matrix(self) -> bool:
+        """Whether all of its columns matter alike, so that several tables show those that do not fit into one."""
+        return not any(self.ranks)
 
 
 def _too_few(one: str) -> str:
@@ -72,82 +61,78 @@ def _too_few(one: str) -> str:
     )
 
 
-def notes(frame: pd.DataFrame) -> list[str]:
+# --- Notes ----------------------------------------------------------------------------------------
+
+
+def notes(summary: Summary) -> list[str]:
     """What to say below a summary: what the intervals are over, and every figure that could be misread."""
-    out, over = [], frame.attrs.get("over", PLAIN)
-    compared = frame[frame["speedup_low"].notna()]
-    side_by_side = bool(frame["batch"].notna().any())
-    if side_by_side:
+    out, rows, over = list[str](), summary.rows, summary.over
+    bases = {row.speedup.basis for row in rows}
+    if summary.side_by_side:
         out.append(
             "With a batch, tokens/s are the throughput of all requests, from the arrival of each to its end, and the"
             f" speedup is the ratio of throughputs over {over} at the same batch."
         )
-    unit, one = ("groups of prompts", "group of prompts") if side_by_side else ("prompts", "prompt")
-    if (compared["speedup_basis"] == "prompts").any():
+    unit, one = ("groups of prompts", "group of prompts") if summary.side_by_side else ("prompts", "prompt")
+    if "prompts" in bases:
         out.append(f"Speedups are geometric means over {unit}; in brackets the 95% interval over {unit}.")
-    slower = frame.loc[frame["verdict"] == "slower", "prompts"]
-    if len(slower) and not side_by_side:
-        out.append(stats.unseen_text(int(slower.min())))
-    if (frame["speedup_basis"] == "repeats").any():
+    slower = [row.prompts for row in rows if row.verdict == "slower"]
+    if slower and not summary.side_by_side:
+        out.append(stats.unseen_text(min(slower)))
+    if "repeats" in bases:
         out.append(
             f"*: one {one}; the interval is over its repeats, holds within that {one.split()[0]} only, and is no"
             " verdict."
         )
-    if (
-        (frame["config"] != frame["baseline"]) & frame["speedup"].notna() & frame["speedup_low"].isna()
-    ).any():
+    if any(row.measured and row.speedup.low is None for row in rows):
         out.append(_too_few(one))
-    if frame.attrs.get("disturbance"):
-        out.append(frame.attrs["disturbance"])
-    if frame["provisional"].any():
+    if summary.disturbance:
+        out.append(summary.disturbance)
+    if any(row.provisional for row in rows):
         out.append(stats.PROVISIONAL)
-    if frame.attrs.get("withheld"):
-        out.append(frame.attrs["withheld"])
+    if summary.withheld:
+        out.append(summary.withheld)
     out += [
-        f"{row['label']}: all tokens over all seconds give {_ratio_text(row, 'pooled_speedup')}, "
-        f"the mean over {unit} {_ratio_text(row, 'speedup')}: its {unit.split()[0]} fare differently."
-        for row in records(frame)
+        f"{row.config.label}: all tokens over all seconds give {_ratio_text(row.pooled_speedup)}, "
+        f"the mean over {unit} {_ratio_text(row.speedup)}: its {unit.split()[0]} fare differently."
+        for row in rows
         if _means_differ(row)
     ]
-    differing: dict[str, list[dict[str, Any]]] = {}
-    for row in records(frame):
-        if row["identical_share"] < 1:
-            differing.setdefault(row["difference"], []).append(row)
-    for rows in differing.values():
-        label = f"{rows[0]['label']}: " if len(rows) == 1 else f"{len(rows)} configurations: "
-        out.append(label + identity_text(rows, frame.attrs.get("dtype"), over))
-    for row in records(frame):
-        if row["failures"]:
-            out.append(
-                f"{row['label']}: {counted(row['failures'], 'generation')} failed and count nowhere else."
-            )
+    differing: dict[str | None, list[SummaryRow]] = {}
+    for row in rows:
+        if row.identical_share < 1:
+            differing.setdefault(row.difference, []).append(row)
+    for alike in differing.values():
+        label = f"{alike[0].config.label}: " if len(alike) == 1 else f"{len(alike)} configurations: "
+        out.append(label + identity_text(alike, summary.dtype, over))
     out += [
-        f"{row['label']} looks for more probable answers than plain decoding's: its ratio is one of speeds alone."
-        for row in records(frame)
-        if row["kind"] in OTHER_ANSWERS
+        f"{row.config.label}: {counted(row.failures, 'generation')} failed and count nowhere else."
+        for row in rows
+        if row.failures
     ]
-    without = frame[(frame["config"] != frame["baseline"]) & frame["speedup"].isna()]
-    out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
-    out += _server_notes(frame)
-    return [one_line(note) for note in out]
-
-
-def _server_notes(frame: pd.DataFrame) -> list[str]:
-    """What the figures of servers rest on."""
-    out = []
-    if (frame["step_source"] == "bursts").any():
+    out += [
+        f"{row.config.label} looks for more probable answers than plain decoding's: its ratio is one of speeds alone."
+        for row in rows
+        if row.config.kind in OTHER_ANSWERS
+    ]
+    out += [
+        f"{row.config.label}: no generation of its baseline to compare with."
+        for row in rows
+        if not row.is_baseline and not row.measured
+    ]
+    if any(row.step_source == "bursts" for row in rows):
         out.append(
             "~: estimated from the bursts in which tokens came, for the server does not say what it accepted."
         )
-    if frame["speedup_first"].notna().any():
+    if any(not math.isnan(row.speedup_first.value) for row in rows):
         out.append(
             "First time: the speedup over the first repeat, when a server has not seen the prompts yet; again: how"
             " many times as fast it answers them when they come again."
         )
-    return out
+    return [one_line(note) for note in out]
 
 
-def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None, over: str = PLAIN) -> str:
+def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLAIN) -> str:
     """Whether the outputs of rows of a summary are those of the baseline, and why some are not.
 
     Args:
@@ -155,18 +140,18 @@ def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None, over: st
         dtype: Of the target.
         over: The baseline, in words.
     """
-    shares = sorted(row["identical_share"] for row in rows)
+    shares = sorted(row.identical_share for row in rows)
     if shares[0] == 1:
         return f"The outputs are token for token those of {over}."
     several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
     share = f"{_percent(shares[0])}{several} of the outputs are token for token those of {over}"
-    if rows[0]["difference"] == "ties":
+    if rows[0].difference == "ties":
         rounding = one_line(dtype or "bfloat16")
         return (
             f"Outputs part from {over}'s only where two tokens tie within the rounding of {rounding}, which was"
             f" checked at each place: either is the target's own choice. {share}."
         )
-    if rows[0]["difference"] == "beyond rounding":
+    if rows[0].difference == "beyond rounding":
         return f"{share}; rounding does not explain all of the others: see the warnings."
     if over != PLAIN:
         return f"{share}; --check-outputs tells whether rounding explains the others."
@@ -175,31 +160,37 @@ def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None, over: st
 
 def verdict_text(verdict: str | None, provisional: bool) -> str:
     """A verdict as tables show it, a dash for a baseline's."""
-    if not isinstance(verdict, str):
+    if verdict is None:
         return "–"
     return f"{verdict}, provisional" if provisional else verdict
 
 
-def _means_differ(row: Mapping[str, Any]) -> bool:
+def _means_differ(row: SummaryRow) -> bool:
     """Whether pooled and per-prompt speedup would be read differently: opposite sides of 1, or outside the interval."""
-    mean, pooled = row["speedup"], row["pooled_speedup"]
-    if (
-        row["config"] == row["baseline"]
-        or math.isnan(mean)
-        or math.isnan(pooled)
-        or abs(math.log(pooled / mean)) < 0.02
-    ):
+    mean, pooled = row.speedup.value, row.pooled_speedup.value
+    if not row.measured or math.isnan(pooled) or abs(math.log(pooled / mean)) < 0.02:
         return False
-    outside = pooled < row["speedup_low"] or pooled > row["speedup_high"]
-    return (mean - 1.0) * (pooled - 1.0) < 0 or bool(outside)
+    return (mean - 1.0) * (pooled - 1.0) < 0 or row.speedup.overlaps(pooled) is False
+
+
+# --- Columns --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _Column(Generic[Row]):
+    """A column of rows of one kind.
+
+    Attributes:
+        heading: Its name.
+        rank: See ``Sheet.ranks``.
+        text: Of a row's cell.
+        value: To sort the cell by.
+    """
+
     heading: str
-    key: str
     rank: int
-    text: Callable[[Mapping[str, Any]], str]
+    text: Callable[[Row], str]
+    value: Callable[[Row], str | float | None]
 
 
 def _percent(value: float) -> str:
@@ -216,237 +207,266 @@ def _bytes(value: float) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
-def _ratio_text(row: Mapping[str, Any], name: str) -> str:
-    return stats.ratio_text(estimate_of(row, name), "")
-
-
-def _speedup_text(name: str) -> Callable[[Mapping[str, Any]], str]:
-    def text(row: Mapping[str, Any]) -> str:
-        is_baseline = row["config"] == row["baseline"] and math.isnan(row[f"{name}_low"])
-        return "1 (baseline)" if is_baseline and row[name] == 1.0 else _ratio_text(row, name)
-
-    return text
-
-
-def _as(form: Callable[[float], str], key: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: form(row[key])
-
-
 def _count(value: float) -> str:
     return "–" if math.isnan(value) else str(int(value))
-
-
-def _milliseconds(value: float) -> str:
-    return stats.decimals(1000.0 * value)
-
-
-def _tokens_per_step(row: Mapping[str, Any]) -> str:
-    """With a sign where it is an estimate."""
-    return ("~" if row["step_source"] == "bursts" else "") + stats.decimals(row["tokens_per_step"])
-
-
-_SUMMARY_COLUMNS = [
-    _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("tokens/s", "tokens_per_second", 1, _as(stats.decimals, "tokens_per_second")),
-    _Column("speedup", "speedup", 0, _speedup_text("speedup")),
-    _Column("verdict", "verdict", 0, lambda row: verdict_text(row["verdict"], row["provisional"])),
-    _Column("first time", "speedup_first", 6, _speedup_text("speedup_first")),
-    _Column("again", "warming", 6, lambda row: _ratio_text(row, "warming")),
-    _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
-    _Column("pooled", "pooled_speedup", 15, _speedup_text("pooled_speedup")),
-    _Column("tokens/step", "tokens_per_step", 4, _tokens_per_step),
-    _Column("accepted", "acceptance_rate", 5, _as(_percent, "acceptance_rate")),
-    _Column("of tested", "acceptance_tested", 16, _as(_percent, "acceptance_tested")),
-    _Column("α", "alpha", 6, _as(stats.decimals, "alpha")),
-    _Column("mean γ", "mean_gamma", 12, _as(stats.decimals, "mean_gamma")),
-    _Column("nodes", "mean_nodes", 12, _as(stats.decimals, "mean_nodes")),
-    _Column("predicted", "predicted_speedup", 8, lambda row: _ratio_text(row, "predicted_speedup")),
-    _Column(
-        "predicted (i.i.d.)",
-        "predicted_speedup_iid",
-        18,
-        lambda row: _ratio_text(row, "predicted_speedup_iid"),
-    ),
-    _Column("cached", "cached_share", 12, _as(_percent, "cached_share")),
-    _Column("TTFT ms", "ttft_s", 9, _as(_milliseconds, "ttft_s")),
-    *(_Column(part, f"share_{part}", 10, _as(_percent, f"share_{part}")) for part in PARTS),
-    _Column("log p/token", "log_probability", 11, _as(stats.decimals, "log_probability")),
-    _Column("memory", "peak_memory_bytes", 13, _as(_bytes, "peak_memory_bytes")),
-    _Column("identical", "identical_share", 13, _as(_percent, "identical_share")),
-    _Column("prompts", "prompts", 17, _as(_count, "prompts")),
-    _Column("failed", "failures", 7, _as(_count, "failures")),
-]
 
 
 def _scaled(by: float) -> Callable[[float], str]:
     return lambda value: stats.decimals(by * value)
 
 
-def _percentile_columns(name: str, figure: str, rank: int, by: float) -> list[_Column]:
+def _ratio_text(estimate: Estimate) -> str:
+    return stats.ratio_text(estimate, "")
+
+
+def _number(
+    heading: str, rank: int, of: Callable[[Row], float], form: Callable[[float], str] = stats.decimals
+) -> _Column[Row]:
+    return _Column(heading, rank, lambda row: form(of(row)), of)
+
+
+def _name(heading: str, of: Callable[[Row], str]) -> _Column[Row]:
+    return _Column(heading, 0, of, of)
+
+
+def _ratio(heading: str, rank: int, of: Callable[[Row], Estimate]) -> _Column[Row]:
+    return _Column(heading, rank, lambda row: _ratio_text(of(row)), lambda row: of(row).value)
+
+
+def _speedup(heading: str, rank: int, of: Callable[[SummaryRow], Estimate]) -> _Column[SummaryRow]:
+    def text(row: SummaryRow) -> str:
+        speedup = of(row)
+        is_one = row.is_baseline and speedup.low is None and speedup.value == 1.0
+        return "1 (baseline)" if is_one else _ratio_text(speedup)
+
+    return _Column(heading, rank, text, lambda row: of(row).value)
+
+
+def _part(name: str) -> _Column[SummaryRow]:
+    return _number(name, 10, lambda row: row.share[name], _percent)
+
+
+def _tokens_per_step(row: SummaryRow) -> str:
+    """With a sign where it is an estimate."""
+    return ("~" if row.step_source == "bursts" else "") + stats.decimals(row.tokens_per_step.value)
+
+
+_SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
+    _name("configuration", lambda row: row.config.label),
+    _number("tokens/s", 1, lambda row: row.tokens_per_second.value),
+    _speedup("speedup", 0, lambda row: row.speedup),
+    _Column("verdict", 0, lambda row: verdict_text(row.verdict, row.provisional), lambda row: row.verdict),
+    _speedup("first time", 6, lambda row: row.speedup_first),
+    _ratio("again", 6, lambda row: row.warming),
+    _speedup("with TTFT", 14, lambda row: row.speedup_total),
+    _speedup("pooled", 15, lambda row: row.pooled_speedup),
+    _Column("tokens/step", 4, _tokens_per_step, lambda row: row.tokens_per_step.value),
+    _number("accepted", 5, lambda row: row.acceptance_rate.value, _percent),
+    _number("of tested", 16, lambda row: row.acceptance_tested.value, _percent),
+    _number("α", 6, lambda row: row.alpha.value),
+    _number("mean γ", 12, lambda row: row.mean_gamma),
+    _number("nodes", 12, lambda row: row.mean_nodes),
+    _ratio("predicted", 8, lambda row: row.predicted_speedup),
+    _ratio("predicted (i.i.d.)", 18, lambda row: row.predicted_speedup_iid),
+    _number("cached", 12, lambda row: row.cached_share, _percent),
+    _number("TTFT ms", 9, lambda row: row.ttft_s, _scaled(1000.0)),
+    *map(_part, PARTS),
+    _number("log p/token", 11, lambda row: row.log_probability),
+    _number("memory", 13, lambda row: row.peak_memory_bytes, _bytes),
+    _number("identical", 13, lambda row: row.identical_share, _percent),
+    _number("prompts", 17, lambda row: row.prompts, _count),
+    _number("failed", 7, lambda row: row.failures, _count),
+]
+
+
+def _percentiles(
+    name: str, rank: int, of: Callable[[RequestRow], dict[str, float]], by: float
+) -> list[_Column[RequestRow]]:
     """A column for each percentile of a latency; the median is the last to be left out."""
-    return [
-        _Column(f"{name} p{percent}", key, rank + 5 * number, _as(_scaled(by), key))
-        for number, percent in enumerate(PERCENTILES)
-        for key in [f"{figure}_p{percent}"]
-    ]
+
+    def column(number: int, percentile: str) -> _Column[RequestRow]:
+        return _number(
+            f"{name} {percentile}", rank + 5 * number, lambda row: of(row)[percentile], _scaled(by)
+        )
+
+    return [column(number, percentile) for number, percentile in enumerate(PERCENTILES)]
 
 
-_REQUEST_COLUMNS = [
-    _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("requests", "requests", 9, _as(_count, "requests")),
-    _Column("tokens/s", "throughput", 0, _as(stats.decimals, "throughput")),
-    *_percentile_columns("ms/token", "token_s", 1, 1000.0),
-    *_percentile_columns("TTFT ms", "ttft_s", 2, 1000.0),
-    *_percentile_columns("whole s", "latency_s", 3, 1.0),
-    *_percentile_columns("waited s", "queued_s", 4, 1.0),
-    _Column("accepted", "acceptance_rate", 8, _as(_percent, "acceptance_rate")),
-    _Column("blocks", "pool_peak_blocks", 10, _as(_count, "pool_peak_blocks")),
-    _Column("pool", "pool_peak_bytes", 10, _as(_bytes, "pool_peak_bytes")),
+_REQUEST_COLUMNS: list[_Column[RequestRow]] = [
+    _name("configuration", lambda row: row.config.label),
+    _number("requests", 9, lambda row: row.requests, _count),
+    _number("tokens/s", 0, lambda row: row.throughput.value),
+    *_percentiles("ms/token", 1, lambda row: row.token_s, 1000.0),
+    *_percentiles("TTFT ms", 2, lambda row: row.ttft_s, 1000.0),
+    *_percentiles("whole s", 3, lambda row: row.latency_s, 1.0),
+    *_percentiles("waited s", 4, lambda row: row.queued_s, 1.0),
+    _number("accepted", 8, lambda row: row.acceptance_rate, _percent),
+    _number("blocks", 10, lambda row: row.pool_peak_blocks, _count),
+    _number("pool", 10, lambda row: row.pool_peak_bytes, _bytes),
 ]
 
 
-def _least(key: str) -> Callable[[Mapping[str, Any]], str]:
+def _least(heading: str, of: Callable[[PositionRow], float]) -> _Column[PositionRow]:
     """A share, with a sign where it may be more."""
-    return lambda row: ("≥ " if row["least"] and row[key] < 1 else "") + _percent(row[key])
-
-
-_POSITION_COLUMNS = [
-    _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("position", "position", 0, _as(_count, "position")),
-    _Column("drafted", "drafted", 2, _as(_count, "drafted")),
-    _Column("tested", "tested", 1, _as(_count, "tested")),
-    _Column("accepted", "accepted", 1, _as(_count, "accepted")),
-    _Column("accepted/tested", "rate", 0, _least("rate")),
-    _Column("accepted/drafted", "rate_of_drafted", 0, _least("rate_of_drafted")),
-    _Column("α", "alpha", 1, _as(stats.decimals, "alpha")),
-]
-
-
-_HEAD_COLUMNS = [
-    _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("category", "category", 0, lambda row: str(row["category"])),
-    _Column("tokens/step", "tokens_per_step", 0, _as(stats.decimals, "tokens_per_step")),
-    _Column("when trained", "trained", 3, _as(stats.decimals, "trained")),
-    _Column("first kept", "first", 1, _as(_percent, "first")),
-    _Column("second kept", "second", 2, _as(_percent, "second")),
-    _Column("speedup", "speedup", 0, lambda row: _ratio_text(row, "speedup")),
-]
-
-
-_TRAINING_COLUMNS = [
-    _Column("drafter", "drafter", 0, lambda row: str(row["drafter"])),
-    _Column("tokens trained on", "tokens", 0, lambda row: f"{row['tokens']:,}"),
-    _Column("tokens/step", "tokens_per_step", 0, _as(stats.decimals, "tokens_per_step")),
-    *(
-        _Column(f"{place}. kept", f"kept_{place}", place - 1, _as(_percent, f"kept_{place}"))
-        for place in range(1, PLACES + 1)
-    ),
-]
-
-
-def _plain_sheet(frame: pd.DataFrame, columns: Sequence[_Column]) -> Sheet:
-    lines = records(frame)
-    rows = [[one_line(column.text(line)) for column in columns] for line in lines]
-    values = [[line[column.key] for column in columns] for line in lines]
-    return Sheet(
-        [column.heading for column in columns], rows, values, [column.rank for column in columns], []
+    return _Column(
+        heading, 0, lambda row: ("≥ " if row.least and of(row) < 1 else "") + _percent(of(row)), of
     )
+
+
+_POSITION_COLUMNS: list[_Column[PositionRow]] = [
+    _name("configuration", lambda row: row.config.label),
+    _number("position", 0, lambda row: row.position, _count),
+    _number("drafted", 2, lambda row: row.drafted, _count),
+    _number("tested", 1, lambda row: row.tested, _count),
+    _number("accepted", 1, lambda row: row.accepted, _count),
+    _least("accepted/tested", lambda row: row.rate),
+    _least("accepted/drafted", lambda row: row.rate_of_drafted),
+    _number("α", 1, lambda row: row.alpha),
+]
+
+_HEAD_COLUMNS: list[_Column[HeadRow]] = [
+    _name("configuration", lambda row: row.config.label),
+    _name("category", lambda row: row.category),
+    _number("tokens/step", 0, lambda row: row.tokens_per_step),
+    _number("when trained", 3, lambda row: row.trained),
+    _number("first kept", 1, lambda row: row.first, _percent),
+    _number("second kept", 2, lambda row: row.second, _percent),
+    _ratio("speedup", 0, lambda row: row.speedup),
+]
+
+
+def _kept(place: int) -> _Column[TrainingRow]:
+    return _number(f"{place}. kept", place - 1, lambda row: row.kept[str(place)], _percent)
+
+
+_TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
+    _name("drafter", lambda row: row.drafter),
+    _number("tokens trained on", 0, lambda row: row.tokens, lambda value: f"{int(value):,}"),
+    _number("tokens/step", 0, lambda row: row.tokens_per_step),
+    *map(_kept, range(1, PLACES + 1)),
+]
+
+# --- Sheets ---------------------------------------------------------------------------------------
+
+
+def _sheet(
+    rows: Sequence[Row],
+    columns: Sequence[_Column[Row]],
+    notes: Sequence[str],
+    marked: frozenset[int] = frozenset(),
+) -> Sheet:
+    return Sheet(
+        [column.heading for column in columns],
+        [[one_line(column.text(row)) for column in columns] for row in rows],
+        [[column.value(row) for column in columns] for row in rows],
+        [column.rank for column in columns],
+        [*notes],
+        marked,
+    )
+
+
+def summary_sheet(summary: Summary) -> Sheet:
+    """Columns without a single figure are left out, and so is what would only say that all is well."""
+
+    def says_something(column: _Column[SummaryRow]) -> bool:
+        values = [column.value(row) for row in summary.rows]
+        if column.heading == "failed":
+            return any(values)
+        return column.rank == 0 or any(value == value for value in values)
+
+    marked = [number for number, row in enumerate(summary.rows) if row.config.id in summary.winners]
+    columns = [*filter(says_something, _SUMMARY_COLUMNS)]
+    sheet = _sheet(summary.rows, columns, notes(summary), frozenset(marked))
+    for number in marked:
+        sheet.rows[number][sheet.headings.index("verdict")] = verdict_text(
+            "fastest measured", summary.rows[number].provisional
+        )
+    return sheet
+
+
+def category_sheet(categories: Categories) -> Sheet:
+    """A matrix of configurations and categories."""
+    names = list(dict.fromkeys(row.category for row in categories.rows))
+    configs: dict[str, RunConfig] = {row.config.id: row.config for row in categories.rows}
+    speedups = {(row.config.id, row.category): row.speedup for row in categories.rows}
+    rows, values = [], list[list[Any]]()
+    for config in configs.values():
+        found = [speedups.get((config.id, name)) for name in names]
+        cells = ("–" if speedup is None else _ratio_text(speedup) for speedup in found)
+        rows.append([one_line(config.label), *cells])
+        values.append([config.label, *((speedup or NO_FIGURE).value for speedup in found)])
+    said = [
+        f"Speedup over {categories.over}, geometric mean over the category's prompts, with its 95% interval."
+    ]
+    if any(speedup.low is None for speedup in speedups.values()):
+        said.append(_too_few("prompt"))
+    if any(speedup.basis == "repeats" for speedup in speedups.values()):
+        said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
+    headings = ["configuration", *map(one_line, names)]
+    return Sheet(headings, rows, values, [0] * len(headings), said)
 
 
 _FOR_P95, _FOR_P99 = 20, 100
 """Requests from which on these percentiles are not near to the largest value."""
 
 
-def _request_notes(frame: pd.DataFrame) -> list[str]:
-    out = [
+def request_sheet(rows: Sequence[RequestRow]) -> Sheet:
+    """What requests saw that were decoded side by side."""
+    said = [
         "Of all requests: ms/token behind the first emission, TTFT and the whole time from a request's arrival, which"
         " include the wait for its turn; blocks and bytes are the most of the target's pool that were taken."
     ]
-    if len(frame) and frame["requests"].min() < _FOR_P99:
-        out.append(
+    if rows and min(row.requests for row in rows) < _FOR_P99:
+        said.append(
             f"The 99th percentile of fewer than {_FOR_P99} requests lies close to the slowest of them, and the 95th of"
             f" fewer than {_FOR_P95}."
         )
-    return out
+    return _sheet(rows, _REQUEST_COLUMNS, said)
 
 
-def _position_notes(frame: pd.DataFrame) -> list[str]:
-    if not frame["least"].any():
-        return []
-    return [
+def position_sheet(rows: Sequence[PositionRow]) -> Sheet:
+    """Acceptance by position."""
+    least = (
         "≥: the server's drafts are of several lengths, and it does not tell how many reach this position: counted as"
         " if all did."
-    ]
+    )
+    return _sheet(rows, _POSITION_COLUMNS, [least] if any(row.least for row in rows) else [])
 
 
-def _head_notes(frame: pd.DataFrame) -> list[str]:
-    """Where each configuration with a trained head loses."""
+def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
+    """Trained heads by category, and where each configuration with one loses."""
     out = [
         "Kept: of the drafts tested at that place. When trained: tokens per step, greedily and as a chain, on prompts"
         " of a category of that name that it was not trained on."
     ]
-    if frame["drafter"].str.contains("+", regex=False).any():
+    if any("+" in row.config.drafter for row in rows):
         out.append("Of a cascade the drafts of both parts count.")
-    for label, mine in frame.groupby("label", sort=False):
-        slower = mine[mine["verdict"] == "slower"]["category"]
-        if len(slower):
-            surely = " provisionally" if mine["provisional"].eq(True).any() else ""
+    for label in dict.fromkeys(row.config.label for row in rows):
+        mine = [row for row in rows if row.config.label == label]
+        slower = [row.category for row in mine if row.verdict == "slower"]
+        if slower:
+            surely = " provisionally" if any(row.provisional for row in mine) else ""
             out.append(f"{label}{surely} loses to plain decoding on {', '.join(slower)}.")
-        known = mine[mine["first"].notna()]
+        known = [row for row in mine if not math.isnan(row.first)]
         if len(known) > 1:
-            worst = min(records(known), key=lambda row: float(row["first"]))
-            share = _percent(worst["first"])
-            out.append(f"{label} drafts worst on {worst['category']}: {share} of its first drafts are kept.")
-    return [one_line(note) for note in out]
+            worst = min(known, key=lambda row: row.first)
+            share = _percent(worst.first)
+            out.append(f"{label} drafts worst on {worst.category}: {share} of its first drafts are kept.")
+    return _sheet(rows, _HEAD_COLUMNS, [one_line(note) for note in out])
 
 
-def _training_notes(frame: pd.DataFrame) -> list[str]:
-    """How that was measured, and which measure is of the head that drafts."""
-    kept = records(frame[frame["best"]])
-    return [
+def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
+    """How heads did as they learnt, and which measure is of the head that drafts."""
+    said = [
         "Measured by the decoder, greedily and as a chain, on prompts that were not trained on; kept: of the drafts"
         " tested at that place.",
         *(
-            one_line(f"{row['drafter']} is the head as it was behind {row['tokens']:,} tokens.")
-            for row in kept
+            one_line(f"{row.drafter} is the head as it was behind {row.tokens:,} tokens.")
+            for row in rows
+            if row.best
         ),
     ]
-
-
-def _summary_sheet(frame: pd.DataFrame) -> Sheet:
-    """Columns without a single figure are left out, and so is what would only say that all is well."""
-    columns = [column for column in _SUMMARY_COLUMNS if column.rank == 0 or frame[column.key].notna().any()]
-    if not frame["failures"].any():
-        columns = [column for column in columns if column.key != "failures"]
-    sheet = _plain_sheet(frame, columns)
-    best = winners(frame)
-    marked = frozenset(number for number, config in enumerate(frame["config"]) if config in best)
-    for number in marked:
-        sheet.rows[number][sheet.headings.index("verdict")] = verdict_text(
-            "fastest measured", frame["provisional"].iloc[number]
-        )
-    return dataclasses.replace(sheet, notes=notes(frame), marked=marked)
-
-
-def _category_sheet(frame: pd.DataFrame) -> Sheet:
-    categories = list(dict.fromkeys(frame["category"]))
-    labels = dict(zip(frame["config"], frame["label"], strict=True))
-    cells = {(row["config"], row["category"]): row for row in records(frame)}
-    rows, values = [], []
-    for config, label in labels.items():
-        found = [cells.get((config, category)) for category in categories]
-        rows.append(
-            [one_line(label), *("–" if row is None else _ratio_text(row, "speedup") for row in found)]
-        )
-        values.append([label, *(_NAN if row is None else row["speedup"] for row in found)])
-    over = frame.attrs.get("over", PLAIN)
-    said = [f"Speedup over {over}, geometric mean over the category's prompts, with its 95% interval."]
-    if frame["speedup_low"].isna().any():
-        said.append(_too_few("prompt"))
-    if (frame["speedup_basis"] == "repeats").any():
-        said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
-    headings = ["configuration", *map(one_line, categories)]
-    return Sheet(headings, rows, values, [0] * len(headings), said)
+    return _sheet(rows, _TRAINING_COLUMNS, said)
 
 
 # --- Terminal and Markdown ------------------------------------------------------------------------
@@ -458,23 +478,23 @@ _BREAKS = " ,:/+"  # signs of a name behind which a line may end
 _BETWEEN = 2  # cells between columns, one of them the box's own
 
 
-def terminal_table(frame: pd.DataFrame, width: int = 80, encoding: str = "utf-8") -> Table:
-    """A frame as a table for a console of that many cells, with the columns that matter least left out as needed.
+def terminal_table(sheet: Sheet, width: int = 80, encoding: str = "utf-8") -> Table:
+    """A sheet as a table for a console of that many cells, with the columns that matter least left out as needed.
 
     A matrix of categories keeps as many of them as there is room for; ``render_terminal`` shows the others below.
     """
-    sheet = _encoded(sheet_of(frame), encoding)
+    sheet = _encoded(sheet, encoding)
     return _table(sheet, _kept_columns(sheet, width), width)
 
 
-def render_terminal(frame: pd.DataFrame, console: Console) -> None:
-    """Print a frame on a console, readable from 60 columns up, with its notes below."""
+def render_terminal(sheet: Sheet, console: Console) -> None:
+    """Print a sheet on a console, readable from 60 columns up, with its notes below."""
     from rich.text import Text
 
-    sheet = _encoded(sheet_of(frame), console.encoding)
+    sheet = _encoded(sheet, console.encoding)
     kept = _kept_columns(sheet, console.width)
     console.print(_table(sheet, kept, console.width))
-    if frame.attrs["kind"] == "category":
+    if sheet.is_matrix:
         while (begin := kept[-1] + 1) < len(sheet.headings):
             kept = _fitting(sheet, begin, console.width)
             console.print(_table(sheet, kept, console.width))
@@ -488,9 +508,8 @@ def render_terminal(frame: pd.DataFrame, console: Console) -> None:
         console.print(Text(note, style="dim"), soft_wrap=False)
 
 
-def to_markdown(frame: pd.DataFrame) -> str:
-    """A frame as a Markdown table with its notes below, all of its columns in it."""
-    sheet = sheet_of(frame)
+def to_markdown(sheet: Sheet) -> str:
+    """A sheet as a Markdown table with its notes below, all of its columns in it."""
     lines = [
         markdown_row(sheet.headings),
         f"| --- | {' | '.join('---:' for _ in sheet.headings[1:])} |",
@@ -594,7 +613,7 @@ def _broken(heading: str) -> str:
 
 def _kept_columns(sheet: Sheet, width: int) -> list[int]:
     """The columns to show, in order: the least important go until the rest fits; a matrix keeps its first ones."""
-    if not any(sheet.ranks):
+    if sheet.is_matrix:
         return _fitting(sheet, 1, width)
     widths = _widths(sheet)
     kept = list(range(len(widths)))

@@ -7,11 +7,15 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.bench.grid import Config as GridConfig
 from specbench.errors import UsageError
-from specbench.results import frames, stats
+from specbench.record import NO_FIGURE, Estimate, Json
+from specbench.results import stats
+from specbench.results.results import Results
+from specbench.results.run import Tuned, TuningAnswer
+from specbench.results.summary import disturbance
 from specbench.show.tables import markdown_row, markdown_text, shortened
 from specbench.textsafe import counted, one_line
 from specbench.tune.export.engines import ENGINES, export_fastest
@@ -19,8 +23,6 @@ from specbench.tune.export.setting import Measured, Setting, settings_of_run
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from specbench.tune.search import Found
 
 _NAMED = 5
@@ -46,7 +48,7 @@ class Tried:
     label: str
     predicted: float | None
     blocks: int | None
-    speedup: stats.Estimate | None
+    speedup: Estimate | None
     outcome: str
 
 
@@ -68,29 +70,29 @@ class Answer:
     details: tuple[str, ...]
     winner: GridConfig
     provisional: bool
-    speedup: stats.Estimate
-    categories: Mapping[str, stats.Estimate]
+    speedup: Estimate
+    categories: Mapping[str, Estimate]
     tried: tuple[Tried, ...]
 
 
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def find_answer(found: Found, configs: Sequence[GridConfig], df: pd.DataFrame) -> Answer:
+def find_answer(found: Found, configs: Sequence[GridConfig], results: Results) -> Answer:
     """The answer of a search.
 
     Args:
         found: What it came to.
         configs: Of its grid.
-        df: The rows of its run.
+        results: Its run.
     """
     race, by_id = found.race, {config.id: config for config in configs}
-    disturbed = frames.disturbance(df).partition(": ")[2]
+    disturbed = disturbance(results).partition(": ")[2]
     if not race.blocks:
         return _predicted(found, configs, disturbed)
     leader, verdict = race.leader, race.verdict
     best = leader if leader != race.plain else _runner_up(race)
-    speedup = _NOTHING if best is None else _speedup(race, best)
+    speedup = NO_FIGURE if best is None else _speedup(race, best)
     what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup, ' ×')}"
     categories = {} if best is None else _categories(race, best)
     alone = len(race.names) > 1 and best is None
@@ -129,9 +131,6 @@ def find_answer(found: Found, configs: Sequence[GridConfig], df: pd.DataFrame) -
     )
 
 
-_NOTHING = stats.Estimate(math.nan, None, None, 0, None)
-
-
 def _predicted(found: Found, configs: Sequence[GridConfig], disturbed: str) -> Answer:
     """The answer where the time was up before all had decoded one prompt."""
     race, by_id = found.race, {config.id: config for config in configs}
@@ -149,7 +148,7 @@ def _predicted(found: Found, configs: Sequence[GridConfig], disturbed: str) -> A
         )
     details = [f"{_sentence(disturbed)} A quiet machine takes less time."] if disturbed else []
     details.append("More time compares them: --resume --overwrite --minutes N.")
-    return Answer(headline, tuple(details), by_id[best], True, _NOTHING, {}, tuple(_tried(found, configs)))
+    return Answer(headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tuple(_tried(found, configs)))
 
 
 def _sentence(text: str) -> str:
@@ -163,7 +162,7 @@ def _runner_up(race: Race) -> str | None:
     return max(drafting, key=lambda name: _speedup(race, name).value, default=None)
 
 
-def _speedup(race: Race, name: str) -> stats.Estimate:
+def _speedup(race: Race, name: str) -> Estimate:
     return race.ratio(name, race.plain)
 
 
@@ -243,12 +242,12 @@ def _described(config: GridConfig) -> str:
     return f"{one_line(config.drafter)} with {rule}"
 
 
-def _categories(race: Race, name: str) -> dict[str, stats.Estimate]:
+def _categories(race: Race, name: str) -> dict[str, Estimate]:
     ratios = {category: race.ratio(name, race.plain, category) for category in race.categories(name)}
     return {one_line(category): ratio for category, ratio in ratios.items() if ratio.prompts}
 
 
-def _extremes(categories: Mapping[str, stats.Estimate]) -> str:
+def _extremes(categories: Mapping[str, Estimate]) -> str:
     """The category with the lowest and that with the highest speedup, of those with an interval."""
     known = {name: ratio for name, ratio in categories.items() if ratio.low is not None}
     if len(known) < 2:
@@ -375,36 +374,31 @@ def as_markdown(answer: Answer) -> str:
     return "\n\n".join(part for part in paragraphs if part) + "\n"
 
 
-def stored(answer: Answer, found: Found) -> dict[str, Any]:
-    """The answer as ``run.json`` keeps it, for everything that shows the run (docs/results-format.md)."""
+def stored(answer: Answer, found: Found) -> TuningAnswer:
+    """The answer as ``run.json`` keeps it, for everything that shows the run."""
     race = found.race
     measured = [name for name in race.names if name != race.plain and race.measured(name)]
     shares = {name: race.ratio(name, race.leader) for name in measured}
-    return {
-        "headline": answer.headline,
-        "details": list(answer.details),
-        "choice": answer.winner.id,
-        "provisional": answer.provisional,
-        "measured": {
-            name: {
-                "speedup": _figures(_speedup(race, name)),
-                **({"share": _figures(shares[name])} if shares[name].prompts else {}),
-                "categories": {
-                    category: _figures(race.ratio(name, race.plain, category))
-                    for category in race.categories(name)
+    return TuningAnswer(
+        headline=answer.headline,
+        details=list(answer.details),
+        choice=answer.winner.id,
+        provisional=answer.provisional,
+        measured={
+            name: Tuned(
+                speedup=_speedup(race, name),
+                share=shares[name] if shares[name].prompts else None,
+                categories={
+                    category: race.ratio(name, race.plain, category) for category in race.categories(name)
                 },
-                "verdict": race.verdict_of(name),
-            }
+                verdict=race.verdict_of(name),
+            )
             for name in measured
         },
-    }
+    )
 
 
-def _figures(ratio: stats.Estimate) -> dict[str, float | None]:
-    return {"value": ratio.value, "low": ratio.low, "high": ratio.high, "prompts": ratio.prompts}
-
-
-def as_json(answer: Answer, found: Found) -> dict[str, Any]:
+def as_json(answer: Answer, found: Found) -> Json:
     """The same as data; ``None`` where there is no figure."""
     return {
         "headline": answer.headline,
@@ -431,7 +425,7 @@ def as_json(answer: Answer, found: Found) -> dict[str, Any]:
     }
 
 
-def _ends(ratio: stats.Estimate | None) -> dict[str, float | None]:
+def _ends(ratio: Estimate | None) -> dict[str, float | None]:
     if ratio is None or math.isnan(ratio.value):
         return {"speedup": None, "low": None, "high": None}
     return {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
@@ -457,18 +451,18 @@ class Exported:
     measured: Measured
 
 
-def exports(df: pd.DataFrame, folder: Path) -> list[Exported]:
+def exports(results: Results, folder: Path) -> list[Exported]:
     """The fastest setting that each engine has, for those where it measured faster than plain decoding.
 
     Args:
-        df: The rows of a run.
+        results: A run.
         folder: Where that is.
     """
-    settings = settings_of_run(df)
+    settings = settings_of_run(results)
     found = []
     for name, engine in ENGINES.items():
         try:
-            setting, _ = export_fastest(engine, settings, df)
+            setting, _ = export_fastest(engine, settings, results)
         except UsageError:
             continue
         measured = setting.measured
@@ -498,7 +492,7 @@ def exports_text(found: Sequence[Exported]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def exports_json(found: Sequence[Exported]) -> list[dict[str, Any]]:
+def exports_json(found: Sequence[Exported]) -> list[Json]:
     """The same as data, an object for each engine; ``share`` is of the fastest setting's speed."""
     return [
         {

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+
+import msgspec
 
 from specbench.bench.grid import Config
 from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
+from specbench.results.lines import StepLists
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -115,18 +117,23 @@ class Probe:
         nodes: That were verified beside the token before them.
     """
 
-    drafted: Sequence[int]
-    accepted: Sequence[int]
-    emitted: Sequence[int]
-    passes: Sequence[int]
-    nodes: Sequence[int]
+    drafted: list[int]
+    accepted: list[int]
+    emitted: list[int]
+    passes: list[int]
+    nodes: list[int]
 
     @classmethod
-    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Probe:
-        """The steps in lines of ``generations.jsonl``."""
-        steps = [row["steps"] for row in rows]
-        names = ("drafted", "accepted", "emitted", "passes", "nodes")
-        return cls(*([value for each in steps for value in each[name]] for name in names))
+    def of(cls, generations: Iterable[StepLists]) -> Probe:
+        """The steps of some generations."""
+        found = cls([], [], [], [], [])
+        for steps in generations:
+            found.drafted.extend(steps.drafted)
+            found.accepted.extend(steps.accepted)
+            found.emitted.extend(steps.emitted)
+            found.passes.extend(steps.passes)
+            found.nodes.extend(steps.nodes)
+        return found
 
     def chain(self, gamma: int, c: float, costs: PassCosts) -> float:
         """Speedup of a shorter chain: what these steps would have kept of their first γ drafts, and taken.
@@ -164,7 +171,7 @@ def predict(configs: Sequence[Config], probes: Mapping[str, Probe], costs: PassC
         probes: By the ids of the configurations that were tried.
         costs: Of single passes.
     """
-    costs = replace(costs, target_s=never_falling(costs.target_s))
+    costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
     chains: dict[str, dict[int, float]] = {}
     trees: dict[str, float] = {}
     for config in probes_of(configs):

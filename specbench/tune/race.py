@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,6 +33,7 @@ import numpy as np
 
 from specbench.decoding.clocks import Clock
 from specbench.decoding.theory import PassCosts
+from specbench.record import Estimate
 from specbench.results import stats
 
 ERROR = 0.05
@@ -287,7 +288,7 @@ class Race:
         """By what factor one may be faster than another at most, by the level of the latest look."""
         return float(np.exp(self._bound(name, over, self.level)))
 
-    def ratio(self, name: str, over: str, category: str | None = None) -> stats.Estimate:
+    def ratio(self, name: str, over: str, category: str | None = None) -> Estimate:
         """Speed over speed with its 95% interval, in the blocks that both were measured in, or those of a category."""
         blocks, logs, _ = self._differences(name, over)
         chosen = [i for i, block in enumerate(blocks) if category in (None, block.category)]
@@ -389,18 +390,20 @@ def _logs(timing: Timing | None) -> tuple[float, float] | None:
     return math.log(timing.tokens / timing.seconds), math.log(timing.slowness)
 
 
-def slowness(steps: Mapping[str, Sequence[float]], costs: PassCosts) -> float:
+def slowness(
+    nodes: Iterable[int], siblings: Iterable[int], verify_s: Iterable[float], costs: PassCosts
+) -> float:
     """See ``Timing``; 1 where nothing tells.
 
     Args:
-        steps: Of a generation, as lines of ``generations.jsonl`` have them.
+        nodes, siblings, verify_s: Of the steps of a generation.
         costs: Times of single passes.
     """
     if not costs.target_s:
         return 1.0
-    drafts = zip(steps["nodes"], steps["siblings"], strict=True)
-    alone = sum(costs.target_pass_s(1 + int(nodes) + int(siblings)) for nodes, siblings in drafts)
-    took = sum(steps["verify_s"])
+    drafts = zip(nodes, siblings, strict=True)
+    alone = sum(costs.target_pass_s(1 + int(drafted) + int(beside)) for drafted, beside in drafts)
+    took = sum(verify_s)
     return took / alone if took > 0 and alone > 0 else 1.0
 
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from specbench.bench.grid import Cell, Config, Sweep
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.errors import RunError
+from specbench.results.lines import Generation, Key, Measurement, StepLists
 from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.rows import Key, key_of
+from specbench.results.run import Tuning
 from specbench.textsafe import counted
 from specbench.tune.batches import BATCHES, mean_rows, predicted_at
 from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from specbench.bench.engines.own import Engine
     from specbench.decoding.clocks import Clock
     from specbench.progress import Progress
-    from specbench.results.advice import RunWarning
+    from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
 
 _TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
@@ -118,7 +121,7 @@ class Search:
         self._clock, self._seconds, self._until = clock, seconds, until
         self._progress, self._kept = progress, kept
         self._runner = CellRunner(sweep, store, engine, snapshot)
-        self._rows: dict[Key, dict[str, Any]] = {key_of(row): row for row in store.rows()}
+        self._known: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
         self._plain = sweep.configs[0]
         self._took: dict[str, float] = {}
         self._block: tuple[Block, int] | None = None
@@ -150,7 +153,7 @@ class Search:
                 until=self._until - kept_s,
                 seed=self._sweep.options.seed,
                 on_block=on_block,
-                known=lambda name, block: self._cell(name, block, 0).key in self._rows,
+                known=lambda name, block: self._cell(name, block, 0).key in self._known,
             )
             if not race.blocks and ending != "time":
                 raise _no_speeds()
@@ -162,8 +165,11 @@ class Search:
                 raise
             race.look(last=True)
             ending = "interrupted"
-        came_to = {"ranking": race.ranking, "verdict": race.verdict}
-        self._store.update(tuning={**self._store.run["tuning"], **came_to})
+        assert self._store.run.tuning is not None
+        came_to = msgspec.structs.replace(
+            self._store.run.tuning, ranking=list(race.ranking), verdict=race.verdict
+        )
+        self._store.update(tuning=came_to)
         if not race.decided:  # there is something to go on with
             self._store.update(finished=None)
         block_s = sum(self._took.get(name, 0.0) for name in race.running)
@@ -174,39 +180,35 @@ class Search:
 
     def _forget_answer(self) -> None:
         """What a search came to before it goes on, lest it stand beside what is measured from now on."""
-        tuning = self._store.run.get("tuning") or {}
-        if "ranking" in tuning:
-            left = {name: tuning[name] for name in ("predicted", "raced", "left_out")}
+        tuning = self._store.run.tuning
+        if tuning is not None and tuning.ranking:
+            left = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
             self._store.update(tuning=left, finished=None)
 
     # -- whom to race ------------------------------------------------------------------------------
 
     def _chosen(self) -> tuple[Mapping[str, float], Chosen]:
         """Predictions and choice, which stay as they are once they are stored: all in a race have the same blocks."""
-        stored = self._store.run.get("tuning")
+        stored = self._store.run.tuning
         if stored is not None:
-            return stored["predicted"], Chosen(tuple(stored["raced"]), stored["left_out"])
+            return stored.predicted, Chosen(tuple(stored.raced), stored.left_out)
         probes, failed = self._tried()
         costs = self._costs()
         expected = predict(self._sweep.configs, probes, costs)
         predicted = {name: round(value, 4) for name, value in expected.items()}
-        plain = self._row(self._try(self._plain, 0), _TRIED_TOKENS)
+        plain = self._measured(self._try(self._plain, 0), _TRIED_TOKENS).result
         chosen = choose(
             self._sweep.configs,
             predicted,
             plain_s=costs.target_s[1] * (self._sweep.options.decoding.max_new_tokens - 1),
-            first_s=float(plain.get("ttft_s", 0.0)),
+            first_s=plain.ttft_s if isinstance(plain, Generation) else 0.0,
             seconds=_RACING * self._seconds,
             blocks=_BLOCKS,
             failed=failed,
             kept=self._kept,
         )
         self._store.update(
-            tuning={
-                "predicted": predicted,
-                "raced": list(chosen.raced),
-                "left_out": dict(chosen.left_out),
-            }
+            tuning=Tuning(predicted=predicted, raced=list(chosen.raced), left_out=dict(chosen.left_out))
         )
         return predicted, chosen
 
@@ -215,7 +217,7 @@ class Search:
         asked = [self._plain, *probes_of(self._sweep.configs)]
         number = min(_TRIED_PROMPTS, len(self._sweep.prompts))
         began = self._clock.now()
-        rows: dict[str, list[dict[str, Any]]] = {config.id: [] for config in asked}
+        steps: dict[str, list[StepLists]] = {config.id: [] for config in asked}
         failed: dict[str, str] = {}
         for prompt in range(number):
             for place, config in enumerate(asked):
@@ -224,18 +226,18 @@ class Search:
                     break
                 if self._progress is not None:
                     self._progress.update("trying drafters", prompt * len(asked) + place, number * len(asked))
-                row = self._row(self._try(config, prompt), _TRIED_TOKENS)
-                if row["status"] == "ok":
-                    rows[config.id].append(row)
+                measured = self._measured(self._try(config, prompt), _TRIED_TOKENS)
+                if isinstance(measured.result, Generation):
+                    steps[config.id].append(measured.result.steps)
                 else:
-                    failed[config.drafter] = str(row["error"])
-        if (error := failed.get(self._plain.drafter)) and not rows[self._plain.id]:
+                    failed[config.drafter] = str(measured.line.error)
+        if (error := failed.get(self._plain.drafter)) and not steps[self._plain.id]:
             raise RunError(
                 f"Plain decoding failed: {error.rstrip('.')}.", "There is nothing to compare with then."
             )
         if self._clock.now() > self._until:
             raise self._too_late()
-        return {name: Probe.of_rows(each) for name, each in rows.items() if each}, failed
+        return {name: Probe.of(each) for name, each in steps.items() if each}, failed
 
     def _try(self, config: Config, prompt: int) -> Cell:
         name = self._sweep.prompts[prompt].id
@@ -253,24 +255,24 @@ class Search:
                 result = self._runner.measure_costs()
                 if result.costs is None:
                     raise RunError(f"Single passes could not be timed: {result.error}")
-        return PassTimes.of_rows(self._store.costs()).medians()
+        return PassTimes.of(self._store.costs()).medians()
 
     def _too_late(self) -> RunError:
         """Why nothing was compared, and how long it would take."""
-        rows = [row for row in self._rows.values() if row["status"] == "ok"]
-        if not rows:
+        done = [each for each in self._known.values() if isinstance(each.result, Generation)]
+        if not done:
             return RunError(
                 "The time was up before anything could be tried.", "Give it more --minutes, and add --resume."
             )
-        each_s = sum(row["total_s"] for row in rows) / len(rows)
+        each_s = sum(output.total_s for each in done for _, output in each.outputs()) / len(done)
         wanted = len(probes_of(self._sweep.configs)) + 1 + _BLOCKS * _USUALLY_RACED
         minutes = math.ceil(wanted * each_s / 60 / _RACING)
-        busy = sum(not _OTHERS.isdisjoint(row["warnings"]) for row in rows)
+        busy = sum(not _OTHERS.isdisjoint(each.line.warnings) for each in done)
         why = "The time was up before anything could be compared."
-        if 2 * busy > len(rows):
+        if 2 * busy > len(done):
             why = (
                 "The machine is too busy to decide: others used the processor during"
-                f" {busy} of {counted(len(rows), 'generation')}, and the time was up before anything could be compared."
+                f" {busy} of {counted(len(done), 'generation')}, and the time was up before anything could be compared."
             )
         return RunError(why, f"What was tried is kept; go on with --resume --minutes {minutes}.")
 
@@ -288,16 +290,20 @@ class Search:
         self._block = block, place
         cell = self._cell(name, block, place)
         began = self._clock.now()
-        known = cell.key in self._rows
-        row = self._row(cell)
-        self._took[name] = float(row.get("total_s") or 0.0) if known else self._clock.now() - began
-        if row["status"] != "ok":
+        known = cell.key in self._known
+        measured = self._measured(cell)
+        result = measured.result
+        if not isinstance(result, Generation):
+            self._took[name] = 0.0 if known else self._clock.now() - began
             if name == self._plain.id:
-                self._refuse_failing_plain(row["error"])
+                self._refuse_failing_plain(str(measured.line.error))
             return None
+        self._took[name] = result.total_s if known else self._clock.now() - began
         self._plain_works |= name == self._plain.id
-        tokens = row["new_tokens"] - row["first_tokens"]
-        return Timing(tokens, row["decode_s"], slowness(row["steps"], self._alone))
+        tokens = result.new_tokens - result.first_tokens
+        steps = result.steps
+        slow = slowness(steps.nodes, steps.siblings, steps.verify_s, self._alone)
+        return Timing(tokens, result.decode_s, slow)
 
     def _cell(self, name: str, block: Block, place: int) -> Cell:
         seed = self._sampling_seed(block.prompt, str(block.repeat))
@@ -306,21 +312,21 @@ class Search:
     @cached_property
     def _alone(self) -> PassCosts:
         """Times of single passes, as the store has them when the race begins."""
-        costs = PassTimes.of_rows(self._store.costs()).medians()
-        return replace(costs, target_s=never_falling(costs.target_s))
+        costs = PassTimes.of(self._store.costs()).medians()
+        return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
 
     def _refuse_failing_plain(self, error: str) -> None:
         self._plain_failures += 1
         if not self._plain_works and self._plain_failures >= _PLAIN_FAILURES:
             raise RunError(f"Plain decoding failed: {error.rstrip('.')}.", "Choose other prompts.")
 
-    def _row(self, cell: Cell, tokens: int = 0) -> dict[str, Any]:
-        """The line of a cell, measured if it is not stored; of a try so many tokens."""
-        if cell.key not in self._rows:
-            row = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
-            self._store.append(row)
-            self._rows[cell.key] = row
-        return self._rows[cell.key]
+    def _measured(self, cell: Cell, tokens: int = 0) -> Measurement:
+        """What is stored of a cell, measured if it is not; of a try so many tokens."""
+        if cell.key not in self._known:
+            found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
+            self._store.append(found)
+            self._known[cell.key] = found
+        return self._known[cell.key]
 
     def _sampling_seed(self, prompt: str, what: str) -> int:
         """The same for all configurations of a block."""
@@ -331,14 +337,18 @@ class Search:
     def _batches(self, race: Race) -> dict[int, float]:
         """What the leader is predicted to bring with several requests side by side, as far as there is time for it."""
         drafter = next(config.drafter for config in self._sweep.configs if config.id == race.leader)
-        rows = [row for row in self._store.rows() if row["config"] == race.leader and not row["warmup"]]
-        rows = [row for row in rows if row["status"] == "ok"]
-        width = math.ceil(mean_rows(rows))
+        steps = [
+            output.steps
+            for each in self._known.values()
+            if each.line.config == race.leader and not each.line.warmup
+            for _, output in each.outputs()
+        ]
+        width = math.ceil(mean_rows(steps))
         prompt = self._engine.encode(self._sweep.prompts[0], [])
         found: dict[int, float] = {}
         took = 0.0
         for batch in BATCHES:
-            timed = SharedTimes.of_rows(self._store.costs())
+            timed = SharedTimes.of(self._store.costs())
             if {(batch, 1), (batch, width)} - set(timed.target) or (drafter, batch) not in timed.drafters:
                 began = self._clock.now()
                 if began + 2 * took > self._until:
@@ -349,10 +359,10 @@ class Search:
                     times = self._engine.measure_shared_costs(prompt, batch, sorted({1, width}), [drafter])
                 except Exception:  # whatever it is, the answer can do without
                     break
-                self._store.append_costs(times.rows())
-                timed = SharedTimes.of_rows(self._store.costs())
+                self._store.append_costs(times.lines())
+                timed = SharedTimes.of(self._store.costs())
                 took = self._clock.now() - began
-            found[batch] = predicted_at(batch, rows, drafter, timed.medians())
+            found[batch] = predicted_at(batch, steps, drafter, timed.medians())
             if found[batch] < 1.0:
                 break
         return found

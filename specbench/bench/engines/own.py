@@ -14,7 +14,10 @@ from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_sha
 from specbench.bench.serving import Answered, Asked, Encoded, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions, ModelOptions, quantised
+from specbench.results.lines import Pool, ServerAnswer, Speculation
+from specbench.results.run import DtypeMeasured, TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
@@ -37,47 +40,6 @@ _RATED_AT_ONCE = 32  # tokens of an answer whose rows of logits are in memory to
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """What a server told of its drafts; ``None`` for what it did not tell.
-
-    Attributes:
-        drafted, accepted: Tokens drafted and kept.
-        drafts: Steps that drafted.
-        kept_at: In how many of them the draft at each place was kept, from the first one on.
-    """
-
-    drafted: int | None = None
-    accepted: int | None = None
-    drafts: int | None = None
-    kept_at: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What a server told of an answer that it generated.
-
-    Attributes:
-        text: The answer.
-        tokens: How many it has, and what ``counted_by``: ``ids``, ``usage`` or the ``tokenizer``.
-        problem: What does not fit, in a sentence; ``None`` if nothing was found.
-        pieces, bursts: Events that brought something; those right behind each other taken together.
-        cached_tokens: Of the prompt's, those that were not read again; ``None`` if it did not say.
-        speculation: Of its drafts.
-        attempts: How often it was asked.
-    """
-
-    text: str
-    tokens: int
-    counted_by: str
-    problem: str | None
-    pieces: int
-    bursts: int
-    cached_tokens: int | None = None
-    speculation: Speculation = Speculation()
-    attempts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """One finished generation.
 
@@ -93,7 +55,8 @@ class Outcome:
         peak_memory_bytes: Most memory in use meanwhile.
         log_probability: Natural logarithm of the probability that the target gives the output; ``None`` where nobody
             asked.
-        told: Beside these, where a server generated it.
+        reported_tokens: How many tokens the output has where ``token_ids`` may lack some: of a server.
+        server: What else a server reported, where one generated it.
     """
 
     prompt_tokens: int
@@ -106,12 +69,13 @@ class Outcome:
     steps: tuple[Step, ...] = ()
     peak_memory_bytes: int | None = None
     log_probability: float | None = None
-    told: Told | None = None
+    reported_tokens: int | None = None
+    server: ServerAnswer | None = None
 
     @property
     def tokens(self) -> int:
         """How many tokens the output has."""
-        return len(self.token_ids) if self.told is None else self.told.tokens
+        return len(self.token_ids) if self.reported_tokens is None else self.reported_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +101,7 @@ class GroupOutcome:
         requests: In the order in which they came.
         seconds: From the beginning to the end of the last of them.
         tokens: That were emitted in this time, for requests that are not measured too.
-        pool: How much of the target's pool was taken: positions in a ``block``, ``blocks`` in all, the most taken at a
-            time (``peak``), and ``bytes`` of all; ``None`` without one.
+        pool: How much of the target's pool was taken; ``None`` without one.
         peak_memory_bytes: Most memory in use meanwhile.
         speculation: What was drafted meanwhile, for all requests, where a server counts it; else ``None``.
     """
@@ -146,7 +109,7 @@ class GroupOutcome:
     requests: tuple[RequestOutcome, ...]
     seconds: float
     tokens: int
-    pool: Mapping[str, int] | None = None
+    pool: Pool | None = None
     peak_memory_bytes: int | None = None
     speculation: Speculation | None = None
 
@@ -154,12 +117,12 @@ class GroupOutcome:
 class Engine(Protocol[Encoded]):
     """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
 
-    def describe_target(self, decoding: DecodingOptions) -> dict[str, Any]:
+    def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         """The field ``target`` of ``run.json``."""
         ...
 
     @property
-    def heads(self) -> Mapping[str, Mapping[str, Any]]:
+    def heads(self) -> Mapping[str, HeadStory]:
         """How trained heads came about, by the names of the drafters (``specbench.models.stories``)."""
         ...
 
@@ -227,7 +190,7 @@ class ModelEngine:
         reference: LanguageModel | None = None,
         assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
         fingerprints: Mapping[str, str] | None = None,
-        heads: Mapping[str, Mapping[str, Any]] | None = None,
+        heads: Mapping[str, HeadStory] | None = None,
         costs: object = None,
         keep_policy_state: bool = False,
         rate_answers: bool = False,
@@ -237,7 +200,7 @@ class ModelEngine:
         self.target, self.drafters, self.specs = target, dict(drafters), dict(specs or {})
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
-        self.heads: Mapping[str, Mapping[str, Any]] = heads or {}
+        self.heads: Mapping[str, HeadStory] = heads or {}
         self._costs, self._keep = costs, keep_policy_state
         self._kept: dict[str, DraftPolicy] = {}
         self._loads: dict[str, PassLoad] = {}
@@ -256,19 +219,20 @@ class ModelEngine:
             if (dtype := _dtype_of(drafter)) is not None
         }
 
-    def describe_target(self, decoding: DecodingOptions) -> dict[str, Any]:
+    def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         """The field ``target`` of ``run.json``."""
         model = self.target.language_model
-        return {
-            "name": model.name,
-            "fingerprint": model.fingerprint,
-            "dtype": self.target.dtype,
-            "device": self._device,
-            "vocab_size": model.vocab_size,
-            "packed": self.target.packed,
-            "dtype_choice": None if model.dtype_choice is None else asdict(model.dtype_choice),
-            "model_defaults": model.defaults.applied if decoding.model_defaults else {},
-        }
+        choice = model.dtype_choice
+        return TargetModel(
+            name=model.name,
+            fingerprint=model.fingerprint,
+            dtype=self.target.dtype,
+            device=self._device,
+            vocab_size=model.vocab_size,
+            packed=self.target.packed,
+            dtype_choice=None if choice is None else DtypeMeasured(**asdict(choice)),
+            model_defaults=model.defaults.applied if decoding.model_defaults else {},
+        )
 
     def calibrated(self, rule: RuleSpec, drafter: str, temperature: float) -> tuple[RuleSpec, str | None]:
         """A rule with what was calibrated for a drafter, by its name, and what there is to say of that."""
@@ -357,7 +321,7 @@ class ModelEngine:
             tokens=served.tokens,
             pool=None
             if use is None
-            else {"block": use.block, "blocks": use.blocks, "peak": use.peak, "bytes": use.bytes},
+            else Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes),
             peak_memory_bytes=peak_memory(self._device),
         )
 

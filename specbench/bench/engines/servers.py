@@ -14,12 +14,12 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import httpx2
 
-from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome, Speculation, Told
+from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.server import (
     Answer,
     ListedModel,
@@ -31,7 +31,11 @@ from specbench.bench.engines.server import (
 from specbench.bench.grid import Config, Salt
 from specbench.bench.serving import Asked, Load
 from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions
+from specbench.record import builtins
+from specbench.results.lines import ServerAnswer, Speculation
+from specbench.results.run import TargetModel
 from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
@@ -144,8 +148,10 @@ class MeasuredServer:
             drafted, accepted = meanwhile.drafted, meanwhile.accepted
         for each in (answer.speculation, meanwhile):
             if each is not None and each.kept_at and (each.drafted, sum(each.kept_at)) == (drafted, accepted):
-                return Speculation(drafted, accepted, each.drafts, each.kept_at)
-        return Speculation(drafted, accepted)
+                return Speculation(
+                    drafted=drafted, accepted=accepted, drafts=each.drafts, kept_at=list(each.kept_at)
+                )
+        return Speculation(drafted=drafted, accepted=accepted)
 
 
 class ServerEngine:
@@ -225,13 +231,13 @@ class ServerEngine:
         self._loop.close()
 
     @property
-    def heads(self) -> Mapping[str, Mapping[str, Any]]:
+    def heads(self) -> Mapping[str, HeadStory]:
         """Nobody tells how a server's drafters came about."""
         return {}
 
-    def describe_target(self, decoding: DecodingOptions) -> dict[str, Any]:
+    def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         """The field ``target`` of ``run.json``: what is known of the model of the first server."""
-        return {"name": self.servers[0].model_name, "fingerprint": None, "dtype": None}
+        return TargetModel(name=self.servers[0].model_name)
 
     # -- reaching servers ----------------------------------------------------------------------------
 
@@ -381,7 +387,14 @@ class ServerEngine:
             ),
             seconds=seconds,
             tokens=sum(outcome.tokens for outcome in outcomes.values()),
-            speculation=None if meanwhile is None else Speculation(**asdict(meanwhile)),
+            speculation=None
+            if meanwhile is None
+            else Speculation(
+                drafted=meanwhile.drafted,
+                accepted=meanwhile.accepted,
+                drafts=meanwhile.drafts,
+                kept_at=list(meanwhile.kept_at),
+            ),
         )
 
     async def _answer(
@@ -461,15 +474,15 @@ class ServerEngine:
             ttft_s=ttft_s,
             decode_s=max(0.0, answer.ended_s - ttft_s),
             first_tokens=self._first_tokens(answer, count.tokens),
-            told=Told(
+            reported_tokens=count.tokens,
+            server=ServerAnswer(
+                **builtins(speculation),
                 text=answer.text,
-                tokens=count.tokens,
                 counted_by=count.source,
                 problem=count.problem,
                 pieces=len(answer.pieces),
                 bursts=answer.bursts,
                 cached_tokens=answer.cached_tokens,
-                speculation=speculation,
                 attempts=attempts,
             ),
         )

@@ -13,13 +13,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from specbench.errors import UsageError
 from specbench.files import explained, write_bytes
-from specbench.results import frames
+from specbench.results.results import Results
 from specbench.show.plots.acceptance import acceptance, accepted_length, positions
 from specbench.show.plots.batches import latency, speedup_by_batch
 from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run, lay_out
@@ -42,27 +41,26 @@ class Drawn:
     skipped: dict[str, str]
 
 
-def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Look | None = None) -> Drawn:
+def draw_figures(results: Results, only: Collection[str] | None = None, look: Look | None = None) -> Drawn:
     """Draw a run.
 
     Args:
-        df: Its rows, from ``specbench.results.store.load_results``.
+        results: The run.
         only: Names of ``FIGURES``; ``None`` for all of them.
         look: How they are laid out.
 
     Raises:
-        UsageError: There is no figure of such a name, the rows come from several runs, or nothing can be drawn.
+        UsageError: There is no figure of such a name, or nothing can be drawn.
     """
     unknown = [name for name in only or () if name not in FIGURES]
     if unknown:
         raise UsageError(f"There is no figure {unknown[0]!r}.", f"Choose from {', '.join(FIGURES)}.")
-    frames.run_of(df)
-    if not (df["status"] == "ok").any():
+    if results.done.empty:
         raise UsageError(
             "There is nothing to plot: no generation of this run has finished.", "Go on with its sweep."
         )
     look = look or Look()
-    run = Run(df, look)
+    run = Run(results, look)
     figures: dict[str, Figure] = {}
     skipped: dict[str, str] = {}
     style: Any = {**STYLE, **{name: share * look.font_size for name, share in SIZES.items()}}
@@ -74,7 +72,7 @@ def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Lo
                 try:
                     figures[name] = _settled(build(run))
                 except NoDataError as reason:
-                    untold = len(run.servers) and name not in _OF_SERVERS
+                    untold = run.servers and name not in _OF_SERVERS
                     skipped[name] = "no server tells its single steps" if untold else str(reason)
                 except UserWarning:
                     skipped[name] = "its letters do not fit into its width"

@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from specbench.results import frames
+from specbench.record import Estimate
+from specbench.results.acceptance import AcceptedRow, PositionRow, accepted_lengths
+from specbench.results.acceptance import positions as acceptance_by_position
 from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
@@ -32,7 +35,8 @@ from specbench.show.plots.canvas import (
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
 
 _PANELS = 4  # in a row
@@ -78,7 +82,7 @@ def acceptance(run: Run) -> Figure:
     remarks = (
         "Accepted / drafted falls with γ also where α, the acceptance to be expected of a draft that is tested, stays:"
         " what stands behind a rejection is drafted in vain.",
-        "Bars: 95% intervals over prompts." if run.summary["alpha_low"].notna().any() else "",
+        "Bars: 95% intervals over prompts." if any(row.alpha.low is not None for row in run.rows) else "",
         hollow(series),
     )
     inscribe(figure, run, "Acceptance against draft length", *remarks)
@@ -92,58 +96,58 @@ class _Places:
 
     Attributes:
         name: What it is called.
-        rows: Of the frame of positions.
+        rows: Its positions, from the first on.
         adapts: Whether a rule decides how much is drafted.
     """
 
     name: str
-    rows: pd.DataFrame
+    rows: Sequence[PositionRow]
     color: str
     marker: str
     adapts: bool = False
 
 
-def _lines_of_positions(run: Run, frame: pd.DataFrame) -> list[_Places]:
+def _lines_of_positions(run: Run, rows: Sequence[PositionRow]) -> list[_Places]:
     """A line for each drafter and rule at the largest of its γ, or for each server."""
-    by_config = dict(list(frame.groupby("config", sort=False)))
-    ends = [(each, each.rows.iloc[-1]) for each in run.series]
-    servers = frames.records(run.servers)
+    known: dict[str, list[PositionRow]] = {}
+    for row in rows:
+        known.setdefault(row.config.id, []).append(row)
+    ends = [(each, each.rows[-1]) for each in run.series]
+    names = row_names(run.servers, run)
     return [
-        _Places(
-            each.name_at(row["gamma"]),
-            by_config[row["config"]],
-            each.color,
-            each.marker,
-            each.adapts,
-        )
+        _Places(each.name_at(row), known[row.config.id], each.color, each.marker, each.adapts)
         for each, row in ends
-        if row["config"] in by_config
+        if row.config.id in known
     ] + [
-        _Places(name, by_config[row["config"]], COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)])
-        for number, (name, row) in enumerate(zip(row_names(servers, run), servers, strict=True))
-        if row["config"] in by_config
+        _Places(name, known[row.config.id], COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)])
+        for number, (name, row) in enumerate(zip(names, run.servers, strict=True))
+        if row.config.id in known
     ]
 
 
 def positions(run: Run) -> Figure:
-    frame = frames.position_frame(run.df, run.steps)
-    if frame.empty:
+    rows = acceptance_by_position(run.results)
+    if not rows:
         untold = "no server tells what was kept at each position"
-        raise NoDataError("nothing was drafted" if run.servers.empty else untold)
-    if not (frame["tested"] >= _TOO_FEW).any():
+        raise NoDataError(untold if run.servers else "nothing was drafted")
+    if all(row.tested < _TOO_FEW for row in rows):
         raise NoDataError(f"at no position {_TOO_FEW} drafts were tested")
-    lines = _lines_of_positions(run, frame)
+    lines = _lines_of_positions(run, rows)
     figure, (left, right) = two(run, 3.2, sharey=True)
     halves = ((left, "rate", "of those tested"), (right, "rate_of_drafted", "of those drafted"))
     few = False
     for axes, name, title in halves:
         ends = []
         for each in lines:
-            mine = each.rows[each.rows["tested" if name == "rate" else "drafted"] >= _TOO_FEW]
-            if mine.empty:
+            of = [
+                (row.position, row.rate, row.tested)
+                if name == "rate"
+                else (row.position, row.rate_of_drafted, row.drafted)
+                for row in each.rows
+            ]
+            x, y, counted = np.array([place for place in of if place[2] >= _TOO_FEW], float).reshape(-1, 3).T
+            if not len(x):
                 continue
-            counted = mine["tested" if name == "rate" else "drafted"].to_numpy()
-            x, y = mine["position"].to_numpy(dtype=float), mine[name].to_numpy(dtype=float)
             sure = counted >= _FEW
             few |= not sure.all()
             axes.plot(x, y, color=each.color, linestyle="--" if each.adapts else "-", zorder=2.5)
@@ -158,7 +162,7 @@ def positions(run: Run) -> Figure:
                 zorder=3,
             )
             ends.append(End(float(x[-1]), float(y[-1]), each.name, each.color, each.marker, each.color))
-        gamma_axis(axes, frame.loc[frame["drafted"] >= _TOO_FEW, "position"].tolist())
+        gamma_axis(axes, [row.position for row in rows if row.drafted >= _TOO_FEW])
         axes.set_xlabel("position in the draft")
         axes.set_ylim(0.0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -168,7 +172,9 @@ def positions(run: Run) -> Figure:
     remarks = (
         "Tested: all drafts before it were accepted.",
         "Of fixed γ the largest; dashed: a rule sets γ." if run.series else "",
-        "Where a server's drafts have several lengths, at least so much." if frame["least"].any() else "",
+        "Where a server's drafts have several lengths, at least so much."
+        if any(row.least for row in rows)
+        else "",
         f"Hollow: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else "",
     )
     inscribe(figure, run, "Acceptance by position", *remarks)
@@ -180,32 +186,33 @@ _RARE = 0.01  # share of steps, below which the last numbers of accepted drafts 
 
 
 def accepted_length(run: Run) -> Figure:
-    frame = frames.accepted_frame(run.df, run.steps)
-    by_config = dict(list(frame.groupby("config", sort=False)))
+    known: dict[str, list[AcceptedRow]] = {}
+    for each in accepted_lengths(run.results):
+        known.setdefault(each.config.id, []).append(each)
     chosen = []
-    for each in run.series:
-        rows = each.rows[each.rows["config"].isin(list(by_config))]
+    for series in run.series:
         # With one draft there is no length to speak of: a step accepts it or not.
-        rows = rows[[by_config[config]["accepted"].max() > 1 for config in rows["config"]]]
-        if len(rows):
-            ranked = rows["speedup"].fillna(0.0) if rows["speedup"].notna().any() else rows["tokens_per_step"]
-            chosen.append((each, rows.iloc[int(ranked.to_numpy().argmax())]))
+        rows = [row for row in series.rows if len(known.get(row.config.id, ())) > 2]
+        if rows:
+            fast = any(not math.isnan(row.speedup.value) for row in rows)
+            best = max(rows, key=lambda row: _rank(row.speedup if fast else row.tokens_per_step))
+            chosen.append((series, best))
     if not chosen:
-        raise NoDataError("no step drafted more than one token" if by_config else "nothing was drafted")
+        raise NoDataError("no step drafted more than one token" if known else "nothing was drafted")
     figure, grid = panels(run, len(chosen), 2.0, sharey=True)
     cut = False
-    for axes, (each, row) in zip(grid, chosen, strict=True):
-        mine = by_config[row["config"]]
-        mean = float((mine["accepted"] * mine["share"]).sum())
-        undrafted = float(mine["undrafted"].iloc[0])
-        seen = mine["accepted"][(mine[["share", "share_iid"]] >= _RARE).any(axis=1)].max()
-        cut |= bool(mine["accepted"].max() > seen)
-        mine = mine[mine["accepted"] <= seen]
-        x = mine["accepted"].to_numpy()
-        axes.bar(x, mine["share"], 0.8, color=each.color)
+    for axes, (series, row) in zip(grid, chosen, strict=True):
+        mine = known[row.config.id]
+        mean = sum(each.accepted * each.share for each in mine)
+        undrafted = mine[0].undrafted
+        seen = max(each.accepted for each in mine if max(each.share, each.share_iid) >= _RARE)
+        cut |= mine[-1].accepted > seen
+        mine = mine[: seen + 1]
+        x = [each.accepted for each in mine]
+        axes.bar(x, [each.share for each in mine], 0.8, color=series.color)
         axes.plot(
             x,
-            mine["share_iid"],
+            [each.share_iid for each in mine],
             linestyle="none",
             marker="o",
             markersize=3.5,
@@ -214,23 +221,28 @@ def accepted_length(run: Run) -> Figure:
             zorder=3,
         )
         below = f"mean {mean:.2f}" + (f"; {undrafted:.0%} empty" if undrafted >= 0.005 else "")
-        name = two_lines(each.name_at(row["gamma"]))
-        axes.set_title(name, fontsize=letter_size(0.94), pad=letter_size(1.75))
+        axes.set_title(two_lines(series.name_at(row)), fontsize=letter_size(0.94), pad=letter_size(1.75))
         axes.text(0.0, 1.03, below, transform=axes.transAxes, fontsize=letter_size(0.79), color="#505050")
-        axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 7))].tolist()))
-        axes.set_xlim(-0.6, max(x.max(), 4) + 0.6)
+        axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 7))]))
+        axes.set_xlim(-0.6, max(*x, 4) + 0.6)
         axes.set_xlabel("accepted drafts")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         grid_lines(axes)
         if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
             axes.set_ylabel("share of steps")
-    top = max(float(by_config[row["config"]][["share", "share_iid"]].max().max()) for _, row in chosen)
-    grid[0].set_ylim(0, 1.08 * top)
+    shown = [each for _, row in chosen for each in known[row.config.id]]
+    grid[0].set_ylim(0, 1.08 * max(max(each.share, each.share_iid) for each in shown))
     remarks = (
         "Steps that drafted something; of fixed γ above 1 the fastest.",
         "Circles: what α would give if tests passed independently.",
         f"Numbers with shares below {_RARE:.0%} at the end are not shown." if cut else "",
-        "Empty: share of all steps that drafted nothing." if (frame["undrafted"] >= 0.005).any() else "",
+        "Empty: share of all steps that drafted nothing."
+        if any(each[0].undrafted >= 0.005 for each in known.values())
+        else "",
     )
     inscribe(figure, run, "Accepted drafts per step", *remarks)
     return figure
+
+
+def _rank(estimate: Estimate) -> float:
+    return 0.0 if math.isnan(estimate.value) else estimate.value

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from specbench.results import frames
-from specbench.results.batches import Line, lines_of
-from specbench.results.rows import PLAIN
+from specbench.results.requests import Line, RequestRow, is_closed, lines_of, request_rows
+from specbench.results.run import PLAIN, RunConfig
 from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
@@ -32,7 +29,7 @@ from specbench.show.plots.canvas import (
     short,
     two,
 )
-from specbench.show.plots.speed import fit_y, level, mark_cut
+from specbench.show.plots.speed import all_rows, fit_y, level, mark_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,14 +48,14 @@ def speedup_by_batch(run: Run) -> Figure:
     """A line for each drafter and rule over the batches."""
     series = _series(run)
     if not series:
-        raise NoDataError(_ALONE if run.summary["batch"].isna().all() else "no closed loop was measured")
+        raise NoDataError("no closed loop was measured" if run.summary.side_by_side else _ALONE)
     figure = new_figure(run, 3.0 if run.narrow else 3.6)
     axes = figure.subplots()
     _batch_axis(axes, sorted({x for each in series for x in each.x}))
     ends = draw_series(axes, series, "speedup")
-    fit_y(axes, [each.rows for each in series], "speedup", 1.0)
+    fit_y(axes, all_rows(series), "speedup", 1.0)
     mark_cut(axes, series, "speedup")
-    over = frames.baseline_name(run.df)
+    over = run.summary.over
     ends.append(level(axes, 1.0, "plain = 1" if over == PLAIN else f"{short(over, 20)} = 1"))
     axes.set_ylabel("speedup (×)" if run.narrow else f"throughput over {over}\nat the same batch (×)")
     grid_lines(axes)
@@ -69,28 +66,28 @@ def speedup_by_batch(run: Run) -> Figure:
 
 def latency(run: Run) -> Figure:
     """Throughput against the time per token and per answer, a line over the batches with each drafter and without."""
-    requests = frames.request_frame(run.df)
-    if requests.empty:
+    requests = request_rows(run.results)
+    if not requests:
         raise NoDataError(_ALONE)
     figure, panels = two(run, 3.3, sharey=True)
     shown = list(_served(run, requests))
     ends: list[End] = []
-    for axes, name, scale, title in zip(
-        panels,
-        ("token_s_p50", "latency_s_p50"),
-        (1000.0, 1.0),
-        ("time per token (ms, median)", "time per answer (s, median)"),
-        strict=True,
+    for axes, title in zip(
+        panels, ("time per token (ms, median)", "time per answer (s, median)"), strict=True
     ):
         ends = []
         for number, (label, mine, color, marker) in enumerate(shown):
             right, up, alignment = _CORNERS[number % len(_CORNERS)]
-            x, y = scale * mine[name].to_numpy(dtype=float), mine["throughput"].to_numpy(dtype=float)
+            x = np.array(
+                [1000.0 * row.token_s["p50"] if axes is panels[0] else row.latency_s["p50"] for row in mine]
+            )
+            y = np.array([row.throughput.value for row in mine])
+            batches = np.array([row.config.batch for row in mine])
             there = np.isfinite(x) & np.isfinite(y)
             if not there.any():
                 continue
             axes.plot(x[there], y[there], color=color, marker=marker, zorder=3)
-            for at, height, batch in zip(x[there], y[there], mine["batch"].to_numpy()[there], strict=True):
+            for at, height, batch in zip(x[there], y[there], batches[there], strict=True):
                 axes.annotate(
                     f"{batch:g}",
                     (at, height),
@@ -115,45 +112,61 @@ def latency(run: Run) -> Figure:
     return figure
 
 
-def _served(run: Run, requests: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, str, str]]:
+def _served(run: Run, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:
     """Name, rows by rising batch, colour and marker of plain decoding, and of every drafter and rule beside it.
 
     Of several γ that with the highest throughput; lines are apart by temperature and by how requests come.
     """
-    keys = ["kind", "drafter", "policy", "temperature", "how"]
-    rows = requests.assign(how=[_how(row) for row in frames.records(requests)]).sort_values("batch")
-    several = {name: rows[name].nunique() > 1 for name in ("temperature", "how")}
-    ranks = [
-        (line.rows[0]["drafter"], line.rows[0]["policy"], line.rows[0]["temperature"]) for line in _best(run)
-    ]
-    for number, (key, mine) in enumerate(rows.groupby(keys, sort=False)):
-        kind, drafter, policy, temperature, how = map(str, key)
-        by_gamma = [part for _, part in mine.groupby("gamma", dropna=False)]
-        best = max(by_gamma, key=lambda part: float(np.log(part["throughput"]).mean()))
-        rule = policy if math.isnan(best["gamma"].iloc[0]) else f"γ = {best['gamma'].iloc[0]:g}"
-        parts = ["plain"] if kind == "plain" else [short(drafter, _NAME), short(rule, 20)]
+    alike: dict[tuple[str, _Place, str], dict[int | None, list[RequestRow]]] = {}
+    for row in sorted(requests, key=lambda row: row.config.batch or 1):
+        key = (row.config.kind, _place(row.config), _how(row.config))
+        alike.setdefault(key, {}).setdefault(row.config.gamma, []).append(row)
+    temperatures = {place.temperature for _, place, _ in alike}
+    hows = {how for _, _, how in alike}
+    ranks = [_place(line.rows[0].config) for line in _best(run)]
+    for number, ((kind, place, how), by_gamma) in enumerate(alike.items()):
+        best = max(by_gamma.values(), key=_mean_throughput)
+        gamma = best[0].config.gamma
+        rule = place.policy if gamma is None else f"γ = {gamma}"
+        parts = ["plain"] if kind == "plain" else [short(place.drafter, _NAME), short(rule, 20)]
         if kind == "server":
             parts = parts[:1]
         elif kind != "plain" and len(run.drafters) == 1:
             parts = parts[1:]
-        parts += [f"T = {float(temperature):g}"] * several["temperature"] + [how or "closed"] * several["how"]
-        place = key[1:4]
+        parts += [f"T = {place.temperature:g}"] * (len(temperatures) > 1) + [how or "closed"] * (
+            len(hows) > 1
+        )
         color = COLORS[ranks.index(place) % len(COLORS)] if place in ranks else GREY
-        first = best["config"].iloc[0] == best["baseline"].iloc[0]
+        first = best[0].config.id == best[0].config.baseline
         yield ", ".join(parts), best, BLACK if first else color, MARKERS[number % len(MARKERS)]
 
 
-def _how(row: dict[str, Any]) -> str:
+def _mean_throughput(rows: Sequence[RequestRow]) -> float:
+    return float(np.mean(np.log([row.throughput.value for row in rows])))
+
+
+def _how(config: RunConfig) -> str:
     """How requests come, empty for as many clients as the batch."""
-    return "" if row["arrivals"] == f"closed:{row['batch']:g}" else str(row["arrivals"])
+    return "" if is_closed(config) else str(config.arrivals)
+
+
+class _Place(NamedTuple):
+    """What a line over the batches is of."""
+
+    drafter: str
+    policy: str
+    temperature: float
+
+
+def _place(config: RunConfig) -> _Place:
+    return _Place(config.drafter, config.policy, config.temperature)
 
 
 def _best(run: Run) -> list[Line]:
     """Of each drafter, rule and temperature the line of the best γ."""
-    found: dict[tuple[str, str, float], Line] = {}
+    found: dict[_Place, Line] = {}
     for line in lines_of(run.summary):  # the best first
-        row = line.rows[0]
-        found.setdefault((row["drafter"], row["policy"], row["temperature"]), line)
+        found.setdefault(_place(line.rows[0].config), line)
     return list(found.values())
 
 
@@ -165,21 +178,22 @@ def _chosen(run: Run) -> str:
 def _series(run: Run) -> list[Series]:
     """Lines over the batches; x is the logarithm of the batch."""
     lines = _best(run)
-    first = [line.rows[0] for line in lines]
-    temperatures = {row["temperature"] for row in first}
+    several = len({line.rows[0].config.temperature for line in lines}) > 1
     out = []
-    for number, (line, row) in enumerate(zip(lines, first, strict=True)):
-        rule = f"γ = {row['gamma']:g}" if not math.isnan(row["gamma"]) else short(row["policy"], 20)
-        temperature = f"T = {row['temperature']:g}" if len(temperatures) > 1 else ""
-        if row["kind"] == "server":
-            rule = ""
-        named = row["kind"] == "server" or len(run.drafters) > 1
-        drafter = short(row["drafter"], _NAME) if named else ""
-        parts = (drafter, rule, temperature, "")
+    for number, line in enumerate(lines):
+        config = line.rows[0].config
+        server = config.kind == "server"
+        rule = short(config.policy, 20) if config.gamma is None else f"γ = {config.gamma}"
+        parts = (
+            short(config.drafter, _NAME) if server or len(run.drafters) > 1 else "",
+            "" if server else rule,
+            f"T = {config.temperature:g}" if several else "",
+            "",
+        )
         name = ", ".join(filter(None, parts))
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         x = np.log2(np.array(line.batches, dtype=float))
-        out.append(Series(name, parts, row["drafter"], pd.DataFrame(line.rows), x, False, color, marker))
+        out.append(Series(name, parts, config.drafter, line.rows, x, False, color, marker))
     return out
 
 

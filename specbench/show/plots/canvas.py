@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -24,8 +23,12 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
-from specbench.results import frames
-from specbench.results.rows import FOREIGN
+from specbench.record import Estimate
+from specbench.results.requests import is_closed
+from specbench.results.results import Results
+from specbench.results.run import FOREIGN, Environment, RunConfig
+from specbench.results.stats import Floats
+from specbench.results.summary import SummaryRow, summarize
 from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
@@ -106,7 +109,7 @@ class Series:
     Attributes:
         name: The drafter, the length rule and the temperature, as far as they tell series apart.
         parts: Of the name: drafter, rule, temperature and load; empty where there is nothing to tell apart.
-        rows: Of the summary, by rising x.
+        rows: By rising x.
         x: γ, or for a rule that decides by itself the mean of what it drafted.
         adapts: Whether a rule decides.
     """
@@ -114,15 +117,15 @@ class Series:
     name: str
     parts: tuple[str, str, str, str]
     drafter: str
-    rows: pd.DataFrame
+    rows: Sequence[SummaryRow]
     x: np.ndarray[Any, np.dtype[np.float64]]
     adapts: bool
     color: str
     marker: str
 
-    def name_at(self, gamma: float) -> str:
-        """The name with γ; without it where a rule decides."""
-        return _joined(self.parts, f"γ = {gamma:g}")
+    def name_at(self, row: SummaryRow) -> str:
+        """The name with the γ of one of its rows; without it where a rule decides."""
+        return _joined(self.parts, f"γ = {row.config.gamma}")
 
     @property
     def face(self) -> str:
@@ -133,48 +136,47 @@ class Series:
 class Run:
     """A run and what several figures need of it."""
 
-    def __init__(self, df: pd.DataFrame, look: Look) -> None:
-        self.df = df
+    def __init__(self, results: Results, look: Look) -> None:
+        self.results = results
         self.look = look
         self.width = look.width or WIDTH
         self.narrow = self.width < _NARROW * look.font_size
-        self.run = frames.run_of(df)
-        self.steps = frames.step_arrays(df)
-        self.summary = frames.summary_frame(df, self.steps)
-        kinds = self.summary["kind"]
-        self.plain = self.summary[kinds == "plain"]
-        self.servers = self.summary[kinds == "server"]
+        self.run = results.run
+        self.summary = summarize(results)
+        self.rows = self.summary.rows
+        self.plain = self._of_kind("plain")
+        self.servers = self._of_kind("server")
         # Others' decoding has no γ that is known here: a level to compare with.
-        self.levels = self.summary[kinds.isin(FOREIGN)]
-        self.series = _series_of(self.summary[kinds == "speculative"])
+        self.levels = self._of_kind(*FOREIGN)
+        self.series = _series_of(self._of_kind("speculative"))
         self.drafters = list(dict.fromkeys(each.drafter for each in self.series))
+
+    def _of_kind(self, *kinds: str) -> list[SummaryRow]:
+        return [row for row in self.rows if row.config.kind in kinds]
 
     @cached_property
     def caption(self) -> list[str]:
         """Machine, models, prompts and tokens."""
-        target, options = self.run.get("target") or {}, self.run
-        finished = (self.df["status"] == "ok").to_numpy()
-        prompts, repeats = (
-            pd.unique(self.df[name].to_numpy()[finished]).size for name in ("prompt", "repeat")
-        )
-        temperatures = sorted(self.summary["temperature"].dropna().unique())
-        dtype = f" ({one_line(target['dtype'])})" if target.get("dtype") else ""
-        most = "" if options.get("ignore_eos") else "≤ "
-        tokens = f" × {most}{options['max_new_tokens']} tokens" if options.get("max_new_tokens") else ""
+        run, target = self.run, self.run.target
+        prompts, repeats = (self.results.done[name].nunique() for name in ("prompt", "repeat"))
+        temperatures = sorted({row.config.temperature for row in self.rows})
+        dtype = f" ({one_line(target.dtype)})" if target.dtype else ""
+        most = "" if run.ignore_eos else "≤ "
+        tokens = f" × {most}{run.max_new_tokens} tokens" if run.max_new_tokens else ""
         parts = [
-            _machine(self.run.get("environment") or {}, str(target.get("device", "cpu"))),
-            f"target {short(target.get('name') or 'unknown', 48)}{dtype}",
+            _machine(run.environment, target.device or "cpu"),
+            f"target {short(target.name or 'unknown', 48)}{dtype}",
             f"{counted(prompts, 'prompt')}{tokens} × {counted(repeats, 'repeat')}",
             "greedy" if temperatures == [0.0] else f"temperature {', '.join(f'{t:g}' for t in temperatures)}",
-            f"specbench {one_line(self.run.get('specbench') or '')}".strip(),
+            f"specbench {one_line(run.specbench)}".strip(),
         ]
         return [part for part in parts if part]
 
     @property
     def intervals(self) -> str:
         """What the intervals of speedups are over."""
-        bases = set(self.summary["speedup_basis"].dropna())
-        side_by_side = self.summary["batch"].notna().any()
+        bases = {row.speedup.basis for row in self.rows} - {None}
+        side_by_side = self.summary.side_by_side
         if bases == {"repeats"}:
             one = "group of prompts" if side_by_side else "prompt"
             return f"Bars: 95% intervals over the repeats of the one {one}; they hold within it only."
@@ -182,30 +184,49 @@ class Run:
         return f"Bars: 95% intervals over {over}." if bases else "Too few prompts or repeats: no intervals."
 
 
-def _series_of(rows: pd.DataFrame) -> list[Series]:
+def _series_of(rows: Sequence[SummaryRow]) -> list[Series]:
     """Lines of a figure, coloured by what differs most: the drafter, the rule, the temperature or the load."""
-    rows = rows.assign(load=[_load(row) for row in frames.records(rows)])
-    keys = rows[["drafter", "policy", "temperature", "load"]].drop_duplicates()
-    values = {name: list(dict.fromkeys(keys[name])) for name in keys.columns}
-    colored = max(values, key=lambda name: len(values[name]))  # of equals the first
+    keys = list(dict.fromkeys(map(_key, rows)))
+    values = [list(dict.fromkeys(column)) for column in zip(*keys, strict=True)]
+    several = [len(each) > 1 for each in values]
+    colored = max(range(len(values)), key=lambda i: len(values[i]), default=0)  # of equals the first
     out = []
-    for number, key in enumerate(frames.records(keys)):
-        mine = rows[(rows[list(key)] == pd.Series(key)).all(axis=1)]
-        x = mine["gamma"].astype(float).fillna(mine["mean_gamma"])
-        mine = mine[x.notna()].assign(x=x[x.notna()]).sort_values("x")
-        if mine.empty:
+    for number, key in enumerate(keys):
+        mine = [row for row in rows if _key(row) == key and not math.isnan(_length(row))]
+        if not mine:
             continue
-        drafter = short(key["drafter"], _NAME) if len(values["drafter"]) > 1 else ""
-        rule = "" if key["policy"] == "fixed" else short(key["policy"], 20)
-        temperature = f"T = {key['temperature']:g}" if len(values["temperature"]) > 1 else ""
-        load = key["load"] if len(values["load"]) > 1 else ""
-        parts = (drafter, rule, temperature, load)
-        name = _joined(parts, "" if drafter else "fixed γ")
+        mine.sort(key=_length)
+        parts = (
+            short(key.drafter, _NAME) if several[0] else "",
+            "" if key.policy == "fixed" else short(key.policy, 20),
+            f"T = {key.temperature:g}" if several[2] else "",
+            key.load if several[3] else "",
+        )
+        name = _joined(parts, "" if parts[0] else "fixed γ")
         color = COLORS[values[colored].index(key[colored]) % len(COLORS)]
         marker = MARKERS[number % len(MARKERS)]
-        adapts = key["policy"] != "fixed"
-        out.append(Series(name, parts, key["drafter"], mine, mine["x"].to_numpy(), adapts, color, marker))
+        x = np.array([*map(_length, mine)])
+        out.append(Series(name, parts, key.drafter, mine, x, key.policy != "fixed", color, marker))
     return out
+
+
+class _Key(NamedTuple):
+    """What all configurations of a series have in common."""
+
+    drafter: str
+    policy: str
+    temperature: float
+    load: str
+
+
+def _key(row: SummaryRow) -> _Key:
+    config = row.config
+    return _Key(config.drafter, config.policy, config.temperature, _load(config))
+
+
+def _length(row: SummaryRow) -> float:
+    """γ, or what a rule came to on average."""
+    return row.mean_gamma if row.config.gamma is None else float(row.config.gamma)
 
 
 def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
@@ -214,45 +235,43 @@ def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
     return ", ".join(part for part in (drafter, rule or gamma, *others) if part)
 
 
-def _load(row: dict[str, Any]) -> str:
+def _load(config: RunConfig) -> str:
     """The batch, and how its requests came if not from as many clients; empty without one."""
-    if math.isnan(row["batch"]):
+    if config.batch is None:
         return ""
-    batch = f"batch {row['batch']:g}"
-    return batch if row["arrivals"] == f"closed:{row['batch']:g}" else f"{batch}, {one_line(row['arrivals'])}"
+    batch = f"batch {config.batch}"
+    return batch if is_closed(config) else f"{batch}, {one_line(config.arrivals or '')}"
 
 
-def row_names(rows: Sequence[dict[str, Any]], run: Run) -> list[str]:
+def row_names(rows: Sequence[SummaryRow], run: Run) -> list[str]:
     """Names of configurations that stand below each other: a drafter is named where its rows begin, and an only one
     in the title."""
     names, before = [], None
-    for row in rows:
+    several = len({row.config.temperature for row in run.rows}) > 1
+    for config in (row.config for row in rows):
         parts = [
-            "" if row["policy"] == "fixed" else short(row["policy"], 20),
-            "" if math.isnan(row["gamma"]) else f"γ = {row['gamma']:g}",
-            f"T = {row['temperature']:g}" if run.summary["temperature"].nunique() > 1 else "",
-            _load(row),
+            "" if config.policy == "fixed" else short(config.policy, 20),
+            "" if config.gamma is None else f"γ = {config.gamma}",
+            f"T = {config.temperature:g}" if several else "",
+            _load(config),
         ]
-        if row["kind"] != "speculative":
-            parts = [short(row["label"], _NAME)]
-        elif row["drafter"] != before and len(run.drafters) > 1:
-            parts = [f"{short(row['drafter'], _NAME)}:", *parts]
-        before = row["drafter"]
+        if config.kind != "speculative":
+            parts = [short(config.label, _NAME)]
+        elif config.drafter != before and len(run.drafters) > 1:
+            parts = [f"{short(config.drafter, _NAME)}:", *parts]
+        before = config.drafter
         names.append(" ".join(part for part in parts if part))
     return names
 
 
-def _machine(environment: dict[str, Any], device: str) -> str:
+def _machine(environment: Environment, device: str) -> str:
     """What the target ran on."""
-    devices = Counter(map(one_line, environment.get("devices") or []))
+    devices = Counter(map(one_line, environment.devices or []))
     if device != "cpu" and devices:
         return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in devices.items())
-    threads = environment.get("threads")
-    return ", ".join(
-        part
-        for part in (one_line(environment.get("cpu") or ""), counted(threads, "thread") if threads else "")
-        if part
-    )
+    threads = environment.threads
+    parts = (one_line(environment.cpu or ""), counted(threads, "thread") if threads else "")
+    return ", ".join(part for part in parts if part)
 
 
 def short(text: object, limit: int) -> str:
@@ -346,6 +365,16 @@ class End(NamedTuple):
     face: str = ""
 
 
+def estimates(rows: Sequence[SummaryRow], name: str) -> tuple[Floats, Floats, Floats]:
+    """Values of a figure of rows, and ends of their intervals; NaN where there is none."""
+    found: list[Estimate] = [getattr(row, name) for row in rows]
+    ends = [
+        (each.value, *(math.nan if end is None else end for end in (each.low, each.high))) for each in found
+    ]
+    value, low, high = np.array(ends, dtype=np.float64).reshape(-1, 3).T
+    return value, low, high
+
+
 def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> list[End]:
     """Lines with intervals, in axes whose x is set; returns where each ends.
 
@@ -353,9 +382,7 @@ def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> list[
     """
     ends = []
     for each, x in zip(series, dodged(series), strict=True):
-        y, low, high = (
-            each.rows[f"{figure_name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
-        )
+        y, low, high = estimates(each.rows, figure_name)
         there = np.isfinite(y)
         if not there.any():
             continue
@@ -509,7 +536,7 @@ def _spread(wanted: Sequence[float], sizes: Sequence[float], floor: float, ceili
 
 def with_gamma(run: Run, name: str) -> list[Series]:
     """The series that have a figure."""
-    found = [each for each in run.series if each.rows[name].notna().any()]
+    found = [each for each in run.series if np.isfinite(estimates(each.rows, name)[0]).any()]
     if not found:
         raise NoDataError(WHY_NOT[name])
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from matplotlib.figure import Figure
 
-from specbench.results import frames
 from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
@@ -13,6 +14,7 @@ from specbench.show.plots.canvas import (
     GREY,
     NoDataError,
     Run,
+    estimates,
     grid_lines,
     inscribe,
     row_names,
@@ -22,17 +24,14 @@ from specbench.show.plots.canvas import (
 
 def servers(run: Run) -> Figure:
     """Speed and speedup of every server, each with its interval."""
-    rows = run.servers[run.servers["batch"].isna()]
-    rows = rows[rows["tokens_per_second"].notna()]
-    if rows.empty:
+    alone = [row for row in run.servers if row.config.batch is None]
+    rows = [row for row in alone if not math.isnan(row.tokens_per_second.value)]
+    if not rows:
         raise NoDataError("no servers were measured one request at a time")
-    names = row_names(frames.records(rows), run)
-    over = frames.baseline_name(run.df)
+    names = row_names(rows, run)
+    over = run.summary.over
     places = np.arange(len(rows))
-    colors = [
-        BLACK if config == baseline else COLORS[number % len(COLORS)]
-        for number, (config, baseline) in enumerate(zip(rows["config"], rows["baseline"], strict=True))
-    ]
+    colors = [BLACK if row.is_baseline else COLORS[number % len(COLORS)] for number, row in enumerate(rows)]
     figure, panels = two(run, 1.3 + 0.24 * len(rows), sharey=True)
     for axes, figure_name, title in zip(
         panels,
@@ -40,9 +39,7 @@ def servers(run: Run) -> Figure:
         ("decode speed (tokens/s)", f"speedup over {over} (×)"),
         strict=True,
     ):
-        value, low, high = (
-            rows[f"{figure_name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
-        )
+        value, low, high = estimates(rows, figure_name)
         axes.hlines(places, low, high, color=colors, linewidth=1.2)
         axes.scatter(value, places, color=colors, zorder=3, s=20)
         axes.set_xlabel(title)

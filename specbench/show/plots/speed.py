@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from specbench.results import frames
 from specbench.results.stats import WIDENED, decimals
+from specbench.results.summary import CategoryRow, SummaryRow, categorize
 from specbench.show.plots.canvas import (
     DASHED,
     GREY,
@@ -24,6 +23,7 @@ from specbench.show.plots.canvas import (
     Series,
     dodged,
     draw_series,
+    estimates,
     gamma_axis,
     grid_lines,
     hollow,
@@ -43,19 +43,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def fit_y(axes: Axes, frames: Sequence[pd.DataFrame], name: str, *include: float) -> None:
+def fit_y(axes: Axes, rows: Sequence[SummaryRow], name: str, *include: float) -> None:
     """Limits that show every value, and of wide intervals at least a part; those that are cut get an arrowhead."""
-    bottom, top = _span(pd.concat(list(frames)), name)
+    bottom, top = _span(rows, name)
     bottom, top = min(bottom, *include), max(top, *include)
     margin = 0.06 * (top - bottom) or 0.1 * top
     axes.set_ylim(max(0.0, bottom - margin), top + margin)
 
 
-def _span(rows: pd.DataFrame, name: str) -> tuple[float, float]:
+def _span(rows: Sequence[SummaryRow], name: str) -> tuple[float, float]:
     """Lowest and highest value with their intervals, of each as much as lies within a factor of 1.6."""
-    y = rows[name].to_numpy(dtype=float)
-    low = np.fmax(rows[f"{name}_low"].to_numpy(dtype=float), y / 1.6)
-    high = np.fmin(rows[f"{name}_high"].to_numpy(dtype=float), y * 1.6)
+    y, low, high = estimates(rows, name)
+    low, high = np.fmax(low, y / 1.6), np.fmin(high, y * 1.6)
     low, high = np.fmin(low, y), np.fmax(high, y)
     return float(np.nanmin(low)), float(np.nanmax(high))
 
@@ -64,7 +63,7 @@ def mark_cut(axes: Axes, series: Sequence[Series], name: str) -> None:
     """Arrowheads where intervals go on beyond the axes."""
     bottom, top = axes.get_ylim()
     for each, x in zip(series, dodged(series), strict=True):
-        low, high = (each.rows[f"{name}{end}"].to_numpy(dtype=float) for end in ("_low", "_high"))
+        _, low, high = estimates(each.rows, name)
         for cut, at, marker in ((high > top, top, "^"), (low < bottom, bottom, "v")):
             if cut.any():
                 axes.plot(
@@ -84,11 +83,11 @@ def speedup(run: Run) -> Figure:
     axes = figure.subplots()
     gamma_axis(axes, [x for each in series for x in each.x])
     ends = draw_series(axes, series, "speedup")
-    levels = [row for row in frames.records(run.levels) if not math.isnan(row["speedup"])]
-    fit_y(axes, [each.rows for each in series], "speedup", 1.0, *(row["speedup"] for row in levels))
+    levels = [row for row in run.levels if row.measured]
+    fit_y(axes, all_rows(series), "speedup", 1.0, *(row.speedup.value for row in levels))
     mark_cut(axes, series, "speedup")
     ends.append(level(axes, 1.0, "plain = 1"))
-    ends += [level(axes, row["speedup"], _ratio_name(row, "speedup")) for row in levels]
+    ends += [level(axes, row.speedup.value, _ratio_name(row)) for row in levels]
     axes.set_ylabel("speedup (×)" if run.narrow else "speedup over plain decoding (×)")
     grid_lines(axes)
     inscribe(figure, run, "Speedup against draft length", run.intervals, hollow(series))
@@ -96,13 +95,17 @@ def speedup(run: Run) -> Figure:
     return figure
 
 
-def _ratio_name(row: dict[str, Any], name: str) -> str:
-    label, value, low, high = (
-        short(row["label"], 22),
-        *(row[f"{name}{end}"] for end in ("", "_low", "_high")),
+def all_rows(series: Sequence[Series]) -> list[SummaryRow]:
+    """The rows of several series."""
+    return [row for each in series for row in each.rows]
+
+
+def _ratio_name(row: SummaryRow) -> str:
+    ratio = row.speedup
+    ends = (
+        "" if ratio.low is None or ratio.high is None else f" [{decimals(ratio.low)}, {decimals(ratio.high)}]"
     )
-    interval = "" if math.isnan(low) else f" [{decimals(low)}, {decimals(high)}]"
-    return f"{label} {decimals(value)}{interval}"
+    return f"{short(row.config.label, 22)} {decimals(ratio.value)}{ends}"
 
 
 def tokens_per_second(run: Run) -> Figure:
@@ -111,22 +114,14 @@ def tokens_per_second(run: Run) -> Figure:
     axes = figure.subplots()
     gamma_axis(axes, [x for each in series for x in each.x])
     ends = draw_series(axes, series, "tokens_per_second")
-    levels = [
-        row
-        for row in frames.records(pd.concat([run.plain, run.levels]))
-        if not math.isnan(row["tokens_per_second"])
-    ]
-    known = [row["tokens_per_second"] for row in levels]
-    fit_y(axes, [each.rows for each in series], "tokens_per_second", *known)
+    levels = {
+        short(row.config.label, 22): row.tokens_per_second.value
+        for row in (*run.plain, *run.levels)
+        if not math.isnan(row.tokens_per_second.value)
+    }
+    fit_y(axes, all_rows(series), "tokens_per_second", *levels.values())
     mark_cut(axes, series, "tokens_per_second")
-    ends += [
-        level(
-            axes,
-            row["tokens_per_second"],
-            f"{short(row['label'], 22)} {decimals(row['tokens_per_second'])}",
-        )
-        for row in levels
-    ]
+    ends += [level(axes, speed, f"{name} {decimals(speed)}") for name, speed in levels.items()]
     axes.set_ylabel("decode speed (tokens/s)")
     grid_lines(axes)
     remark = "Geometric means over prompts; time to first token apart."
@@ -142,7 +137,7 @@ def prediction(run: Run) -> Figure:
         ("predicted_speedup", "from acceptance by position"),
         ("predicted_speedup_iid", "from α alone (i.i.d. tests)"),
     )
-    rows = pd.concat([each.rows for each in series])
+    rows = all_rows(series)
     spans = [_span(rows, name) for name in ("speedup", "predicted_speedup", "predicted_speedup_iid")]
     low, high = min(1.0, *(span[0] for span in spans)) / 1.04, max(1.0, *(span[1] for span in spans)) * 1.04
     for axes, (name, title) in zip(panels, names, strict=True):
@@ -150,12 +145,8 @@ def prediction(run: Run) -> Figure:
         axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
         for each in series:
-            x, x_low, x_high = (
-                each.rows[f"{name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
-            )
-            y, y_low, y_high = (
-                each.rows[f"speedup{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
-            )
+            x, x_low, x_high = estimates(each.rows, name)
+            y, y_low, y_high = estimates(each.rows, "speedup")
             axes.vlines(x, y_low, y_high, color=each.color, linewidth=0.7, alpha=0.5)
             axes.hlines(y, x_low, x_high, color=each.color, linewidth=0.7, alpha=0.5)
             axes.plot(
@@ -196,17 +187,15 @@ def prediction(run: Run) -> Figure:
 
 
 def by_category(run: Run) -> Figure:
-    frame = frames.category_frame(run.df)
-    frame = frame[frame["speedup"].notna()]
-    if frame.empty:
+    cells = [row for row in categorize(run.results).rows if not math.isnan(row.speedup.value)]
+    if not cells:
         raise NoDataError(WHY_NOT["speedup"])
-    known = {row["config"]: row for row in frames.records(run.summary)}
-    rows = [known[config] for config in dict.fromkeys(frame["config"])]
-    row_of = {row["config"]: i for i, row in enumerate(rows)}
+    rows = [run.summary.row(config) for config in dict.fromkeys(cell.config.id for cell in cells)]
+    row_of = {row.config.id: i for i, row in enumerate(rows)}
     names = row_names(rows, run)
-    categories = list(dict.fromkeys(frame["category"]))
-    without = frame[frame["speedup_low"].isna()]
-    plain_cells = len(without) == len(frame)  # ratios alone take less room
+    categories = list(dict.fromkeys(cell.category for cell in cells))
+    without = [cell for cell in cells if cell.speedup.low is None]
+    plain_cells = len(without) == len(cells)  # ratios alone take less room
     line = 0.17 if plain_cells else 0.27  # inches of a row
     heads = {name: short(name, 18).replace("-", "-\n", 1) for name in categories}
     longest = max(len(part) for head in heads.values() for part in head.split("\n"))
@@ -217,19 +206,18 @@ def by_category(run: Run) -> Figure:
     each = math.ceil(len(categories) / lines)  # categories beside each other
     figure = new_figure(run, 0.85 + lines * (0.45 + line * len(rows)), width)
     panels = figure.subplots(lines, 1, squeeze=False)[:, 0]
-    widest = max(float(np.abs(np.log(frame["speedup"])).max()), math.log(1.25))
-    cells = frames.records(frame)
+    widest = max(math.log(1.25), *(abs(math.log(cell.speedup.value)) for cell in cells))
     for number, axes in enumerate(panels):
         mine = categories[number * each : (number + 1) * each]
         column_of = {category: i for i, category in enumerate(mine)}
-        here = [cell for cell in cells if cell["category"] in column_of]
+        here = [cell for cell in cells if cell.category in column_of]
         grid = np.full((len(rows), len(mine)), np.nan)
         for cell in here:
-            grid[row_of[cell["config"]], column_of[cell["category"]]] = math.log(cell["speedup"])
+            grid[row_of[cell.config.id], column_of[cell.category]] = math.log(cell.speedup.value)
         image = axes.imshow(grid, cmap=_SLOWER_FASTER, norm=TwoSlopeNorm(0.0, -widest, widest), aspect="auto")
         for cell in here:
-            ink = "white" if abs(math.log(cell["speedup"])) > 0.72 * widest else "black"
-            _write_cell(axes, column_of[cell["category"]], row_of[cell["config"]], cell, ink)
+            ink = "white" if abs(math.log(cell.speedup.value)) > 0.72 * widest else "black"
+            _write_cell(axes, column_of[cell.category], row_of[cell.config.id], cell, ink)
         axes.set_xticks(range(len(mine)), [heads[name] for name in mine])
         axes.set_xlim(-0.5, each - 0.5)
         axes.xaxis.tick_top()
@@ -237,19 +225,22 @@ def by_category(run: Run) -> Figure:
         axes.tick_params(length=0, labelsize=letter_size(0.85))
         axes.spines[:].set_visible(False)
         for i in range(1, len(rows)):
-            if rows[i]["drafter"] != rows[i - 1]["drafter"]:
+            if rows[i].config.drafter != rows[i - 1].config.drafter:
                 axes.axhline(i - 0.5, color="white", linewidth=2.5)
     if not run.narrow:
         _speedup_bar(figure, panels, image, widest, lines * line * len(rows))
-    counts = frame["prompts"]
-    prompts = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    counts = [cell.prompts for cell in cells]
+    fewest, most = min(counts), max(counts)
+    prompts = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     means = f"Geometric means over prompts ({prompts} per category)"
-    bold = f"one {WIDENED:g} times as wide (busy machine)" if frame["provisional"].any() else "it"
+    bold = (
+        f"one {WIDENED:g} times as wide (busy machine)" if any(cell.provisional for cell in cells) else "it"
+    )
     remarks = (
         f"{means}." if plain_cells else f"{means}, below them the 95% intervals. Bold: 1 is not in {bold}.",
-        "*: one prompt; over its repeats." if (frame["speedup_basis"] == "repeats").any() else "",
-        f"No interval: {'one run of one prompt' if (without['prompts'] == 1).all() else 'too few prompts'}."
-        if len(without)
+        "*: one prompt; over its repeats." if any(cell.speedup.basis == "repeats" for cell in cells) else "",
+        f"No interval: {'one run of one prompt' if all(cell.prompts == 1 for cell in without) else 'too few prompts'}."
+        if without
         else "",
     )
     inscribe(figure, run, "Speedup by category", *remarks)
@@ -261,16 +252,16 @@ _SLOWER_FASTER = LinearSegmentedColormap.from_list(
 )
 
 
-def _write_cell(axes: Axes, x: int, y: int, cell: dict[str, Any], ink: str) -> None:
+def _write_cell(axes: Axes, x: int, y: int, cell: CategoryRow, ink: str) -> None:
     """A ratio, above its interval if it has one."""
-    low, high = cell["speedup_low"], cell["speedup_high"]
-    weight = "normal" if cell["verdict"] == "cannot tell" else "bold"
+    low, high = cell.speedup.low, cell.speedup.high
+    weight = "normal" if cell.verdict == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}
-    ratio, size = decimals(cell["speedup"]), letter_size(0.83)
-    alone = math.isnan(low)
+    ratio, size = decimals(cell.speedup.value), letter_size(0.83)
+    alone = low is None or high is None
     axes.text(x, y if alone else y - 0.17, ratio, fontsize=size, weight=weight, **middle)
-    if not alone:
-        star = "*" if cell["speedup_basis"] == "repeats" else ""
+    if low is not None and high is not None:
+        star = "*" if cell.speedup.basis == "repeats" else ""
         axes.text(x, y + 0.24, f"{_end(low)}–{_end(high)}{star}", fontsize=letter_size(0.63), **middle)
 
 

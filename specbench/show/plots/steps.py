@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from specbench.decoding.records import PARTS
-from specbench.results import frames
 from specbench.show.plots.canvas import (
     BLACK,
     BLUE,
@@ -35,26 +35,25 @@ from specbench.show.plots.canvas import (
 from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
-    pass
+    import pandas as pd
 
 _PART_COLORS = {"draft": ORANGE, "verify": BLUE, "accept": GREEN, "rollback": PURPLE, "other": "#B0B0B0"}
 
 
 def time(run: Run) -> Figure:
-    rows = [row for each in run.series for row in frames.records(each.rows) if row["ms_per_token"] > 0]
-    rows.sort(key=lambda row: run.drafters.index(row["drafter"]))
+    rows = [row for each in run.series for row in each.rows if row.ms_per_token > 0]
+    rows.sort(key=lambda row: run.drafters.index(row.config.drafter))
     if not rows:
         raise NoDataError("no speculative configuration has finished a step")
     # Rows of bars from the top down, with a gap between drafters.
-    places = np.array([i + 0.6 * run.drafters.index(row["drafter"]) for i, row in enumerate(rows)])
+    places = np.array([i + 0.6 * run.drafters.index(row.config.drafter) for i, row in enumerate(rows)])
     figure = new_figure(run, (1.55 if run.narrow else 1.35) + 0.17 * (places[-1] + 1))
     axes = figure.subplots()
     left = np.zeros(len(rows))
-    total, read = (
-        np.array([row[name] for row in rows], dtype=float) for name in ("ms_per_token", "share_draft_prefill")
-    )
+    total = np.array([row.ms_per_token for row in rows])
+    read = np.array([row.share_draft_prefill for row in rows])
     for part in PARTS:
-        wide = total * np.array([row[f"share_{part}"] for row in rows], dtype=float)
+        wide = total * np.array([row.share[part] for row in rows])
         color = _PART_COLORS[part]
         axes.barh(places, wide, 0.78, left=left, color=color, label=part, edgecolor="white", linewidth=0.3)
         if part == "draft" and (total * read > 0.01 * total.max()).any():
@@ -70,18 +69,18 @@ def time(run: Run) -> Figure:
                 label=name,
             )
         left += wide
-    plain = run.plain["ms_per_token"].dropna()
+    plain = [row.ms_per_token for row in run.plain if not math.isnan(row.ms_per_token)]
     for base in plain:
         axes.axvline(base, color=BLACK, linewidth=0.9, linestyle=DASHED)
-    if len(plain):
+    if plain:
         top = axes.get_xaxis_transform()
         axes.text(
-            plain.iloc[0], 1.01, "plain", transform=top, ha="center", va="bottom", fontsize=letter_size(0.88)
+            plain[0], 1.01, "plain", transform=top, ha="center", va="bottom", fontsize=letter_size(0.88)
         )
     axes.set_yticks(places, row_names(rows, run))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(places[-1] + 0.6, -0.6)
-    axes.set_xlim(0, 1.05 * max(total.max(), plain.max() if len(plain) else 0.0))
+    axes.set_xlim(0, 1.05 * max(total.max(), *plain))
     axes.set_xlabel("time per token (ms)")
     grid_lines(axes, "x")
     above = axes.transAxes + ScaledTranslation(0, letter_size(1.4) / 72, figure.dpi_scale_trans)
@@ -102,11 +101,11 @@ def time(run: Run) -> Figure:
 
 
 def generation(run: Run) -> Figure:
-    row = _one_generation(run)
-    drafted, accepted = np.asarray(row["steps_drafted"]), np.asarray(row["steps_accepted"])
-    first = int(row["new_tokens"]) - int(np.sum(row["steps_emitted"]))
-    edges = first + np.concatenate(([0], np.cumsum(row["steps_emitted"])))
-    notes = _drawable(_notes(row["steps_policy"], len(drafted)))
+    one = _one_generation(run)
+    drafted, accepted = one["steps_drafted"], one["steps_accepted"]
+    first = int(one["new_tokens"]) - int(np.sum(one["steps_emitted"]))
+    edges = first + np.concatenate(([0], np.cumsum(one["steps_emitted"])))
+    notes = _drawable(_notes(one["steps_policy"], len(drafted)))
     figure = new_figure(run, (3.8 if notes else 2.7) * (0.9 if run.narrow else 1.0))
     both = figure.subplots(
         2 if notes else 1, 1, sharex=True, squeeze=False, height_ratios=[1.2, 1.0] if notes else None
@@ -148,7 +147,7 @@ def generation(run: Run) -> Figure:
         lower.set_ylim(bottom=min(0.0, *(float(np.nanmin(values)) for values in notes.values())))
         grid_lines(lower)
     both[-1].set_xlabel("token of the output")
-    which = f"Prompt {short(row['prompt'], 40)}, {short(row['label'], 48)}: the most usual in its tokens per step."
+    which = f"Prompt {short(one['prompt'], 40)}, {short(one['label'], 48)}: the most usual in its tokens per step."
     remark = "A column is a step, as wide as the tokens it emitted."
     meanings = [f"{name}: {_NOTES[name]}." for name in notes if name in _NOTES]
     inscribe(figure, run, "One generation, step by step", which, remark, *meanings)
@@ -167,11 +166,10 @@ _NOTES = {
 """What the notes of rules mean."""
 
 
-def _one_generation(run: Run) -> dict[str, Any]:
+def _one_generation(run: Run) -> pd.Series[Any]:
     """Of one configuration the generation with the most usual number of tokens per step. The configuration is one whose
     rule notes an entropy, or else anything, or else the fastest; γ above 1 goes first."""
-    df = run.df
-    # As arrays: pandas copies a frame's attributes, here a whole run.json, whenever a column is taken.
+    df = run.results.generations
     configs, drafted, policies = (df[name].to_numpy() for name in ("config", "steps_drafted", "steps_policy"))
     chosen = ((df["status"] == "ok") & (df["kind"] == "speculative")).to_numpy()
     drafting = [int(i) for i in np.flatnonzero(chosen) if np.any(drafted[i])]
@@ -180,14 +178,14 @@ def _one_generation(run: Run) -> dict[str, Any]:
     noting = [i for i in drafting if _drawable(_notes(policies[i], len(drafted[i])))]
     noting.sort(key=lambda i: not any(name.startswith("H") for name in policies[i]))
     longer = {configs[i] for i in drafting if np.max(drafted[i]) > 1}
-    speedups = run.summary.set_index("config")["speedup"].fillna(0.0)
     names = [name for name in dict.fromkeys(configs[drafting]) if name in longer or not longer]
-    config = str(configs[noting[0]] if noting else speedups.reindex(names).idxmax())
+    speedups = {row.config.id: row.speedup.value for row in run.rows if row.measured}
+    config = str(configs[noting[0]] if noting else max(names, key=lambda name: speedups.get(name, 0.0)))
     emitted = df["steps_emitted"].to_numpy()
-    usual = float(run.summary.set_index("config")["tokens_per_step"].loc[config])
+    usual = run.summary.row(config).tokens_per_step.value
     mine = [i for i in noting or drafting if configs[i] == config]
     place = min(mine, key=lambda i: abs(float(np.mean(emitted[i])) - usual))
-    return {str(name): df[name].iat[place] for name in df.columns}
+    return df.iloc[place]
 
 
 def _notes(policy: Any, steps: int) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:

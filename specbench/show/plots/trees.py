@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from specbench.results import frames
+from specbench.record import Estimate
+from specbench.results.acceptance import RankRow, ranks
+from specbench.results.summary import SummaryRow, bare
 from specbench.show.plots.acceptance import panels, two_lines
 from specbench.show.plots.canvas import NoDataError, Run, grid_lines, inscribe, letter_size, new_figure
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from matplotlib.axes import Axes
 
 _LEAST_TESTED = 10
@@ -28,23 +29,22 @@ _MOST_RANKS = 4
 
 def trees(run: Run) -> Figure:
     """By configuration: tokens per step, rows of a pass, and decode speed."""
-    if frames.rank_frame(run.df).empty:
+    if not ranks(run.results):
         raise NoDataError("no tree was drafted")
-    rows = frames.records(run.summary[run.summary["mean_nodes"].notna()].sort_values("tokens_per_step"))
+    rows = [row for row in run.rows if not math.isnan(row.mean_nodes)]
+    rows.sort(key=lambda row: row.tokens_per_step.value)
     height = 1.2 + 0.3 * len(rows)
     figure = new_figure(run, 3 * height if run.narrow else height)
     grid = figure.subplots(3, 1) if run.narrow else figure.subplots(1, 3, sharey=True)
-    for axes, name, label in zip(
-        grid,
-        ("tokens_per_step", "rows", "tokens_per_second"),
-        ("tokens per step", "rows of a target pass", "decode speed (tokens/s)"),
-        strict=True,
-    ):
-        for number, row in enumerate(rows):
-            tree = row["mean_nodes"] > row["mean_gamma"] + 1e-9
-            _dot(
-                axes, {**row, "rows": 1.0 + row["mean_nodes"]}, name, number, "#D55E00" if tree else "#0072B2"
-            )
+    panels: list[tuple[str, list[Estimate]]] = [
+        ("tokens per step", [row.tokens_per_step for row in rows]),
+        ("rows of a target pass", [bare(1.0 + row.mean_nodes) for row in rows]),
+        ("decode speed (tokens/s)", [row.tokens_per_second for row in rows]),
+    ]
+    for axes, (label, figures) in zip(grid, panels, strict=True):
+        for number, (row, each) in enumerate(zip(rows, figures, strict=True)):
+            tree = row.mean_nodes > row.mean_gamma + 1e-9
+            _dot(axes, each, number, "#D55E00" if tree else "#0072B2")
         axes.set_ylim(-0.7, len(rows) - 0.3)
         axes.set_yticks(range(len(rows)), [_name(row, run) for row in rows], fontsize=letter_size(0.79))
         axes.set_xlabel(label)
@@ -55,37 +55,36 @@ def trees(run: Run) -> Figure:
     return figure
 
 
-def _name(row: dict[str, Any], run: Run) -> str:
+def _name(row: SummaryRow, run: Run) -> str:
     """A configuration's, without the drafter that stands in the title: its beginning, for that says which tree."""
-    label = str(row["label"])
+    label = row.config.label
     if len(run.drafters) == 1:
-        label = label.removeprefix(str(row["drafter"])).strip()
+        label = label.removeprefix(row.config.drafter).strip()
     return label if len(label) <= _LONGEST_NAME else f"{label[: _LONGEST_NAME - 1]}…"
 
 
-def _dot(axes: Axes, row: dict[str, Any], name: str, y: int, color: str) -> None:
+def _dot(axes: Axes, estimate: Estimate, y: int, color: str) -> None:
     """A figure with its interval, if it has one."""
-    value = row[name]
-    bounds = [[value - row.get(f"{name}_low", np.nan)], [row.get(f"{name}_high", np.nan) - value]]
-    error = None if np.isnan(bounds).any() else np.maximum(bounds, 0.0)
+    value, error = estimate.value, None
+    if estimate.low is not None and estimate.high is not None:
+        error = np.maximum([[value - estimate.low], [estimate.high - value]], 0.0)
     axes.errorbar(value, y, xerr=error, fmt="o", color=color, markersize=4)
 
 
 def rank_rates(run: Run) -> Figure:
     """Of every tree: how often the candidate of each rank is the one that is kept, by depth."""
-    frame = frames.rank_frame(run.df)
-    frame = frame[(frame["tested"] >= _LEAST_TESTED) & (frame["rank"] < _MOST_RANKS)]
-    if frame.empty:
+    lines: dict[str, dict[int, list[RankRow]]] = {}
+    for row in ranks(run.results):
+        if row.tested >= _LEAST_TESTED and row.rank < _MOST_RANKS:
+            lines.setdefault(row.config.id, {}).setdefault(row.rank, []).append(row)
+    if not lines:
         raise NoDataError(f"of no tree {_LEAST_TESTED} nodes were tested")
-    groups = list(frame.groupby("config", sort=False))
-    figure, grid = panels(run, len(groups), 2.1, sharey=True)
-    rows = {row["config"]: row for row in frames.records(run.summary)}
-    for axes, (config, mine) in zip(grid, groups, strict=True):
-        for rank, line in mine.groupby("rank"):
-            axes.plot(
-                line["depth"], line["rate"], marker="o", markersize=3.5, label=f"rank {int(str(rank)) + 1}"
-            )
-        axes.set_title(two_lines(_name(rows[config], run)), fontsize=letter_size(0.94))
+    figure, grid = panels(run, len(lines), 2.1, sharey=True)
+    for axes, (config, by_rank) in zip(grid, lines.items(), strict=True):
+        for rank, line in sorted(by_rank.items()):
+            depths, rates = [row.depth for row in line], [row.rate for row in line]
+            axes.plot(depths, rates, marker="o", markersize=3.5, label=f"rank {rank + 1}")
+        axes.set_title(two_lines(_name(run.summary.row(config), run)), fontsize=letter_size(0.94))
         axes.set_xlabel("depth")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0.0, 1.02)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specbench.files import explained, refuse_link, write_text
-from specbench.results.store import load_results
+from specbench.results.results import load_results
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import to_html
@@ -27,13 +27,13 @@ def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Pa
         UsageError: There is no run, no generation of it has finished, or a link stands where something is to be
             written. RunError: The report cannot be written.
     """
-    df = load_results(folder)
+    results = load_results(folder)
     out = folder if out is None else out
     paths = [out / "report.html", out / "report.md"]
     with explained(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        report = make_report(df, folder.resolve().name, out / "plots")
+        report = make_report(results, folder.resolve().name, out / "plots")
         for path, text in zip(paths, (to_html(report), to_markdown(report)), strict=True):
             write_text(path, text)
     return report, paths

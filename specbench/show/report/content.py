@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.decoding.theory import SharedCosts
 from specbench.errors import UsageError
-from specbench.results import frames, stats
-from specbench.results.advice import RunWarning, review
-from specbench.results.heads import head_frame, training_frame
-from specbench.results.rows import FOREIGN
+from specbench.results import stats
+from specbench.results.acceptance import PositionRow, positions
+from specbench.results.advice import review
+from specbench.results.heads import HeadRow, TrainingRow, head_rows, training_rows
+from specbench.results.requests import RequestRow, request_rows
+from specbench.results.results import Results
+from specbench.results.run import FOREIGN, Run, RunWarning
+from specbench.results.summary import Categories, Summary, baseline_words, categorize, summarize
 from specbench.show.answer import Answer, find_answers
 from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
 from specbench.textsafe import counted, one_line
@@ -50,8 +54,7 @@ class Report:
         name: Of the run.
         answers: One per temperature.
         warnings: What is doubtful.
-        summary, requests, categories, positions: Frames of ``specbench.results.frames``.
-        heads, training: Of ``specbench.results.heads``.
+        summary, requests, categories, positions, heads, training: Rows of its tables.
         pictures: Figures.
         missing: Why a figure is not there, by name.
         method: How it was measured, heading and text.
@@ -62,12 +65,12 @@ class Report:
     name: str
     answers: list[Answer]
     warnings: list[RunWarning]
-    summary: pd.DataFrame
-    requests: pd.DataFrame
-    categories: pd.DataFrame
-    positions: pd.DataFrame
-    heads: pd.DataFrame
-    training: pd.DataFrame
+    summary: Summary
+    requests: list[RequestRow]
+    categories: Categories
+    positions: list[PositionRow]
+    heads: list[HeadRow]
+    training: list[TrainingRow]
     pictures: list[Picture]
     missing: dict[str, str]
     method: list[tuple[str, str]]
@@ -75,38 +78,37 @@ class Report:
     facts: dict[str, list[tuple[str, str]]]
 
 
-def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
+def make_report(results: Results, name: str, plots: Path) -> Report:
     """Everything a report says about one run.
 
     Args:
-        df: Rows of the run, from ``specbench.results.store.load_results``.
+        results: The run.
         name: Of the run.
         plots: An existing folder for the figures.
 
     Raises:
         UsageError: No generation has finished. RunError: A figure cannot be written.
     """
-    run = frames.run_of(df)
-    if not (df["status"] == "ok").any():
+    run = results.run
+    if results.done.empty:
         raise UsageError(
             "There is nothing to report: no generation of this run has finished.", "Go on with its sweep."
         )
-    steps = frames.step_arrays(df)
-    summary, categories = frames.summary_frame(df, steps), frames.category_frame(df)
-    pictures, missing = _pictures(df, plots)
+    summary, categories = summarize(results), categorize(results)
+    pictures, missing = _pictures(results, plots)
     return Report(
         name=one_line(name),
-        answers=find_answers(df, summary, categories),
-        warnings=_warnings(df, run, summary),
+        answers=find_answers(results, summary, categories),
+        warnings=_warnings(results, summary),
         summary=summary,
-        requests=frames.request_frame(df),
+        requests=request_rows(results),
         categories=categories,
-        positions=frames.position_frame(df, steps),
-        heads=head_frame(df, steps),
-        training=training_frame(df),
+        positions=positions(results),
+        heads=head_rows(results),
+        training=training_rows(results),
         pictures=pictures,
         missing=missing,
-        method=_method(df, run),
+        method=_method(results),
         costs=_costs(run),
         facts=_facts(run),
     )
@@ -115,12 +117,12 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
 _NARROW, _NARROW_DPI = 3.6, 150  # inches and resolution of a figure for narrow screens, which it fills
 
 
-def _pictures(df: pd.DataFrame, folder: Path) -> tuple[list[Picture], dict[str, str]]:
+def _pictures(results: Results, folder: Path) -> tuple[list[Picture], dict[str, str]]:
     try:
-        drawn = draw_figures(df)
+        drawn = draw_figures(results)
     except UsageError as error:
         return [], dict.fromkeys(FIGURES, error.message)
-    narrow = draw_figures(df, drawn.figures, Look(_NARROW)).figures
+    narrow = draw_figures(results, drawn.figures, Look(_NARROW)).figures
     pictures = []
     for name, figure in drawn.figures.items():
         path = folder / f"{name}.png"
@@ -133,20 +135,18 @@ def _pictures(df: pd.DataFrame, folder: Path) -> tuple[list[Picture], dict[str, 
 # --- What is doubtful, how and on what it was measured ----------------------------------------------
 
 
-def _warnings(df: pd.DataFrame, run: Mapping[str, Any], summary: pd.DataFrame) -> list[RunWarning]:
+def _warnings(results: Results, summary: Summary) -> list[RunWarning]:
     """The gravest first."""
-    planned = (
-        run.get("repeats", 1) * len(run["configs"]) * sum(each.get("turns", 1) for each in run["prompts"])
-    )
+    run, measured = results.run, len(results.generations)
+    planned = run.repeats * len(run.configs) * sum(prompt.turns for prompt in run.prompts)
     found = []
-    if not run.get("finished") and frames.stored_answer(df) is None:
-        searched = bool(
-            run["options"].get("tune") or run.get("tuning")
-        )  # which measures no more of its grid than it has to
+    if not run.finished and not _is_tuned(run):
+        # A search measures no more of its grid than it has to.
+        searched = bool(run.options.get("tune") or run.tuning)
         there = (
-            counted(len(df), "generation is", "generations are")
+            counted(measured, "generation is", "generations are")
             if searched
-            else f"{len(df)} of {planned} generations are"
+            else f"{measured} of {planned} generations are"
         )
         found.append(
             RunWarning(
@@ -156,7 +156,7 @@ def _warnings(df: pd.DataFrame, run: Mapping[str, Any], summary: pd.DataFrame) -
                 "Go on with it: the same command with --resume.",
             )
         )
-    differing = [what for change in run.get("changes") or () for what in change.get("differing", ())]
+    differing = [what for change in run.changes for what in change.differing]
     if differing:
         found.append(
             RunWarning(
@@ -168,26 +168,31 @@ def _warnings(df: pd.DataFrame, run: Mapping[str, Any], summary: pd.DataFrame) -
         )
     found += [
         RunWarning("lines", "warning", problem, "They are measured again with --resume.")
-        for problem in df.attrs.get("problems", ())
+        for problem in results.problems
     ]
     grave = {"error": 0, "warning": 1, "info": 2}
-    return sorted([*found, *review(df, summary)], key=lambda warning: grave[warning.severity])
+    return sorted([*found, *review(results, summary)], key=lambda warning: grave[warning.severity])
 
 
-def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    done = df[df["status"] == "ok"]
+def _is_tuned(run: Run) -> bool:
+    """Whether `specbench tune` has stored what it came to."""
+    return run.tuning is not None and run.tuning.answer is not None
+
+
+def _method(results: Results) -> list[tuple[str, str]]:
+    run, done = results.run, results.done
     categories = list(dict.fromkeys(done["category"].dropna().map(one_line)))
     repeats, configs = done["repeat"].nunique(), done["config"].nunique()
     temperatures = sorted(done["temperature"].dropna().unique())
-    length = f"up to {run['max_new_tokens']} tokens" if run.get("max_new_tokens") else "their natural length"
-    if run.get("ignore_eos"):
+    length = f"up to {run.max_new_tokens} tokens" if run.max_new_tokens else "their natural length"
+    if run.ignore_eos:
         length = length.replace("up to ", "") + " (end tokens are ignored)"
-    warmups = run.get("warmup", 0)
+    warmups = run.warmup
     foreign = bool(done["kind"].isin(FOREIGN).any())
     side_by_side = bool((done["group"] != "").any())
     together = "groups of prompts" if side_by_side else "prompts"
     servers = bool((done["kind"] == "server").any())
-    over = frames.baseline_name(df)
+    over = baseline_words(run)
     return [
         (
             "Measured",
@@ -205,7 +210,7 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
             "Interleaving",
             f"In every repeat all configurations{' of a batch' if side_by_side else ''} decode the same"
             f" {'group of prompts' if side_by_side else 'prompt'} back to back, in a fresh random order (seed"
-            f" {run.get('seed')}), so that drift of the machine hits all alike."
+            f" {run.seed}), so that drift of the machine hits all alike."
             f" {'Every other repeat reverses the order of the one before' if servers else 'Models stay loaded'};"
             f" {counted(warmups, 'warm-up generation')} per configuration"
             f" {'does' if warmups == 1 else 'do'} not count.",
@@ -230,7 +235,7 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{stats.CONFIDENCE:.0%}, over {together}: they say what other {together} of this kind would give. Repeats"
             f" sharpen one of them and never count as {together}. Faster or slower: it lies wholly above or below 1.",
         ),
-        *(_METHOD_OF_TUNING if frames.stored_answer(df) is not None else ()),
+        *(_METHOD_OF_TUNING if _is_tuned(run) else ()),
         *(_ACCEPTANCE_OF_SERVERS if servers else _ACCEPTANCE),
         ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
     ]
@@ -274,8 +279,8 @@ def _plain_decoding(*, foreign: bool) -> str:
     )
 
 
-def _method_of_servers(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    salt = (run.get("options") or {}).get("salt")
+def _method_of_servers(run: Run) -> list[tuple[str, str]]:
+    salt = run.options.get("salt")
     first_line = {
         "shared": " Every prompt begins with a line that no cache knows, the same one for all servers.",
         "each": " Every prompt begins with a line that no cache knows, another one for each server.",
@@ -307,11 +312,11 @@ def _method_of_batches(done: pd.DataFrame) -> list[tuple[str, str]]:
     ]
 
 
-def _costs(run: Mapping[str, Any]) -> list[list[str]]:
+def _costs(run: Run) -> list[list[str]]:
     """Lines of a table of single passes: what, milliseconds, in target passes with one token."""
-    costs = PassCosts.from_json(run.get("costs") or {})
-    shared = list(_shared_costs(SharedCosts.from_json(run.get("shared_costs") or {})))
-    if 1 not in costs.target_s:
+    costs = run.costs
+    shared = [] if run.shared_costs is None else list(_shared_costs(run.shared_costs))
+    if costs is None or 1 not in costs.target_s:
         return shared
     lines = [(f"target, {counted(n, 'token')}", s, f"v({n})") for n, s in costs.target_s.items()]
     for name, seconds in costs.drafter_s.items():
@@ -352,27 +357,28 @@ _MACHINE = {
 _TARGET = {"name": "target", "dtype": "dtype", "device": "device", "fingerprint": "fingerprint"}
 
 
-def _facts(run: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Machine, models and command; of what is recorded only fields that are known, so that nothing else gets out."""
-    environment = {"specbench": run.get("specbench"), **run["environment"]}
-    models = [(what, _shown(run["target"].get(name))) for name, what in _TARGET.items()]
-    drafters = {config.get("drafter"): config.get("drafter_fingerprint") for config in run["configs"]}
-    kind = "server" if any(config.get("kind") == "server" for config in run["configs"]) else "drafter"
+def _facts(run: Run) -> dict[str, list[tuple[str, str]]]:
+    """Machine, models and command."""
+    machine = {name: getattr(run.environment, name) for name in _MACHINE}
+    machine["specbench"] = machine["specbench"] or run.specbench
+    models = [(what, _shown(getattr(run.target, name))) for name, what in _TARGET.items()]
+    drafters = {config.drafter: config.drafter_fingerprint for config in run.configs}
+    kind = "server" if any(config.kind == "server" for config in run.configs) else "drafter"
     models += [
         (kind, one_line(name) + (f", fingerprint {one_line(weights)}" if weights else ""))
         for name, weights in drafters.items()
-        if name not in (None, "none")
+        if name != "none"
     ]
-    command = shlex.join(["specbench", *map(one_line, run.get("command") or ())])
+    command = shlex.join(["specbench", *map(one_line, run.command)])
     made = [
         ("command", command),
-        ("begun", _shown(run.get("created"))),
-        ("ended", _shown(run.get("finished"))),
-        ("run id", _shown(run["run_id"])),
+        ("begun", _shown(run.created)),
+        ("ended", _shown(run.finished)),
+        ("run id", _shown(run.run_id)),
     ]
     return {
         "Machine": [
-            (what, _shown(environment.get(name))) for name, what in _MACHINE.items() if name in environment
+            (what, _shown(machine[name])) for name, what in _MACHINE.items() if machine[name] is not None
         ],
         "Models": models,
         "Run": made,

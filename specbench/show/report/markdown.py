@@ -24,15 +24,21 @@ def to_markdown(report: Report) -> str:
     if report.warnings:
         warnings = [f"{each.severity}: {each.message} {each.advice}" for each in report.warnings]
         parts += ["## Warnings", *_items(warnings)]
-    parts += ["## Summary", tables.to_markdown(report.summary).rstrip()]
-    if len(report.requests):
-        parts += ["## Requests side by side", tables.to_markdown(report.requests).rstrip()]
-    if len(report.categories):
-        parts += ["## By category", tables.to_markdown(report.categories).rstrip()]
-    if len(report.heads):
-        parts += ["## Trained heads", tables.to_markdown(report.heads).rstrip()]
-    if len(report.training):
-        parts += ["## Training", *_folded(tables.to_markdown(report.training).rstrip())]
+    parts += ["## Summary", tables.to_markdown(tables.summary_sheet(report.summary)).rstrip()]
+    if report.requests:
+        parts += [
+            "## Requests side by side",
+            tables.to_markdown(tables.request_sheet(report.requests)).rstrip(),
+        ]
+    if report.categories.rows:
+        parts += ["## By category", tables.to_markdown(tables.category_sheet(report.categories)).rstrip()]
+    if report.heads:
+        parts += ["## Trained heads", tables.to_markdown(tables.head_sheet(report.heads)).rstrip()]
+    if report.training:
+        parts += [
+            "## Training",
+            *_folded(tables.to_markdown(tables.training_sheet(report.training)).rstrip()),
+        ]
     if report.pictures:
         parts += ["## Figures"]
         parts += [
@@ -41,8 +47,11 @@ def to_markdown(report: Report) -> str:
         ]
     if report.missing:
         parts += _items(missing_figures(report))
-    if len(report.positions):
-        parts += ["## Acceptance by position", *_folded(tables.to_markdown(report.positions).rstrip())]
+    if report.positions:
+        parts += [
+            "## Acceptance by position",
+            *_folded(tables.to_markdown(tables.position_sheet(report.positions)).rstrip()),
+        ]
     parts += ["## How it was measured", *_items(f"{name}: {text}" for name, text in report.method)]
     if report.costs:
         heading = [markdown_row(COST_HEADINGS), "| --- | ---: | ---: |"]

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from specbench.decoding.records import PARTS
-from specbench.results import frames, stats
+from specbench.record import Json
+from specbench.results import stats
+from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show import tables
 from specbench.show.answer import Answer
 from specbench.show.report.content import (
@@ -30,7 +32,7 @@ from specbench.show.report.content import (
 from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 _FOLDER = Path(__file__).parent
 _LONG = 40  # characters of a name from which on it may take several lines
@@ -51,17 +53,21 @@ _TABLES = {
 def to_html(report: Report) -> str:
     """The report as one HTML file that loads nothing: pictures, style and script are inside."""
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
-    summary = tables.sheet_of(report.summary)
+    summary = tables.summary_sheet(report.summary)
     steps = [i for i, heading in enumerate(summary.headings) if heading in _STEP_HEADINGS]
     shown = [
-        *([_noted_table("Requests side by side", report.requests)] if len(report.requests) else []),
-        *([_category_table("By category", report.categories)] if len(report.categories) else []),
-        *([_noted_table("Trained heads", report.heads)] if len(report.heads) else []),
-        *([_noted_table("Training", report.training)] if len(report.training) else []),
+        *(
+            [_noted_table("Requests side by side", tables.request_sheet(report.requests))]
+            if report.requests
+            else []
+        ),
+        *([_category_table("By category", report.categories)] if report.categories.rows else []),
+        *([_noted_table("Trained heads", tables.head_sheet(report.heads))] if report.heads else []),
+        *([_noted_table("Training", tables.training_sheet(report.training))] if report.training else []),
         *([_table("Acceptance and time", summary, [0, *steps])] if steps else []),
         *(
-            [_table("Acceptance by position", tables.sheet_of(report.positions))]
-            if len(report.positions)
+            [_table("Acceptance by position", tables.position_sheet(report.positions))]
+            if report.positions
             else []
         ),
     ]
@@ -110,7 +116,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] if text[:1].isascii() else text
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
+def _answer(answer: Answer) -> Json:
     """An answer; in its headline every other part is a ratio with its interval, and the first of them the answer."""
     return {
         "kind": (answer.verdict or "cannot tell").replace(" ", "-"),
@@ -120,7 +126,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _picture(picture: Picture) -> dict[str, Any]:
+def _picture(picture: Picture) -> Json:
     return {
         "name": picture.name,
         "about": picture.about,
@@ -130,7 +136,7 @@ def _picture(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _image(png: bytes, share: float) -> dict[str, Any]:
+def _image(png: bytes, share: float) -> Json:
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
     data = "data:image/png;base64," + base64.b64encode(png).decode()
     return {"data": data, "width": round(share * width), "height": round(share * height)}
@@ -155,7 +161,7 @@ class _Cell:
     value: str | None
     kind: str | None = None
     sign: str = ""
-    bar: dict[str, Any] | None = None
+    bar: Json | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,21 +206,20 @@ def _sort_value(value: Any) -> str | None:
     return None if value is None or math.isnan(value) else repr(float(value))
 
 
-def _speed_table(title: str, frame: pd.DataFrame, sheet: tables.Sheet) -> _Table:
+def _speed_table(title: str, summary: Summary, sheet: tables.Sheet) -> _Table:
     """The summary but for what is told of the steps: speedups first, each drawn beside its figure."""
     place = {heading: i for i, heading in enumerate(sheet.headings)}
     first = [place[heading] for heading in ("configuration", "speedup", "verdict") if heading in place]
     others = [i for heading, i in place.items() if heading not in _STEP_HEADINGS and i not in first]
     table = _table(title, sheet, [*first, *others])
     table.folded, table.notes = False, sheet.notes
-    records = frames.records(frame)
-    scale = _Scale(records)
-    for row, record in zip(table.rows, records, strict=True):
+    scale = _Scale(summary.rows)
+    for row, shown in zip(table.rows, summary.rows, strict=True):
         for heading, cell in zip(table.headings[1:], row.cells, strict=True):
             if heading == "speedup":
-                cell.bar = scale.bar(record)
-            elif heading == "verdict" and (row.best or record["verdict"] in ("faster", "slower")):
-                cell.kind = "faster" if row.best else record["verdict"]
+                cell.bar = scale.bar(shown)
+            elif heading == "verdict" and (row.best or shown.verdict in ("faster", "slower")):
+                cell.kind = "faster" if row.best else shown.verdict
     return table
 
 
@@ -223,11 +228,12 @@ class _Scale:
 
     WIDTH, HEIGHT = 110.0, 14.0
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        values = [row["speedup"] for row in rows if row["speedup"] > 0]
+    def __init__(self, rows: Sequence[SummaryRow]) -> None:
+        speedups = [row.speedup for row in rows if row.speedup.value > 0]
+        values = [each.value for each in speedups]
         # A very wide interval would squeeze all others; it runs to the edge instead.
-        lows = [max(row["speedup_low"], row["speedup"] / 2) for row in rows if row["speedup_low"] > 0]
-        highs = [min(row["speedup_high"], row["speedup"] * 2) for row in rows if row["speedup_high"] > 0]
+        lows = [max(each.low, each.value / 2) for each in speedups if each.low]
+        highs = [min(each.high, each.value * 2) for each in speedups if each.high]
         self.low = math.log(min([0.8, *values, *lows])) - 0.03
         self.high = math.log(max([1.25, *values, *highs])) + 0.03
 
@@ -236,40 +242,41 @@ class _Scale:
         share = (math.log(value) - self.low) / (self.high - self.low) if value > 0 else 0.0
         return round(self.WIDTH * min(1.0, max(0.0, share)), 1)
 
-    def bar(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+    def bar(self, row: SummaryRow) -> Json | None:
         """Places in the drawing of a row; ``None`` without a value."""
-        if not row["speedup"] > 0 or row["config"] == row["baseline"]:
+        speedup = row.speedup
+        if not speedup.value > 0 or row.is_baseline:
             return None
-        ends = None if math.isnan(row["speedup_low"]) else (row["speedup_low"], row["speedup_high"])
+        ends = None if speedup.low is None or speedup.high is None else (speedup.low, speedup.high)
         return {
             "width": f"{self.WIDTH:g}",
             "height": f"{self.HEIGHT:g}",
             "middle": f"{self.HEIGHT / 2:g}",
-            "kind": row["verdict"] if row["verdict"] in ("faster", "slower") else "unsure",
+            "kind": row.verdict if row.verdict in ("faster", "slower") else "unsure",
             "one": self.x(1.0),
             "interval": ends and [self.x(end) for end in ends],
-            "value": self.x(row["speedup"]),
+            "value": self.x(speedup.value),
         }
 
 
-def _noted_table(title: str, frame: pd.DataFrame) -> _Table:
-    sheet = tables.sheet_of(frame)
+def _noted_table(title: str, sheet: tables.Sheet) -> _Table:
     table = _table(title, sheet)
     table.notes = sheet.notes
     return table
 
 
-def _category_table(title: str, frame: pd.DataFrame) -> _Table:
+def _category_table(title: str, categories: Categories) -> _Table:
     """The matrix of categories, marked where a speedup can be told from 1."""
-    sheet = tables.sheet_of(frame)
+    sheet = tables.category_sheet(categories)
     table = _table(title, sheet)
     table.notes = [*sheet.notes, "[–]: too few to say. ▲ ▼: the interval lies wholly above or below 1."]
-    if frame["provisional"].any():
-        table.notes.append(f"{frame.attrs['disturbance']} {stats.PROVISIONAL}")
-    configs, categories = (list(dict.fromkeys(frame[name])) for name in ("config", "category"))
-    verdicts = {(row["config"], row["category"]): row["verdict"] for row in frames.records(frame)}
+    if any(row.provisional for row in categories.rows):
+        table.notes.append(f"{categories.disturbance} {stats.PROVISIONAL}")
+    configs = list(dict.fromkeys(row.config.id for row in categories.rows))
+    names = list(dict.fromkeys(row.category for row in categories.rows))
+    verdicts = {(row.config.id, row.category): row.verdict for row in categories.rows}
     for config, row in zip(configs, table.rows, strict=True):
-        for category, cell in zip(categories, row.cells, strict=True):
+        for category, cell in zip(names, row.cells, strict=True):
             verdict = verdicts.get((config, category))
             if verdict in ("faster", "slower"):
                 cell.kind, cell.sign = verdict, "▲" if verdict == "faster" else "▼"

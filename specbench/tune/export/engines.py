@@ -23,7 +23,10 @@ from specbench.tune.export.transformers import Transformers
 from specbench.tune.export.vllm import VLLM
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from specbench.models.stories import HeadStory
+    from specbench.results.results import Results
+
+    pass
 
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
@@ -43,7 +46,7 @@ def export_setting(engine: Engine, setting: Setting) -> Export:
     return replace(made, needs=[*made.needs, there.needs]) if there is not None and there.needs else made
 
 
-def expresses(engine: Engine, drafter: DrafterSpec, story: Mapping[str, Any] | None = None) -> bool:
+def expresses(engine: Engine, drafter: DrafterSpec, story: HeadStory | None = None) -> bool:
     """Whether an engine has a drafter.
 
     Args:
@@ -59,7 +62,7 @@ def expresses(engine: Engine, drafter: DrafterSpec, story: Mapping[str, Any] | N
     return True
 
 
-def export_fastest(engine: Engine, settings: Sequence[Setting], df: pd.DataFrame) -> tuple[Setting, Export]:
+def export_fastest(engine: Engine, settings: Sequence[Setting], results: Results) -> tuple[Setting, Export]:
     """The fastest setting that an engine has, with the fastest of all beside it, and its export.
 
     In place of the fastest of all, a setting whose rule the engine lacks is exported only where no fixed γ was measured
@@ -68,7 +71,7 @@ def export_fastest(engine: Engine, settings: Sequence[Setting], df: pd.DataFrame
     Args:
         engine: The engine.
         settings: Of a run, the fastest first.
-        df: The rows of that run.
+        results: That run.
 
     Raises:
         UsageError: It has none of them.
@@ -82,7 +85,7 @@ def export_fastest(engine: Engine, settings: Sequence[Setting], df: pd.DataFrame
             made = export_setting(engine, setting)
         except UsageError:
             continue
-        return (setting if setting is settings[0] else in_place_of(df, setting, settings[0])), made
+        return (setting if setting is settings[0] else in_place_of(results, setting, settings[0])), made
     drafters = dict.fromkeys(str(setting.drafter) for setting in settings)
     what = refuse(engine, settings[0]).message
     if len(drafters) > 1:

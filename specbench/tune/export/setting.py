@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.errors import RunError, UsageError
 from specbench.recipe import Recipe
-from specbench.results import frames, stats
+from specbench.record import Estimate, builtins
+from specbench.results import stats
 from specbench.results.compare import named_config, side_by_side
+from specbench.results.results import Results
+from specbench.results.run import Run
+from specbench.results.steps import Steps
+from specbench.results.summary import SummaryRow, by_config, summarize
 from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.rules import RuleSpec, parse_rule
 from specbench.textsafe import one_line
@@ -22,9 +25,8 @@ from specbench.textsafe import one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import pandas as pd
-
     from specbench.config import Config
+    from specbench.models.stories import HeadStory
 
 _TESTED = 10
 """Drafts that were tested at a position before its acceptance counts."""
@@ -73,7 +75,7 @@ class Measured:
 
     config: str
     label: str
-    speedup: stats.Estimate
+    speedup: Estimate
     verdict: stats.Verdict | None
     best: bool
 
@@ -91,7 +93,7 @@ class Beside:
     """
 
     fastest: Measured
-    share: stats.Estimate
+    share: Estimate
 
     def __str__(self) -> str:
         label = one_line(self.fastest.label)
@@ -142,17 +144,17 @@ class Setting:
         model = self.drafter.own_model
         return None if model is None else Model.named(model.name)
 
-    def with_head(self, story: Mapping[str, Any] | None) -> Setting:
-        """With the trained head in its drafter, as results tell of it (``specbench.models.stories``)."""
+    def with_head(self, story: HeadStory | None) -> Setting:
+        """With the trained head in its drafter, as results tell of it."""
         if story is None:
             return self
         model = self.drafter.own_model
         packaged = model is not None and model.kind == "packaged"
         return replace(
             self,
-            head=story["kind"],
-            compact=packaged or story.get("compact", False),
-            speculators=story.get("form") == "speculators",
+            head=story.kind,
+            compact=packaged or story.compact,
+            speculators=story.form == "speculators",
         )
 
 
@@ -197,7 +199,7 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
         return replace(setting, unseen=True)  # the hub cannot be reached, or only by others
 
 
-def _head_in(drafter: DrafterSpec) -> Mapping[str, Any] | None:
+def _head_in(drafter: DrafterSpec) -> HeadStory | None:
     """What is told of a trained head in a drafter, as the command line would find it; ``None`` if it is none."""
     model = drafter.own_model
     if model is None:
@@ -212,12 +214,12 @@ def _head_in(drafter: DrafterSpec) -> Mapping[str, Any] | None:
 
 
 def setting_of_run(
-    df: pd.DataFrame, wanted: str | None = None, gamma: int | None = None, *, name: str = "the run"
+    results: Results, wanted: str | None = None, gamma: int | None = None, *, name: str = "the run"
 ) -> Setting:
     """A setting of a run: the one that is named, or the fastest at its first temperature.
 
     Args:
-        df: The rows of a run, as ``load_results`` gives them.
+        results: A run.
         wanted: Its name in tables, or its id.
         gamma: Instead of the γ that the run's figures suggest.
         name: Of the run, for messages.
@@ -225,22 +227,22 @@ def setting_of_run(
     Raises:
         UsageError: There is no such setting, or it drafts nothing, or the run is one over servers.
     """
-    run = _Run(df, name)
+    run = _Run(results, name)
     return run.setting(run.fastest_first()[0] if wanted is None else run.named(wanted), gamma)
 
 
 def settings_of_run(
-    df: pd.DataFrame, gamma: int | None = None, *, name: str = "the run"
+    results: Results, gamma: int | None = None, *, name: str = "the run"
 ) -> Sequence[Setting]:
     """The settings of a run at its first temperature, the fastest first, as far as this version knows their drafters.
 
     Args:
-        df, gamma, name: See ``setting_of_run``.
+        results, gamma, name: See ``setting_of_run``.
 
     Raises:
         UsageError: There is none, or the run is one over servers.
     """
-    run = _Run(df, name)
+    run = _Run(results, name)
     settings: list[Setting] = []
     unknown: UsageError | None = None
     for row in run.fastest_first():
@@ -253,22 +255,22 @@ def settings_of_run(
     return settings
 
 
-def in_place_of(df: pd.DataFrame, setting: Setting, fastest: Setting) -> Setting:
+def in_place_of(results: Results, setting: Setting, fastest: Setting) -> Setting:
     """A setting that is exported because an engine does not have the fastest one, with that beside it.
 
     Args:
-        df: The rows of the run that both are from.
+        results: The run that both are from.
         setting: What is exported.
         fastest: What is not.
     """
     assert setting.measured is not None
     assert fastest.measured is not None
-    told = (frames.stored_answer(df) or {}).get("measured", {})
-    ranking = (frames.run_of(df).get("tuning") or {}).get("ranking", ())
-    mine = told.get(setting.measured.config, {}).get("share")
-    if mine is not None and ranking[:1] == [fastest.measured.config]:
-        return replace(setting, beside=Beside(fastest.measured, frames.stored_estimate(mine)))
-    pairs = side_by_side(df, setting.measured.config, fastest.measured.config)
+    tuning = results.run.tuning
+    if tuning is not None and tuning.answer is not None:
+        mine = tuning.answer.measured.get(setting.measured.config)
+        if mine is not None and mine.share and tuning.ranking[:1] == [fastest.measured.config]:
+            return replace(setting, beside=Beside(fastest.measured, mine.share))
+    pairs = side_by_side(results, setting.measured.config, fastest.measured.config)
     share = stats.geometric_mean(
         (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
     )
@@ -278,87 +280,85 @@ def in_place_of(df: pd.DataFrame, setting: Setting, fastest: Setting) -> Setting
 class _Run:
     """A run whose settings are asked for."""
 
-    def __init__(self, df: pd.DataFrame, name: str) -> None:
-        self.df, self.name, self.run = df, name, frames.run_of(df)
-        summary = frames.summary_frame(df)
-        self.rows = frames.records(summary)
-        self.winners = frames.winners(summary[~summary["provisional"]])
-        tuning = self.run.get("tuning") or {}
-        self.ranking: Sequence[str] = tuning.get("ranking", ())
+    def __init__(self, results: Results, name: str) -> None:
+        self.results, self.name, self.run = results, name, results.run
+        summary = summarize(results)
+        self.rows = summary.rows
+        self.winners = {row.config.id for row in self.rows if not row.provisional} & summary.winners
+        tuning = self.run.tuning
+        self.ranking: Sequence[str] = () if tuning is None else tuning.ranking
         """The order to which `specbench tune` came, which measures the slower ones on few prompts."""
-        if any(row["kind"] == "server" for row in self.rows):
+        if any(row.config.kind == "server" for row in self.rows):
             raise UsageError(
                 f"In {name} servers were measured, whose settings are not known here.",
                 "Name a run of models.",
             )
 
-    def fastest_first(self) -> list[dict[str, Any]]:
+    def fastest_first(self) -> list[SummaryRow]:
         """What was measured at the first temperature; of `specbench tune` as that ranks it, else by speedup."""
-        measured = [
-            row for row in self.rows if row["kind"] == "speculative" and row["speedup"] == row["speedup"]
-        ]
+        measured = [row for row in self.rows if row.config.kind == "speculative" and row.measured]
         if not measured:
             raise UsageError(
                 f"In {self.name} no speculative decoding was measured to its end.",
                 "Measure some, or resume it.",
             )
-        first = [row for row in measured if row["temperature"] == measured[0]["temperature"]]
+        first = [row for row in measured if row.config.temperature == measured[0].config.temperature]
         places = {config: place for place, config in enumerate(self.ranking)}
         return sorted(
             first,
             key=lambda row: (
-                places.get(row["config"], len(places)),
-                row["config"] not in self.winners,
-                -float(row["speedup"]),
+                places.get(row.config.id, len(places)),
+                row.config.id not in self.winners,
+                -row.speedup.value,
             ),
         )
 
-    def named(self, wanted: str) -> dict[str, Any]:
+    def named(self, wanted: str) -> SummaryRow:
         """The row of a setting by its name or id."""
         config = named_config(self.run, wanted, self.name)
-        if config["kind"] != "speculative":
+        if config.kind != "speculative":
             raise UsageError(
                 f"The setting {wanted!r} is no speculative decoding of specbench.",
                 "Name one that drafts by its own loop.",
             )
-        found = next((row for row in self.rows if row["config"] == config["id"]), None)
+        found = next((row for row in self.rows if row.config.id == config.id), None)
         if found is None:
             raise UsageError(
                 f"Of the setting {wanted!r} nothing is measured in {self.name}.", "Name another one."
             )
         return found
 
-    def setting(self, row: Mapping[str, Any], gamma: int | None) -> Setting:
+    def setting(self, row: SummaryRow, gamma: int | None) -> Setting:
         """The setting of a row."""
-        stored = next(each for each in self.run["configs"] if each["id"] == row["config"])
-        if stored["recipe"] is None:
+        config = row.config
+        if config.recipe is None:
             raise UsageError(
-                f"The drafter {one_line(row['drafter'])} of {self.name} is of another version of specbench.",
+                f"The drafter {one_line(config.drafter)} of {self.name} is of another version of specbench.",
                 "Name another setting, or measure it anew.",
             )
-        drafter = Recipe.from_json(stored["recipe"]).drafter
-        rule = parse_rule(row["policy"])
-        own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.df, self.rows, row, rule)
-        target = self.run["target"]
-        sure: stats.Verdict = "cannot tell" if row["provisional"] else row["verdict"]
+        drafter = Recipe.from_json(builtins(config.recipe)).drafter
+        rule = parse_rule(config.policy)
+        own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.results, self.rows, row, rule)
+        target = self.run.target
+        sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
         setting = Setting(
-            Model.named(one_line(target["name"])),
+            Model.named(one_line(target.name)),
             drafter,
             rule,
             own,
             reason,
-            target.get("dtype"),
-            stored["drafter_dtype"],
-            float(row["temperature"]),
+            target.dtype,
+            config.drafter_dtype,
+            config.temperature,
             Measured(
-                row["config"],
-                row["label"],
-                frames.estimate_of(row),
-                "faster" if row["config"] in self.winners else sure,
-                row["config"] in self.winners,
+                config.id,
+                config.label,
+                row.speedup,
+                "faster" if config.id in self.winners else sure,
+                config.id in self.winners,
             ),
         )
-        return setting.with_head((self.run.get("heads") or {}).get(row["drafter"]))
+        return setting.with_head(self.run.heads.get(config.drafter))
 
 
 def _refuse_plain(drafter: DrafterSpec, what: str) -> None:
@@ -368,27 +368,26 @@ def _refuse_plain(drafter: DrafterSpec, what: str) -> None:
         )
 
 
-def _fixed(
-    df: pd.DataFrame, rows: Sequence[dict[str, Any]], row: Mapping[str, Any], rule: RuleSpec
-) -> tuple[int, str]:
+def _fixed(results: Results, rows: Sequence[SummaryRow], row: SummaryRow, rule: RuleSpec) -> tuple[int, str]:
     """The γ of a fixed rule; of others the best one measured beside it, or that is predicted, or what was accepted."""
-    if rule.word == "fixed" and row["gamma"] == row["gamma"]:
-        return int(row["gamma"]), ""
+    config = row.config
+    if rule.word == "fixed" and config.gamma is not None:
+        return config.gamma, ""
     beside = [
         other
         for other in rows
-        if other["gamma"] == other["gamma"]
-        and other["speedup"] == other["speedup"]
-        and other["kind"] == "speculative"
-        and (other["drafter"], other["temperature"]) == (row["drafter"], row["temperature"])
+        if other.measured
+        and other.config.gamma is not None
+        and other.config.kind == "speculative"
+        and (other.config.drafter, other.config.temperature) == (config.drafter, config.temperature)
     ]
     if beside:
-        best = max(beside, key=lambda other: float(other["speedup"]))
-        ratio = stats.ratio_text(frames.estimate_of(best), " ×")
-        return int(best["gamma"]), f"the best of the {len(beside)} fixed γ measured with it, {ratio}"
-    steps = frames.step_arrays(df[df["config"] == row["config"]].reset_index(drop=True))
+        best = max(beside, key=lambda other: other.speedup.value)
+        ratio = stats.ratio_text(best.speedup, " ×")
+        return best.config.gamma or 1, f"the best of the {len(beside)} fixed γ measured with it, {ratio}"
+    steps = by_config(results)[config.id]
     steps = steps.take(steps["drafted"] > 0)
-    predicted = _predicted(steps, row["drafter"], _costs(frames.run_of(df), row["batch"]))
+    predicted = _predicted(steps, config.drafter, _costs(results.run, config.batch))
     if predicted is not None:
         reason = "what it accepted by position and what passes took predict it to be the fastest; none was measured"
         return predicted, f"{reason} with it"
@@ -396,16 +395,16 @@ def _fixed(
     return max(1, round(mean)), f"no fixed γ was measured with it; a step that drafted kept {mean:.1f} tokens"
 
 
-def _costs(run: Mapping[str, Any], batch: float) -> PassCosts:
+def _costs(run: Run, batch: int | None) -> PassCosts:
     """Of single passes; of a batch, of those to which each of its requests brings so many tokens."""
-    if math.isnan(batch):
-        return PassCosts.from_json(run.get("costs") or {})
-    requests, shared = int(batch), SharedCosts.from_json(run.get("shared_costs") or {})
-    drafters = {name: times[requests] for name, times in shared.drafter_s.items() if requests in times}
-    return PassCosts(shared.target_s.get(requests, {}), drafters)
+    if batch is None:
+        return run.costs or PassCosts({})
+    shared = run.shared_costs or SharedCosts({})
+    drafters = {name: times[batch] for name, times in shared.drafter_s.items() if batch in times}
+    return PassCosts(shared.target_s.get(batch, {}), drafters)
 
 
-def _predicted(steps: frames.Steps, drafter: str, costs: PassCosts) -> int | None:
+def _predicted(steps: Steps, drafter: str, costs: PassCosts) -> int | None:
     """The γ that is fastest by theory; ``None`` where passes were not timed, or too few drafts were made.
 
     Args:

@@ -1,0 +1,88 @@
+"""The tables of docs/results-format.md, made of the declarations of the records.
+
+    python -m specbench.results.format docs/results-format.md
+
+A line ``<!-- NAME -->`` of the page stands before the table of the record of that name, which is written anew.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+
+from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.record import Record
+from specbench.results import lines as _lines  # noqa: F401 - declares records
+
+
+def _records(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _records(each)
+
+
+_ALL: list[type[msgspec.Struct]] = [*_records(Record), PassCosts, SharedCosts]
+RECORDS = {each.__name__: each for each in _ALL}
+"""By the names that stand in the page."""
+
+_JSON = {str: "text", bool: "true or false", int: "integer", float: "number", Any: "anything", list: "list"}
+
+
+def table_of(record: type[msgspec.Struct]) -> str:
+    """The fields of a record as a Markdown table; of one that extends another, its own alone."""
+    inherited = {
+        name for base in record.__bases__ if issubclass(base, Record) for name in base.__struct_fields__
+    }
+    rows = [
+        f"| `{field.encode_name}` | {_type(field.type)} | {_meaning(field.type)} |"
+        for field in msgspec.structs.fields(record)
+        if field.name not in inherited
+    ]
+    return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows])
+
+
+def _meaning(kind: Any) -> str:
+    """The last description of an annotation, the outermost."""
+    if get_origin(kind) is not Annotated:
+        return ""
+    found = [each.description for each in kind.__metadata__ if isinstance(each, msgspec.Meta)]
+    return next((each for each in reversed(found) if each), "").replace("|", "\\|")
+
+
+def _type(kind: Any) -> str:
+    """A type in the words of JSON."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type(inner[0])
+    if origin is Literal:
+        return " or ".join(f'`"{each}"`' for each in inner)
+    if origin is list:
+        return f"list of {_type(inner[0])}"
+    if origin is not None and inner and isinstance(origin, type) and hasattr(origin, "keys"):
+        values = _type(inner[1])
+        return "object" if values == "anything" else f"object of {values}"
+    if inner:  # a union
+        known = " or ".join(_type(each) for each in inner if each is not NoneType)
+        return f"{known} or `null`" if NoneType in inner else known
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return f"`{kind.__name__}`"
+    return _JSON[kind]
+
+
+_PLACE = re.compile(r"^<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
+
+
+def with_tables(text: str) -> str:
+    """The page with its tables as the declarations have them."""
+    return _PLACE.sub(lambda found: f"<!-- {found[1]} -->\n\n{table_of(RECORDS[found[1]])}\n", text)
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,413 @@
+"""The lines of ``generations.jsonl`` and ``costs.jsonl``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from specbench.decoding.records import Step
+from specbench.record import (
+    Count,
+    Figure,
+    Number,
+    Record,
+    Seconds,
+    Small,
+    doc,
+    ratio,
+    rounded,
+    to_json,
+)
+from specbench.results.run import VERSION
+
+Key = tuple[str, str, int, int, bool]
+"""What is measured at most once: configuration, prompt or group, turn, repeat, and whether it is a warm-up."""
+
+# -- generations.jsonl -----------------------------------------------------------------------------
+
+
+class Line(Record):
+    """What every line has."""
+
+    schema: Count = VERSION
+    run_id: str | None = None
+    config: Annotated[str, doc("id of the configuration")]
+    prompt: Annotated[
+        str, doc("id of the prompt, or name of the group: its number and a mark of its prompts")
+    ]
+    category: Annotated[str | None, doc("of the prompt; `null` for a group")] = None
+    turn: Annotated[
+        Count,
+        doc("from 0; every turn of a conversation is a generation, on this configuration's own answers"),
+    ]
+    repeat: Annotated[Count, doc("from 0")]
+    order: Annotated[
+        Count, doc("place in the random order in which the configurations decoded this turn, back to back")
+    ] = 0
+    warmup: Annotated[bool, doc("whether it only warms up: not used for any figure")]
+    seed: Annotated[
+        Annotated[int, Meta(ge=0)] | None, doc("of sampling; the same for all configurations of a turn")
+    ] = None
+    started: Annotated[Number | None, doc("Unix time")] = None
+    load_average: Annotated[Number | None, doc("when it began")] = None
+    status: Annotated[Literal["ok", "failed"], doc("a failed line has the fields of this table alone")]
+    error: Annotated[str | None, doc("why it failed")] = None
+    steal_share: Annotated[
+        Number | None,
+        doc("share of processor time that the host of a virtual machine gave to others meanwhile"),
+    ] = None
+    busy_elsewhere: Annotated[Number | None, doc("cores that other programs kept busy meanwhile")] = None
+    warnings: Annotated[
+        list[str],
+        doc(
+            "ids of those that arose: `machine-busy, steal, frequency-drop, thermal, memory-pressure, stopped` (the"
+            " process was stopped and continued, and so was a second measurement)"
+        ),
+    ] = []
+
+    @property
+    def key(self) -> Key:
+        return self.config, self.prompt, self.turn, self.repeat, self.warmup
+
+
+class StepLists(Record):
+    """The steps of a generation, lists with an element per step. Times are rounded to the nanosecond."""
+
+    drafted: Annotated[list[Small], doc("tokens, of a tree along its longest branch (docs/metrics.md)")]
+    tested: Annotated[list[Small], doc("of them")]
+    accepted: Annotated[list[Small], doc("of them")]
+    emitted: Annotated[
+        list[Small], doc("tokens; a step that emitted two more than it accepted gained one by a sibling")
+    ]
+    draft_s: list[Figure]
+    draft_prefill_s: Annotated[list[Figure], doc("within `draft_s`")]
+    verify_s: list[Figure]
+    accept_s: list[Figure]
+    rollback_s: list[Figure]
+    other_s: list[Figure]
+    nodes: Annotated[list[Small], doc("tokens drafted, of a tree all of them; in older lines `drafted`")] = []
+    siblings: Annotated[list[Small], doc("tokens verified beside the draft; in older lines 0")] = []
+    passes: Annotated[list[Small], doc("of the drafter's model; in older lines `drafted`")] = []
+    expected_acceptance: Annotated[list[list[Figure]], doc("for each step a list over its tested positions")]
+    closing: Annotated[
+        list[str | None],
+        doc(
+            '`"bonus"`, `"corrected"`, `"target"`, or `null` where a stop ended the output among the accepted tokens'
+        ),
+    ] = []
+    policy: Annotated[
+        dict[str, list[Figure | None]],
+        doc("what the draft-length rule noted, for each name a list; see below"),
+    ] = {}
+    widths: Annotated[
+        list[list[Small]],
+        doc(
+            "of trees, else empty: for each step a list over its tested positions, how many nodes stood there"
+        ),
+    ] = []
+    ranks: Annotated[
+        list[list[Small]],
+        doc(
+            "of trees, else empty: for each step a list over its accepted nodes, how many of their siblings come before"
+            " them"
+        ),
+    ] = []
+    parents: Annotated[
+        list[list[Small]],
+        doc(
+            "of trees, else empty: for each step a list over its nodes, the number of the parent of each, from 1, or 0"
+            " for the context; older lines with trees lack it, and the prediction takes their drafts to be chains"
+        ),
+    ] = []
+
+    def __post_init__(self) -> None:
+        count = len(self.drafted)
+        for name, before in (("nodes", self.drafted), ("siblings", [0] * count), ("passes", self.drafted)):
+            if not getattr(self, name):
+                msgspec.structs.force_setattr(self, name, before)
+        optional = (self.closing, self.widths, self.ranks, self.parents)
+        lists = [getattr(self, name) for name in (*STEP_FIGURES, "expected_acceptance")]
+        lists += [*filter(None, optional), *self.policy.values()]
+        if any(len(each) != count for each in lists):
+            raise ValueError("the lists of steps differ in length")
+        if bool(self.widths) != bool(self.ranks):
+            raise ValueError("widths without ranks")
+        if sum(map(len, self.expected_acceptance)) != sum(self.tested):
+            raise ValueError("another number of expected acceptances than of tested positions")
+        if any(parent > node for each in self.parents for node, parent in enumerate(each)):
+            raise ValueError("a node stands before its parent")
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> StepLists:
+        """The steps of a generation as they are stored."""
+        notes = dict.fromkeys(name for step in steps for name in step.policy)
+        trees = steps if any(step.parents is not None for step in steps) else ()
+        times = {
+            name: [round(getattr(step.times, name), 9) for step in steps]
+            for name, kind in STEP_FIGURES.items()
+            if kind is float
+        }
+        return cls(
+            drafted=[step.gamma for step in steps],
+            tested=[step.tested for step in steps],
+            accepted=[step.accepted for step in steps],
+            emitted=[len(step.tokens) for step in steps],
+            **times,
+            nodes=[len(step.drafted) for step in steps],
+            siblings=[len(step.siblings) for step in steps],
+            passes=[step.gamma if step.passes is None else step.passes for step in steps],
+            expected_acceptance=[[round(value, 9) for value in step.expected_acceptance] for step in steps],
+            closing=[step.closing for step in steps],
+            policy={name: [rounded(step.policy.get(name)) for step in steps] for name in notes},
+            widths=[list(step.widths) for step in trees],
+            ranks=[list(step.ranks) for step in trees],
+            parents=[[node + 1 for node in step.parents or ()] for step in trees],
+        )
+
+
+STEP_FIGURES: dict[str, type] = {
+    **dict.fromkeys(("drafted", "tested", "accepted", "emitted"), int),
+    **dict.fromkeys(("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s"), float),
+    **dict.fromkeys(("nodes", "siblings", "passes"), int),
+}
+"""The lists of ``StepLists`` with a number per step: tokens and passes, or seconds."""
+
+
+class Speculation(Record):
+    """What a server reports of its drafts; ``null``: it does not."""
+
+    drafted: Annotated[Count | None, doc("tokens drafted")] = None
+    accepted: Annotated[Count | None, doc("of them kept")] = None
+    drafts: Annotated[Count | None, doc("steps that drafted")] = None
+    kept_at: Annotated[
+        list[Count] | None, doc("in how many of these the draft at each position was kept, from the first on")
+    ] = None
+
+
+class ServerAnswer(Speculation):
+    """What a server reports of an answer that it generated."""
+
+    text: str
+    counted_by: Annotated[str, doc("what its tokens were counted by: `ids`, `usage` or the `tokenizer`")]
+    problem: Annotated[str | None, doc("what does not fit, a sentence")] = None
+    pieces: Annotated[Count, doc("of its stream")]
+    bursts: Annotated[Count, doc("pieces that came together count as one")]
+    attempts: Annotated[Count, doc("how often it was requested")] = 1
+    cached_tokens: Annotated[Count | None, doc("of the prompt, those that were not read again")] = None
+
+
+class Measured(Record):
+    """What is measured of one output."""
+
+    prompt_tokens: Annotated[Count, doc("0 if a server does not say")]
+    new_tokens: Annotated[Count, doc("of the output")]
+    token_ids: Annotated[
+        list[Small],
+        doc(
+            "the output; its text is not kept. Of a server those that it named, else the tokenizer's reading of the"
+            " text, else none"
+        ),
+    ]
+    finish_reason: str | None = None
+    first_tokens: Annotated[
+        Count,
+        doc(
+            "tokens in the first emission: 1, or more where `transformers`' assisted generation begins with a draft"
+        ),
+    ] = 1
+    ttft_s: Annotated[Seconds, doc("time to the first emission; of a request, from when it was sent")]
+    prefill_s: Annotated[Seconds, doc("of that, the target's pass over the prompt")]
+    decode_s: Annotated[Seconds, doc("time after the first emission")]
+    total_s: Annotated[Seconds, doc("both; to the last token")]
+    log_probability: Annotated[
+        Number | None,
+        doc(
+            "with `--baseline beam:N`, of beam search and of greedy plain decoding: natural logarithm of the"
+            " probability that the target gives the output"
+        ),
+    ] = None
+    steps: Annotated[StepLists, doc("empty for `transformers`, `beam`, `assisted` and servers")]
+    server: Annotated[ServerAnswer | None, doc("what a server reports of its answer")] = None
+
+
+class Generation(Measured):
+    """An output that was decoded alone."""
+
+    peak_memory_bytes: Annotated[
+        Count | None,
+        doc(
+            "most memory in use meanwhile: allocated by torch on a CUDA device, else resident, with everything that"
+            " was loaded"
+        ),
+    ] = None
+
+    @property
+    def speed(self) -> float:
+        """Decode tokens/s; NaN without any (docs/metrics.md)."""
+        rest = self.new_tokens - self.first_tokens
+        return ratio(rest, self.decode_s) if rest > 0 else math.nan
+
+
+class Request(Measured):
+    """One of several outputs that were decoded side by side."""
+
+    prompt: Annotated[str, doc("which it was")]
+    category: str | None = None
+    arrived_s: Annotated[Seconds, doc("when it was sent, from when the first could be")]
+    queued_s: Annotated[Seconds, doc("how long it waited for its turn; within `ttft_s`")]
+
+
+class Pool(Record):
+    """Of the target's keys and values."""
+
+    block: Annotated[Count, doc("positions in a block")]
+    blocks: Count
+    peak: Annotated[Count, doc("the most blocks taken at a time")]
+    bytes: Annotated[Count, doc("of the whole pool")]
+
+
+class Group(Record):
+    """Outputs that were decoded side by side. If one of its requests fails, all of it has failed."""
+
+    requests: Annotated[list[Request], doc("in the order in which they came")]
+    clients: Annotated[Count | None, doc("of a closed loop; `null` where requests came by the clock")]
+    seconds: Annotated[
+        Seconds, doc("from when the first request could be sent to the end of the last of `requests`")
+    ]
+    tokens: Annotated[
+        Count,
+        doc(
+            "that were emitted in this time, also for requests that kept the clients busy and are not listed"
+        ),
+    ]
+    pool: Annotated[Pool | None, doc("`null` without one (batch 1)")] = None
+    peak_memory_bytes: Annotated[Count | None, doc("as of a generation")] = None
+    speculation: Annotated[
+        Speculation | None, doc("of a server that counts it for all requests, what it drafted meanwhile")
+    ] = None
+
+    @property
+    def speed(self) -> float:
+        """Throughput (docs/metrics.md); NaN without any."""
+        tokens = sum(each.new_tokens for each in self.requests)
+        if self.clients is None:
+            return ratio(tokens, self.seconds)
+        # Each client is always waiting for one of them.
+        return ratio(self.clients * tokens, sum(each.total_s for each in self.requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A line of ``generations.jsonl``.
+
+    Attributes:
+        line: What was measured, and under which conditions.
+        result: ``None`` if it failed.
+    """
+
+    line: Line
+    result: Generation | Group | None
+
+    @property
+    def key(self) -> Key:
+        return self.line.key
+
+    @property
+    def speed(self) -> float:
+        """Decode tokens/s, of a group its throughput; NaN without any."""
+        return math.nan if self.result is None else self.result.speed
+
+    def outputs(self) -> Iterator[tuple[str, Generation | Request]]:
+        """The outputs of the line, with the prompt of each; none if it failed."""
+        if isinstance(self.result, Generation):
+            yield self.line.prompt, self.result
+        elif self.result is not None:
+            yield from ((each.prompt, each) for each in self.result.requests)
+
+    def to_json(self) -> bytes:
+        """The line.
+
+        Raises:
+            ValueError: A number is not finite.
+        """
+        return to_json(self.line, *([] if self.result is None else [self.result])) + b"\n"
+
+
+class _Kind(Struct):
+    requests: msgspec.Raw = msgspec.Raw()
+
+
+_LINE, _KIND = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Kind)
+_GENERATION, _GROUP = msgspec.json.Decoder(Generation), msgspec.json.Decoder(Group)
+
+
+def parse_line(line: bytes) -> Measurement | None:
+    """A line of ``generations.jsonl``; ``None`` if it is cut short or holds what it cannot hold."""
+    try:
+        head = _LINE.decode(line)
+        if head.status == "failed":
+            return Measurement(head, None)
+        decoder = _GROUP if bytes(_KIND.decode(line).requests) else _GENERATION
+        return Measurement(head, decoder.decode(line))
+    except (ValueError, RecursionError):
+        return None
+
+
+# -- costs.jsonl -----------------------------------------------------------------------------------
+
+
+class Times(Record, tag_field="kind"):
+    """Times of one kind of pass."""
+
+    seconds: Annotated[list[Seconds], doc("every single time")]
+    context_tokens: Annotated[Count, doc("of each request")]
+
+
+class TargetTimes(Times, tag="target"):
+    """Passes of the target."""
+
+    tokens: Annotated[Count, doc("in the pass")]
+
+
+class DrafterTimes(Times, tag="drafter"):
+    """Drafts of one token."""
+
+    drafter: Annotated[str, doc("its name")]
+
+
+class TreeTimes(Times, tag="tree"):
+    """Drafts of several nodes and one more after each of them: two passes, of which the second has a row for each."""
+
+    drafter: str
+    nodes: Count
+
+
+class SharedTargetTimes(Times, tag="shared-target"):
+    """Passes of the target that several requests share."""
+
+    requests: Count
+    tokens: Annotated[Count, doc("that each of them brings")]
+
+
+class SharedDrafterTimes(Times, tag="shared-drafter"):
+    """Drafts of one token for each of several requests."""
+
+    drafter: str
+    requests: Count
+
+
+CostLine = TargetTimes | DrafterTimes | TreeTimes | SharedTargetTimes | SharedDrafterTimes
+_COST: msgspec.json.Decoder[CostLine] = msgspec.json.Decoder(CostLine)
+
+
+def parse_costs_line(line: bytes) -> CostLine | None:
+    """A line of ``costs.jsonl``; ``None`` if it is cut short or holds what it cannot hold."""
+    try:
+        return _COST.decode(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,307 @@
+"""A stored run in memory: its description, and three tables of what was measured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from sys import intern
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from specbench.errors import UsageError
+from specbench.record import ratio
+from specbench.results.lines import (
+    STEP_FIGURES,
+    Generation,
+    Group,
+    Line,
+    Measured,
+    Measurement,
+    Request,
+    ServerAnswer,
+    Speculation,
+    StepLists,
+)
+from specbench.results.run import Run, RunConfig
+from specbench.results.steps import Steps
+from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines, read_run
+
+_NAN = float("nan")
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def _columns(record: type[msgspec.Struct], *without: str) -> dict[str, bool]:
+    """The fields of a record, and whether each is a number, which is NaN where there is none."""
+    fields = msgspec.structs.fields(record)
+    return {each.name: _is_number(each.type) for each in fields if each.name not in without}
+
+
+def _is_number(kind: Any) -> bool:
+    if get_origin(kind) is Annotated:
+        return _is_number(get_args(kind)[0])
+    if isinstance(kind, UnionType) or get_origin(kind) not in (None, list, dict):
+        return any(map(_is_number, get_args(kind)))
+    return kind in (int, float)
+
+
+_LINE = _columns(Line, "schema", "warmup", "warnings")
+_CONFIG = _columns(RunConfig, "id")
+_MEASURED = {
+    **_columns(Generation, "token_ids", "steps", "server"),
+    **_columns(Request, *Measured.__struct_fields__, "prompt", "category"),
+}
+_ANSWER = _columns(ServerAnswer)
+_FIGURES = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
+_STEP_LISTS = StepLists.__struct_fields__
+_GROUP_COLUMNS = (
+    "config", "baseline", "group", "repeat", "new_tokens", "throughput", "pool_blocks", "pool_peak_blocks",
+    "pool_peak_bytes", *Speculation.__struct_fields__,
+)  # fmt: skip
+_ANSWER_COLUMNS = ("generation", *_ANSWER, "step_source", "emitted_in_steps", "reported_steps")
+
+
+@dataclass(frozen=True)
+class Results:
+    """A stored run.
+
+    Attributes:
+        run: Its ``run.json``.
+        generations: A row per output (prompt turn, configuration and repeat) without warm-ups: the fields of
+            ``generations.jsonl`` and those of the row's configuration; ``target`` (its name), ``group`` (of what was
+            decoded side by side the name of the group, else empty); and figures of the steps: ``tokens_per_second``
+            (after the first emission), ``tokens_per_step``, ``acceptance_rate`` and ``alpha``, NaN where they have no
+            meaning. The steps' numbers are arrays with an element per step in columns ``steps_<name>``;
+            ``steps_expected_acceptance``, ``steps_widths``, ``steps_ranks`` and ``steps_parents`` are lists of lists,
+            ``steps_closing`` a list of strings and ``None``, ``steps_policy`` a dict of arrays. Generations that failed
+            have ``status`` "failed", NaN for figures and no steps.
+        groups: A row per group of requests that were decoded side by side: ``config, baseline, group, repeat,
+            new_tokens, throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and of a server that counts them
+            for all requests ``drafted, accepted, drafts, kept_at``.
+        answers: A row per answer of a server, with the index of its row of ``generations``: what the server reported,
+            and ``step_source, emitted_in_steps, reported_steps``, which the tokens per step come from.
+        problems: Which lines could not be used, a sentence each.
+    """
+
+    run: Run
+    generations: pd.DataFrame
+    groups: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(_GROUP_COLUMNS)))
+    answers: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(_ANSWER_COLUMNS)))
+    problems: list[str] = field(default_factory=list)
+
+    @cached_property
+    def done(self) -> pd.DataFrame:
+        """The generations that finished."""
+        return self.generations[self.generations["status"] == "ok"]
+
+    @cached_property
+    def steps(self) -> Steps:
+        """All steps of the generations that finished."""
+        return Steps.of(self.generations)
+
+
+def load_results(path: str | Path) -> Results:
+    """Read one run.
+
+    Args:
+        path: Its folder, a file in it, or a folder with this run alone in it. A line cut short by a crash is a problem,
+            not an error. Of two lines with one key the first counts, except that a success replaces a failure.
+
+    Raises:
+        UsageError: There are no results, or several runs, or a newer version wrote them.
+    """
+    folders = find_runs(path)
+    if len(folders) > 1:
+        raise UsageError(
+            f"There are {len(folders)} runs in {str(path)!r}.", "Name one of them, or read each by itself."
+        )
+    folder, problems = folders[0], list[str]()
+    with _no_collecting():
+        run = read_run(folder)
+        tables = _Tables(run)
+        tables.read(folder, problems)
+        frames = (pd.DataFrame(each) for each in (tables.generations, tables.groups, tables.answers))
+        generations, groups, answers = frames
+    return Results(run, generations, groups, answers.set_index("generation"), problems)
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Pause the search for cycles: parsed JSON has none, and looking through millions of lists takes most of
+    the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+# -- filling them ---------------------------------------------------------------------------------
+
+
+def _cells(record: msgspec.Struct | None, columns: Mapping[str, bool]) -> dict[str, Any]:
+    cells = {name: getattr(record, name, None) for name in columns}
+    return {
+        name: (_NAN if columns[name] else None)
+        if value is None
+        else intern(value)
+        if isinstance(value, str) and name != "text"
+        else value
+        for name, value in cells.items()
+    }
+
+
+class _Tables:
+    """Tables in the making, column by column: step lists become arrays as soon as they are read, to save memory."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        names = (
+            *_LINE, "warnings", "group", "target", *_CONFIG, *_MEASURED, "token_ids", *_FIGURES,
+            *(f"steps_{name}" for name in _STEP_LISTS),
+        )  # fmt: skip
+        self.generations: dict[str, list[Any]] = {name: [] for name in names}
+        self.groups: dict[str, list[Any]] = {name: [] for name in _GROUP_COLUMNS}
+        self.answers: dict[str, list[Any]] = {name: [] for name in _ANSWER_COLUMNS}
+
+    def read(self, folder: Path, problems: list[str]) -> None:
+        """Take in all lines but warm-ups."""
+        configs = {config.id: config for config in self.run.configs}
+        foreign = unknown = 0
+        for each in distinct(read_lines(folder, problems), problems):
+            if each.line.warmup:
+                continue
+            if each.line.run_id != self.run.run_id:
+                foreign += 1
+            elif each.line.config not in configs:
+                unknown += 1
+            else:
+                self._take(each, configs[each.line.config])
+        for lines, what in (
+            (foreign, "belong to another run"),
+            (unknown, "name a configuration that run.json lacks"),
+        ):
+            if lines:
+                problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
+
+    def _take(self, measurement: Measurement, config: RunConfig) -> None:
+        line, result = measurement.line, measurement.result
+        of_all = {
+            **_cells(line, _LINE), **_cells(config, _CONFIG), "warnings": line.warnings,
+            "target": self.run.target.name, "group": "",
+        }  # fmt: skip
+        if isinstance(result, Group):
+            self._add(self.groups, _group_cells(line, config, result))
+            of_all["group"] = line.prompt
+        elif result is None:
+            self._add(self.generations, of_all | _output_cells(None))
+        for prompt, output in measurement.outputs():
+            server, told = output.server, dict[str, Any]()
+            if server is not None:
+                told = _answer_cells(output, server)
+                self._add(self.answers, {"generation": len(self.generations["config"]), **told})
+            cells = of_all | _output_cells(output) | _step_cells(output, told)
+            cells["prompt"] = intern(prompt)
+            if isinstance(output, Request) and isinstance(result, Group):
+                peak = result.peak_memory_bytes
+                cells["category"] = output.category
+                cells["peak_memory_bytes"] = _NAN if peak is None else peak
+            self._add(self.generations, cells)
+
+    @staticmethod
+    def _add(table: dict[str, list[Any]], cells: Mapping[str, Any]) -> None:
+        for name, values in table.items():
+            values.append(cells[name])
+
+
+def _output_cells(output: Generation | Request | None) -> dict[str, Any]:
+    """What was measured of an output; nothing of one that failed."""
+    return {
+        **_cells(output, _MEASURED),
+        **dict.fromkeys(_FIGURES, _NAN),
+        "token_ids": np.array([] if output is None else output.token_ids, np.int32),
+        **step_columns(_NO_STEPS if output is None else output.steps),
+    }
+
+
+_NO_STEPS = StepLists.of([])
+
+
+def step_columns(steps: StepLists) -> dict[str, Any]:
+    """The columns ``steps_<name>`` of a generation, see ``Results``."""
+    cells: dict[str, Any] = {f"steps_{name}": getattr(steps, name) for name in _STEP_LISTS}
+    for name, kind in STEP_FIGURES.items():
+        cells[f"steps_{name}"] = np.array(getattr(steps, name), np.int32 if kind is int else np.float64)
+    cells["steps_policy"] = {name: np.array(noted, np.float64) for name, noted in steps.policy.items()}
+    return cells
+
+
+def _step_cells(output: Generation | Request, told: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of the steps of an output; docs/metrics.md defines them.
+
+    Args:
+        output: What was measured.
+        told: Of the answer of a server its row of ``answers``, else empty.
+    """
+    rest = output.new_tokens - output.first_tokens
+    speed = ratio(rest, output.decode_s) if rest > 0 else _NAN
+    if told:
+        return {
+            "tokens_per_second": speed,
+            "tokens_per_step": told["emitted_in_steps"] / told["reported_steps"],
+            "acceptance_rate": ratio(told["accepted"], told["drafted"]),
+        }
+    steps = output.steps
+    alphas = [value for step in steps.expected_acceptance for value in step]
+    return {
+        "tokens_per_second": speed,
+        "tokens_per_step": ratio(sum(steps.emitted), len(steps.emitted)),
+        "acceptance_rate": ratio(sum(steps.accepted), sum(steps.drafted)),
+        "alpha": float(np.mean(alphas)) if alphas else _NAN,
+    }
+
+
+def _answer_cells(output: Generation | Request, server: ServerAnswer) -> dict[str, Any]:
+    """What a server reported, and what follows from that; docs/metrics.md defines it.
+
+    After the first token every step emits what it keeps and one token more, so that tokens and kept drafts give the
+    number of steps. Where a server does not say what was kept, the bursts that its answer came in stand for steps.
+    """
+    if server.accepted is not None:
+        emitted, source = output.new_tokens - 1, "server"
+        steps = emitted - server.accepted
+    else:
+        emitted, source = output.new_tokens - output.first_tokens, "bursts"
+        steps = server.bursts - 1
+    known = emitted > 0 and steps > 0
+    return {
+        **_cells(server, _ANSWER),
+        "step_source": source if known else None,
+        "emitted_in_steps": emitted if known else _NAN,
+        "reported_steps": steps if known else _NAN,
+    }
+
+
+def _group_cells(line: Line, config: RunConfig, group: Group) -> dict[str, Any]:
+    """A group's row; docs/metrics.md defines its figures."""
+    pool = group.pool
+    return {
+        "config": line.config, "baseline": config.baseline, "group": line.prompt, "repeat": line.repeat,
+        "new_tokens": sum(each.new_tokens for each in group.requests),
+        "throughput": group.speed,
+        "pool_blocks": _NAN if pool is None else pool.blocks,
+        "pool_peak_blocks": _NAN if pool is None else pool.peak,
+        "pool_peak_bytes": _NAN if pool is None else pool.bytes * ratio(pool.peak, pool.blocks),
+        **_cells(group.speculation, _columns(Speculation)),
+    }  # fmt: skip

@@ -1,0 +1,272 @@
+"""``run.json``: what a run measured, on what, and what it came to."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated, Literal
+
+from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.errors import UsageError
+from specbench.models.stories import HeadStory
+from specbench.recipe import Recipe
+from specbench.record import Count, Estimate, Json, Length, Number, Record, Size, builtins, doc
+
+VERSION = 2
+"""Of the files of a run. 1: first form. 2: configurations have recipes."""
+
+KIND = "specbench-sweep"
+
+OTHER_ANSWERS = ("beam",)
+"""Kinds of configurations whose answers are not meant to be plain decoding's."""
+
+FOREIGN = ("transformers", "assisted", *OTHER_ANSWERS)
+"""Kinds of configurations that another library decodes."""
+
+PLAIN = "plain decoding"
+"""What speedups are over, in words, where it is no server."""
+
+RIVALS = ("speculative", "server")
+"""Kinds of configurations among which the fastest is looked for; one that is its own baseline is none of them."""
+
+
+class Environment(Record):
+    """The machine, and versions. ``null``: not known."""
+
+    cpu: Annotated[str | None, doc("processor")] = None
+    cpu_capability: Annotated[str | None, doc("torch's instruction set")] = None
+    physical_cores: Count | None = None
+    cores: Annotated[Count | None, doc("logical cores that the process may use")] = None
+    threads: Annotated[Count | None, doc("of torch")] = None
+    huge_pages: Annotated[str | None, doc("Linux's setting for transparent huge pages")] = None
+    ram_gb: Size | None = None
+    os: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    transformers: str | None = None
+    specbench: str | None = None
+    devices: Annotated[list[str] | None, doc("names of accelerators")] = None
+    git_commit: Annotated[str | None, doc('of the checkout; "+" after it if files were changed since')] = None
+
+
+class DtypeMeasured(Record):
+    """A dtype that ``--dtype auto`` chose by measuring."""
+
+    target: Annotated[str, doc("name of the model")] = ""
+    dtype: Annotated[str, doc("chosen")]
+    other: Annotated[str, doc("what it was compared with")]
+    speedup: Annotated[Size, doc("over the other")]
+    low: Annotated[Size, doc("end of its interval")]
+    high: Annotated[Size, doc("end of its interval")]
+
+
+class TargetModel(Record):
+    """The target."""
+
+    name: str | None = None
+    fingerprint: Annotated[str | None, doc("hash of its weights")] = None
+    dtype: str | None = None
+    device: str | None = None
+    vocab_size: Count | None = None
+    packed: Annotated[bool | None, doc("whether native passes read its weights where oneDNN packed them")] = (
+        None
+    )
+    dtype_choice: Annotated[DtypeMeasured | None, doc("if `--dtype auto` was decided by measuring")] = None
+    model_defaults: Annotated[Json | None, doc("what was applied of the model's own generation settings")] = (
+        None
+    )
+
+
+class StoredModel(Record):
+    """A model that a recipe names."""
+
+    kind: Literal["hub", "folder", "gguf", "builtin", "packaged"]
+    name: Annotated[str, doc("of a folder or file its last name")]
+
+
+OptionValue = str | bool | int | float | list[str] | None
+
+
+class StoredRecipe(Record):
+    """Everything that decides how a prompt is decoded (``specbench.recipe.Recipe``); of options those not at their
+    defaults."""
+
+    target: StoredModel
+    drafter: Annotated[str, doc("as `--drafter` takes it; `MODEL1` and so on stand for its models")]
+    drafter_models: list[StoredModel]
+    rule: Annotated[str | None, doc("as `--length-policy` takes it; `null` where nothing is drafted")]
+    costs: Annotated[str | None, doc("name of the file of `--costs`")]
+    models: Annotated[dict[str, OptionValue], doc("how weights are loaded")]
+    caching: Annotated[dict[str, OptionValue], doc("the cache, and the kind of passes over it")]
+    decoding: Annotated[dict[str, OptionValue], doc("how long outputs get")]
+    sampling: Annotated[dict[str, OptionValue], doc("how tokens are chosen")]
+
+
+class RunConfig(Record):
+    """A configuration: one way to decode."""
+
+    id: Annotated[str, doc("its name in files")]
+    label: Annotated[str, doc("its name in tables")]
+    kind: Annotated[
+        str,
+        doc(
+            "`plain`, `speculative`; `transformers`, `beam` and `assisted` for the rows of `--baseline transformers`,"
+            " `--baseline beam:N` and `--assisted transformers`; `server`"
+        ),
+    ]
+    drafter: Annotated[str, doc("its name; `none` without one; of a server its own")]
+    gamma: Annotated[
+        Length | None, doc("tokens drafted in a step; `null` where a rule or `transformers` decides")
+    ]
+    policy: Annotated[
+        str,
+        doc(
+            "draft-length rule with those of its options that are not the defaults, as `--length-policy` takes it"
+            " (`egag:scale=0.5`); `none` where nothing is drafted"
+        ),
+    ]
+    temperature: Annotated[Size, doc("0 is greedy")]
+    cache: Annotated[str, doc("kind of key/value cache")]
+    baseline: Annotated[
+        str, doc("id of the plain configuration, or of the first server, that speedups are ratios to")
+    ]
+    drafter_fingerprint: Annotated[
+        str | None, doc("hash of the drafter's weights, if it has any of its own")
+    ] = None
+    drafter_dtype: Annotated[str | None, doc("in which these weights draft")] = None
+    beams: Annotated[Count | None, doc("of a beam search: how many texts it goes on with")] = None
+    batch: Annotated[Count | None, doc("with `--batch`: how many requests are decoded at a time")] = None
+    arrivals: Annotated[
+        str | None, doc("with `--batch`: how they come, as `--arrivals` takes it (`closed:8`)")
+    ] = None
+    recipe: Annotated[
+        StoredRecipe | None,
+        doc("the whole of it, for specbench's own loop; `null` where something else decodes"),
+    ] = None
+
+
+class PromptInfo(Record):
+    """A prompt."""
+
+    id: str
+    category: str = ""
+    turns: Annotated[Count, doc("how many were run")] = 1
+    fingerprint: Annotated[str | None, doc("hash of the text")] = None
+
+
+class Mismatch(Record):
+    """A greedy output that is not plain decoding's, and where they part."""
+
+    config: str
+    prompt: str
+    turn: Count
+    repeat: Count
+    position: Annotated[Count, doc("first differing token")]
+    gap: Annotated[
+        Number | None, doc("between the target's logits of the two tokens; `null` if not computed")
+    ] = None
+    gap_units: Annotated[Number | None, doc("the same in units of rounding")] = None
+    numerical_tie: Annotated[bool | None, doc("whether rounding explains it")] = None
+
+    def __post_init__(self) -> None:
+        if self.numerical_tie is not None and self.gap is None:
+            raise ValueError("without a gap nobody knows whether it is a tie")
+
+
+class RunWarning(Record, kw_only=False):
+    """What a reader of the figures should know."""
+
+    id: Annotated[str, doc("kind of warning, the same between versions")]
+    severity: Annotated[
+        Literal["info", "warning", "error"],
+        doc("`info` changes no conclusion, `warning` may, `error` does"),
+    ]
+    message: Annotated[str, doc("one sentence")]
+    advice: Annotated[str, doc("what to do about it, one sentence")]
+    data: Annotated[Json, doc("the figures behind it")] = {}
+
+
+class Tuned(Record):
+    """What `specbench tune` found out about a configuration."""
+
+    speedup: Annotated[Estimate, doc("over plain decoding")]
+    share: Annotated[Estimate | None, doc("of the leader's speed")] = None
+    categories: Annotated[dict[str, Estimate], doc("speedups by category")]
+    verdict: Literal["faster", "slower", "cannot tell"]
+
+
+class TuningAnswer(Record):
+    """The answer of `specbench tune`."""
+
+    headline: Annotated[str, doc("a sentence")]
+    details: Annotated[list[str], doc("sentences")]
+    choice: Annotated[str, doc("id of the configuration that it recommends")]
+    provisional: bool
+    measured: Annotated[dict[str, Tuned], doc("by id, all that were measured but plain decoding")]
+
+
+class Tuning(Record):
+    """The search of `specbench tune` ([tuning](tuning.md))."""
+
+    predicted: Annotated[dict[str, Number], doc("speedups, by id")]
+    raced: Annotated[list[str], doc("ids")]
+    left_out: Annotated[dict[str, str], doc("why others were not, by id")]
+    ranking: Annotated[list[str], doc("ids of those measured, the leader first; empty until it ends")] = []
+    verdict: Annotated[str | None, doc("`faster`, `equal`, `plain`, `open`")] = None
+    answer: Annotated[TuningAnswer | None, doc("what everything shows")] = None
+
+
+class Change(Record):
+    """What differed when a run went on with ``--accept-changes``."""
+
+    at: Annotated[str | None, doc("when")] = None
+    differing: Annotated[list[str], doc("sentences")] = []
+    environment: Annotated[Environment | None, doc("before")] = None
+    options: Annotated[Json, doc("before")] = {}
+
+
+class Run(Record):
+    """What ``run.json`` holds."""
+
+    schema: Annotated[Count, doc("version of the files")] = VERSION
+    kind: Annotated[str, doc(f'"{KIND}"')] = KIND
+    specbench: Annotated[str, doc("version that measured")] = ""
+    run_id: Annotated[str, doc("random; ties lines to their run")]
+    command: Annotated[list[str], doc("the command line, its paths cut down to names")] = []
+    options: Annotated[Json, doc("everything that defines the grid and the measurement, see below")]
+    environment: Environment
+    target: TargetModel
+    configs: list[RunConfig]
+    prompts: list[PromptInfo]
+    heads: Annotated[dict[str, HeadStory], doc("by drafter")] = {}
+    seed: Annotated[int | None, doc("of the options, for convenience, like the next ones")] = None
+    repeats: Count = 1
+    warmup: Count = 0
+    max_new_tokens: Count | None = None
+    ignore_eos: bool = False
+    created: Annotated[str | None, doc("ISO 8601, UTC")] = None
+    finished: Annotated[str | None, doc("likewise; `null` until everything is measured")] = None
+    costs: Annotated[
+        PassCosts | None, doc("seconds of single passes; `null` if they could not be measured")
+    ] = None
+    shared_costs: Annotated[
+        SharedCosts | None, doc("with `--batch`: seconds of passes that several requests share")
+    ] = None
+    differences: Annotated[list[Mismatch] | None, doc("looked at when the run ends; `null` before")] = None
+    warnings: Annotated[list[RunWarning], doc("what is doubtful")] = []
+    tuning: Annotated[Tuning | None, doc("of `specbench tune`")] = None
+    changes: Annotated[list[Change], doc("if the run went on with `--accept-changes`")] = []
+
+    @property
+    def baseline(self) -> str:
+        """What speedups are over, by name: plain decoding, or the first of several servers."""
+        return next((config.drafter for config in self.configs if config.kind == "server"), PLAIN)
+
+
+def stored_recipes(run: Run) -> dict[str, Recipe]:
+    """The recipes of a run by the ids of their configurations, as far as this version knows what is in them."""
+    found = {}
+    for config in run.configs:
+        if config.recipe is not None:
+            with suppress(UsageError):
+                found[config.id] = Recipe.from_json(builtins(config.recipe))
+    return found

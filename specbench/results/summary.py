@@ -1,0 +1,508 @@
+"""What a run says of every configuration, over all prompts and by category.
+
+Definitions of the figures and their pitfalls: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import pandas as pd
+
+from specbench.decoding.records import PARTS
+from specbench.record import NO_FIGURE, Estimate, ratio
+from specbench.results import stats
+from specbench.results.pairs import paired_groups, paired_runs
+from specbench.results.predict import NO_PREDICTION, Prediction, predict, predict_batch
+from specbench.results.results import Results
+from specbench.results.rows import to_frame
+from specbench.results.run import RIVALS, Mismatch, Run, RunConfig
+from specbench.results.steps import Steps
+from specbench.textsafe import one_line
+
+_NAN = math.nan
+_OTHERS = frozenset({"machine-busy", "steal"})
+_MOST_DISTURBED = 0.5
+"""Share of the generations from which on pairing within a round no longer makes up for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What all steps of a configuration accepted; NaN where nothing was drafted.
+
+    Attributes:
+        tokens_per_step: Emitted over steps.
+        acceptance_rate: Accepted over drafted.
+        acceptance_tested: Accepted over tested.
+        alpha: Mean expected acceptance where tested.
+        mean_gamma: Tokens drafted in a step.
+        mean_nodes: The same, of trees all nodes.
+        step_source: Of servers what the tokens per step come from: the ``server``, or ``bursts``, an estimate.
+    """
+
+    tokens_per_step: Estimate = NO_FIGURE
+    acceptance_rate: Estimate = NO_FIGURE
+    acceptance_tested: Estimate = NO_FIGURE
+    alpha: Estimate = NO_FIGURE
+    mean_gamma: float = _NAN
+    mean_nodes: float = _NAN
+    step_source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """Figures of one configuration over all prompts, NaN where there is no such figure.
+
+    Of requests side by side ``tokens_per_second`` is the throughput of a group of them, and ``speedup`` the ratio of
+    throughputs, both geometric means over groups.
+
+    Attributes:
+        config: Which.
+        prompts, generations, failures: How many prompts, finished and failed generations.
+        verdict: What the interval of ``speedup`` allows to say; ``None`` for a baseline.
+        tokens_per_second: Decode speed, geometric mean over prompts.
+        speedup: Over the baseline, geometric mean over prompts of paired ratios, 1 for a baseline.
+        speedup_total: The same with the time to first token.
+        pooled_speedup: All tokens over all seconds.
+        tokens_per_step, acceptance_rate, acceptance_tested, alpha, mean_gamma, mean_nodes, step_source: See
+            ``Acceptance``.
+        predicted_speedup: From acceptance by position and the measured costs of passes, geometric mean over prompts;
+            none if others used the machine most of the time.
+        predicted_speedup_iid: The same from α.
+        speedup_first: Of servers the speedup over the first repeat alone.
+        warming: Of servers how many times as fast the later repeats are, where a server has seen the prompts before.
+        c: Cost of a drafter pass, in passes of the target with one token.
+        ttft_s: Time to the first token, geometric mean over prompts.
+        ms_per_token: Time of the steps per emitted token.
+        share: Of that, by part of a step.
+        share_draft_prefill: Within that of drafting.
+        peak_memory_bytes: The largest.
+        log_probability: Of an answer's token, mean over prompts, where it was requested.
+        identical_share: Greedy outputs with the baseline's very tokens.
+        difference: What the others come from (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none.
+        cached_share: Of the prompts' tokens those that a server did not read, where it says so.
+        provisional: Whether the verdict rests on a wider interval, because others used the machine most of the time.
+    """
+
+    config: RunConfig
+    prompts: int = 0
+    generations: int = 0
+    failures: int = 0
+    verdict: stats.Verdict | None = None
+    tokens_per_second: Estimate = NO_FIGURE
+    speedup: Estimate = NO_FIGURE
+    speedup_total: Estimate = NO_FIGURE
+    pooled_speedup: Estimate = NO_FIGURE
+    tokens_per_step: Estimate = NO_FIGURE
+    acceptance_rate: Estimate = NO_FIGURE
+    acceptance_tested: Estimate = NO_FIGURE
+    alpha: Estimate = NO_FIGURE
+    predicted_speedup: Estimate = NO_FIGURE
+    predicted_speedup_iid: Estimate = NO_FIGURE
+    speedup_first: Estimate = NO_FIGURE
+    warming: Estimate = NO_FIGURE
+    mean_gamma: float = _NAN
+    mean_nodes: float = _NAN
+    c: float = _NAN
+    ttft_s: float = _NAN
+    ms_per_token: float = _NAN
+    share: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, _NAN))
+    share_draft_prefill: float = _NAN
+    peak_memory_bytes: float = _NAN
+    log_probability: float = _NAN
+    identical_share: float = _NAN
+    difference: str | None = None
+    step_source: str | None = None
+    cached_share: float = _NAN
+    provisional: bool = False
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.config.id == self.config.baseline
+
+    @property
+    def measured(self) -> bool:
+        """Whether it has a speedup over another configuration."""
+        return not self.is_baseline and not math.isnan(self.speedup.value)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run's configurations, in its order.
+
+    Attributes:
+        rows: One for each that has generations.
+        over: What speedups are over, in words.
+        dtype: Of the target.
+        disturbance: Why verdicts are provisional: others used the machine most of the time. Empty where they did not.
+        withheld: Why there are no predictions, a sentence; empty where there are.
+        fastest: Of `specbench tune` the id of its leader, if that is surely faster; ``None`` for other runs.
+    """
+
+    rows: list[SummaryRow]
+    over: str
+    dtype: str | None = None
+    disturbance: str = ""
+    withheld: str = ""
+    fastest: tuple[str, ...] | None = None
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The same as a data frame."""
+        return to_frame(self.rows, SummaryRow)
+
+    @cached_property
+    def winners(self) -> set[str]:
+        """Over each baseline the configuration with the largest speedup of those that are surely faster, by id.
+
+        Of `specbench tune` it is the leader, if that is surely faster.
+        """
+        if self.fastest is not None:
+            return set(self.fastest)
+        best: dict[str, SummaryRow] = {}
+        for row in self.rows:
+            if row.config.kind in RIVALS and row.verdict == "faster":
+                known = best.setdefault(row.config.baseline, row)
+                if row.speedup.value > known.speedup.value:
+                    best[row.config.baseline] = row
+        return {row.config.id for row in best.values()}
+
+    @property
+    def side_by_side(self) -> bool:
+        return any(row.config.batch is not None for row in self.rows)
+
+    def row(self, config: str) -> SummaryRow:
+        """That of a configuration, by id."""
+        return next(row for row in self.rows if row.config.id == config)
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryRow:
+    """Speedup of a configuration on the prompts of a category; fields as of ``SummaryRow``."""
+
+    category: str
+    config: RunConfig
+    prompts: int
+    speedup: Estimate
+    pooled_speedup: Estimate
+    verdict: stats.Verdict | None
+    provisional: bool = False
+
+
+@dataclass(frozen=True)
+class Categories:
+    """A row for each category and configuration but baselines; for the rest see ``Summary``."""
+
+    rows: list[CategoryRow]
+    over: str
+    disturbance: str = ""
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The same as a data frame."""
+        return to_frame(self.rows, CategoryRow)
+
+
+def disturbance(results: Results) -> str:
+    """Why verdicts are provisional: others used the machine most of the time. Empty where they did not."""
+    warnings = results.generations["warnings"]
+    busy = sum(not _OTHERS.isdisjoint(names) for names in warnings)
+    if busy <= _MOST_DISTURBED * len(warnings):
+        return ""
+    return (
+        f"Verdicts are provisional: others used the processor during {busy} of {len(warnings)} generations."
+    )
+
+
+def configs_of(results: Results) -> list[RunConfig]:
+    """The configurations that have generations, in the order of the run."""
+    there = set(results.generations["config"])
+    return [config for config in results.run.configs if config.id in there]
+
+
+def summarize(results: Results) -> Summary:
+    """The figures of every configuration."""
+    run, tuning = results.run, results.run.tuning
+    pairs = dict(list(paired_runs(results).groupby("config", sort=False)))
+    groups = dict(list(paired_groups(results).groupby("config", sort=False)))
+    told = {} if tuning is None or tuning.answer is None else tuning.answer.measured
+    rows = results.generations
+    places = rows.groupby("config", sort=False).indices
+    steps = by_config(results)
+    found = []
+    for config in configs_of(results):
+        mine = rows.iloc[places[config.id]]
+        its_steps = steps.get(config.id, results.steps.take(np.empty(0, dtype=np.intp)))
+        row = _summary_row(results, config, mine, its_steps, pairs.get(config.id), groups.get(config.id))
+        if config.id in told:
+            stored = told[config.id]
+            row = replace(row, speedup=stored.speedup, verdict=stored.verdict)
+        if told:  # the same rows, with what is taken off left in
+            row = replace(row, pooled_speedup=NO_FIGURE)
+        found.append(row)
+    why = disturbance(results)
+    disturbed = "" if tuning is not None and tuning.answer is not None else why
+    fastest = None
+    if tuning is not None and tuning.ranking:
+        fastest = tuple(tuning.ranking[:1]) if tuning.verdict == "faster" else ()
+    if disturbed:
+        found = [*map(_disturbed, found)]
+    withheld = ""
+    if why and any(not math.isnan(row.predicted_speedup.value) for row in found):
+        found = [replace(row, predicted_speedup=NO_FIGURE, predicted_speedup_iid=NO_FIGURE) for row in found]
+        withheld = (
+            "Predicted speedups are left out:"
+            f"{why.partition(':')[2]} Passes timed meanwhile say little of what generations took."
+        )
+    return Summary(found, baseline_words(run), run.target.dtype, disturbed, withheld, fastest)
+
+
+def categorize(results: Results) -> Categories:
+    """Speedup of every configuration in every category."""
+    tuning = results.run.tuning
+    told = {} if tuning is None or tuning.answer is None else tuning.answer.measured
+    groups = dict(list(paired_runs(results).groupby(["category", "config"], sort=False)))
+    rows = []
+    for category in dict.fromkeys(results.generations["category"].dropna()):
+        for config in configs_of(results):
+            if (category, config.id) not in groups:
+                continue
+            speedup, pooled = _speedups_of(groups[category, config.id])
+            row = CategoryRow(category, config, speedup.prompts, speedup, pooled, stats.verdict(speedup))
+            if config.id in told:
+                stored = told[config.id].categories.get(category, NO_FIGURE)
+                row = replace(row, speedup=stored, verdict=stats.verdict(stored))
+            rows.append(replace(row, pooled_speedup=NO_FIGURE) if told else row)
+    disturbed = "" if told else disturbance(results)
+    if disturbed:
+        rows = [*map(_disturbed, rows)]
+    return Categories(rows, baseline_words(results.run), disturbed)
+
+
+def baseline_words(run: Run) -> str:
+    """What speedups are over, in words."""
+    return one_line(run.baseline)
+
+
+AnyRow = TypeVar("AnyRow", SummaryRow, CategoryRow)
+
+
+def _disturbed(row: AnyRow) -> AnyRow:
+    """With the provisional verdict of disturbed measurements."""
+    if row.verdict is None:
+        return row
+    wider = stats.verdict(row.speedup, disturbed=True)
+    return replace(row, verdict=wider, provisional=wider != "cannot tell")
+
+
+def by_config(results: Results) -> dict[str, Steps]:
+    """The steps of each configuration that has any, in their order."""
+    codes, names = pd.factorize(results.generations["config"])
+    steps = results.steps
+    return {str(names[i]): mine for i, mine in steps.split(codes[steps.row]).items()}
+
+
+# -- figures of a configuration --------------------------------------------------------------------
+
+
+def _summary_row(
+    results: Results,
+    config: RunConfig,
+    rows: pd.DataFrame,
+    steps: Steps,
+    pairs: pd.DataFrame | None,
+    groups: pd.DataFrame | None,
+) -> SummaryRow:
+    """A row, from a configuration's generations, its steps, and its pairs of generations and of groups."""
+    done = rows[rows["status"] == "ok"]
+    prompts, repeats = done["prompt"].to_numpy(), done["repeat"].to_numpy()
+    server = config.kind == "server"
+    prediction = NO_PREDICTION if server else _prediction(results, config, steps)
+    acceptance = _reported_acceptance(results, config, done) if server else _acceptance(steps)
+    row = SummaryRow(
+        config,
+        prompts=done["prompt"].nunique(),
+        generations=len(done),
+        failures=int((rows["status"] == "failed").sum()),
+        tokens_per_second=speed_of(results, config, done),
+        tokens_per_step=acceptance.tokens_per_step,
+        acceptance_rate=acceptance.acceptance_rate,
+        acceptance_tested=acceptance.acceptance_tested,
+        alpha=acceptance.alpha,
+        predicted_speedup=prediction.speedup,
+        predicted_speedup_iid=prediction.speedup_iid,
+        warming=_warming(done) if server else NO_FIGURE,
+        mean_gamma=acceptance.mean_gamma,
+        mean_nodes=acceptance.mean_nodes,
+        c=prediction.c,
+        ttft_s=stats.geometric_mean(done["ttft_s"].to_numpy(), prompts, repeats).value,
+        ms_per_token=1000.0 * float(ratio(steps.total_s().sum(), steps["emitted"].sum())),
+        share={part: _share(steps, f"{part}_s") for part in PARTS},
+        share_draft_prefill=_share(steps, "draft_prefill_s"),
+        peak_memory_bytes=float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
+        log_probability=float(
+            (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean().mean()
+        ),
+        step_source=acceptance.step_source,
+        cached_share=_cached_share(results, done) if server else _NAN,
+    )
+    return _with_speedups(row, len(rows), pairs, groups, results.run.differences or ())
+
+
+def _with_speedups(
+    row: SummaryRow,
+    generations: int,
+    pairs: pd.DataFrame | None,
+    groups: pd.DataFrame | None,
+    differences: Iterable[Mismatch],
+) -> SummaryRow:
+    config = row.config
+    if (config.kind == "plain" or row.is_baseline) and generations:
+        one = bare(1.0)
+        return replace(
+            row, speedup=one, speedup_total=one if config.batch is None else NO_FIGURE, pooled_speedup=one
+        )
+    if pairs is None:
+        return row
+    compared = pairs if groups is None else groups
+    speedup, pooled = _speedups_of(compared)
+    # With a batch, the speedup itself is about whole times.
+    totals = pairs["ratio_total"].to_numpy() * (1.0 if groups is None else _NAN)
+    identical = pairs["identical"].dropna()
+    first = compared[compared["repeat"] == 0]
+    return replace(
+        row,
+        speedup=speedup,
+        verdict=stats.verdict(speedup),
+        pooled_speedup=pooled,
+        speedup_total=stats.geometric_mean(totals, pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()),
+        speedup_first=_mean_of(first, first["ratio"]) if config.kind == "server" else NO_FIGURE,
+        identical_share=float(identical.astype(bool).mean()) if len(identical) else _NAN,
+        difference=None if identical.all() else _cause(differences, config.id),
+    )
+
+
+def bare(value: float) -> Estimate:
+    """A figure without an interval."""
+    return Estimate(value, None, None, 0)
+
+
+def _speedups_of(pairs: pd.DataFrame) -> tuple[Estimate, Estimate]:
+    """Speedup of some pairs, and the pooled one."""
+    prompts, repeats = pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
+    pooled = stats.pooled_speedup(
+        pairs["tokens"].to_numpy(),
+        pairs["seconds"].to_numpy(),
+        pairs["base_tokens"].to_numpy(),
+        pairs["base_seconds"].to_numpy(),
+        prompts,
+    )
+    return stats.geometric_mean(pairs["ratio"].to_numpy(), prompts, repeats), pooled
+
+
+def _cause(differences: Iterable[Mismatch], config: str) -> str:
+    """What outputs that differ come from, by what the end of the sweep found at the first differing tokens."""
+    ties = {each.numerical_tie for each in differences if each.config == config}
+    return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
+
+
+def speed_of(results: Results, config: RunConfig, done: pd.DataFrame) -> Estimate:
+    """Decode tokens/s, geometric mean over prompts; of requests side by side throughput, over groups."""
+    groups = results.groups[results.groups["config"] == config.id]
+    units, name, unit = (done, "tokens_per_second", "prompt")
+    if len(groups):
+        units, name, unit = (groups, "throughput", "group")
+    return stats.geometric_mean(
+        units[name].to_numpy(dtype=float), units[unit].to_numpy(), units["repeat"].to_numpy()
+    )
+
+
+def _share(steps: Steps, name: str) -> float:
+    return float(ratio(steps[name].sum(), steps.total_s().sum()))
+
+
+def _acceptance(steps: Steps) -> Acceptance:
+    if not steps["drafted"].any():
+        return Acceptance(bare(float(ratio(steps["emitted"].sum(), len(steps)))))
+    return Acceptance(
+        stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt),
+        stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt),
+        stats.pooled_rate(steps["accepted"], steps["tested"], steps.prompt),
+        stats.pooled_rate(steps.alpha_sum, steps["tested"], steps.prompt),
+        float(steps["drafted"].mean()),
+        float(steps["nodes"].mean()),
+    )
+
+
+def _prediction(results: Results, config: RunConfig, steps: Steps) -> Prediction:
+    run = results.run
+    if config.batch is None:
+        return NO_PREDICTION if run.costs is None else predict(steps, config, run.costs, results)
+    shared = run.shared_costs
+    return NO_PREDICTION if shared is None else predict_batch(steps, config, shared, results)
+
+
+def reported(results: Results, done: pd.DataFrame) -> pd.DataFrame:
+    """Answers of a server, with the keys of their generations.
+
+    Args:
+        results: Of the run.
+        done: Its generations.
+    """
+    return results.answers.join(done[["prompt", "prompt_tokens", "repeat", "group"]], how="inner")
+
+
+def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame) -> Acceptance:
+    """What a server reports of its speculation."""
+    answers = reported(results, done)
+    stepped, drafting = answers[answers["reported_steps"] > 0], answers[answers["drafted"] > 0]
+    groups = results.groups[(results.groups["config"] == config.id) & (results.groups["drafted"] > 0)]
+    sources = set(stepped["step_source"])
+    return Acceptance(
+        _pooled(stepped, "emitted_in_steps", "reported_steps", "prompt"),
+        _pooled(groups, "accepted", "drafted", "group")
+        if drafting.empty
+        else _pooled(drafting, "accepted", "drafted", "prompt"),
+        step_source=next((source for source in ("bursts", "server") if source in sources), None),
+    )
+
+
+def acceptance_rate(results: Results, config: RunConfig) -> Estimate:
+    """Accepted over drafted tokens of all requests of a configuration."""
+    done = results.done[results.done["config"] == config.id]
+    if config.kind == "server":
+        return _reported_acceptance(results, config, done).acceptance_rate
+    steps = by_config(results).get(config.id)
+    return NO_FIGURE if steps is None else _acceptance(steps).acceptance_rate
+
+
+def _cached_share(results: Results, done: pd.DataFrame) -> float:
+    cached = reported(results, done)
+    cached = cached[cached["cached_tokens"].notna()]
+    return float(ratio(cached["cached_tokens"].sum(), cached["prompt_tokens"].sum()))
+
+
+def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str) -> Estimate:
+    """Sum of a column over that of another; NaN without rows."""
+    if rows.empty:
+        return NO_FIGURE
+    part, whole = rows[numerator].to_numpy(dtype=float), rows[denominator].to_numpy(dtype=float)
+    return stats.pooled_rate(part, whole, rows[unit].to_numpy())
+
+
+def _warming(done: pd.DataFrame) -> Estimate:
+    """How many times as fast a prompt is answered when it comes again."""
+    alone = done[done["group"] == ""]
+    first = alone.loc[alone["repeat"] == 0, ["prompt", "tokens_per_second"]]
+    again = alone[alone["repeat"] > 0].merge(first, on="prompt", suffixes=("", "_first"))
+    return _mean_of(again, again["tokens_per_second"] / again["tokens_per_second_first"])
+
+
+def _mean_of(rows: pd.DataFrame, values: pd.Series[float]) -> Estimate:
+    """Geometric mean over prompts."""
+    return stats.geometric_mean(values.to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy())
