@@ -15,11 +15,12 @@ from specbench.errors import RunError, UsageError
 if TYPE_CHECKING:
     from specbench.show.plots import Look
 
-NAMES = (
-    "speedup, servers, batches, latency, tokens-per-second, acceptance, positions, time, prediction, categories,"
-    " accepted-length, trees, ranks, training, generation"
-)
-"""Of ``specbench.show.plots.FIGURES``, which takes too long to import for a help text."""
+
+def _names() -> str:
+    """Of all figures, from the text of their modules, since importing those takes too long for a help text."""
+    modules = (Path(__file__).parents[1] / "show" / "plots").glob("*.py")
+    text = "".join(module.read_text("utf-8") for module in modules)
+    return ", ".join(sorted(re.findall(r'^@figure\(\s*"([^"]+)"', text, re.M)))
 
 
 def plot(
@@ -36,7 +37,7 @@ def plot(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="NAME", help=f"Draw this figure only; repeatable: {NAMES}."),
+        typer.Option("--only", metavar="NAME", help=f"Draw this figure only; repeatable: {_names()}."),
     ] = None,
     out: Annotated[
         Path | None,

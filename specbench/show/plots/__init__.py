@@ -1,16 +1,18 @@
 """Figures of one run, each a ``matplotlib.figure.Figure`` of its own; no state of pyplot, no window.
 
 A builder takes a ``canvas.Run`` and raises ``NoDataError`` with a reason where the run has nothing to show in its
-figure. Each stands in the file of its kind, and in ``FIGURES``.
+figure. Each stands in the file of its kind, under ``canvas.figure``, which enters it into ``FIGURES``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from matplotlib import rc_context
@@ -19,18 +21,15 @@ from matplotlib.figure import Figure
 from specbench.errors import UsageError
 from specbench.files import explained, write_bytes
 from specbench.results.results import Results
-from specbench.show.plots.acceptance import acceptance, accepted_length, positions
-from specbench.show.plots.batches import latency, speedup_by_batch
-from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run, lay_out
-from specbench.show.plots.heads import training
-from specbench.show.plots.servers import servers
-from specbench.show.plots.speed import by_category, prediction, speedup, tokens_per_second
-from specbench.show.plots.steps import generation, time
-from specbench.show.plots.trees import rank_rates, trees
+from specbench.show.plots.canvas import FIGURES, SIZES, STYLE, Look, NoDataError, Run
 
 __all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "figure_bytes", "save_figure"]
 
 FORMATS = ("png", "svg", "pdf")
+
+# Whatever `canvas.figure` enters; speed is what a report shows first.
+for _module in sorted(iter_modules(__path__), key=lambda module: (module.name != "speed", module.name)):
+    import_module(f"{__name__}.{_module.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +66,12 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
     with rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may hold any letter
         warnings.filterwarnings("error", message="constrained_layout not applied")
-        for name, (build, _) in FIGURES.items():
+        for name, kind in FIGURES.items():
             if only is None or name in only:
                 try:
-                    figures[name] = _settled(build(run))
+                    figures[name] = _settled(kind.build(run))
                 except NoDataError as reason:
-                    untold = run.servers and name not in _OF_SERVERS
+                    untold = run.servers and not kind.of_servers
                     skipped[name] = "no server tells its single steps" if untold else str(reason)
                 except UserWarning:
                     skipped[name] = "its letters do not fit into its width"
@@ -85,8 +84,10 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
 
 def _settled(figure: Figure) -> Figure:
     """Lay it out for good: done anew at every saving, the layout would wander a little each time."""
-    lay_out(figure)
-    lay_out(figure)  # once more, with the ticks that go with the room there is
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
+    engine.execute(figure)  # once more, with the ticks that go with the room there is
     figure.set_layout_engine("none")
     return figure
 
@@ -109,26 +110,3 @@ def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
         content = BytesIO()
         figure.savefig(content, format=kind, metadata=metadata, dpi=dpi or "figure")
     return content.getvalue()
-
-
-FIGURES: dict[str, tuple[Callable[[Run], Figure], str]] = {
-    "speedup": (speedup, "speedup against γ, one line per drafter"),
-    "servers": (servers, "speed of servers, and how each stands to the first"),
-    "batches": (speedup_by_batch, "speedup against batch, one line per drafter and rule"),
-    "latency": (latency, "throughput against latency, with and without speculation"),
-    "tokens-per-second": (tokens_per_second, "decode speed against γ"),
-    "acceptance": (acceptance, "acceptance rate and α against γ"),
-    "positions": (positions, "acceptance by position in the draft"),
-    "time": (time, "where the time goes"),
-    "prediction": (prediction, "predicted against measured speedup"),
-    "categories": (by_category, "speedup by category and configuration"),
-    "accepted-length": (accepted_length, "accepted drafts per step"),
-    "trees": (trees, "tokens per step by tree and way to verify, and speed against rows"),
-    "ranks": (rank_rates, "acceptance in trees by rank and depth"),
-    "training": (training, "what was kept of a trained head's drafts as it learnt, and tokens per step"),
-    "generation": (generation, "draft length, acceptance and entropy over one generation"),
-}
-"""Every figure by name: what draws it, and a line about it."""
-
-_OF_SERVERS = ("servers", "batches", "latency", "positions", "categories")
-"""Those that can be drawn of servers."""

@@ -17,29 +17,23 @@ from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
     MARKERS,
-    WIDTH,
-    End,
     NoDataError,
     Run,
     draw_series,
+    figure,
+    finish,
     gamma_axis,
     grid_lines,
     hollow,
-    inscribe,
-    label_ends,
     letter_size,
-    new_figure,
+    panels,
     row_names,
-    two,
     with_gamma,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matplotlib.axes import Axes
-
-_PANELS = 4  # in a row
 _FEW, _TOO_FEW = 30, 10  # drafts at a position below which its rate is marked as uncertain, and not drawn
 
 
@@ -52,42 +46,25 @@ def two_lines(name: str) -> str:
     return f"{name[:at].rstrip()}\n{name[at:].lstrip()}"
 
 
-def panels(run: Run, count: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """Panels in rows, of the same size whatever their number; those left over are taken away."""
-    most = 2 if run.narrow else _PANELS
-    columns = min(count, most) if run.narrow or count not in (5, 6) else 3
-    lines = math.ceil(count / columns)
-    figure = new_figure(run, height * lines + 0.75, min(WIDTH, 1.0 + 2.3 * columns))
-    grid = figure.subplots(lines, columns, squeeze=False, **shared)
-    for axes in grid.flat[count:]:
-        axes.remove()
-    for i, axes in enumerate(grid.flat[:count]):
-        if i + columns >= count:  # nothing below
-            axes.tick_params(labelbottom=True)
-    return figure, list(grid.flat[:count])
-
-
+@figure("acceptance", "acceptance rate and α against γ", table="Acceptance and time")
 def acceptance(run: Run) -> Figure:
     series = with_gamma(run, "acceptance_rate")
-    figure, (left, right) = two(run, 3.2, sharey=True)
+    body, (left, right) = panels(run, 2, 2.45, "share of tokens", sharey=True)
     halves = ((left, "acceptance_rate", "accepted / drafted"), (right, "alpha", "α of tested drafts"))
     for axes, name, title in halves:
         gamma_axis(axes, [x for each in series for x in each.x])
-        ends = draw_series(axes, series, name)
+        draw_series(axes, series, name)
         axes.set_ylim(0.0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(title)
         grid_lines(axes)
-        axes.set_ylabel("share of tokens" if axes is left or run.narrow else "")
     remarks = (
         "Accepted / drafted falls with γ also where α, the acceptance to be expected of a draft that is tested, stays:"
         " what stands behind a rejection is drafted in vain.",
         "Bars: 95% intervals over prompts." if any(row.alpha.low is not None for row in run.rows) else "",
         hollow(series),
     )
-    inscribe(figure, run, "Acceptance against draft length", *remarks)
-    label_ends(right, ends, run)
-    return figure
+    return finish(body, run, "Acceptance against draft length", *remarks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +102,7 @@ def _lines_of_positions(run: Run, rows: Sequence[PositionRow]) -> list[_Places]:
     ]
 
 
+@figure("positions", "acceptance by position in the draft", table="Acceptance by position", of_servers=True)
 def positions(run: Run) -> Figure:
     rows = acceptance_by_position(run.results)
     if not rows:
@@ -133,11 +111,10 @@ def positions(run: Run) -> Figure:
     if all(row.tested < _TOO_FEW for row in rows):
         raise NoDataError(f"at no position {_TOO_FEW} drafts were tested")
     lines = _lines_of_positions(run, rows)
-    figure, (left, right) = two(run, 3.2, sharey=True)
+    body, (left, right) = panels(run, 2, 2.45, "share of tokens", sharey=True)
     halves = ((left, "rate", "of those tested"), (right, "rate_of_drafted", "of those drafted"))
     few = False
     for axes, name, title in halves:
-        ends = []
         for each in lines:
             of = [
                 (row.position, row.rate, row.tested)
@@ -150,8 +127,8 @@ def positions(run: Run) -> Figure:
                 continue
             sure = counted >= _FEW
             few |= not sure.all()
-            axes.plot(x, y, color=each.color, linestyle="--" if each.adapts else "-", zorder=2.5)
-            axes.plot(x[sure], y[sure], linestyle="none", marker=each.marker, color=each.color, zorder=3)
+            shown: Any = {"color": each.color, "marker": each.marker, "markevery": sure, "label": each.name}
+            axes.plot(x, y, linestyle="--" if each.adapts else "-", zorder=2.5, **shown)
             axes.plot(
                 x[~sure],
                 y[~sure],
@@ -161,14 +138,12 @@ def positions(run: Run) -> Figure:
                 markerfacecolor="white",
                 zorder=3,
             )
-            ends.append(End(float(x[-1]), float(y[-1]), each.name, each.color, each.marker, each.color))
         gamma_axis(axes, [row.position for row in rows if row.drafted >= _TOO_FEW])
         axes.set_xlabel("position in the draft")
         axes.set_ylim(0.0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(f"accepted, {title}")
         grid_lines(axes)
-        axes.set_ylabel("share of tokens" if axes is left or run.narrow else "")
     remarks = (
         "Tested: all drafts before it were accepted.",
         "Of fixed γ the largest; dashed: a rule sets γ." if run.series else "",
@@ -177,14 +152,13 @@ def positions(run: Run) -> Figure:
         else "",
         f"Hollow: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else "",
     )
-    inscribe(figure, run, "Acceptance by position", *remarks)
-    label_ends(right, ends, run)
-    return figure
+    return finish(body, run, "Acceptance by position", *remarks)
 
 
 _RARE = 0.01  # share of steps, below which the last numbers of accepted drafts are not drawn
 
 
+@figure("accepted-length", "accepted drafts per step")
 def accepted_length(run: Run) -> Figure:
     known: dict[str, list[AcceptedRow]] = {}
     for each in accepted_lengths(run.results):
@@ -199,7 +173,7 @@ def accepted_length(run: Run) -> Figure:
             chosen.append((series, best))
     if not chosen:
         raise NoDataError("no step drafted more than one token" if known else "nothing was drafted")
-    figure, grid = panels(run, len(chosen), 2.0, sharey=True)
+    body, grid = panels(run, len(chosen), 2.0, "share of steps", narrowest=13, sharey=True)
     cut = False
     for axes, (series, row) in zip(grid, chosen, strict=True):
         mine = known[row.config.id]
@@ -228,8 +202,6 @@ def accepted_length(run: Run) -> Figure:
         axes.set_xlabel("accepted drafts")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         grid_lines(axes)
-        if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
-            axes.set_ylabel("share of steps")
     shown = [each for _, row in chosen for each in known[row.config.id]]
     grid[0].set_ylim(0, 1.08 * max(max(each.share, each.share_iid) for each in shown))
     remarks = (
@@ -240,8 +212,7 @@ def accepted_length(run: Run) -> Figure:
         if any(each[0].undrafted >= 0.005 for each in known.values())
         else "",
     )
-    inscribe(figure, run, "Accepted drafts per step", *remarks)
-    return figure
+    return finish(body, run, "Accepted drafts per step", *remarks)
 
 
 def _rank(estimate: Estimate) -> float:

@@ -9,27 +9,28 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from specbench.results.requests import Line, RequestRow, is_closed, lines_of, request_rows
-from specbench.results.run import PLAIN, RunConfig
+from specbench.results.run import RunConfig
 from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
     GREY,
     MARKERS,
-    End,
     NoDataError,
     Run,
     Series,
+    all_rows,
+    draw_levels,
     draw_series,
+    figure,
+    finish,
+    fit_y,
     grid_lines,
-    inscribe,
-    label_ends,
-    legend_below,
     letter_size,
+    mark_cut,
     new_figure,
+    panels,
     short,
-    two,
 )
-from specbench.show.plots.speed import all_rows, fit_y, level, mark_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,49 +45,51 @@ _CORNERS: tuple[tuple[int, int, Literal["left", "right"]], ...] = (
 """Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
 
 
+@figure("batches", "speedup against batch, one line per drafter and rule", table="Speed", of_servers=True)
 def speedup_by_batch(run: Run) -> Figure:
     """A line for each drafter and rule over the batches."""
     series = _series(run)
     if not series:
         raise NoDataError("no closed loop was measured" if run.summary.side_by_side else _ALONE)
-    figure = new_figure(run, 3.0 if run.narrow else 3.6)
-    axes = figure.subplots()
+    body = new_figure(run, 3.6)
+    axes = body.subplots()
     _batch_axis(axes, sorted({x for each in series for x in each.x}))
-    ends = draw_series(axes, series, "speedup")
+    draw_series(axes, series, "speedup")
     fit_y(axes, all_rows(series), "speedup", 1.0)
     mark_cut(axes, series, "speedup")
-    over = run.summary.over
-    ends.append(level(axes, 1.0, "plain = 1" if over == PLAIN else f"{short(over, 20)} = 1"))
-    axes.set_ylabel("speedup (×)" if run.narrow else f"throughput over {over}\nat the same batch (×)")
+    over = short(run.summary.over, 20)
+    draw_levels(axes, {f"{over} = 1": 1.0})
+    axes.set_ylabel(f"speedup over {over} (×)")
     grid_lines(axes)
-    inscribe(figure, run, "Speedup against batch", run.intervals, _chosen(run))
-    label_ends(axes, ends, run)
-    return figure
+    remark = "Of the throughput, at the same batch."
+    return finish(body, run, "Speedup against batch", remark, run.intervals, _chosen(run))
 
 
+@figure(
+    "latency",
+    "throughput against latency, with and without speculation",
+    table="Requests side by side",
+    of_servers=True,
+)
 def latency(run: Run) -> Figure:
     """Throughput against the time per token and per answer, a line over the batches with each drafter and without."""
     requests = request_rows(run.results)
     if not requests:
         raise NoDataError(_ALONE)
-    figure, panels = two(run, 3.3, sharey=True)
+    body, both = panels(run, 2, 2.55, "tokens/s of all requests", sharey=True)
     shown = list(_served(run, requests))
-    ends: list[End] = []
-    for axes, title in zip(
-        panels, ("time per token (ms, median)", "time per answer (s, median)"), strict=True
-    ):
-        ends = []
+    for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
         for number, (label, mine, color, marker) in enumerate(shown):
             right, up, alignment = _CORNERS[number % len(_CORNERS)]
             x = np.array(
-                [1000.0 * row.token_s["p50"] if axes is panels[0] else row.latency_s["p50"] for row in mine]
+                [1000.0 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
             )
             y = np.array([row.throughput.value for row in mine])
             batches = np.array([row.config.batch for row in mine])
             there = np.isfinite(x) & np.isfinite(y)
             if not there.any():
                 continue
-            axes.plot(x[there], y[there], color=color, marker=marker, zorder=3)
+            axes.plot(x[there], y[there], color=color, marker=marker, zorder=3, label=label)
             for at, height, batch in zip(x[there], y[there], batches[there], strict=True):
                 axes.annotate(
                     f"{batch:g}",
@@ -97,19 +100,14 @@ def latency(run: Run) -> Figure:
                     fontsize=letter_size(0.75),
                     color=color,
                 )
-            ends.append(End(float(x[there][-1]), float(y[there][-1]), label, color, marker, color))
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        if axes is panels[0] or run.narrow:
-            axes.set_ylabel("tokens/s of all requests")
         grid_lines(axes, "both")
-    if not ends:
+    if not any(axes.lines for axes in both):
         raise NoDataError("no request emitted two tokens or more")
     remark = "Numbers: requests at a time. Up and to the left is better. An answer's time has its wait in it."
-    inscribe(figure, run, "Throughput against latency", remark, _chosen(run))
-    legend_below(panels[-1], ends, run)
-    return figure
+    return finish(body, run, "Throughput against latency", remark, _chosen(run))
 
 
 def _served(run: Run, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:

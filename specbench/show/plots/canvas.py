@@ -1,4 +1,4 @@
-"""What all figures have in common: the run as it is drawn, letters, colours, axes, names of lines, keys and captions.
+"""What all figures have in common: registry, the run as it is drawn, letters, colours, axes, legends and captions.
 
 Colours are Okabe and Ito's (2008), with a dark red in place of their yellow, told apart by the colour-blind; markers
 carry the same distinction again.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.text import Text
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
-from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from specbench.record import Estimate
 from specbench.results.requests import is_closed
@@ -33,14 +30,15 @@ from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.text import Annotation
 
 BLUE, _VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 PURPLE, SKY, _RED, BLACK, GREY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
 COLORS = (BLUE, _VERMILLION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 WIDTH = 6.8  # inches: two columns of a paper
-_NARROW = 0.7  # inches per point of the letters: less, and panels and names stand below each other
+INK = "#303030"
+DASHED = (0, (4, 3))
+_LEVELS: Any = (DASHED, (0, (6, 2, 1, 2)), (0, (1, 1.5)), (0, (9, 3)))
 _NAME = 30  # characters of a name in a figure
 _DODGE = 0.08  # of the distance between two γ, so that intervals do not hide each other
 STYLE: Any = {
@@ -99,6 +97,45 @@ class NoDataError(Exception):
     """The run has nothing to show in this figure; the message says why."""
 
 
+# --- Registry -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A figure that a run may have.
+
+    Attributes:
+        build: Draws it.
+        about: What it shows, in a line.
+        table: Heading of the report's table that has its numbers; empty without one.
+        of_servers: Whether servers can be drawn, of which no single steps are known.
+    """
+
+    build: Callable[[Run], Figure]
+    about: str
+    table: str
+    of_servers: bool
+
+
+FIGURES: dict[str, Kind] = {}
+"""Every figure by name."""
+
+
+def figure(
+    name: str, about: str, *, table: str = "", of_servers: bool = False
+) -> Callable[[Callable[[Run], Figure]], Callable[[Run], Figure]]:
+    """Enter a function into ``FIGURES``; the arguments are the fields of ``Kind``.
+
+    ``specbench plot --help`` finds the name in the source text, so ``@figure("name"`` begins a line.
+    """
+
+    def enter(build: Callable[[Run], Figure]) -> Callable[[Run], Figure]:
+        FIGURES[name] = Kind(build, about, table, of_servers)
+        return build
+
+    return enter
+
+
 # --- What is drawn --------------------------------------------------------------------------------
 
 
@@ -140,7 +177,6 @@ class Run:
         self.results = results
         self.look = look
         self.width = look.width or WIDTH
-        self.narrow = self.width < _NARROW * look.font_size
         self.run = results.run
         self.summary = summarize(results)
         self.rows = self.summary.rows
@@ -277,6 +313,8 @@ def _machine(environment: Environment, device: str) -> str:
 def short(text: object, limit: int) -> str:
     """A name shortened in its middle: the ends of models' names say most."""
     name = one_line(text)
+    if name.startswith("_"):  # matplotlib leaves such labels out of legends
+        name = f" {name}"
     if len(name) <= limit:
         return name
     head = (limit - 1) // 2
@@ -286,27 +324,50 @@ def short(text: object, limit: int) -> str:
 # --- Common parts ---------------------------------------------------------------------------------
 
 
-def new_figure(run: Run, height: float, width: float | None = None) -> Figure:
-    """A figure; its height, in inches, is that for letters of 8 points."""
-    size = (run.look.width or width or WIDTH, height * letter_size(1.0) / 8)
-    figure = Figure(figsize=size, layout="constrained")
+def new_figure(run: Run, height: float, width: float | None = None) -> SubFigure:
+    """What lies between title and caption of a new figure; its height, in inches, is that for letters of 8 points."""
+    figure = Figure((run.look.width or width or WIDTH, height * letter_size(1.0) / 8), layout="constrained")
     FigureCanvasAgg(figure)  # one renderer for all layouts, which remembers how large each text is
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.06, h_pad=0.05, wspace=0.03, hspace=0.03)
-    return figure
+    body = figure.subfigures()  # apart, so that a legend below it takes no place of the caption's
+    assert isinstance(body, SubFigure)
+    return body
 
 
-def two(run: Run, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """Two panels beside each other, or below each other where there is no room."""
-    figure = new_figure(run, height * (1.7 if run.narrow else 1.0))
-    grid = figure.subplots(*((2, 1) if run.narrow else (1, 2)), squeeze=False, **shared)
-    return figure, list(grid.flat)
+def panels(
+    run: Run, count: int, height: float, ylabel: str = "", narrowest: int = 20, **shared: Any
+) -> tuple[SubFigure, list[Axes]]:
+    """Panels of ``height`` inches beside each other, in as many rows as it takes.
+
+    Args:
+        run: What is drawn.
+        count: Number of panels.
+        height: Of one, as in ``new_figure``.
+        ylabel: Of the first in every row.
+        narrowest: Least width of a panel, in letters.
+        **shared: Which axes they share, as ``Figure.subplots`` takes it.
+    """
+    lines = math.ceil(count / max(1, int(72 * run.width / (narrowest * run.look.font_size))))
+    columns = math.ceil(count / lines)
+    panel = narrowest * run.look.font_size / 72
+    body = new_figure(run, height * lines + 0.75, min(WIDTH, 1.0 + 1.6 * panel * columns))
+    grid = list(body.subplots(lines, columns, squeeze=False, **shared).flat)
+    for axes in grid[count:]:
+        axes.remove()
+    for i, axes in enumerate(grid[:count]):
+        axes.tick_params(labelbottom=i + columns >= count or not shared.get("sharex"))
+        axes.set_ylabel("" if i % columns else ylabel)
+    return body, grid[:count]
 
 
-def inscribe(figure: Figure, run: Run, title: str, *remarks: str) -> None:
-    """Title above, with the drafter if there is one only, and caption below."""
+def finish(body: SubFigure, run: Run, title: str, *remarks: str) -> Figure:
+    """Add the legend, the title above, with the drafter if there is only one, and the caption below."""
+    _legend(body)
+    figure = body.get_figure(root=True)
+    assert isinstance(figure, Figure)
     if not run.look.framed:
-        return
+        return figure
     if len(run.drafters) == 1:
         title = f"{title}: {short(run.drafters[0], 40)}"
     letters = 72 * figure.get_figwidth() / run.look.font_size  # in a line, if they are as wide as high
@@ -318,11 +379,34 @@ def inscribe(figure: Figure, run: Run, title: str, *remarks: str) -> None:
         joined = f"{lines[-1]} · {part}" if lines[-1] else part
         lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, part]
     lines = [*textwrap.wrap(" ".join(remark for remark in remarks if remark), width), *lines]
-    more = 1.45 * (len(titles) - 1) + 1.1 * max(0, len(lines) - 2)
-    figure.set_figheight(figure.get_figheight() + more * letter_size(1.0) / 72)
+    _grow(figure, 1.45 * (len(titles) - 1) + 1.1 * max(0, len(lines) - 2))
     figure.supxlabel(
         "\n".join(lines), x=0.01, ha="left", fontsize=letter_size(0.79), color="#505050", linespacing=1.35
     )
+    return figure
+
+
+def _legend(body: SubFigure) -> None:
+    """Name below the axes whatever has a label, each label once, in as many columns as fit."""
+    found: dict[str, Any] = {}
+    for axes in body.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if not found:
+        return
+    figure = body.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    letters = 72 * figure.get_figwidth() / (0.58 * letter_size(0.94))
+    names = [short(label, max(8, int(letters) - 8)) for label in found]
+    columns = max(1, min(len(names), int(letters / (max(map(len, names)) + 5.5))))
+    style: Any = {"frameon": False, "labelcolor": INK, "handlelength": 1.6, "columnspacing": 1.2}
+    body.legend(list(found.values()), names, loc="outside lower left", ncols=columns, **style)
+    _grow(figure, 1.4 * (math.ceil(len(names) / columns) + 0.3))
+
+
+def _grow(figure: Figure, lines: float) -> None:
+    """Make a figure higher by lines of text."""
+    figure.set_figheight(figure.get_figheight() + lines * letter_size(1.0) / 72)
 
 
 def grid_lines(axes: Axes, axis: str = "y") -> None:
@@ -354,15 +438,12 @@ def dodged(series: Sequence[Series]) -> list[np.ndarray[Any, np.dtype[np.float64
     return [each.x + offset for each, offset in zip(series, offsets, strict=True)]
 
 
-class End(NamedTuple):
-    """Where a line ends, and what it is: its name, and how it is drawn; a level has no marker."""
-
-    x: float
-    y: float
-    name: str
-    color: str
-    marker: str = ""
-    face: str = ""
+def fit_y(axes: Axes, rows: Sequence[SummaryRow], name: str, *include: float) -> None:
+    """Limits that show every value, and of wide intervals at least a part; those that are cut get an arrowhead."""
+    bottom, top = span(rows, name)
+    bottom, top = min(bottom, *include), max(top, *include)
+    margin = 0.06 * (top - bottom) or 0.1 * top
+    axes.set_ylim(max(0.0, bottom - margin), top + margin)
 
 
 def estimates(rows: Sequence[SummaryRow], name: str) -> tuple[Floats, Floats, Floats]:
@@ -375,12 +456,43 @@ def estimates(rows: Sequence[SummaryRow], name: str) -> tuple[Floats, Floats, Fl
     return value, low, high
 
 
-def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> list[End]:
-    """Lines with intervals, in axes whose x is set; returns where each ends.
+def all_rows(series: Sequence[Series]) -> list[SummaryRow]:
+    """The rows of several series."""
+    return [row for each in series for row in each.rows]
+
+
+def span(rows: Sequence[SummaryRow], name: str) -> tuple[float, float]:
+    """Lowest and highest value with their intervals, of each as much as lies within a factor of 1.6."""
+    y, low, high = estimates(rows, name)
+    low, high = np.fmax(low, y / 1.6), np.fmin(high, y * 1.6)
+    low, high = np.fmin(low, y), np.fmax(high, y)
+    return float(np.nanmin(low)), float(np.nanmax(high))
+
+
+def mark_cut(axes: Axes, series: Sequence[Series], name: str) -> None:
+    """Arrowheads where intervals go on beyond the axes."""
+    bottom, top = axes.get_ylim()
+    for each, x in zip(series, dodged(series), strict=True):
+        _, low, high = estimates(each.rows, name)
+        for cut, at, marker in ((high > top, top, "^"), (low < bottom, bottom, "v")):
+            if cut.any():
+                axes.plot(
+                    x[cut], np.full(cut.sum(), at), marker, color=each.color, markersize=3, clip_on=False
+                )
+
+
+def draw_levels(axes: Axes, levels: Mapping[str, float]) -> None:
+    """Horizontal lines to compare with, by name."""
+    for number, (name, y) in enumerate(levels.items()):
+        dashes = _LEVELS[number % len(_LEVELS)]
+        axes.axhline(y, color=GREY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=name)
+
+
+def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> None:
+    """Lines with intervals, in axes whose x is set.
 
     A rule stands at the mean γ it came to, on a level across the figure to compare the lengths with.
     """
-    ends = []
     for each, x in zip(series, dodged(series), strict=True):
         y, low, high = estimates(each.rows, figure_name)
         there = np.isfinite(y)
@@ -390,148 +502,10 @@ def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> list[
             axes.axhline(y[there][-1], color=each.color, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1.6)
         axes.plot(
             x[there], y[there], linestyle="none" if each.adapts else "-", color=each.color, marker=each.marker,
-            markerfacecolor=each.face, markeredgewidth=1.0, zorder=3,
+            markerfacecolor=each.face, markeredgewidth=1.0, zorder=3, label=each.name,
         )  # fmt: skip
         sure = there & ~np.isnan(low) & ~np.isnan(high)
         axes.vlines(x[sure], low[sure], high[sure], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
-        end = axes.get_xlim()[1] if each.adapts else float(x[there][-1])
-        ends.append(End(end, float(y[there][-1]), each.name, each.color, each.marker, each.face))
-    return ends
-
-
-def lay_out(figure: Figure) -> None:
-    """Give the axes the room that their words leave, as drawing does before it draws."""
-    engine = figure.get_layout_engine()
-    if engine is not None:
-        engine.execute(figure)
-
-
-DASHED = (0, (4, 3))
-_KEY_AT, _NAME_AT = 13.0, 20.0  # points from the axes to the marker beside a name, and to the name
-
-
-def label_ends(axes: Axes, ends: Sequence[End], run: Run) -> None:
-    """Name every line, with its marker, at its right end in the margin; names that would collide move apart, with a
-    leader line. In a narrow figure they stand below.
-
-    Args:
-        axes: With its limits set.
-        ends: The lines.
-        run: Of the figure.
-    """
-    if not ends:
-        return
-    if run.narrow:
-        legend_below(axes, ends, run)
-        return
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-
-    def beside(points: float) -> Any:
-        return axes.get_yaxis_transform() + ScaledTranslation(points / 72, 0, figure.dpi_scale_trans)
-
-    labels: list[Annotation] = [
-        axes.annotate(
-            end.name,
-            (end.x, end.y),
-            xytext=(1.0, end.y),
-            textcoords=beside(_NAME_AT if end.marker else _KEY_AT),
-            color=INK,
-            va="center",
-            fontsize=letter_size(0.94),
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": end.color,
-                "linewidth": 0.6,
-                "alpha": 0.6,
-                "shrinkA": _NAME_AT - _KEY_AT + 5 if end.marker else 2,
-                "shrinkB": 4,
-                "relpos": (0.0, 0.5),
-            },
-        )
-        for end in ends
-    ]
-    lay_out(figure)  # with room for the labels
-    boxes = [Text.get_window_extent(label) for label in labels]  # an annotation's own has its arrow in it
-    wanted = [axes.transData.transform((0.0, end.y))[1] for end in ends]
-    floor, ceiling = axes.transAxes.transform([(0.0, -0.04), (0.0, 1.04)])[:, 1]
-    placed = _spread(wanted, [box.height + 1.5 for box in boxes], float(floor), float(ceiling))
-    for end, label, pixel in zip(ends, labels, placed, strict=True):
-        y = float(axes.transData.inverted().transform((0.0, pixel))[1])
-        label.xyann = (1.0, y)
-        if end.marker:
-            key = key_line(end, [1.0], [y])
-            key.set(transform=beside(_KEY_AT), clip_on=False)
-            figure.add_artist(key)
-
-
-INK = "#303030"
-
-
-def key_line(end: End, x: Sequence[float], y: Sequence[float]) -> Line2D:
-    """A piece of a line as it is drawn."""
-    return Line2D(
-        x, y, color=end.color, marker=end.marker or None, markerfacecolor=end.face or None, markeredgewidth=1.0,
-        linestyle="-" if end.marker else DASHED, linewidth=1.4 if end.marker else 0.9,
-    )  # fmt: skip
-
-
-def legend_below(axes: Axes, ends: Sequence[End], run: Run) -> None:
-    """Name the lines below the axes, in as many columns as have room."""
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    size = letter_size(0.94)
-    widest = max(len(end.name) for end in ends) * 0.58 * size + 3.2 * size
-    columns = max(1, min(len(ends), int(72 * (run.width - 0.1) / widest)))
-    lines = math.ceil(len(ends) / columns)
-    figure.set_figheight(figure.get_figheight() + 1.5 * size / 72 * (lines + 0.5))
-    below = ScaledTranslation(0, -4.0 * size / 72, figure.dpi_scale_trans)
-    legend = axes.legend(
-        [key_line(end, [0, 1], [0, 0]) for end in ends],
-        [end.name for end in ends],
-        loc="upper left",
-        bbox_to_anchor=(0.02, 0.0),
-        bbox_transform=blended_transform_factory(figure.transFigure, axes.transAxes) + below,
-        borderaxespad=0.0,
-        ncols=columns,
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.2,
-        labelcolor=INK,
-    )
-    # It may be wider than the axes, which the layout cannot follow; blank lines keep its place.
-    legend.set_in_layout(False)
-    blank = "\n".join(" " * lines)
-    axes.text(0.5, 0.0, blank, va="top", transform=axes.transAxes + below, fontsize=1.3 * size)
-
-
-def _spread(wanted: Sequence[float], sizes: Sequence[float], floor: float, ceiling: float) -> list[float]:
-    """Centres as close to those wanted as can be without overlap: neighbours that collide share their mean."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    blocks: list[tuple[list[int], float, float]] = []  # members, height, centre
-
-    def bounded(height: float, center: float) -> float:
-        return min(max(center, floor + height / 2), max(ceiling - height / 2, floor + height / 2))
-
-    for i in order:
-        block = ([i], sizes[i], bounded(sizes[i], wanted[i]))
-        while blocks and blocks[-1][2] + blocks[-1][1] / 2 > block[2] - block[1] / 2:
-            members, height, _ = blocks.pop()
-            together, tall = members + block[0], height + block[1]
-            offset, centers = -tall / 2, []
-            for member in together:
-                centers.append(wanted[member] - (offset + sizes[member] / 2))
-                offset += sizes[member]
-            block = (together, tall, bounded(tall, sum(centers) / len(centers)))
-        blocks.append(block)
-    placed = [0.0] * len(wanted)
-    for members, height, center in blocks:
-        at = center - height / 2
-        for member in members:
-            placed[member] = at + sizes[member] / 2
-            at += sizes[member]
-    return placed
 
 
 def with_gamma(run: Run, name: str) -> list[Series]:

@@ -15,13 +15,15 @@ from specbench.show.plots.canvas import (
     NoDataError,
     Run,
     estimates,
+    figure,
+    finish,
     grid_lines,
-    inscribe,
+    panels,
     row_names,
-    two,
 )
 
 
+@figure("servers", "speed of servers, and how each stands to the first", table="Speed", of_servers=True)
 def servers(run: Run) -> Figure:
     """Speed and speedup of every server, each with its interval."""
     alone = [row for row in run.servers if row.config.batch is None]
@@ -32,9 +34,9 @@ def servers(run: Run) -> Figure:
     over = run.summary.over
     places = np.arange(len(rows))
     colors = [BLACK if row.is_baseline else COLORS[number % len(COLORS)] for number, row in enumerate(rows)]
-    figure, panels = two(run, 1.3 + 0.24 * len(rows), sharey=True)
+    body, both = panels(run, 2, 0.55 + 0.24 * len(rows), sharey=True)
     for axes, figure_name, title in zip(
-        panels,
+        both,
         ("tokens_per_second", "speedup"),
         ("decode speed (tokens/s)", f"speedup over {over} (×)"),
         strict=True,
@@ -46,7 +48,6 @@ def servers(run: Run) -> Figure:
         axes.set_yticks(places, names)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         grid_lines(axes, "x")
-    panels[0].set_xlim(left=0)
-    panels[1].axvline(1.0, color=GREY, linewidth=0.9, linestyle=DASHED, zorder=1.5)
-    inscribe(figure, run, "Servers", run.intervals)
-    return figure
+    both[0].set_xlim(left=0)
+    both[1].axvline(1.0, color=GREY, linewidth=0.9, linestyle=DASHED, zorder=1.5)
+    return finish(body, run, "Servers", run.intervals)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import ScaledTranslation
 
 from specbench.decoding.records import PARTS
 from specbench.show.plots.canvas import (
@@ -17,17 +16,14 @@ from specbench.show.plots.canvas import (
     COLORS,
     DASHED,
     GREEN,
-    INK,
     ORANGE,
     PURPLE,
     SKY,
-    End,
     NoDataError,
     Run,
+    figure,
+    finish,
     grid_lines,
-    inscribe,
-    label_ends,
-    letter_size,
     new_figure,
     row_names,
     short,
@@ -40,6 +36,7 @@ if TYPE_CHECKING:
 _PART_COLORS = {"draft": ORANGE, "verify": BLUE, "accept": GREEN, "rollback": PURPLE, "other": "#B0B0B0"}
 
 
+@figure("time", "where the time goes", table="Acceptance and time")
 def time(run: Run) -> Figure:
     rows = [row for each in run.series for row in each.rows if row.ms_per_token > 0]
     rows.sort(key=lambda row: run.drafters.index(row.config.drafter))
@@ -47,8 +44,8 @@ def time(run: Run) -> Figure:
         raise NoDataError("no speculative configuration has finished a step")
     # Rows of bars from the top down, with a gap between drafters.
     places = np.array([i + 0.6 * run.drafters.index(row.config.drafter) for i, row in enumerate(rows)])
-    figure = new_figure(run, (1.55 if run.narrow else 1.35) + 0.17 * (places[-1] + 1))
-    axes = figure.subplots()
+    body = new_figure(run, 1.15 + 0.17 * (places[-1] + 1))
+    axes = body.subplots()
     left = np.zeros(len(rows))
     total = np.array([row.ms_per_token for row in rows])
     read = np.array([row.share_draft_prefill for row in rows])
@@ -71,43 +68,26 @@ def time(run: Run) -> Figure:
         left += wide
     plain = [row.ms_per_token for row in run.plain if not math.isnan(row.ms_per_token)]
     for base in plain:
-        axes.axvline(base, color=BLACK, linewidth=0.9, linestyle=DASHED)
-    if plain:
-        top = axes.get_xaxis_transform()
-        axes.text(
-            plain[0], 1.01, "plain", transform=top, ha="center", va="bottom", fontsize=letter_size(0.88)
-        )
+        axes.axvline(base, color=BLACK, linewidth=0.9, linestyle=DASHED, label="plain")
     axes.set_yticks(places, row_names(rows, run))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(places[-1] + 0.6, -0.6)
     axes.set_xlim(0, 1.05 * max(total.max(), *plain))
     axes.set_xlabel("time per token (ms)")
     grid_lines(axes, "x")
-    above = axes.transAxes + ScaledTranslation(0, letter_size(1.4) / 72, figure.dpi_scale_trans)
-    axes.legend(
-        loc="lower right" if run.narrow else "lower left",
-        bbox_to_anchor=(1.0 if run.narrow else 0.0, 1.0),
-        bbox_transform=above,
-        borderaxespad=0.0,
-        ncols=3 if run.narrow else 6,
-        frameon=False,
-        handlelength=1.0,
-        handletextpad=0.5,
-        columnspacing=1.2,
-    )
-    remark = "Time of all steps over all emitted tokens; time to first token apart. Dashed: plain decoding."
-    inscribe(figure, run, "Where the time goes", remark)
-    return figure
+    remark = "Time of all steps over all emitted tokens; time to first token apart."
+    return finish(body, run, "Where the time goes", remark)
 
 
+@figure("generation", "draft length, acceptance and entropy over one generation")
 def generation(run: Run) -> Figure:
     one = _one_generation(run)
     drafted, accepted = one["steps_drafted"], one["steps_accepted"]
     first = int(one["new_tokens"]) - int(np.sum(one["steps_emitted"]))
     edges = first + np.concatenate(([0], np.cumsum(one["steps_emitted"])))
     notes = _drawable(_notes(one["steps_policy"], len(drafted)))
-    figure = new_figure(run, (3.8 if notes else 2.7) * (0.9 if run.narrow else 1.0))
-    both = figure.subplots(
+    body = new_figure(run, 3.6 if notes else 2.5)
+    both = body.subplots(
         2 if notes else 1, 1, sharex=True, squeeze=False, height_ratios=[1.2, 1.0] if notes else None
     )[:, 0]
     upper = both[0]
@@ -118,18 +98,8 @@ def generation(run: Run) -> Figure:
     upper.set_ylabel("tokens in the step")
     upper.set_xlim(edges[0], edges[-1])
     grid_lines(upper)
-    upper.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        borderaxespad=0.2,
-        ncols=2,
-        frameon=False,
-        labelcolor=INK,
-    )
-    end = float(edges[-1])
     if notes:
         lower = both[1]
-        noted = []
         for number, (name, values) in enumerate(notes.items()):
             color = COLORS[(number + 1) % len(COLORS)]
             lower.plot(
@@ -138,9 +108,8 @@ def generation(run: Run) -> Figure:
                 color=color,
                 linewidth=1.2,
                 linestyle=("-", "--", ":")[number % 3],
+                label=short(name, 20),
             )
-            there = np.flatnonzero(np.isfinite(values))
-            noted.append(End(end, float(values[there[-1]]), short(name, 20), color))
         lower.set_ylabel(
             "entropy / log V" if all(name.startswith("H") for name in notes) else "noted by the rule"
         )
@@ -150,10 +119,7 @@ def generation(run: Run) -> Figure:
     which = f"Prompt {short(one['prompt'], 40)}, {short(one['label'], 48)}: the most usual in its tokens per step."
     remark = "A column is a step, as wide as the tokens it emitted."
     meanings = [f"{name}: {_NOTES[name]}." for name in notes if name in _NOTES]
-    inscribe(figure, run, "One generation, step by step", which, remark, *meanings)
-    if notes:
-        label_ends(lower, noted, run)
-    return figure
+    return finish(body, run, "One generation, step by step", which, remark, *meanings)
 
 
 _NOTES = {

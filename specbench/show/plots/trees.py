@@ -12,8 +12,16 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from specbench.record import Estimate
 from specbench.results.acceptance import RankRow, ranks
 from specbench.results.summary import SummaryRow, bare
-from specbench.show.plots.acceptance import panels, two_lines
-from specbench.show.plots.canvas import NoDataError, Run, grid_lines, inscribe, letter_size, new_figure
+from specbench.show.plots.acceptance import two_lines
+from specbench.show.plots.canvas import (
+    NoDataError,
+    Run,
+    figure,
+    finish,
+    grid_lines,
+    letter_size,
+    panels,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,21 +35,20 @@ _MOST_RANKS = 4
 """Of a node; those behind are seldom right."""
 
 
+@figure("trees", "tokens per step by tree and way to verify, and speed against rows")
 def trees(run: Run) -> Figure:
     """By configuration: tokens per step, rows of a pass, and decode speed."""
     if not ranks(run.results):
         raise NoDataError("no tree was drafted")
     rows = [row for row in run.rows if not math.isnan(row.mean_nodes)]
     rows.sort(key=lambda row: row.tokens_per_step.value)
-    height = 1.2 + 0.3 * len(rows)
-    figure = new_figure(run, 3 * height if run.narrow else height)
-    grid = figure.subplots(3, 1) if run.narrow else figure.subplots(1, 3, sharey=True)
-    panels: list[tuple[str, list[Estimate]]] = [
+    body, grid = panels(run, 3, 0.45 + 0.3 * len(rows), sharey=True)
+    shown: list[tuple[str, list[Estimate]]] = [
         ("tokens per step", [row.tokens_per_step for row in rows]),
         ("rows of a target pass", [bare(1.0 + row.mean_nodes) for row in rows]),
         ("decode speed (tokens/s)", [row.tokens_per_second for row in rows]),
     ]
-    for axes, (label, figures) in zip(grid, panels, strict=True):
+    for axes, (label, figures) in zip(grid, shown, strict=True):
         for number, (row, each) in enumerate(zip(rows, figures, strict=True)):
             tree = row.mean_nodes > row.mean_gamma + 1e-9
             _dot(axes, each, number, "#D55E00" if tree else "#0072B2")
@@ -51,8 +58,7 @@ def trees(run: Run) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.margins(x=0.1)
         grid_lines(axes, "x")
-    inscribe(figure, run, "Trees and ways to verify", "Means; of trees in orange.", run.intervals)
-    return figure
+    return finish(body, run, "Trees and ways to verify", "Means; of trees in orange.", run.intervals)
 
 
 def _name(row: SummaryRow, run: Run) -> str:
@@ -71,6 +77,7 @@ def _dot(axes: Axes, estimate: Estimate, y: int, color: str) -> None:
     axes.errorbar(value, y, xerr=error, fmt="o", color=color, markersize=4)
 
 
+@figure("ranks", "acceptance in trees by rank and depth")
 def rank_rates(run: Run) -> Figure:
     """Of every tree: how often the candidate of each rank is the one that is kept, by depth."""
     lines: dict[str, dict[int, list[RankRow]]] = {}
@@ -79,7 +86,7 @@ def rank_rates(run: Run) -> Figure:
             lines.setdefault(row.config.id, {}).setdefault(row.rank, []).append(row)
     if not lines:
         raise NoDataError(f"of no tree {_LEAST_TESTED} nodes were tested")
-    figure, grid = panels(run, len(lines), 2.1, sharey=True)
+    body, grid = panels(run, len(lines), 2.1, "kept, of those looked at", narrowest=13, sharey=True)
     for axes, (config, by_rank) in zip(grid, lines.items(), strict=True):
         for rank, line in sorted(by_rank.items()):
             depths, rates = [row.depth for row in line], [row.rate for row in line]
@@ -90,14 +97,10 @@ def rank_rates(run: Run) -> Figure:
         axes.set_ylim(0.0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         grid_lines(axes)
-        if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
-            axes.set_ylabel("kept, of those looked at")
-    grid[0].legend(fontsize=letter_size(0.79), loc="upper right")
-    inscribe(
-        figure,
+    return finish(
+        body,
         run,
         "Acceptance by rank and depth",
         "Rank 1: the first candidate of its node. Looked at: all before it on its branch were kept.",
         f"Points of fewer than {_LEAST_TESTED} nodes are not drawn.",
     )
-    return figure

@@ -128,7 +128,7 @@ def _pictures(results: Results, folder: Path) -> tuple[list[Picture], dict[str, 
         path = folder / f"{name}.png"
         save_figure(figure, path)
         small = figure_bytes(narrow[name], "png", dpi=_NARROW_DPI) if name in narrow else None
-        pictures.append(Picture(name, FIGURES[name][1], path.read_bytes(), small))
+        pictures.append(Picture(name, FIGURES[name].about, path.read_bytes(), small))
     return pictures, drawn.skipped
 
 
@@ -395,9 +395,10 @@ def _share(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def alternative(picture: Picture, tables_of: Mapping[str, str]) -> str:
+def alternative(picture: Picture, renamed: Mapping[str, str] | None = None) -> str:
     """What stands in for a picture: what it shows, and which table has its figures."""
-    table = tables_of.get(picture.name)
+    table = FIGURES[picture.name].table
+    table = (renamed or {}).get(table, table)
     return f"Chart: {picture.about}." + (f" Its figures stand in the table '{table}'." if table else "")
 
 
@@ -405,5 +406,5 @@ def missing_figures(report: Report) -> list[str]:
     """Which figures could not be drawn and why, a sentence for each reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in report.missing.items():
-        reasons.setdefault(reason, []).append(FIGURES[name][1])
+        reasons.setdefault(reason, []).append(FIGURES[name].about)
     return [f"Not drawn: {', '.join(abouts)} ({reason.rstrip('.')})." for reason, abouts in reasons.items()]

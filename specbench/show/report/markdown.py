@@ -9,11 +9,7 @@ from specbench.show.answer import answer_markdown
 from specbench.show.report.content import COST_HEADINGS, LONG_TABLE, Report, alternative, missing_figures
 from specbench.show.tables import markdown_row, markdown_text
 
-_TABLES = {
-    "speedup": "Summary", "tokens-per-second": "Summary", "prediction": "Summary", "acceptance": "Summary",
-    "time": "Summary", "positions": "Acceptance by position", "categories": "By category", "batches": "Summary",
-    "servers": "Summary", "latency": "Requests side by side", "training": "Training",
-}  # fmt: skip
+_SUMMARY = ("Speed", "Acceptance and time")  # one table here
 
 
 def to_markdown(report: Report) -> str:
@@ -42,7 +38,7 @@ def to_markdown(report: Report) -> str:
     if report.pictures:
         parts += ["## Figures"]
         parts += [
-            f"![{markdown_text(alternative(each, _TABLES))}](plots/{each.name}.png)"
+            f"![{markdown_text(alternative(each, dict.fromkeys(_SUMMARY, 'Summary')))}](plots/{each.name}.png)"
             for each in report.pictures
         ]
     if report.missing:

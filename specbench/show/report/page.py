@@ -43,11 +43,6 @@ _SHOWN, _SHOWN_NARROW = (
 _STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *PARTS}
 _RATIO = r"[\d.∞]+× \[[^\]]*\]\*?"
 _NO_INTERVAL = "[too few to say]"  # of tables.ratio_text
-_TABLES = {
-    "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed", "acceptance": "Acceptance and time",
-    "time": "Acceptance and time", "positions": "Acceptance by position", "categories": "By category",
-    "batches": "Speed", "servers": "Speed", "latency": "Requests side by side", "training": "Training",
-}  # fmt: skip
 
 
 def to_html(report: Report) -> str:
@@ -130,7 +125,7 @@ def _picture(picture: Picture) -> Json:
     return {
         "name": picture.name,
         "about": picture.about,
-        "alt": alternative(picture, _TABLES),
+        "alt": alternative(picture),
         "wide": _image(picture.png, _SHOWN),
         "narrow": _image(picture.narrow, _SHOWN_NARROW) if picture.narrow else None,
     }
