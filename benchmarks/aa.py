@@ -47,7 +47,7 @@ from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
-    from specbench.decoding.drafts import Draft
+    from specbench.decoding.drafts import Draft, StepOutcome
     from specbench.decoding.protocols import Asking, Drafter, LengthPolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
@@ -76,8 +76,8 @@ class Slowed:
         self._began = time.perf_counter()  # the loop asks for a proposal first
         return self.drafter.propose(context, room, policy, sampling, random)
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        self.drafter.keep(length, path)  # and this is the last thing it asks for in a step
+    def update(self, outcome: StepOutcome) -> None:
+        self.drafter.update(outcome)  # and this is the last thing it asks for in a step
         now = time.perf_counter()
         pause(now + self.share * (now - self._began))
 

@@ -111,16 +111,16 @@ MUTANTS = (
     ),
     Mutant(
         "the drafter is not rolled back",
-        "decoding/loop.py:decode",
-        "drafter.keep(len(context) - 1, verdict.path)",
+        "drafters/model.py:ModelDrafter.update",
+        "self.scorer.keep(len(outcome.context) - 1, path)",
         "pass",
         DECODE,
     ),
     Mutant(
         "the drafter keeps what it drafted in a sibling's place",
-        "decoding/loop.py:decode",
-        "drafter.keep(len(context) - 1, verdict.path)",
-        "drafter.keep(len(context) - 1)",
+        "drafters/model.py:ModelDrafter.update",
+        "self.scorer.keep(len(outcome.context) - 1, path)",
+        "self.scorer.keep(len(outcome.context) - 1)",
         SIBLINGS,
     ),
     Mutant(
@@ -251,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "a drafter keeps nodes that are not on the path",
-        "drafters/model.py:ModelDrafter.keep",
+        "drafters/model.py:ModelDrafter.update",
         "{node: i for i, node in enumerate(self._read_nodes)}",
         "{node: 0 for i, node in enumerate(self._read_nodes)}",
         TREES,

@@ -69,7 +69,6 @@ class TableScorer:
 
     context_limit = vocabulary = None
     takes_trees = reads_trees = True
-    gives_hidden = False
     batch = None
     reads_in_parts = True
     epoch = 0

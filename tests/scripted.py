@@ -73,10 +73,6 @@ class ScriptedScorer:
     vocabulary: DraftVocabulary | None = None
 
     @property
-    def gives_hidden(self) -> bool:
-        return self.states is not None
-
-    @property
     def held(self) -> int:
         return self.cache.length
 

@@ -35,7 +35,7 @@ from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config
 from specbench.bench.prompts import load_prompts
-from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
 from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
@@ -269,7 +269,7 @@ def test_the_pause_is_a_share_of_the_step(monkeypatch: pytest.MonkeyPatch) -> No
     answered(slowed.propose([1], 4, FixedLength(2), Greedy(), Randomness(0)))
     began = clock.t
     clock.t += 5.0
-    slowed.keep(1)
+    slowed.update(StepOutcome([1], 0, torch.empty(0)))
     assert clock.t - began == pytest.approx(5.5, abs=0.002)
 
 

@@ -17,7 +17,7 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, LengthPolicy, Pass, Rows, answered
@@ -295,8 +295,7 @@ def test_a_cache_that_follows_lazily_is_right_for_every_family(family: str, kind
         while kept < len(draft.tokens) and draft.tokens[kept] == expected[kept]:
             kept += 1
         context += expected[: kept + 1]
-        drafter.commit(context, kept + 1, torch.zeros(kept + 1, 61))
-        drafter.keep(len(context) - 1)
+        drafter.update(StepOutcome(context, kept + 1, torch.zeros(kept + 1, 61)))
     assert len(checked) > 5
     assert max(checked[1:]) > 10, "it never had to catch up"
 
@@ -433,7 +432,7 @@ def test_counts_that_are_drawn_from_keep_their_distribution() -> None:
     free = NGramDrafter(NGram(order=3, min=2, sample=True, max=1))
     drafter = CascadeDrafter(free, ModelDrafter(scripted([5], 9), "model"))
     drafter.begin(context)
-    drafter.commit(context, 1, torch.zeros(1, VOCAB))  # tells how large the vocabulary is
+    drafter.update(StepOutcome(context, 1, torch.zeros(1, VOCAB)))  # tells how large the vocabulary is
     draft = answered(drafter.propose(context, 9, FixedLength(2), Multinomial(1.0), Randomness(0)))
     assert draft.q is not None
     assert draft.q[0, [3, 4]].tolist() == [0.5, 0.5]
@@ -624,11 +623,11 @@ def test_catching_up_with_a_long_stretch_is_timed_apart() -> None:
     read = []
     for length in (4, 5, 8, 16):
         draft = answered(drafter.propose(context[:length], 99, FixedLength(2), Greedy(), Randomness(0)))
-        drafter.keep(length)
+        drafter.update(StepOutcome(context[: length + 1], 0, torch.empty(0)))
         read.append(draft.prefill_s)
     assert drafter.scorer.passes == [4, 1, 1, 1, 3, 1, 8, 1]
     assert read == [1.0, 0.0, 0.0, 0.0]
-    drafter.keep(6)
+    drafter.update(StepOutcome(context[:7], 0, torch.empty(0)))
     assert answered(drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0))).prefill_s == 1.0
 
 

@@ -16,7 +16,7 @@ from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
 from specbench.check.sampled import SampledTest, sample
 from specbench.decoding import verdicts
-from specbench.decoding.drafts import Draft, Draws, GrowingTree
+from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode
 from specbench.decoding.protocols import Asking, TreePolicy
 from specbench.decoding.records import Step
@@ -128,13 +128,13 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts() -> None:
     class Listening(RecycleDrafter):
         heard: ClassVar[list[Sequence[int]]] = []
 
-        def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-            self.heard.append(tuple(tokens))
-            super().learn(tokens, logits)
+        def update(self, outcome: StepOutcome) -> None:
+            self.heard.append(tuple(outcome.tokens))
+            super().update(outcome)
 
     seen = observe(replace(setup_of("static"), drafter=Listening()), PROMPTS[0], greedy=True)
     steps = [each.record for each in seen if isinstance(each.record, Step)]
-    assert [step.drafted for step in steps] == Listening.heard != []
+    assert [(), *(step.drafted for step in steps)] == Listening.heard
 
 
 def test_siblings_pass_above_temperature_0() -> None:

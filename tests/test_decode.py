@@ -9,7 +9,7 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
 from tiny import tiny_language_model, tiny_llama
 
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
 from specbench.decoding.protocols import Asking, Drafter, answered
@@ -43,7 +43,6 @@ class FixedDraft(BaseDrafter):
         super().__init__("fixed")
         self.tokens, self.start = list(tokens), start
         self.commits: list[tuple[int, int, int]] = []
-        self.rollbacks: list[int] = []
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.commits.clear()
@@ -53,14 +52,11 @@ class FixedDraft(BaseDrafter):
         at = (len(context) - self.start) % len(self.tokens)
         return Draft((self.tokens[at:] + self.tokens[:at])[: policy.begin(room)])
 
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        assert len(logits) >= emitted
-        self.commits.append((len(context), emitted, int(logits[emitted - 1].argmax()) == context[-1]))
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        self.rollbacks.append(length)
+    def update(self, outcome: StepOutcome) -> None:
+        rows = outcome.deciding()
+        assert len(rows) == outcome.emitted
+        fits = int(rows[-1].argmax()) == outcome.context[-1]
+        self.commits.append((len(outcome.context), outcome.emitted, fits))
 
 
 def decode(
@@ -273,7 +269,6 @@ def test_the_loop_tells_the_drafter_what_was_emitted() -> None:
         "a row of logits does not stand before its token"
     )
     assert [length for length, _, _ in drafter.commits][-1] == len(PROMPT) + 6
-    assert drafter.rollbacks == [length - 1 for length, _, _ in drafter.commits[1:]]
 
 
 @pytest.mark.parametrize("drafter", ["model", "fixed"])
@@ -349,13 +344,13 @@ def test_the_consumers_time_is_not_counted() -> None:
         records.append(record)
         clock.time += 1000.0
     first, *steps = records
-    assert first.time_s == 1.0
+    assert first.time_s == 5.0
     for step in steps:
         assert step.times.total_s == pytest.approx(5.0)
         assert (step.times.draft_s, step.times.verify_s, step.times.accept_s) == (1.0, 1.0, 1.0)
     split = time_split(first, steps)
     assert split.decode_s == pytest.approx(5.0 * len(steps))
-    assert split.ttft_s == 1.0
+    assert split.ttft_s == 5.0
 
 
 def test_the_length_rule_sees_every_step_and_starts_afresh() -> None:
@@ -403,7 +398,7 @@ def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma: int) -> None
             logits = table([*context, *draft.tokens[:i]])[None]
             assert torch.equal(row, sampling.probabilities(logits, context)[0])
         context = [*context, *draft.tokens]
-        drafter.keep(len(context) - 1)
+        drafter.update(StepOutcome(context, 0, torch.empty(0)))
 
 
 # --- Runs that are paused -------------------------------------------------------------------------

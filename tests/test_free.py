@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedCache, ScriptedScorer, Ticking, enumerate_outcomes, random_table
 from tiny import tiny_llama
 
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import TreePolicy, answered
 from specbench.decoding.records import Prefill, Step
@@ -176,7 +176,7 @@ def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
     for drafter in (SuffixDrafter(), RecycleDrafter()):
         drafter.begin([1, 2, 1, 2])
         chain(drafter, [1, 2, 1, 2])
-        drafter.commit([1, 2, 1, 2, 3], 1, rows([3, 1]))
+        drafter.update(StepOutcome([1, 2, 1, 2, 3], 1, rows([3, 1])))
         assert drafted(drafter, [5, 3, 6, 2]).tokens == []
 
 
@@ -186,7 +186,7 @@ def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts() -> None:
     context = [1, 2]
     for step in ([3], [4, 5], [3]):
         context += step
-        drafter.commit(context, len(step), torch.zeros(len(step), 9))
+        drafter.update(StepOutcome(context, len(step), torch.zeros(len(step), 9)))
     assert drafted(drafter, [8, 1]).tokens == []
     assert drafted(drafter, [8, 3], 2).tokens == [4, 5]
     # The longer match counts: here 4 stood behind 5, there 3 behind 4 5.
@@ -240,14 +240,15 @@ def test_the_table_agrees_with_a_plain_one(seed: int, top_k: int, propose_first:
         for before, row in zip([context[-1], *new[:-1]], ranked, strict=False):
             reference.known[before] = row[:top_k]
         context += new
-        drafter.commit(context, len(new), rows(*ranked, vocab=5))
+        path = range(len(new) - 1)
+        drafter.update(StepOutcome(context, len(new), rows(*ranked, vocab=5), new[:-1], path))
 
 
 def test_rejected_drafts_teach_and_the_emitted_ones_come_last() -> None:
     drafter = RecycleDrafter(Recycle(2))
     drafter.begin([1])
-    drafter.learn([2, 3, 2], rows([7, 8], [5, 6], [4, 9], [6, 5]))
-    drafter.commit([1, 3, 6], 2, rows([3, 2], [6, 4]))
+    given = rows([3, 2], [5, 6], [4, 9], [6, 5], [6, 4])
+    drafter.update(StepOutcome([1, 3, 6], 2, given, [2, 3, 2, 3], (3,)))
     known = {token: [*drafter.candidates([token], ())] for token in (1, 2, 3)}
     assert known == {1: [3, 2], 2: [6, 5], 3: [6, 4]}
 
@@ -256,21 +257,21 @@ def test_the_loop_tells_of_rejected_drafts() -> None:
     target = ScriptedScorer(TARGET, VOCAB)
     drafter = RecycleDrafter()
     heard: list[tuple[list[int], int]] = []
-    drafter.learn = lambda tokens, logits: heard.append((list(tokens), len(logits)))  # type: ignore[method-assign]
+    drafter.update = lambda outcome: heard.append((list(outcome.tokens), len(outcome.logits)))  # type: ignore[method-assign]
     records = [*decode_steps(
         PROMPT, target, drafter, policy=DraftPolicy(FixedLength(1), tree=StaticTree.shaped((-1, -1, 0))),
         sampling=Greedy(), random=Randomness(0), max_new_tokens=9,
     )]  # fmt: skip
     steps = [record for record in records if isinstance(record, Step)]
-    assert heard == [([*step.drafted], 1 + len(step.drafted)) for step in steps]
+    assert heard == [([], 1), *(([*step.drafted], 1 + len(step.drafted)) for step in steps)]
     assert any(step.accepted < step.gamma for step in steps)
 
 
 def test_a_tree_by_rank() -> None:
     drafter = RecycleDrafter()
     drafter.begin([1])
-    drafter.commit([1, 2], 1, rows([2, 3, 4]))
-    drafter.commit([1, 2, 1], 1, rows([1, 5]))
+    drafter.update(StepOutcome([1, 2], 1, rows([2, 3, 4])))
+    drafter.update(StepOutcome([1, 2, 1], 1, rows([1, 5])))
     found = tree(drafter, [1, 2, 1], StaticTree.shaped((-1, -1, 0, 0, 1)))
     # Behind 3, of which nothing is known, stands nothing.
     assert found.tokens == [2, 3, 1, 5]

@@ -58,7 +58,7 @@ from specbench.bench.passes import time_passes
 from specbench.check.observe import DecodingSetup
 from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.clocks import WallClock
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, Drafter, Pass, answered
 from specbench.decoding.records import Generation, Prefill, SharedPass, Step
@@ -106,6 +106,11 @@ def target_states(tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
     with torch.inference_mode():
         output = target_model()(input_ids=torch.tensor([tokens]), output_hidden_states=True)
     return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
+
+
+def outcome_of(context: Sequence[int], layers: Sequence[int], first: int = 0) -> StepOutcome:
+    """The target has read a context but for its last token, and gives its states from ``first`` on."""
+    return StepOutcome(context, 1, torch.empty(0), states=target_states(context[:-1], layers)[first:])
 
 
 # -- the papers' formulas, written without anything of the package ---------------------------------
@@ -370,15 +375,14 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) ->
         tree = formulas(expected.tensors, settings).rows(CONTEXT, DRAFT, parents)
         shorter = formulas(expected.tensors, settings).rows(CONTEXT[:5], [CONTEXT[5], 70], [-1, 0])
     scorer.begin()
-    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
+    drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
     close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT[:5], [CONTEXT[5], 70])), shorter, **close)
-    drafter.keep(7, [0])
-    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers)[2:])
+    drafter.update(outcome_of(CONTEXT, drafter.layers, 2))
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, rows=1)), chain[:1], **close)
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:1])), chain[:2], **close)
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT)), chain, **close)
-    drafter.keep(len(CONTEXT) - 1)
+    drafter.update(StepOutcome(CONTEXT, 0, torch.empty(0)))
     assert scorer.held == len(CONTEXT) - 1  # the last token is read again
     found = rows_of(Pass(scorer, CONTEXT, DRAFT, parents))
     torch.testing.assert_close(found, tree, **close)
@@ -428,13 +432,12 @@ def test_rows_of_p_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) 
         )
     close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
     scorer.begin()
-    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
+    drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT[:5], DRAFT[:1])), first[:2], **close)
-    drafter.keep(6, [0])
-    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers))
+    drafter.update(outcome_of(CONTEXT, drafter.layers))
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, rows=1)), second[:1], **close)
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:2])), second, **close)
-    drafter.keep(len(CONTEXT) - 1)
+    drafter.update(StepOutcome(CONTEXT, 0, torch.empty(0)))
     assert scorer.held == len(CONTEXT) - 1  # the last token is read again
     tree = rows_of(Pass(scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=3))
     torch.testing.assert_close(tree, second[[1, 1, 2]], **close)
@@ -450,11 +453,10 @@ def test_p_eagle_drafts_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     read, passes = scorer.head.read, []
     monkeypatch.setattr(scorer.head, "read", lambda *given: passes.append(given[0].shape[1]) or read(*given))
     drafter.begin(CONTEXT[:5])
-    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
+    drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
     draft = answered(drafter.propose(CONTEXT[:5], 9, FixedLength(9), Multinomial(1.0), Randomness(0)))
     assert len(draft.tokens) == 3
-    drafter.keep(5)
-    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers)[4:])
+    drafter.update(outcome_of(CONTEXT, drafter.layers, 4))
     answered(drafter.propose(CONTEXT, 9, FixedLength(2), Greedy(), Randomness(0)))
     assert passes == [4 + 2, 3 + 2]  # tokens that are new, and masks
 
@@ -471,7 +473,7 @@ def test_rows_of_medusa_are_those_of_the_formula(tmp_path: Path, shared: bool) -
         }
     drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
     drafter.begin(CONTEXT)
-    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], (3,)))
+    drafter.update(outcome_of(CONTEXT, (3,)))
     rows = []
     for head in range(3):
         x = target_states(CONTEXT[:-1], (3,))[-1, 0]
@@ -549,10 +551,9 @@ def test_rows_of_dflash_are_those_of_the_formulas(
     with torch.inference_mode():
         first, second = (rows_of_blocks(tensors, layers, context) for context in (CONTEXT[:5], CONTEXT))
     scorer.begin()
-    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], layers))
+    drafter.update(outcome_of(CONTEXT[:5], layers))
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT[:5], DRAFT[:1])), first[:2], **close)
-    drafter.keep(5, [0])
-    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], layers))
+    drafter.update(outcome_of(CONTEXT, layers))
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:2])), second, **close)
     tree = rows_of(Pass(scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=3))
     torch.testing.assert_close(tree, second[[1, 1, 2]], **close)
@@ -800,7 +801,7 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
     rows = []
     for drafter in (quick, exact):
         drafter.begin(CONTEXT)
-        drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers))
+        drafter.update(outcome_of(CONTEXT, drafter.layers))
         rows.append(drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT)).logits)
     assert rows[0].shape == (4, DRAFTED)
     assert (rows[0] - rows[1]).norm() < 0.05 * rows[1].norm()
@@ -1058,7 +1059,7 @@ def test_medusa_as_its_authors_write_it(tmp_path: Path) -> None:
         drafter = drafter_of(files, tiny_target())
         assert drafter.scorer.longest == 3
         drafter.begin(CONTEXT)
-        drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], (3,)))
+        drafter.update(outcome_of(CONTEXT, (3,)))
         rows.append(drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT[:2])).logits)
     torch.testing.assert_close(*rows)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
@@ -120,8 +120,7 @@ def test_the_output_is_searched_as_well_as_the_prompt() -> None:
     assert draft(drafter, context).tokens == []
     for step in ([4, 5], [1], [6, 4]):
         context += step
-        drafter.commit(context, len(step), torch.zeros(len(step), 8))
-        drafter.keep(len(context) - 1)
+        drafter.update(StepOutcome(context, len(step), torch.zeros(len(step), 8)))
     assert draft(drafter, context, gamma=2).tokens == [5, 1]
 
 
@@ -202,7 +201,7 @@ def test_no_step_reads_the_whole_context(max_match: int | None) -> None:
     context.asked.clear()
     for token in (1, 2, 3):
         context.append(token)
-        drafter.commit(context, 1, torch.zeros(1, 4))
+        drafter.update(StepOutcome(context, 1, torch.zeros(1, 4)))
         draft(drafter, context)
     assert context.longest <= 4
     assert len(context.asked) < 500  # 64 comparisons of two tokens each in a step, and little else
@@ -259,8 +258,7 @@ def test_agrees_with_a_search(context: list[int], max_match: int | None, min_mat
             break
         emitted = data.draw(st.integers(1, len(context) - end))
         end += emitted
-        drafter.commit(context[:end], emitted, torch.zeros(emitted, 4))
-        drafter.keep(end - 1)
+        drafter.update(StepOutcome(context[:end], emitted, torch.zeros(emitted, 4)))
 
 
 # Options.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter, answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
@@ -128,14 +128,14 @@ def test_nothing_known_is_nothing_drafted() -> None:
 def test_a_prompt_of_one_token(sample: bool) -> None:
     drafter = NGramDrafter(NGram(sample=sample))
     assert drafted(drafter, [7], sampling=SAMPLING) == []
-    drafter.commit([7, 7], 1, torch.zeros(1, 8))
+    drafter.update(StepOutcome([7, 7], 1, torch.zeros(1, 8)))
     assert draft(drafter, [7, 7], gamma=3, sampling=SAMPLING, random=Scripted(7, 7, 7)).tokens == [7, 7, 7]
 
 
 def test_a_vocabulary_of_one_token() -> None:
     drafter = NGramDrafter(NGram(sample=True, top_k=5))
     drafter.begin([0, 0])
-    drafter.commit([0, 0, 0], 1, torch.zeros(1, 1))
+    drafter.update(StepOutcome([0, 0, 0], 1, torch.zeros(1, 1)))
     result = draft(drafter, [0, 0, 0], gamma=2, sampling=SAMPLING, random=Randomness(0))
     assert result.tokens == [0, 0]
     assert result.q is not None
@@ -146,7 +146,7 @@ def test_a_vocabulary_of_one_token() -> None:
 def test_no_room(sampling: Sampling) -> None:
     drafter = NGramDrafter(NGram(sample=True))
     drafter.begin([1, 1])
-    drafter.commit([1, 1, 1], 1, torch.zeros(1, 2))
+    drafter.update(StepOutcome([1, 1, 1], 1, torch.zeros(1, 2)))
     result = draft(drafter, [1, 1, 1], room=0, sampling=sampling)
     assert result.tokens == []
     assert result.q is None
@@ -173,19 +173,18 @@ def test_learns_what_is_emitted() -> None:
     assert drafted(drafter, context, gamma=1) == [2]
     for token in (3, 1):  # now as frequent as 2, and more recent
         context.append(token)
-        drafter.commit(context, 1, torch.zeros(1, 4))
-        drafter.keep(len(context) - 1)
+        drafter.update(StepOutcome(context, 1, torch.zeros(1, 4)))
     assert draft(drafter, context, gamma=1).tokens == [3]
 
 
 def test_a_commit_before_the_first_proposal_reads_the_prompt_too() -> None:
     drafter = NGramDrafter(NGram(order=3))
     drafter.begin([1, 2, 3])
-    drafter.commit([1, 2, 3, 1, 2], 2, torch.zeros(2, 4))
+    drafter.update(StepOutcome([1, 2, 3, 1, 2], 2, torch.zeros(2, 4)))
     assert draft(drafter, [1, 2, 3, 1, 2], gamma=1).tokens == [3]
     # What it proposes is not counted: only emitted tokens are.
     assert draft(drafter, [1, 2, 3, 1, 2], gamma=4).tokens == [3, 1, 2, 3]
-    drafter.commit([1, 2, 3, 1, 2, 4], 1, torch.zeros(1, 5))
+    drafter.update(StepOutcome([1, 2, 3, 1, 2, 4], 1, torch.zeros(1, 5)))
     assert draft(drafter, [1, 2, 3, 1, 2, 4, 2], gamma=1).tokens == [4]
 
 
@@ -202,7 +201,7 @@ def test_a_tie_made_by_forgetting_goes_to_the_most_recent() -> None:
     assert drafted(NGramDrafter(NGram(order=2, window=5)), [1, 5, 1, 5, 1, 6, 1], gamma=1) == [6]
     drafter = NGramDrafter(NGram(order=2, window=6))
     assert drafted(drafter, [1, 5, 1, 6, 1, 5, 1], gamma=1) == [5]
-    drafter.commit([1, 5, 1, 6, 1, 5, 1, 9, 1], 2, torch.zeros(2, 10))
+    drafter.update(StepOutcome([1, 5, 1, 6, 1, 5, 1, 9, 1], 2, torch.zeros(2, 10)))
     assert draft(drafter, [1, 5, 1, 6, 1, 5, 1, 9, 1], gamma=1).tokens == [9]
 
 
@@ -212,7 +211,7 @@ def test_a_window_holds_no_more_than_it_says() -> None:
     drafter.begin(context)
     for token in range(50, 100):
         context.append(token)
-        drafter.commit(context, 1, torch.zeros(1, 100))
+        drafter.update(StepOutcome(context, 1, torch.zeros(1, 100)))
     assert len(drafter._continuations) == 8 * 3
     assert len(drafter._recent) == 8
 
@@ -220,7 +219,7 @@ def test_a_window_holds_no_more_than_it_says() -> None:
 def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
     drafter = NGramDrafter(NGram(sample=True, window=100))
     drafter.begin([1, 2, 1, 2])
-    drafter.commit([1, 2, 1, 2, 1], 1, torch.zeros(1, 3))
+    drafter.update(StepOutcome([1, 2, 1, 2, 1], 1, torch.zeros(1, 3)))
     assert drafted(drafter, [3, 1], sampling=SAMPLING) == []
     # The size of the vocabulary is forgotten as well: a prompt gives the same drafts whatever came before.
     assert drafted(drafter, [1, 1], gamma=1, sampling=SAMPLING) == [1]
@@ -245,7 +244,7 @@ def test_the_filler_counts_the_targets_best_tokens() -> None:
     drafter = NGramDrafter(NGram(order=3, top_k=3))
     drafter.begin([1, 2])
     context = [1, 2, 5]
-    drafter.commit(context, 1, ranking([[6, 5, 7, 8]], 9))
+    drafter.update(StepOutcome(context, 1, ranking([[6, 5, 7, 8]], 9)))
     assert drafter._continuations[(2,)].counts == {5: 1, 6: 1, 7: 1}
     assert drafter._continuations[(1, 2)].counts == {5: 1, 6: 1, 7: 1}
     # All once: the emitted one counts as the last one seen.
@@ -255,19 +254,23 @@ def test_the_filler_counts_the_targets_best_tokens() -> None:
 def test_the_filler_prefers_the_more_probable_of_equals() -> None:
     drafter = NGramDrafter(NGram(order=2, top_k=2, window=3))
     drafter.begin([1])
-    drafter.commit([1, 5], 1, ranking([[6, 7, 5]], 8))  # 1 -> 5, 6, 7, although 5 is not among the best two
+    drafter.update(
+        StepOutcome([1, 5], 1, ranking([[6, 7, 5]], 8))
+    )  # 1 -> 5, 6, 7, although 5 is not among the best two
     assert list(drafter._continuations[(1,)].counts) == [7, 6, 5]
-    drafter.commit([1, 5, 1, 6], 2, ranking([[1, 2], [6, 5]], 8))  # 1 -> 6, 5 on top of it
+    drafter.update(StepOutcome([1, 5, 1, 6], 2, ranking([[1, 2], [6, 5]], 8)))  # 1 -> 6, 5 on top of it
     assert drafter._continuations[(1,)].counts == {5: 2, 6: 2, 7: 1}
     assert draft(drafter, [1, 5, 1, 6, 1], gamma=1).tokens == [6]
-    drafter.commit([1, 5, 1, 6, 3], 1, ranking([[3]], 8))  # the first 1 -> leaves the window, fillers and all
+    drafter.update(
+        StepOutcome([1, 5, 1, 6, 3], 1, ranking([[3]], 8))
+    )  # the first 1 -> leaves the window, fillers and all
     assert drafter._continuations[(1,)].counts == {5: 1, 6: 1}
 
 
 def test_the_filler_reads_only_the_rows_of_emitted_tokens() -> None:
     drafter = NGramDrafter(NGram(order=2, top_k=2))
     drafter.begin([1])
-    drafter.commit([1, 2, 3], 2, ranking([[2, 4], [3, 5], [6, 7], [8, 9]], 10))
+    drafter.update(StepOutcome([1, 2, 3], 2, ranking([[2, 4], [3, 5], [6, 7], [8, 9]], 10)))
     counts = {context: dict(known.counts) for context, known in drafter._continuations.items()}
     assert counts == {(1,): {4: 1, 2: 1}, (2,): {5: 1, 3: 1}}
 
@@ -275,7 +278,9 @@ def test_the_filler_reads_only_the_rows_of_emitted_tokens() -> None:
 def test_a_filler_of_one_is_the_plain_rule() -> None:
     drafter = NGramDrafter(NGram(order=2, top_k=1))
     drafter.begin([1])
-    drafter.commit([1, 2], 1, ranking([[3, 2]], 4))  # sampled: the target's best token was another one
+    drafter.update(
+        StepOutcome([1, 2], 1, ranking([[3, 2]], 4))
+    )  # sampled: the target's best token was another one
     assert drafter._continuations[(1,)].counts == {2: 1}
 
 
@@ -283,7 +288,7 @@ def test_sampling_looks_at_the_longest_known_context_only() -> None:
     drafter = NGramDrafter(NGram(order=3, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
-    drafter.commit(context, 1, torch.zeros(1, 8))
+    drafter.update(StepOutcome(context, 1, torch.zeros(1, 8)))
     # 1 alone was followed by 5 as well, 6 1 by nothing but 6.
     result = draft(drafter, context, gamma=1, sampling=SAMPLING, random=Randomness(0))
     assert result.q is not None
@@ -294,7 +299,7 @@ def test_sampling_draws_from_the_normalised_counts_and_keeps_them() -> None:
     drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
-    drafter.commit(context, 1, torch.zeros(1, 8))
+    drafter.update(StepOutcome(context, 1, torch.zeros(1, 8)))
     random = Scripted(5, 1, 6)
     result = draft(drafter, context, gamma=3, sampling=SAMPLING, random=random)
     expected = torch.zeros(3, 8)
@@ -312,7 +317,7 @@ def test_sampled_drafts_follow_the_counts() -> None:
     drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
-    drafter.commit(context, 1, torch.zeros(1, 8))
+    drafter.update(StepOutcome(context, 1, torch.zeros(1, 8)))
     random = Randomness(0)
     drawn = Counter(
         draft(drafter, context, gamma=1, sampling=SAMPLING, random=random).tokens[0] for _ in range(2000)
@@ -324,7 +329,7 @@ def test_sampled_drafts_follow_the_counts() -> None:
 def test_sampling_stops_at_a_miss_with_a_row_for_each_draft() -> None:
     drafter = NGramDrafter(NGram(order=2, sample=True, window=2))
     drafter.begin([2, 3, 4])
-    drafter.commit([2, 3, 4, 2], 1, torch.zeros(1, 5))
+    drafter.update(StepOutcome([2, 3, 4, 2], 1, torch.zeros(1, 5)))
     result = draft(drafter, [2, 3, 4, 2, 3], sampling=SAMPLING, random=Randomness(0))
     assert result.tokens == [4, 2]
     assert result.q is not None
@@ -335,7 +340,7 @@ def test_greedy_decoding_takes_the_most_frequent_and_draws_nothing() -> None:
     drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
-    drafter.commit(context, 1, torch.zeros(1, 8))
+    drafter.update(StepOutcome(context, 1, torch.zeros(1, 8)))
     result = draft(drafter, context, gamma=1)
     assert result.tokens == [6]
     assert result.q is None
@@ -363,7 +368,7 @@ def test_no_step_reads_the_whole_context(sample: bool) -> None:
     drafter.begin(context)
     draft(drafter, context)
     context.append(1)
-    drafter.commit(context, 1, torch.zeros(1, 4))
+    drafter.update(StepOutcome(context, 1, torch.zeros(1, 4)))
     context.longest = 0
     asked: list[Any] = []
 
@@ -375,7 +380,7 @@ def test_no_step_reads_the_whole_context(sample: bool) -> None:
     context = Counting(list.__iter__(context))
     for _ in range(3):
         context.append(2)
-        drafter.commit(context, 1, torch.zeros(1, 4))
+        drafter.update(StepOutcome(context, 1, torch.zeros(1, 4)))
         draft(drafter, context, sampling=SAMPLING, random=Randomness(0))
     assert context.longest == 3
     assert len(asked) < 60
@@ -484,8 +489,9 @@ def test_agrees_with_a_recount(
             for token, ranked in step:
                 reference.emit(context, token, ranked)
                 context.append(token)
-            drafter.commit(context, len(step), ranking([*rankings, range(vocabulary)], vocabulary))
-            drafter.keep(len(context) - 1)
+            drafter.update(
+                StepOutcome(context, len(step), ranking([*rankings, range(vocabulary)], vocabulary))
+            )
 
 
 # Options.
@@ -526,5 +532,5 @@ def test_the_reading_of_the_prompt_is_timed_once() -> None:
     assert draft(drafter, [1, 2]).prefill_s == 1.0
     assert draft(drafter, [1, 2]).prefill_s == 0.0
     drafter.begin([1, 2])
-    drafter.commit([1, 2, 3], 1, torch.zeros(1, 4))
+    drafter.update(StepOutcome([1, 2, 3], 1, torch.zeros(1, 4)))
     assert draft(drafter, [1, 2, 3]).prefill_s == 0.0

@@ -26,7 +26,7 @@ from tokenizers import processors
 
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking
@@ -344,10 +344,8 @@ class Guesser(BaseDrafter):
         at = len(context)
         return Draft([self.tokens[(at + i) % len(self.tokens)] for i in range(policy.begin(room))])
 
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        assert len(logits) >= emitted >= 1
+    def update(self, outcome: StepOutcome) -> None:
+        assert len(outcome.logits) >= outcome.emitted >= 1
 
 
 def scripted(table: torch.Tensor, **options: Any) -> ScriptedScorer:

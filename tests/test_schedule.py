@@ -13,6 +13,7 @@ import torch
 from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_table
 
 from specbench.decoding.clocks import Stopwatch
+from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.loop import decode, driven
 from specbench.decoding.protocols import Drafter, Pass, Rows
 from specbench.decoding.records import Prefill, Step
@@ -402,7 +403,9 @@ class Listening(NoDraft):
     layers = (0,)
     known = 0
 
-    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
+    def update(self, outcome: StepOutcome) -> None:
+        context, states = outcome.context, outcome.states
+        assert states is not None
         first = len(context) - 1 - len(states)
         assert first <= self.known
         assert [int(state) for state in states] == context[first:-1]

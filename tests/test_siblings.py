@@ -16,7 +16,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, LengthPolicy, Pass
@@ -25,7 +25,7 @@ from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings, choose_siblings, tree_mask, tree_positions
-from specbench.decoding.verify import GreedyVerification, Verdict, deciding
+from specbench.decoding.verify import GreedyVerification, Verdict
 from specbench.drafters.base import BaseDrafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -391,10 +391,9 @@ class Planted(BaseDrafter):
             at = len(tokens) - 2
         return Draft(tokens, parents=parents)
 
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        assert [int(row.argmax()) for row in deciding(logits, path)[:emitted]] == list(context[-emitted:])
+    def update(self, outcome: StepOutcome) -> None:
+        emitted = list(outcome.context[-outcome.emitted :])
+        assert [int(row.argmax()) for row in outcome.deciding()] == emitted
 
 
 def test_greedy_decoding_walks_a_deeper_tree() -> None:
@@ -431,7 +430,8 @@ def test_the_walk_takes_each_row_in_its_own_context(penalty: float) -> None:
         )
         assert verdict.tokens == expected
         before = rows[[0, *(node + 1 for node in verdict.path)]]
-        assert torch.equal(deciding(rows, verdict.path)[: len(expected)], before)
+        outcome = StepOutcome(expected, len(expected), rows, tokens, verdict.path)
+        assert torch.equal(outcome.deciding(), before)
 
 
 def test_caches_that_forget_take_none() -> None:

@@ -24,6 +24,7 @@ from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, Medus
 from specbench.backends.torch.heads import MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.bench.prompts import Prompt
+from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import Pass
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
@@ -832,7 +833,8 @@ def test_a_compact_head_drafts_like_the_whole_one(model: Any, target: Target, tm
             write_head(folder, student, target, teacher.head, DRAFTED, compact=compact)
             drafter: Any = load_drafter(str(folder), target)
             drafter.begin([1, 2, 3, 4])
-            drafter.take_states([1, 2, 3, 4], states_of(model, [1, 2, 3], drafter.layers))
+            states = states_of(model, [1, 2, 3], drafter.layers)
+            drafter.update(StepOutcome([1, 2, 3, 4], 1, torch.empty(0), states=states))
             rows.append(drafter.scorer.score(Pass(drafter.scorer, [1, 2, 3, 4], [8])).logits)
         close = rows[0][rows[0].isfinite()], rows[1][rows[1].isfinite()]
         torch.testing.assert_close(*close, atol=0.25, rtol=0.05)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from specbench.backends.torch.scorer import Scorer
 from specbench.cli import run
 from specbench.cli.setting import facts, tokenizer_notes
+from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import answered
 from specbench.decoding.records import Generation
@@ -323,8 +324,7 @@ def test_whatever_is_emitted_the_cache_follows() -> None:
             draft = answered(drafter.propose(context, 3, FixedLength(3), Greedy(), Randomness(0)))
             assert len(draft.tokens) == 3
             context += emitted
-            drafter.commit(context, len(emitted), torch.empty(0))
-            drafter.keep(len(context) - 1, (0, 1))
+            drafter.update(StepOutcome(context, len(emitted), torch.empty(0), draft.tokens, (0, 1)))
 
 
 # -- what is said of it ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding import prospects, verdicts, verify
-from specbench.decoding.drafts import Draft, Draws, GrowingTree
+from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Prospects, Scores, largest
 from specbench.decoding.protocols import Pass, TreePolicy, answered
@@ -364,7 +364,9 @@ def test_a_drafter_keeps_what_it_has_read_of_the_path() -> None:
     drafter.begin(PROMPT)
     shape = StaticTree.shaped((-1, -1, 0, 1))
     draft = answered(drafter.propose_tree(PROMPT, 3, shape, verdicts.top, Greedy(), Randomness(0)))
-    drafter.keep(len(PROMPT) + 2, (1, 3))  # the second branch, whose leaf it has not read
+    kept = [draft.tokens[1], draft.tokens[3], 0]
+    # The second branch, whose leaf it has not read.
+    drafter.update(StepOutcome([*PROMPT, *kept], 3, torch.empty(0), draft.tokens, (1, 3)))
     assert [token for token, _ in scorer.cache.entries] == [*PROMPT, draft.tokens[1]]
 
 

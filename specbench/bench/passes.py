@@ -21,8 +21,11 @@ from specbench.results.lines import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from specbench.backends.torch.scorer import Scorer
     from specbench.decoding.clocks import Clock
+    from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import Asking, Drafter, Pass, Rows
     from specbench.models.prepare import Target
     from specbench.progress import Progress
@@ -224,7 +227,7 @@ def time_passes(
         began = clock.now()
         answered(drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, device)))
         took = clock.now() - began
-        drafter.keep(length - 1)
+        drafter.update(_nothing_emitted(context))
         return took
 
     def tree(drafter: Drafter, nodes: int) -> float:
@@ -232,7 +235,7 @@ def time_passes(
         began = clock.now()
         answered(drafter.propose_tree(context, 2, shape, top, Greedy(), Randomness(0, device)))
         took = clock.now() - began
-        drafter.keep(length - 1)
+        drafter.update(_nothing_emitted(context))
         return took
 
     scorer.begin()
@@ -243,7 +246,7 @@ def time_passes(
             scorer.begin()
             states = scorer.score(Pass(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
             assert states is not None
-            drafter.take_states(context, states)
+            drafter.update(_nothing_emitted(context, states))
         drafter_pass(drafter)  # reads it too, if it keeps anything
     trees = [
         (name, nodes)
@@ -323,8 +326,8 @@ def time_shared_passes(
         began = clock.now()
         _answered_together(asking)
         took = clock.now() - began
-        for each in opened:
-            each.keep(length - 1)
+        for each, text in zip(opened, contexts, strict=True):
+            each.update(_nothing_emitted(text))
         return took
 
     scorers = [seats.open(NoDraft())[0] for _ in contexts]
@@ -339,7 +342,7 @@ def time_shared_passes(
             if own.layers:
                 states = scorer.score(Pass(scorer, text[:-1], rows=1, layers=own.layers)).hidden
                 assert states is not None
-                own.take_states(text, states)
+                own.update(_nothing_emitted(text, states))
         used += [scorer for scorer, _ in opened]
         jobs[name] = partial(draft, [own for _, own in opened])
     times = time_in_turn(jobs, rounds, order)  # whose first, untimed round reads the contexts
@@ -350,6 +353,15 @@ def time_shared_passes(
         {(name, requests): times[name] for name in drafters},
         length,
     )
+
+
+def _nothing_emitted(context: Sequence[int], states: torch.Tensor | None = None) -> StepOutcome:
+    """What takes a timed draft back, so that it can be made again."""
+    import torch
+
+    from specbench.decoding.drafts import StepOutcome
+
+    return StepOutcome(context, 0, torch.empty(1, 1), states=states)
 
 
 def _made(passes: Sequence[Pass]) -> Sequence[Rows]:

@@ -211,9 +211,8 @@ class _WatchedDrafter:
         self._drafter, self._log = drafter, log
         self.name = drafter.name
         self.takes_trees, self.certain, self.several = drafter.takes_trees, drafter.certain, drafter.several
-        self.begin, self.resume, self.keep = drafter.begin, drafter.resume, drafter.keep
-        self.layers, self.take_states = drafter.layers, drafter.take_states
-        self.learn, self.commit = drafter.learn, drafter.commit
+        self.begin, self.resume, self.update = drafter.begin, drafter.resume, drafter.update
+        self.layers = drafter.layers
 
     def fork(self, scorer_like: ScorerLike) -> _WatchedDrafter:
         return _WatchedDrafter(self._drafter.fork(scorer_like), self._log)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,6 +98,43 @@ class Draft:
             return node + 1 if follows else None
         nodes = zip(self.parents, self.tokens, strict=True)
         return next((i for i, found in enumerate(nodes) if found == (node, token)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What became of a step's draft; of the pass over the prompt, of an empty one.
+
+    Attributes:
+        context: All tokens, the new ones at its end among them.
+        emitted: How many these are; 0 takes a draft back that nobody has verified.
+        logits: The target's.
+        tokens: The drafts that were verified; of a tree all nodes.
+        path: Those that were kept, root to leaf; a stop may have cut the output before the last of them.
+        states: The target's hidden states of the drafter's ``layers``, [positions, layers, width]. They end with those
+            of the last token but one, which the target has not read, and begin no later than after those of the step
+            before. ``None`` for a drafter that wants none.
+        rows: By draft, which row of the logits is the one after it; row 0 is the one before all. ``None``: one after
+            the other.
+    """
+
+    context: Sequence[int]
+    emitted: int
+    logits: torch.Tensor
+    tokens: Sequence[int] = ()
+    path: Sequence[int] = ()
+    states: torch.Tensor | None = None
+    rows: Sequence[int] | None = None
+
+    def deciding(self) -> torch.Tensor:
+        """The logits before each new token, [emitted, vocab]."""
+        path = self.path[: self.emitted - 1]
+        if self.rows is None and all(node == i for i, node in enumerate(path)):
+            return self.logits[: self.emitted]
+        return self.logits[[0, *self.after(path)]]
+
+    def after(self, nodes: Iterable[int]) -> list[int]:
+        """The rows of the logits that come after these drafts."""
+        return [node + 1 if self.rows is None else self.rows[node] for node in nodes]
 
 
 class GrowingTree:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.decoding.clocks import Clock, Stopwatch
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
 from specbench.decoding.protocols import Drafter, LengthPolicy, Pass, Rows, Scorer
 from specbench.decoding.records import Prefill, Step
@@ -100,8 +100,8 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch: Times the steps.
     """
     target, drafter, random = request.target, request.drafter, request.random
-    policy, stops = request.policy, request.stops
-    rule, siblings = policy.learner, policy.siblings
+    policy, stops, siblings = request.policy, request.stops, request.policy.siblings
+    rule = policy.learner
     sampling = request.sampling.at(len(request.prompt), request.asked, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     # A sibling's logits follow another context than the draft's, which transforms that look back would need.
@@ -121,35 +121,21 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     if request.end_at(len(context)):
         yield Prefill(len(context), None, 0.0, "context-limit")
         return
-    finished = None
-    if request.first_target:
-        watch.start()
-        logits, hidden = yield Pass(target, context, layers=layers)
-        verdict = verification.judge(Draft(), logits, context, sampling, random)
-        probability = closing_probability(verdict, logits) if request.trace else None
-        context += verdict.tokens
-        finished = stops.cut(verdict.tokens)[1] or request.end_at(len(context))
-        if hidden is not None:
-            drafter.take_states(context, hidden)
-        drafter.commit(context, 1, logits)
-        target.keep(len(context) - 1)
-        watch.lap("verify")
-        yield Prefill(len(request.prompt), context[-1], watch.times().total_s, finished, probability)
-    else:
+    index = -1 if request.first_target else 0
+    if index == 0:
         yield Prefill(len(context), None, 0.0)
-
-    index = 0
     step: Step | None = None
+    finished = None
     while finished is None:
         if (target.epoch, drafter.epoch) != begun:
             raise _interrupted()
         watch.start()
         if step is not None:
             rule.observe(step)  # here, where its time counts
-        position = len(context)
-        draft = yield from policy.propose(
-            drafter, context, limit - position - 1, verification.drawing, sampling, random
-        )
+        position, draft = len(context), Draft()
+        if index >= 0:
+            room = limit - position - 1
+            draft = yield from policy.propose(drafter, context, room, verification.drawing, sampling, random)
         tree = siblings.widen(draft)
         watch.lap("draft")
         logits, hidden = yield Pass(target, context, tree.tokens, tree.parents, layers=layers)
@@ -159,19 +145,18 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch.lap("accept")
         context += verdict.tokens[:kept]
         finished = reason or request.end_at(len(context))
-        if hidden is not None:
-            drafter.take_states(context, _along(verdict.path[: kept - 1], hidden, len(tree.tokens)))
-        drafter.learn(tree.tokens, logits)
-        drafter.commit(context, kept, logits, verdict.path)
-        watch.lap("other")
         target.keep(len(context) - 1, verdict.path)
-        drafter.keep(len(context) - 1, verdict.path)
         watch.lap("rollback")
-        step = step_of(
-            index, position, draft, tree, verdict, kept, finished, watch.times(draft.prefill_s), rule.notes(),
-            logits if request.trace else None,
-        )  # fmt: skip
-        yield step
+        states = None if hidden is None else _along(verdict.path[: kept - 1], hidden, len(tree.tokens))
+        drafter.update(StepOutcome(context, kept, logits, tree.tokens, verdict.path, states))
+        watch.lap("other")
+        times, traced = watch.times(draft.prefill_s), logits if request.trace else None
+        if index < 0:
+            probability = None if traced is None else closing_probability(verdict, traced)
+            yield Prefill(position, context[-1], times.total_s, finished, probability)
+        else:
+            step = step_of(index, position, draft, tree, verdict, kept, finished, times, rule.notes(), traced)
+            yield step
         index += 1
     if step is not None:
         rule.observe(step)

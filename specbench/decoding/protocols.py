@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from specbench.decoding.drafts import Draft, Draws, GrowingTree
+    from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
     from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
@@ -212,11 +212,6 @@ class Scorer(Protocol):
         ...
 
     @property
-    def gives_hidden(self) -> bool:
-        """Whether passes can be asked for hidden states."""
-        ...
-
-    @property
     def batch(self) -> Batch | None:
         """Who can make its passes together with those of others; ``None``: they are made one by one."""
         ...
@@ -302,7 +297,8 @@ class Batch(Protocol):
 class Drafter(Protocol):
     """Proposes tokens (``BaseDrafter`` of ``specbench.drafters.base`` has plain answers to most of this).
 
-    The loop calls ``begin`` per prompt, then per step ``propose`` or ``propose_tree``, ``learn``, ``commit``, ``keep``.
+    The loop calls ``begin`` per prompt, ``update`` after the target has read it, then per step ``propose`` or
+    ``propose_tree`` and ``update``.
     """
 
     @property
@@ -388,38 +384,9 @@ class Drafter(Protocol):
         """
         ...
 
-    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
-        """Take in the target's hidden states, if there are ``layers``; ``commit`` comes next.
+    def update(self, outcome: StepOutcome) -> None:
+        """Learn from a step, or from the pass over the prompt, and roll back what was read of drafts.
 
-        Args:
-            context: All tokens including the new ones at its end.
-            states: [positions, layers, width]. They end with those of the last token but one, which the target has not
-                read, and begin no later than behind those of the step before.
+        What is known of all tokens but the last one stays; that one has been fed to no model yet.
         """
-        ...
-
-    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """Learn from all that a step verified, kept or not; ``commit`` comes next.
-
-        Args:
-            tokens: The drafts, of a tree all nodes.
-            logits: The target's, [1 + drafts, vocab]: row i + 1 stands behind draft i.
-        """
-        ...
-
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        """Learn from a step (or the first-target pass).
-
-        Args:
-            context: All tokens including the ``emitted`` new ones at its end.
-            emitted: Number of new tokens, at least 1.
-            logits: The target's, [1 + drafts, vocab]; ``specbench.decoding.verify.deciding`` picks those before each.
-            path: The drafts that were kept, root to leaf; it may be left out where they were the first ones.
-        """
-        ...
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """Roll back whatever state there is, as ``Scorer.keep`` does: the path is one through the draft."""
         ...

@@ -203,20 +203,6 @@ class TreeVerification:
         return Verdict(walked.path, tokens, closing_distribution=walked.distribution, rows=rows)
 
 
-def deciding(logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
-    """The logits before each token that a step emits, of those of its pass.
-
-    Args:
-        logits: Of the pass, [1 + drafts, vocab].
-        path: See ``Verdict``.
-
-    Returns:
-        Shape [at least 1 + path, vocab].
-    """
-    chain = all(node == i for i, node in enumerate(path))
-    return logits if chain else logits[[0, *(node + 1 for node in path)]]
-
-
 def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
     """``min(1, p_i(t_i) / q_i(t_i))`` for every draft of the chain, float32 [γ]; p is [>= γ, vocab].
 

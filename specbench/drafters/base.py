@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
-    from specbench.decoding.drafts import Draft
+    from specbench.decoding.drafts import Draft, StepOutcome
     from specbench.decoding.protocols import Asking, Drawing, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
@@ -67,16 +65,5 @@ class BaseDrafter:
     ) -> Asking[Draft]:
         raise NotImplementedError
 
-    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
-        """There is nothing to take in."""
-
-    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """There is nothing to learn."""
-
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        """There is nothing to learn."""
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """There is nothing to take back."""
+    def update(self, outcome: StepOutcome) -> None:
+        """There is nothing to learn, nor to roll back."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.drafters.base import BaseDrafter
 from specbench.drafters.free import FreeDrafter, Guess
@@ -103,19 +104,10 @@ class CascadeDrafter(BaseDrafter):
         allowed = self.max_passes is None or (draft.passes or 0) < self.max_passes
         return allowed and self.model.can_read(context, draft.tokens)
 
-    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
-        self.model.take_states(context, states)
-
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        self.free.commit(context, emitted, logits, path)
-        self.model.commit(context, emitted, logits, path)
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        self.free.keep(length, path)
-        if self._model_was_used:  # otherwise it is behind the context anyway
-            self.model.keep(length, path)
+    def update(self, outcome: StepOutcome) -> None:
+        self.free.update(outcome)
+        # A path through what it has not drafted says nothing to the model.
+        self.model.update(outcome if self._model_was_used else replace(outcome, path=()))
 
 
 class _MixedDraft:

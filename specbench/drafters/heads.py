@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from specbench.drafters.model import ModelDrafter
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.backends.torch.head_scorers import AnyHeadScorer
     from specbench.decoding.clocks import Clock
+    from specbench.decoding.drafts import StepOutcome
 
 
 class HeadDrafter(ModelDrafter):
@@ -32,9 +31,6 @@ class HeadDrafter(ModelDrafter):
     def layers(self) -> Sequence[int]:
         return self.scorer.layers
 
-    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
-        self.scorer.take_states(len(context) - 1, states)
-
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         return self.scorer.can_read(context, drafted)
 
@@ -42,6 +38,9 @@ class HeadDrafter(ModelDrafter):
         room, longest = super()._room(context), self.scorer.longest
         return room if longest is None else min(room, longest)
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def update(self, outcome: StepOutcome) -> None:
         """What was read of drafts is dropped: what is kept of them is read again, with the target's states."""
-        self.scorer.keep(length, path)
+        length = len(outcome.context) - 1
+        if outcome.states is not None:
+            self.scorer.take_states(length, outcome.states)
+        self.scorer.keep(length, outcome.path)

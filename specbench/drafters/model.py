@@ -21,6 +21,7 @@ from specbench.decoding.protocols import Pass
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
+    from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
@@ -297,12 +298,13 @@ class ModelDrafter(BaseDrafter):
         """Of a context, in the model's own tokens."""
         return len(context)
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def update(self, outcome: StepOutcome) -> None:
+        path = outcome.path
         if self._read_nodes:
             place = {node: i for i, node in enumerate(self._read_nodes)}
             read = [place.get(node, len(place)) for node in path]
             path = read[: read.index(len(place)) + 1] if len(place) in read else read
-        self.scorer.keep(length, path)
+        self.scorer.keep(len(outcome.context) - 1, path)
 
 
 class SelfDrafter(ModelDrafter):
@@ -333,5 +335,5 @@ class SelfDrafter(ModelDrafter):
         if self.scorer.held > verified:
             self.scorer.keep(verified)
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def update(self, outcome: StepOutcome) -> None:
         """The target rolls their cache back."""

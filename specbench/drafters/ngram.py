@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.verify import deciding
 from specbench.drafters.free import FreeDrafter, Guess
 from specbench.specs.drafters import NGram
 
 if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
+    from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.sampling import Sampling
 
 
@@ -119,21 +119,18 @@ class NGramDrafter(FreeDrafter):
         q = torch.zeros(self._vocabulary or 0, device=self._device)
         return q.scatter_(0, tokens, (counts / counts.sum()).to(self._device))
 
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
+    def update(self, outcome: StepOutcome) -> None:
+        if not outcome.emitted:
+            return
+        context, logits = outcome.context, outcome.logits
         self._vocabulary = logits.shape[-1]
         self._device = logits.device
-        fresh = len(context) - emitted
+        fresh = len(context) - outcome.emitted
         if self._read == 0:
             self.read(context[:fresh])
-        best: list[list[int]] = [[]] * emitted
+        best: list[list[int]] = [[]] * outcome.emitted
         if self.spec.top_k > 1:
-            best = (
-                deciding(logits, path)[:emitted]
-                .topk(min(self.spec.top_k, logits.shape[-1]), dim=-1)
-                .indices.tolist()
-            )
+            best = outcome.deciding().topk(min(self.spec.top_k, logits.shape[-1]), dim=-1).indices.tolist()
         for i, ranked in enumerate(best, start=fresh):
             self._count(context, i, [token for token in reversed(ranked) if token != context[i]])
 

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from specbench.decoding.verify import deciding
 from specbench.drafters.free import CandidateDrafter
 from specbench.specs.drafters import Recycle
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.decoding.clocks import Clock
+    from specbench.decoding.drafts import StepOutcome
 
 _CHANCES = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.01)
 """By rank, how often that successor comes next; later ones count as the last."""
@@ -22,9 +20,8 @@ _CHANCES = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.01)
 class RecycleDrafter(CandidateDrafter):
     """Drafts from a table of each token's most probable successors (Luo et al. 2024, Token Recycling).
 
-    Every verified row of the target's logits renews the entry of the token it stands behind, of rejected drafts too
-    (in a cascade of emitted tokens alone). Before the target has said
-    anything of a token, its successors are those it had in the prompt, the latest first.
+    Every verified row of the target's logits renews the entry of the token it stands behind, of rejected drafts too.
+    Before the target has said anything of a token, its successors are those it had in the prompt, the latest first.
 
     The table has an entry for each token seen, and work per token does not depend on their number.
 
@@ -52,19 +49,19 @@ class RecycleDrafter(CandidateDrafter):
         known = self._successors.get(drafted[-1] if drafted else context[-1], ())
         return {token: _CHANCES[min(rank, len(_CHANCES) - 1)] for rank, token in enumerate(known)}
 
-    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """Rejected drafts teach too: what would have followed them is known."""
-        self._renew(tokens, logits[1 : len(tokens) + 1])
-
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        before = len(context) - emitted
+    def update(self, outcome: StepOutcome) -> None:
+        """Rejected drafts teach too: what would have followed them is known. What was kept is what counts."""
+        if not outcome.emitted:
+            return
+        context, logits = outcome.context, outcome.logits
+        before = len(context) - outcome.emitted
         if self._read == 0:
             self.read(context[:before])
-        self._renew(context[before - 1 : -1], deciding(logits, path)[:emitted])
-
-    def _renew(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """Take the entries of ``tokens`` from the logits behind each, [tokens, vocab]."""
         best = logits.topk(min(self.spec.top_k, logits.shape[-1]), dim=-1).indices.tolist()
-        self._successors.update(zip(tokens, best, strict=True))
+        drafts = range(len(outcome.tokens))
+        for token, row in zip(outcome.tokens, outcome.after(drafts), strict=True):
+            self._successors[token] = best[row]
+        kept = [0, *outcome.after(outcome.path[: outcome.emitted - 1])]
+        self._successors.update(
+            (token, best[row]) for token, row in zip(context[before - 1 : -1], kept, strict=True)
+        )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
 from specbench.drafters.base import BaseDrafter
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.decoding.protocols import Asking, Drafter, LengthPolicy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
@@ -83,25 +81,18 @@ class SeveralDrafters(BaseDrafter):
         merged.prefill_s, merged.passes = prefill_s, passes
         return merged
 
-    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
-        place = {layer: i for i, layer in enumerate(self.layers)}
-        for drafter in self.drafters:
-            drafter.take_states(context, states[:, [place[layer] for layer in drafter.layers]])
-
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
-        for drafter in self.drafters:
-            drafter.commit(context, emitted, logits, path)
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def update(self, outcome: StepOutcome) -> None:
+        layers = {layer: i for i, layer in enumerate(self.layers)}
         for drafter, chain in zip(self.drafters, self._chains or [[]] * len(self.drafters), strict=True):
-            shared = next(
-                (i for i, pair in enumerate(zip(chain, path, strict=False)) if len({*pair}) > 1), None
+            # To each its own chain, with what others have drafted after that: it has read none of it.
+            nodes = [*chain, *(node for node in range(len(outcome.tokens)) if node not in chain)]
+            states = outcome.states
+            drafter.update(
+                replace(
+                    outcome,
+                    tokens=[outcome.tokens[node] for node in nodes],
+                    path=[nodes.index(node) for node in outcome.path],
+                    states=None if states is None else states[:, [layers[each] for each in drafter.layers]],
+                    rows=outcome.after(nodes),
+                )
             )
-            kept = min(len(chain), len(path)) if shared is None else shared
-            drafter.keep(length, [*range(kept), *([_ELSEWHERE] if kept < len(path) else [])])
-
-
-_ELSEWHERE = sys.maxsize
-"""A node that a drafter has not read, for another one drafted it."""

@@ -9,9 +9,8 @@ from specbench.drafters.free import CandidateDrafter
 from specbench.specs.drafters import Suffix
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.decoding.clocks import Clock
+    from specbench.decoding.drafts import StepOutcome
 
 _BEST = 8
 """Continuations of one match that are told apart."""
@@ -188,9 +187,7 @@ class SuffixDrafter(CandidateDrafter):
             m, found = (earlier, known) if known else (m, found)
         return {token: m * count / (m * total + 1) for token, (count, total) in found.items()}
 
-    def commit(
-        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
-    ) -> None:
+    def update(self, outcome: StepOutcome) -> None:
         """New tokens are read at the next proposal; an output that is kept is counted when it has ended."""
         if self.spec.keep:
-            self._output += context[len(context) - emitted :]
+            self._output += outcome.context[len(outcome.context) - outcome.emitted :]

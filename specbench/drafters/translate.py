@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Clock
+from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import Pass, ScorerLike
 from specbench.drafters.model import ModelDrafter
 
@@ -91,7 +92,6 @@ class TranslatingDrafter(ModelDrafter):
         self._settled: list[int] = []  # the model's ids for the context as far as they will never change
         if self.translation.first is not None:
             self._settled.append(self.translation.first)
-        self._context: Sequence[int] = ()
         self._read = 0  # how many of the context's tokens that are
         self._fed: list[int] = []  # what the cache holds the beginning of
         self._agreed = 0  # so many of these were settled
@@ -148,10 +148,7 @@ class TranslatingDrafter(ModelDrafter):
     def _length(self, context: Sequence[int]) -> int:
         return len(self._ids(context, ()))
 
-    def commit(self, context: Sequence[int], emitted: int, logits: object, path: Sequence[int] = ()) -> None:
-        self._context = context
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """Keep what is settled, as far as it was read: behind it the spelling may yet change."""
-        self._settle(self._context[:length])
+    def update(self, outcome: StepOutcome) -> None:
+        """Keep what is settled, as far as it was read: after that the spelling may yet change."""
+        self._settle(outcome.context[:-1])
         self.scorer.keep(self._common(self._settled))

@@ -44,7 +44,6 @@ class HeadScorer(Generic[Wanted, Given]):
         longest: The most tokens of a branch of its drafts; ``None`` for any number.
     """
 
-    gives_hidden = False
     takes_trees = reads_trees = True
     batch: Batch | None = None
     reads_in_parts = False

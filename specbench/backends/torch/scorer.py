@@ -143,8 +143,6 @@ class Scorer:
         self._uncached_pass = OrdinaryPass(model, NoKVCache())
         self._ragged: dict[PoolKind, str | None] = {}  # by kind of pool; twins share what was tried
 
-    gives_hidden = True
-
     def twin(self, cache: KVCache, batch: Batch | None = None, *, shares: bool = False) -> Scorer:
         """Another scorer of this model, with its settings; what was tried out for one holds for the other.
 
