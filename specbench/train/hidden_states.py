@@ -20,6 +20,7 @@ from specbench.errors import RunError
 from specbench.files import explained, write_bytes
 
 if TYPE_CHECKING:
+    from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import ScorerLike
 
 _SPARED = 1 << 30
@@ -50,8 +51,10 @@ class StateListener(NoDraft):
     def begin(self, prompt: Sequence[int]) -> None:  # noqa: ARG002
         self._parts, self._heard = [], 0
 
-    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
-        fresh = len(context) - 1 - self._heard
+    def update(self, outcome: StepOutcome) -> None:
+        states = outcome.states
+        assert states is not None
+        fresh = len(outcome.context) - 1 - self._heard
         self._parts.append(states[len(states) - fresh :].to("cpu", self._dtype, copy=True))
         self._heard += fresh
 
