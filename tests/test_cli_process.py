@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked, specbench
-from synthetic_runs import write_run
+from stored_runs import write_run
 from tiny import tiny_llama, tiny_tokenizer
 
 import specbench as package

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from cli_runs import Cli, Result, write_prompts
-from exact_runs import write_exact
 from rich.console import Console
 from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
-from stored import run_json
+from stored_runs import run_json, write_exact
 from tiny import save_tiny
 
 import specbench.bench.engines.own

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import regret
 from cli_runs import Cli, Result, write_prompts
-from stored import run_json
+from stored_runs import run_json
 
 import specbench.bench.engines.own
 import specbench.bench.prompts

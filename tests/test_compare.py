@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exact_runs import write_exact
 from rich.cells import cell_len
 from rich.console import Console
+from stored_runs import write_exact
 
 from specbench.cli.compare import compare as command
 from specbench.cli.named_runs import named_runs

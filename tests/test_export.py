@@ -17,10 +17,9 @@ import torch
 import transformers
 import yaml
 from cli_runs import Cli, refusal
-from exact_runs import write_exact
 from head_files import eagle_settings, eagle_tensors, speculators_settings, write_head
 from huggingface_hub import constants
-from synthetic_runs import PASS_S, Drafter, write_run
+from stored_runs import PASS_S, Drafter, change_run, write_exact, write_run
 from test_builtin import write_gguf
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -564,12 +563,9 @@ def test_a_run_tells_of_its_heads(tmp_path: Path) -> None:
     story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
     drafters = (Drafter("head", 0.8, 0.1),)
     write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
-    file = tmp_path / "run" / "run.json"
-    facts = json.loads(file.read_text())
 
     def told(story: Any) -> Setting:
-        file.write_text(json.dumps(facts | {"heads": {"head": story}}))
-        return setting_of_run(load_results(tmp_path / "run"))
+        return setting_of_run(load_results(change_run(tmp_path / "run", heads={"head": story})))
 
     options = export_setting(ENGINES["vllm"], told(story)).options["--speculative-config"]
     assert (options["method"], options["model"]) == ("eagle3", "head")

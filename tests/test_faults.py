@@ -31,7 +31,7 @@ from cli_runs import refusal
 from forked import CONTEXT, PATIENCE_S, Forked
 from killed_sweep import sweep as scripted_sweep
 from scripted_engine import ScriptedEngine, make_sweep, new_store
-from stored import run_json
+from stored_runs import run_json
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from cli_runs import refusal
 from msgspec import structs
-from synthetic_runs import Drafter, write_run
+from stored_runs import Drafter, change_run, write_run
 
 from specbench.errors import UsageError
 from specbench.models.stories import HeadStory, story_of
@@ -43,11 +43,7 @@ def run_with(path: Path, heads: dict[str, Any] | None) -> Path:
     write_run(
         path, drafters=(HEAD, FREE), gammas=(2, 4), categories=categories, prompts_per_category=3, tokens=24
     )
-    run = json.loads((path / "run.json").read_text())
-    if heads is not None:
-        run["heads"] = heads
-    (path / "run.json").write_text(json.dumps(run))
-    return path
+    return path if heads is None else change_run(path, heads=heads)
 
 
 @pytest.fixture(scope="module")

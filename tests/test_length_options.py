@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted_engine import describe, make_sweep, specs_of
-from stored import run_json
+from stored_runs import run_json
 from test_lengths import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
 

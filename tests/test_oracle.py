@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from exact_runs import write_exact
+from stored_runs import change_lines, finished, steps_of, write_exact
 
 from specbench.results.lines import StepLists
 from specbench.results.results import load_results, step_columns
@@ -40,7 +40,7 @@ def seconds_of(steps: Sequence[tuple[int, int, int]]) -> float:
     return sum(COSTS.of(gamma) for gamma, _, _ in steps)
 
 
-def line_of(
+def measured(
     steps: Sequence[tuple[int, int, int]], tokens: Sequence[int], prefill_s: float = 0.0
 ) -> dict[str, Any]:
     """The measured fields of a generation; the drafter's first pass takes ``prefill_s`` in place of ``DRAFT_S``."""
@@ -48,26 +48,19 @@ def line_of(
     prefill = [prefill_s] + [0.0] * (count - 1)
     draft = [g * DRAFT_S + p - (DRAFT_S if p else 0.0) for (g, _, _), p in zip(steps, prefill, strict=True)]
     rest = [REST_S[g + 1] for g, _, _ in steps]
-    return {
-        "status": "ok", "error": None, "new_tokens": len(tokens), "first_tokens": FIRST, "token_ids": list(tokens),
-        "finish_reason": "length", "prompt_tokens": 5, "ttft_s": 0.5, "prefill_s": 0.5,
-        "decode_s": sum(draft) + sum(rest), "total_s": 0.5 + sum(draft) + sum(rest), "peak_memory_bytes": 1,
-        "steps": {
-            "drafted": [g for g, _, _ in steps], "accepted": [a for _, a, _ in steps],
-            "tested": [min(g, a + 1) for g, a, _ in steps], "emitted": [e for _, _, e in steps],
-            "draft_s": draft, "draft_prefill_s": prefill, "verify_s": rest, "accept_s": [0.0] * count,
-            "rollback_s": [0.0] * count, "other_s": [0.0] * count,
-            "expected_acceptance": [[0.5] * min(g, a + 1) for g, a, _ in steps],
-            "closing": ["bonus"] * count, "policy": {},
-        },
-    }  # fmt: skip
+    drafted, accepted, emitted = zip(*steps, strict=True) if steps else ((), (), ())
+    lists = steps_of(
+        drafted, accepted, emitted, draft, rest, draft_prefill_s=prefill, closing=["bonus"] * count,
+        expected_acceptance=[[0.5] * min(g, a + 1) for g, a, _ in steps],
+    )  # fmt: skip
+    return finished(sum(draft) + sum(rest), tokens, lists)
 
 
 def row_of(
     steps: Sequence[tuple[int, int, int]], tokens: Sequence[int], gamma: float = math.nan
 ) -> dict[str, Any]:
     """The same as ``load_results`` gives it."""
-    line = line_of(steps, tokens)
+    line = measured(steps, tokens)
     return {**line, **columns_of(line), "gamma": gamma}
 
 
@@ -173,7 +166,7 @@ def test_costs_are_medians_on_a_line_that_never_falls() -> None:
 
 def test_the_reading_of_a_prompt_is_no_draft() -> None:
     tokens = list(range(12))
-    line = line_of([(3, 3, 4), (3, 3, 4), (2, 2, 3)], tokens, prefill_s=40.0)
+    line = measured([(3, 3, 4), (3, 3, 4), (2, 2, 3)], tokens, prefill_s=40.0)
     assert oracle.step_costs([{**line, **columns_of(line)}], 4).draft_s == DRAFT_S
 
 
@@ -186,17 +179,16 @@ def write_run(path: Path, prefill_s: float = 0.0) -> Path:
     gammas = {"plain": 0, WISE: 0, **{f"d@{gamma}": gamma for gamma in range(1, 9)}}
     wise = {"gamma": None, "policy": "wise", "label": "d wise"}
     write_exact(path, {config: {prompt: [1.0] for prompt in both} for config in gammas}, configs={WISE: wise})
-    lines = []
-    for text in (path / "generations.jsonl").read_text().splitlines():
-        line = json.loads(text)
+
+    def steps_in(line: dict[str, Any]) -> dict[str, Any]:
         config, right = line["config"], both[line["prompt"]]
         asked = itertools.repeat(gammas[config])
         if config == WISE:
             asked = iter(oracle.best_course(ranks_of(right), FIRST, oracle.chains(8), False, COSTS))
         steps = course_of(right, asked)
-        lines.append({**line, **line_of(steps, range(40), 0.0 if config == "plain" else prefill_s)})
-    (path / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+        return measured(steps, range(40), 0.0 if config == "plain" else prefill_s)
+
+    return change_lines(path, steps_in)
 
 
 @pytest.mark.parametrize("prefill_s", [0.0, 3.0])
@@ -266,7 +258,7 @@ def grown(ranks: Sequence[int], shapes: Any) -> list[dict[str, Any]]:
 def tree_line(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The measured fields of a generation."""
     tokens = FIRST + sum(step["emitted"] for step in steps)
-    line = line_of([(0, 0, 1)] * len(steps), range(tokens))
+    line = measured([(0, 0, 1)] * len(steps), range(tokens))
     line["steps"] |= {name: [step[name] for step in steps] for name in steps[0]}
     line["steps"]["expected_acceptance"] = [[0.5] * step["tested"] for step in steps]
     line["decode_s"] = sum(step["draft_s"] + step["verify_s"] for step in steps)
@@ -327,17 +319,15 @@ def test_the_oracles_of_a_run_with_trees(tmp_path: Path, capsys: pytest.CaptureF
     write_exact(
         path, {config: {prompt: [1.0] for prompt in truth} for config in ("plain", *rules)}, configs=trees
     )
-    lines = []
-    for text in (path / "generations.jsonl").read_text().splitlines():
-        line = json.loads(text)
+
+    def steps_in(line: dict[str, Any]) -> dict[str, Any]:
         ranks, shape = truth[line["prompt"]], rules.get(line["config"])
         if shape:
-            made = tree_line(grown(ranks, itertools.repeat(shape)))
-        else:
-            asked = itertools.repeat(0 if line["config"] == "plain" else 4)
-            made = line_of(course_of([rank == 0 for rank in ranks], asked), range(60))
-        lines.append({**line, **made})
-    (path / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return tree_line(grown(ranks, itertools.repeat(shape)))
+        asked = itertools.repeat(0 if line["config"] == "plain" else 4)
+        return measured(course_of([rank == 0 for rank in ranks], asked), range(60))
+
+    change_lines(path, steps_in)
     assert oracle.main([str(path)]) == 0
     out = capsys.readouterr().out
     (found,) = json.loads(out.splitlines()[-1])

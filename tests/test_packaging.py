@@ -15,7 +15,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from synthetic_runs import DRAFTERS, write_run
+from stored_runs import DRAFTERS, write_run
 from tiny import save_tiny
 
 from specbench.bench.prompts import prompt_sets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -20,7 +19,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
-from synthetic_runs import DRAFTERS, Drafter, write_run
+from stored_runs import DRAFTERS, Drafter, change_lines, change_run, write_lines, write_run
 
 from specbench.cli import run as command
 from specbench.errors import RunError, UsageError
@@ -510,16 +509,13 @@ class TestSmallAndOdd:
 
     def test_a_run_without_lines(self, tmp_path: Path) -> None:
         write_run(tmp_path, **SMALL)
-        (tmp_path / "generations.jsonl").write_text("")
+        write_lines(tmp_path, [])
         with pytest.raises(UsageError, match="no generation of this run has finished"):
             plots.draw_figures(load_results(tmp_path))
 
     def test_failed_generations_are_left_out(self, tiny: Path) -> None:
-        lines = [json.loads(line) for line in (tiny / "generations.jsonl").read_text().splitlines()]
-        for line in lines:
-            if line["config"].endswith("g4"):
-                line.update(status="failed", error="out of memory")
-        (tiny / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        failed = {"status": "failed", "error": "out of memory"}
+        change_lines(tiny, lambda line: failed if line["config"].endswith("g4") else {})
         drawn = plots.draw_figures(load_results(tiny))
         line = next(each for each in drawn.figures["speedup"].axes[0].lines if each.get_marker() == "o")
         assert len(line.get_xdata()) == 1
@@ -558,8 +554,7 @@ class TestCommand:
     ) -> None:
         for name in ("a", "b"):
             write_run(tmp_path / name, run_id=name, **SMALL)
-        run = json.loads((tmp_path / "b/run.json").read_text())
-        (tmp_path / "b/run.json").write_text(json.dumps({**run, "created": "2025-01-02T00:00:00Z"}))
+        change_run(tmp_path / "b", created="2025-01-02T00:00:00Z")
         assert command(["plot", str(tmp_path), "--only", "speedup", "--format", "svg"]) == 0
         assert not (tmp_path / "a/plots").exists()
         assert f"the newest, {str(tmp_path / 'b')!r}" in capsys.readouterr().err
@@ -623,10 +618,9 @@ class TestCommand:
         for name in ("run", "empty-run", "damaged", "other-schema"):
             write_run(tmp_path / name, **SMALL)
         (tmp_path / "empty").mkdir()
-        (tmp_path / "empty-run/generations.jsonl").write_text("")
+        write_lines(tmp_path / "empty-run", [])
         (tmp_path / "damaged/run.json").write_text("{")
-        run = json.loads((tmp_path / "other-schema/run.json").read_text())
-        (tmp_path / "other-schema/run.json").write_text(json.dumps({**run, "schema": 99}))
+        change_run(tmp_path / "other-schema", schema=99)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "platform", "linux")
         monkeypatch.delenv("DISPLAY", raising=False)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regret
-from exact_runs import write_exact
 from regret import FakeClock, Simulated, choice_of, race_over, regret_in, scatter_of, simulated
+from stored_runs import write_exact
 
 from specbench.decoding.theory import PassCosts
 from specbench.results.results import load_results

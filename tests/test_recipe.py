@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
-from stored import run_of
+from stored_runs import run_of
 
 from specbench.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exact_runs import write_exact
-from synthetic_runs import DRAFTERS, write_run
+from stored_runs import DRAFTERS, write_exact, write_run
 
 from specbench.cli.report import report as command
 from specbench.errors import RunError, UsageError
@@ -695,8 +693,7 @@ class TestCommand:
     def test_nothing_to_report_is_an_error(self, tmp_path: Path, name: str) -> None:
         write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}})
         (tmp_path / "empty").mkdir()
-        newer = write_exact(tmp_path / "newer", {"plain": PLAIN}) / "run.json"
-        newer.write_text(json.dumps({**json.loads(newer.read_text()), "schema": 99}))
+        write_exact(tmp_path / "newer", {"plain": PLAIN}, schema=99)
         with pytest.raises(UsageError):
             command([tmp_path / name])
 

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from exact_runs import write_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored_runs import write_exact
 from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 

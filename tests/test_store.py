@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from msgspec import structs
-from stored import measurement, run_json, run_of
+from stored_runs import config_of, finished, line_of, measurement, run_json, run_of, steps_of
 
 from specbench.decoding.records import Step, StepTimes
 from specbench.errors import RunError, UsageError
@@ -30,36 +30,9 @@ from specbench.results.store import RunStore, find_runs, write_csv
 pytestmark = pytest.mark.smoke
 
 FIELDS: dict[str, Any] = {
-    "run_id": "abc",
-    "options": {},
-    "environment": {},
-    "target": {"name": "tiny"},
-    "configs": [
-        {
-            "id": "plain",
-            "label": "plain",
-            "kind": "plain",
-            "drafter": "none",
-            "gamma": None,
-            "policy": "none",
-            "temperature": 0.0,
-            "cache": "dynamic",
-            "baseline": "plain",
-        },
-        {
-            "id": "d@2",
-            "label": "d γ=2",
-            "kind": "speculative",
-            "drafter": "d",
-            "gamma": 2,
-            "policy": "fixed",
-            "temperature": 0.0,
-            "cache": "dynamic",
-            "baseline": "plain",
-        },
-    ],
-    "prompts": [],
-}
+    "run_id": "abc", "options": {}, "environment": {}, "target": {"name": "tiny"},
+    "configs": [config_of("plain"), config_of("d@2")], "prompts": [],
+}  # fmt: skip
 
 
 RUN = run_of(FIELDS)
@@ -67,20 +40,14 @@ RUN = run_of(FIELDS)
 
 def row(config: str = "d@2", prompt: str = "p", repeat: int = 0, **changed: Any) -> dict[str, Any]:
     """Three steps: two drafts accepted and a bonus, one of two accepted and corrected, nothing drafted."""
-    return {
-        "schema": 1, "run_id": "abc", "config": config, "prompt": prompt, "category": "chat", "turn": 0,
-        "repeat": repeat, "order": 0, "warmup": False, "status": "ok", "error": None, "prompt_tokens": 3,
-        "new_tokens": 7, "token_ids": [1, 2, 3, 4, 5, 6, 7], "finish_reason": "length", "ttft_s": 0.5,
-        "prefill_s": 0.5, "decode_s": 3.0, "total_s": 3.5, "peak_memory_bytes": 10, "load_average": None,
-        "started": 1.5, "warnings": ["steal"],
-        "steps": {
-            "drafted": [2, 2, 0], "tested": [2, 2, 0], "accepted": [2, 1, 0], "emitted": [3, 2, 1],
-            **{name: [0.25, 0.5, 0.25] for name, kind in STEP_FIGURES.items() if kind is float},
-            "expected_acceptance": [[1.0, 0.5], [0.75, 0.25], []], "closing": ["bonus", "corrected", "target"],
-            "policy": {"H_norm": [0.5, None, 0.25]},
-        },
-        **changed,
-    }  # fmt: skip
+    thirds = {name: [0.25, 0.5, 0.25] for name, kind in STEP_FIGURES.items() if kind is float}
+    steps = steps_of(
+        [2, 2, 0], [2, 1, 0], [3, 2, 1], [], [], expected_acceptance=[[1.0, 0.5], [0.75, 0.25], []],
+        policy={"H_norm": [0.5, None, 0.25]},
+    )  # fmt: skip
+    how = finished(3.0, range(1, 8), {**steps, **thirds}, prompt_tokens=3, peak_memory_bytes=10, started=1.5)
+    line = line_of(config, prompt, repeat, run_id="abc", category="chat", warnings=["steal"])
+    return {**line, **how, "load_average": None, **changed}
 
 
 def lines(folder: Path) -> list[bytes]:

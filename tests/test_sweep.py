@@ -18,7 +18,7 @@ import pytest
 from forked import Forked
 from msgspec import structs
 from scripted_engine import TARGET, ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
-from stored import run_json, run_of
+from stored_runs import read_lines, run_json, run_of
 
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_baselines, parse_gammas, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
@@ -227,10 +227,6 @@ def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was() -> None:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
-
-
 def _quiet() -> LoadSnapshot:
     return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
 
@@ -242,9 +238,9 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path: Path) -> None:
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, engine, on_event=events.append, snapshot=_quiet)
     assert (result.measured, result.failed, result.found) == (18, 0, 0)
-    assert [row["config"] for row in _rows(tmp_path)] == [cell.config for cell in sweep.plan()]
-    assert [row["order"] for row in _rows(tmp_path)] == [cell.order for cell in sweep.plan()]
-    assert [row["warmup"] for row in _rows(tmp_path)] == [True] * 3 + [False] * 18
+    assert [row["config"] for row in read_lines(tmp_path)] == [cell.config for cell in sweep.plan()]
+    assert [row["order"] for row in read_lines(tmp_path)] == [cell.order for cell in sweep.plan()]
+    assert [row["warmup"] for row in read_lines(tmp_path)] == [True] * 3 + [False] * 18
     done = [event for event in events if isinstance(event, CellDone)]
     assert [event.done for event in done] == [0] * 3 + list(range(1, 19))
     assert done[-1].seconds_left == 0
@@ -300,7 +296,7 @@ def test_a_line_holds_the_steps_as_lists(tmp_path: Path) -> None:
     sweep = make_sweep(prompts(1), gammas=(2,), repeats=1, warmup=0, max_new_tokens=6)
     with new_store(tmp_path, sweep) as store:
         run_sweep(sweep, store, ScriptedEngine(), snapshot=_quiet)
-    row = next(row for row in _rows(tmp_path) if row["config"] == "d@2")
+    row = next(row for row in read_lines(tmp_path) if row["config"] == "d@2")
     assert row["steps"] == {
         "drafted": [2, 1], "tested": [2, 1], "accepted": [2, 1], "emitted": [3, 2],
         "nodes": [2, 1], "siblings": [0, 0], "passes": [2, 1],
@@ -322,7 +318,7 @@ def test_each_configuration_goes_on_from_its_own_answers(tmp_path: Path) -> None
     with new_store(tmp_path, sweep) as store:
         run_sweep(sweep, store, engine)
     answers: dict[str, list[int]] = {}
-    rows = iter(_rows(tmp_path))
+    rows = iter(read_lines(tmp_path))
     for config, prompt, _ in engine.calls:
         row = next(rows)
         assert row["config"] == config
@@ -338,7 +334,7 @@ def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path: Path) -
         run_sweep(sweep, store, ScriptedEngine())
     expected = [
         (row["config"], row["prompt"], row["turn"], row["repeat"], row["token_ids"])
-        for row in _rows(tmp_path / "whole")
+        for row in read_lines(tmp_path / "whole")
     ]
     whole = (tmp_path / "whole" / "generations.jsonl").read_bytes()
     for cut in random.Random(0).sample(range(len(whole)), 6):
@@ -351,7 +347,7 @@ def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path: Path) -
             found = len(store.done_keys())
             result = run_sweep(sweep, store, engine)
         assert [
-            (r["config"], r["prompt"], r["turn"], r["repeat"], r["token_ids"]) for r in _rows(folder)
+            (r["config"], r["prompt"], r["turn"], r["repeat"], r["token_ids"]) for r in read_lines(folder)
         ] == expected
         warmups = 0 if result.measured == 0 else 3
         assert result.found + result.measured == 24
@@ -383,7 +379,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, engine)
     assert (result.measured, result.failed) == (18, 6)
-    failed = [row for row in _rows(tmp_path) if row["status"] == "failed"]
+    failed = [row for row in read_lines(tmp_path) if row["status"] == "failed"]
     assert {row["config"] for row in failed} == {"d@2"}
     assert {row["error"] for row in failed} <= {
         "There was not enough memory. Use less.",
@@ -409,7 +405,7 @@ def test_a_conversation_ends_with_its_first_failure(tmp_path: Path) -> None:
     )
     with new_store(tmp_path, sweep) as store:
         assert run_sweep(sweep, store, engine).failed == 2
-    assert [row["error"] for row in _rows(tmp_path) if row["config"] == "d@1"] == [
+    assert [row["error"] for row in read_lines(tmp_path) if row["config"] == "d@1"] == [
         None, "no", "An earlier turn failed, so there is no conversation to go on with.",
     ]  # fmt: skip
     with RunStore.open(tmp_path) as store:
@@ -434,7 +430,7 @@ def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path: Path) -> 
 
     with new_store(tmp_path, sweep) as store, pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, store, ScriptedEngine(fails=stop))
-    assert len(_rows(tmp_path)) == 7
+    assert len(read_lines(tmp_path)) == 7
     assert run_json(tmp_path)["finished"] is None
 
 
@@ -498,7 +494,7 @@ def test_a_generation_during_which_the_process_was_stopped_is_measured_again(
     always = stops == 1000
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, engine)
-    rows = _rows(tmp_path)
+    rows = read_lines(tmp_path)
     planned = len(sweep.plan())
     assert len(rows) == result.measured == planned
     assert len(engine.calls) == (2 * planned if always else planned + 1)
@@ -534,10 +530,10 @@ def test_disturbances_are_noted_line_by_line(tmp_path: Path) -> None:
     sweep = make_sweep(prompts(1), repeats=1, warmup=0)
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, ScriptedEngine(), snapshot=busy)
-    assert [row["warnings"] for row in _rows(tmp_path)] == [["machine-busy"]] * 3
-    assert {(row["busy_elsewhere"], row["steal_share"], row["load_average"]) for row in _rows(tmp_path)} == {
-        (1.0, 0.01, 3.0)
-    }
+    assert [row["warnings"] for row in read_lines(tmp_path)] == [["machine-busy"]] * 3
+    assert {
+        (row["busy_elsewhere"], row["steal_share"], row["load_average"]) for row in read_lines(tmp_path)
+    } == {(1.0, 0.01, 3.0)}
     found = {warning.id: warning for warning in result.warnings}
     assert found["machine-busy"].message == "Other programs used the processor during 3 of 3 generations."
     assert found["machine-busy"].severity == "warning"
@@ -661,6 +657,6 @@ def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_set(tmp_path: Pa
     assert Forked(killed_sweep.main, tmp_path / "run", stdout=1, stderr=2).wait() == 0
     frame = load_results(tmp_path / "run")
     assert frame.problems == []
-    rows = _rows(tmp_path / "run")
+    rows = read_lines(tmp_path / "run")
     assert [(r["config"], r["prompt"], r["turn"], r["repeat"], r["warmup"]) for r in rows] == expected
     assert run_json(tmp_path / "run")["finished"] is not None

@@ -17,7 +17,7 @@ import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted import Ticking
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
-from stored import run_json, run_of
+from stored_runs import read_lines, run_json, run_of
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
@@ -314,12 +314,8 @@ def falls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_batches(tmp_path_factory.mktemp("runs") / "falls")
 
 
-def lines_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
-
-
 def test_a_group_is_a_line_with_its_requests(falls: Path) -> None:
-    lines = [line for line in lines_in(falls) if line["config"] == "d@3,b=4"]
+    lines = [line for line in read_lines(falls) if line["config"] == "d@3,b=4"]
     assert len(lines) == 2 * 4
     assert all([*(each["prompt"] for each in line["requests"])] for line in lines)
     assert {len(line["requests"]) for line in lines} == {4}
@@ -352,11 +348,11 @@ def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path: Path) -> N
         assert first.clients is None
         assert len(first.times) == 6
     assert engine.loads[0][1].times != engine.loads[2][1].times
-    for line in lines_in(tmp_path):
+    for line in read_lines(tmp_path):
         last = max(each["arrived_s"] + each["total_s"] for each in line["requests"])
         assert line["seconds"] == pytest.approx(last)
     row = load_results(tmp_path).groups.iloc[0]
-    line = lines_in(tmp_path)[0]
+    line = read_lines(tmp_path)[0]
     assert row["throughput"] == pytest.approx(6 * 5 / line["seconds"])
 
 
@@ -378,7 +374,7 @@ def test_going_on_in_the_middle_of_a_batch(tmp_path: Path) -> None:
         result = run_sweep(sweep, store, ScriptedEngine())
     assert result.found == 17 - 4
     assert result.measured == 2 * 8 * 2 - result.found
-    lines = lines_in(tmp_path)
+    lines = read_lines(tmp_path)
     assert (tmp_path / "generations.jsonl").read_text().startswith(begun)
     assert len({(line["config"], line["prompt"], line["repeat"], line["warmup"]) for line in lines}) == len(
         lines

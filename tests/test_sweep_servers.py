@@ -16,7 +16,7 @@ import pytest
 from cli_runs import Cli, Result, refusal, write_prompts
 from scripted_engine import ENVIRONMENT
 from scripted_server import Manner, ScriptedServer, answer_ids, prompt_of, tokenizer
-from stored import run_json
+from stored_runs import run_json
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import load_drafter, wrap_target

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from synthetic_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
+from stored_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
 
 from specbench.decoding import metrics
 from specbench.decoding.records import PARTS, Step, StepTimes

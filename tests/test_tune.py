@@ -14,7 +14,7 @@ from cli_runs import refusal
 from msgspec import structs
 from regret import FakeClock
 from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
-from stored import run_json, step_lists
+from stored_runs import run_json, step_lists
 
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs

@@ -1,0 +1,395 @@
+"""Run folders as a sweep leaves them: the one place where tests build stored runs.
+
+``write_exact`` has the very speeds that a test gives; ``write_run`` draws steps at random from known acceptance and
+costs; ``write_stored`` writes any lines; ``read_lines``, ``change_run`` and ``change_lines`` read one and change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from specbench.results.lines import STEP_FIGURES, Measurement, StepLists, parse_line
+from specbench.results.run import Run
+from specbench.results.store import RunStore
+
+ENVIRONMENT = {
+    "cpu": "Example CPU", "physical_cores": 2, "cores": 2, "threads": 2, "ram_gb": 16.0, "devices": [],
+    "os": "Example 1", "python": "3.11.0", "torch": "2.0", "transformers": "5.0", "specbench": "0.1.0",
+}  # fmt: skip
+STEPS = 5
+TOKENS = 1 + 2 * STEPS  # one by the prefill, two in every step
+
+# -- their parts -------------------------------------------------------------------------------------
+
+
+def config_of(name: str, **changed: Any) -> dict[str, Any]:
+    """A configuration called ``drafter@gamma``, ``plain``, or what ``transformers`` does."""
+    drafter, _, gamma = name.partition("@")
+    kind = name if name in ("plain", "transformers") else "speculative"
+    return {
+        "id": name, "label": f"{drafter} γ={gamma}" if gamma else name, "kind": kind,
+        "drafter": drafter if kind == "speculative" else "none", "drafter_fingerprint": None,
+        "gamma": int(gamma) if gamma else None, "policy": "fixed" if kind == "speculative" else "none",
+        "temperature": 0.0, "cache": "dynamic", "baseline": "plain", **changed,
+    }  # fmt: skip
+
+
+def prompt_of(name: str, **changed: Any) -> dict[str, Any]:
+    """A prompt called ``category-number``."""
+    return {"id": name, "category": name.rsplit("-", 1)[0], "turns": 1, "fingerprint": None, **changed}
+
+
+def described(
+    configs: Iterable[dict[str, Any]], prompts: Iterable[dict[str, Any]], **changed: Any
+) -> dict[str, Any]:
+    """What ``run.json`` holds."""
+    return {
+        "schema": 1, "kind": "specbench-sweep", "specbench": "0.1.0", "run_id": "c0ffee", "command": ["sweep"],
+        "options": {}, "environment": ENVIRONMENT,
+        "target": {"name": "target", "fingerprint": "f0", "dtype": "float32", "device": "cpu"},
+        "configs": [*configs], "prompts": [*prompts], "seed": 0, "repeats": 2, "warmup": 1, "max_new_tokens": TOKENS,
+        "ignore_eos": True, "created": "2025-01-01T00:00:00+00:00", "finished": "2025-01-01T01:00:00+00:00",
+        "costs": None, "differences": [], "warnings": [], "changes": [], **changed,
+    }  # fmt: skip
+
+
+def line_of(config: str, prompt: str, repeat: int = 0, **changed: Any) -> dict[str, Any]:
+    """A line of ``generations.jsonl``: of a generation that failed, unless ``changed`` says how it went."""
+    return {
+        "schema": 1, "run_id": "c0ffee", "config": config, "prompt": prompt, "category": prompt.rsplit("-", 1)[0],
+        "turn": 0, "repeat": repeat, "order": 0, "warmup": False, "status": "failed", "error": "out of memory",
+        "warnings": [], **changed,
+    }  # fmt: skip
+
+
+def finished(decode_s: float, tokens: Sequence[int], steps: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """The fields of a generation that was measured; half a second of prefill emits its first token."""
+    return {
+        "status": "ok", "error": None, "prompt_tokens": 5, "new_tokens": len(tokens), "first_tokens": 1,
+        "token_ids": [*tokens], "finish_reason": "length", "ttft_s": 0.5, "prefill_s": 0.5, "decode_s": decode_s,
+        "total_s": 0.5 + decode_s, "peak_memory_bytes": 1_000_000_000, "load_average": 0.5, "started": 0.0,
+        "steps": steps, **changed,
+    }  # fmt: skip
+
+
+def steps_of(
+    drafted: Sequence[int],
+    accepted: Sequence[int],
+    emitted: Sequence[int],
+    draft_s: Sequence[float],
+    verify_s: Sequence[float],
+    **changed: Any,
+) -> dict[str, Any]:
+    """Steps as a line holds them; what a chain tests and how a step ended follow from its counts."""
+    none = [0.0] * len(drafted)
+    return {
+        "drafted": [*drafted], "tested": [min(g, a + 1) for g, a in zip(drafted, accepted, strict=True)],
+        "accepted": [*accepted], "emitted": [*emitted], "draft_s": [*draft_s], "draft_prefill_s": none,
+        "verify_s": [*verify_s], "accept_s": none, "rollback_s": none, "other_s": none,
+        "expected_acceptance": [[]] * len(drafted),
+        "closing": [
+            "target" if not g else "bonus" if a == g else "corrected" for g, a in zip(drafted, accepted, strict=True)
+        ],
+        "policy": {}, **changed,
+    }  # fmt: skip
+
+
+# -- reading and altering them -----------------------------------------------------------------------
+
+
+def write_stored(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> Path:
+    """A run folder of these contents; the lines get the run's id."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    write_lines(path, ({**line, "run_id": run["run_id"]} for line in lines))
+    return path
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (path / "generations.jsonl").write_text(text, encoding="utf-8")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    text = (path / "generations.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def change_run(path: Path, **fields: Any) -> Path:
+    """Set fields of ``run.json``."""
+    file = path / "run.json"
+    file.write_text(json.dumps(run_json(path) | fields), encoding="utf-8")
+    return path
+
+
+def change_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """Merge what ``change`` gives for a line into that line."""
+    write_lines(path, [line | change(line) for line in read_lines(path)])
+    return path
+
+
+# -- as the package reads them -----------------------------------------------------------------------
+
+
+def run_json(folder: Path) -> dict[str, Any]:
+    """``run.json`` of a folder."""
+    found: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text())
+    return found
+
+
+def run_of(fields: Mapping[str, Any]) -> Run:
+    """A run with these fields."""
+    return msgspec.convert(dict(fields), Run, strict=True)
+
+
+def measurement(row: Mapping[str, Any]) -> Measurement:
+    """A line of ``generations.jsonl``."""
+    found = parse_line(json.dumps(row).encode())
+    assert found is not None
+    return found
+
+
+def rows_of(store: RunStore) -> list[dict[str, Any]]:
+    """The lines of a store."""
+    return [json.loads(each.to_json()) for each in store.measurements()]
+
+
+def step_lists(drafted: Sequence[int], **lists: Any) -> StepLists:
+    """Steps that took no time, with these lists."""
+    count = len(drafted)
+    usual = {name: [0 if kind is int else 0.0] * count for name, kind in STEP_FIGURES.items()}
+    fields = (
+        usual
+        | {"drafted": list(drafted), "nodes": list(drafted), "expected_acceptance": [[] for _ in drafted]}
+        | lists
+    )
+    return StepLists(**fields)
+
+
+# -- with given speeds -------------------------------------------------------------------------------
+
+
+def write_exact(
+    path: Path,
+    speeds: Mapping[str, Mapping[str, Sequence[float | None]]],
+    *,
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    target: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    tokens: Mapping[str, Sequence[int]] | None = None,
+    disturbed: Sequence[str] = (),
+    **run: Any,
+) -> Path:
+    """Write a run.
+
+    Args:
+        path: Its folder.
+        speeds: Decode tokens/s by configuration, by prompt (``code-01`` of category ``code``, or ``code-01#1`` for
+            its second turn), and by repeat; ``None`` for a generation that failed. ``plain`` is the baseline.
+        configs, environment, target: Fields other than the usual.
+        texts: Fingerprints of prompts.
+        tokens: Output of a configuration.
+        disturbed: Ids of what disturbed every generation.
+        run: Other fields of ``run.json``.
+    """
+    lines = []
+    for config, prompts in speeds.items():
+        for name, repeats in prompts.items():
+            prompt, _, turn = name.partition("#")
+            for repeat, speed in enumerate(repeats):
+                given = list((tokens or {}).get(config, range(TOKENS)))
+                how = {} if speed is None else measured(speed, config, given)
+                lines.append(
+                    line_of(config, prompt, repeat, turn=int(turn or 0), warnings=[*disturbed], **how)
+                )
+    turns: dict[str, int] = {}
+    for name in dict.fromkeys(name for prompts in speeds.values() for name in prompts):
+        turns[name.partition("#")[0]] = turns.get(name.partition("#")[0], 0) + 1
+    facts = described(
+        [config_of(name, **(configs or {}).get(name, {})) for name in speeds],
+        [prompt_of(name, turns=count, fingerprint=(texts or {}).get(name)) for name, count in turns.items()],
+        run_id=path.name,
+        repeats=max(len(each) for prompts in speeds.values() for each in prompts.values()),
+    )
+    facts["environment"] = {**facts["environment"], **(environment or {})}
+    facts["target"] = {**facts["target"], **(target or {})}
+    return write_stored(path, {**facts, **run}, lines)
+
+
+def measured(speed: float, config: str, tokens: list[int]) -> dict[str, Any]:
+    """The figures of a generation: steps that accept the first of two drafts, or plain ones in its place."""
+    seconds = 2 * STEPS / speed
+    drafts = "@" in config
+    count = 0 if config == "transformers" else STEPS if drafts else 2 * STEPS
+    share = [seconds / count / 2 if count else 0.0] * count
+    steps = steps_of(
+        [2 * drafts] * count, [1 * drafts] * count, [1 + drafts] * count, share, share,
+        expected_acceptance=[[0.75, 0.25] if drafts else []] * count,
+    )  # fmt: skip
+    return finished(seconds, tokens, steps, new_tokens=TOKENS)
+
+
+# -- drawn at random ---------------------------------------------------------------------------------
+
+CATEGORIES = (
+    "chat", "question-answering", "summarisation", "translation", "mathematics", "code", "code-editing",
+    "structured-output", "retrieval",
+)  # fmt: skip
+PASS_S = {
+    n: 0.12 * v
+    for n, v in {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.01, 5: 1.02, 6: 1.04, 7: 1.06, 8: 1.09, 9: 1.12}.items()
+}
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter that is accepted with chance ``alpha`` (± by category) at ``c`` target passes per token."""
+
+    name: str
+    alpha: float
+    c: float
+    spread: float = 0.08
+    finds: float = 1.0  # chance of a step to draft anything
+
+
+DRAFTERS = (
+    Drafter("Qwen2.5-Coder-0.5B-Instruct", 0.72, 0.26),
+    Drafter("self:int8", 0.9, 0.55, spread=0.03),
+    Drafter("ngram", 0.42, 0.002, spread=0.2, finds=0.7),
+    Drafter("lookup", 0.6, 0.001, spread=0.25, finds=0.35),
+)
+
+
+def write_run(
+    path: Path,
+    *,
+    drafters: tuple[Drafter, ...] = DRAFTERS,
+    gammas: tuple[int, ...] = tuple(range(1, 9)),
+    categories: tuple[str, ...] = CATEGORIES,
+    prompts_per_category: int = 2,
+    tokens: int = 64,
+    repeats: int = 2,
+    noise: float = 0.03,
+    seed: int = 0,
+    temperature: float = 0.0,
+    target: str = "Qwen2.5-Coder-1.5B-Instruct",
+    entropy_policy: bool = False,
+    policies: tuple[str, ...] = (),
+    transformers_row: bool = False,
+    run_id: str = "c0ffee",
+    costs: bool = True,
+) -> Path:
+    """Write a run folder; every generation emits ``tokens`` tokens, the first of them by the prefill."""
+    rng = np.random.default_rng(seed)
+    hot = {"temperature": temperature}
+    configs = [config_of("plain", **hot)]
+    configs += [
+        config_of(f"{each.name}@{g}", id=f"{each.name}-g{g}", **hot) for each in drafters for g in gammas
+    ]
+    for name in ("egag",) * entropy_policy + policies:
+        who = drafters[0].name
+        configs.append(config_of(name, label=f"{who} {name}", drafter=who, policy=name, **hot))
+    if transformers_row:
+        configs.append(config_of("transformers", id="hf", **hot))
+    by_name = {drafter.name: drafter for drafter in drafters}
+    prompts = [f"{category}-{i + 1:02d}" for category in categories for i in range(prompts_per_category)]
+    tilt = dict(zip(categories, np.linspace(-1.2, 1.2, len(categories)), strict=True))
+    lines = []
+    for prompt in prompts:
+        category = prompt.rsplit("-", 1)[0]
+        own = rng.normal() * 0.4
+        answer = rng.integers(0, 30000, tokens).tolist()
+        for repeat in range(repeats):
+            drift = np.exp(rng.normal() * 0.1)
+            for order, place in enumerate(rng.permutation(len(configs)).tolist()):
+                config = configs[place]
+                who = by_name.get(config["drafter"])
+                alpha = (
+                    0.0
+                    if who is None
+                    else float(np.clip(who.alpha + who.spread * (tilt[category] + own), 0.02, 0.98))
+                )
+                steps = _steps(rng, config, who, alpha, tokens - 1, noise, drift)
+                plain_s = 0.0
+                if config["kind"] == "transformers":
+                    plain_s = 1.6 * PASS_S[1] * (tokens - 1) * drift * float(np.exp(rng.normal() * noise))
+                    steps = {name: {} if name == "policy" else [] for name in steps}
+                decode = plain_s + sum(
+                    sum(steps[f"{part}_s"]) for part in ("draft", "verify", "accept", "rollback", "other")
+                )
+                ttft = 0.4 * drift
+                how = finished(
+                    decode, answer, steps, prompt_tokens=80, ttft_s=ttft, prefill_s=ttft, total_s=ttft + decode,
+                    peak_memory_bytes=4_200_000_000,
+                )  # fmt: skip
+                lines.append(line_of(config["id"], prompt, repeat, order=order, **how))
+    times = {
+        "target_pass_s": {str(n): s for n, s in PASS_S.items()},
+        "drafter_pass_s": {d.name: d.c * PASS_S[1] for d in drafters},
+    }
+    run = described(
+        configs, map(prompt_of, prompts), run_id=run_id, seed=seed, repeats=repeats, max_new_tokens=tokens,
+        environment={"cpu": "AMD EPYC 9R14", "cores": 2, "threads": 2, "ram_gb": 25.0, "devices": []},
+        target={"name": target, "fingerprint": "0", "dtype": "bfloat16", "device": "cpu", "vocab_size": 151936},
+        costs=times if costs else None,
+    )  # fmt: skip
+    return write_stored(path, run, lines)
+
+
+def _steps(
+    rng: np.random.Generator,
+    config: dict[str, Any],
+    drafter: Drafter | None,
+    alpha: float,
+    tokens: int,
+    noise: float,
+    drift: float,
+) -> dict[str, Any]:
+    names = (
+        "drafted", "tested", "accepted", "emitted", "draft_s", "draft_prefill_s", "verify_s", "accept_s",
+        "rollback_s", "other_s", "expected_acceptance", "closing",
+    )  # fmt: skip
+    steps: dict[str, Any] = {name: [] for name in names}
+    policy: dict[str, list[float]] = {"H_norm": [], "H_bar": [], "gamma": []}
+    left, smooth = tokens, 0.15
+    while left:
+        gamma = 0
+        if drafter is not None and rng.random() < drafter.finds:
+            wanted = config["gamma"]
+            if wanted is None:
+                h = float(np.clip(rng.gamma(1.3, 0.12), 0, 1))
+                smooth = 0.7 * smooth + 0.3 * h
+                wanted = max(1, round(8 - 14 * smooth))
+                policy["H_norm"].append(h)
+                policy["H_bar"].append(smooth)
+                policy["gamma"].append(wanted)
+            gamma = min(wanted, left - 1)
+        passed = rng.random(gamma) < alpha
+        accepted = int(np.cumprod(passed).sum())
+        tested = min(gamma, accepted + 1)
+        wobble = drift * float(np.exp(rng.normal() * noise))
+        verify = float(np.interp(gamma + 1, list(PASS_S), list(PASS_S.values())))
+        c = 0.0 if drafter is None else drafter.c
+        values = {
+            "drafted": gamma, "tested": tested, "accepted": accepted, "emitted": accepted + 1,
+            "draft_s": gamma * c * PASS_S[1] * wobble, "draft_prefill_s": 0.0, "verify_s": verify * wobble,
+            "accept_s": 0.0012 * wobble, "rollback_s": 0.0004 * wobble, "other_s": 0.0003 * wobble,
+            "expected_acceptance": [float(np.clip(alpha + 0.05 * rng.normal(), 0, 1)) for _ in range(tested)],
+            "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
+        }  # fmt: skip
+        if "tree" in config["policy"]:  # two candidates for every draft, the second of them kept now and then
+            ranks = (rng.random(accepted) < 0.2).astype(int).tolist()
+            values |= {"nodes": 2 * gamma, "widths": [2] * tested, "ranks": ranks}
+        for name, value in values.items():
+            steps.setdefault(name, []).append(value)
+        left -= accepted + 1
+    steps["policy"] = policy if len(policy["H_norm"]) == len(steps["drafted"]) else {}
+    return steps
