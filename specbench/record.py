@@ -29,7 +29,7 @@ Length = Annotated[int, Meta(ge=0, lt=2**20)]
 Small = Annotated[int, Meta(ge=0, lt=2**31)]
 Figure = Annotated[float, Meta(ge=-1e18, lt=1e18)]
 Json = dict[str, Any]
-"""An object of which only those know the fields who wrote it."""
+"""A JSON object that is no record: of another program, put together to be printed, or of options."""
 
 
 class _Frozen(msgspec.StructMeta):

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
 from specbench.lengths.costs import MeasuredCosts
-from specbench.record import builtins
+from specbench.record import Json, builtins
 from specbench.results.advice import disturbed, during
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import RunWarning
@@ -83,7 +83,7 @@ class Pairs:
             return pairs >= self._repeats
         return pairs >= LEAST and (pairs >= MOST or seconds * (pairs + 1) / pairs > ENOUGH_S)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Json:
         """The comparison, ready for JSON, of the pairs that are whole; a field is ``None`` where there is too little.
 
         Returns:
@@ -95,7 +95,7 @@ class Pairs:
         from specbench.results.stats import geometric_mean
 
         pairs = list(zip(self.speculative, self.plain, strict=False))
-        repeats: list[dict[str, Any]] = [
+        repeats: list[Json] = [
             {
                 "first": "speculative" if number % 2 == 0 else "plain",
                 "speculative": _times(fast),
@@ -246,7 +246,7 @@ def unexplained(speedup: float, explanation: Explanation) -> RunWarning | None:
     return RunWarning("speedup-unexplained", "warning", message, advice, data)
 
 
-def _times(generation: Generation) -> dict[str, Any]:
+def _times(generation: Generation) -> Json:
     split = time_split(generation.prefill, generation.steps)
     return {
         "new_tokens": len(generation.token_ids),

@@ -16,6 +16,7 @@ from specbench.check.greedy import GreedyResult, Verdict, verdict_of
 from specbench.check.invariants import Violation
 from specbench.check.outputs import OutputResult, Refused
 from specbench.check.sampled import ExactCase, SampledTest
+from specbench.record import Json
 
 Piece = Callable[[int], str]
 """A token's own text."""
@@ -97,7 +98,7 @@ class CheckResult:
             return "wrong"
         return worst([self.verdict_against("plain"), self.verdict_against("transformers")])
 
-    def to_dict(self, piece: Piece | None) -> dict[str, Any]:
+    def to_dict(self, piece: Piece | None) -> Json:
         """What ``--json`` prints of it. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""
         violations = self.violations
         deviations = self.deviations
@@ -130,7 +131,7 @@ class CheckResult:
             },
         }
 
-    def _comparison(self, against: Literal["plain", "transformers"], piece: Piece | None) -> dict[str, Any]:
+    def _comparison(self, against: Literal["plain", "transformers"], piece: Piece | None) -> Json:
         differences = self.differences(against)
         verdicts = Counter(verdict_of(each) for each in differences)
         found = [
@@ -154,7 +155,7 @@ class CheckResult:
             "differences": found,
         }
 
-    def _exact(self) -> dict[str, Any] | None:
+    def _exact(self) -> Json | None:
         if not self.exact:
             return None
         places = [place for case in self.exact for place in case.positions]
@@ -169,7 +170,7 @@ class CheckResult:
             "mean_acceptance": statistics.fmean(acceptances) if acceptances else None,
         }
 
-    def _sampled(self) -> dict[str, Any] | None:
+    def _sampled(self) -> Json | None:
         if self.sampled is None:
             return None
         return {"sound": self.sampled.sound, "power": POWER, **asdict(self.sampled)}
@@ -195,10 +196,10 @@ class OutputsResult:
     def verdict(self) -> Verdict:
         return worst([each.verdict for each in self.outputs])
 
-    def to_dict(self, piece: Piece | None) -> dict[str, Any]:
+    def to_dict(self, piece: Piece | None) -> Json:
         """What ``--json`` prints of it. ``piece`` gives the texts of tokens; ``None`` leaves them out."""
 
-        def shown(result: OutputResult) -> dict[str, Any]:
+        def shown(result: OutputResult) -> Json:
             fields = _finite(asdict(result))
             for name in ("first", "first_wrong"):
                 if fields[name] is not None and piece is not None:
@@ -219,7 +220,7 @@ class OutputsResult:
         }
 
 
-def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(fields: Mapping[str, Any]) -> Json:
     """Infinities, which JSON lacks, as ``None``."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

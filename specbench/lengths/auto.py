@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.base import Rule, confidence, is_free
 from specbench.lengths.costs import CostSource, MeasuredCosts
+from specbench.record import Json
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -288,5 +289,5 @@ class AutoLength(Rule):
     def notes(self) -> Mapping[str, float]:
         return {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
 
-    def costs(self) -> dict[str, Any]:
+    def costs(self) -> Json:
         return self._costs.to_dict()

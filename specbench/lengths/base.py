@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
+from specbench.record import Json
 from specbench.specs.rules import RuleSpec, parse_rule
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Rule:
     def notes(self) -> Mapping[str, float]:
         return {}
 
-    def costs(self) -> dict[str, Any] | None:
+    def costs(self) -> Json | None:
         return None
 
 

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from specbench.decoding.theory import SLOPE, PassCosts, interpolate, never_falling
 from specbench.errors import UsageError
+from specbench.record import Json
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
@@ -113,7 +114,7 @@ class CostSource(Protocol):
         """
         ...
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """What ``parse_costs`` takes, ready for JSON."""
         ...
 
@@ -165,7 +166,7 @@ class GivenCosts(_Alone):
     ) -> None:
         """Nothing is measured."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return costs_to_dict(self.draft_s, self._passes.target_s)
 
 
@@ -363,7 +364,7 @@ class MeasuredCosts(_Alone):
         draft_s = max(0.0, times.draft_s - times.draft_prefill_s) / passes
         return draft_s if caught_up or draft_s < self.draft_s else None, verify_s
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         draft_s = self.draft_s if self._drafts else None
         return {
             **costs_to_dict(draft_s, {n: self._steps(n) for n in self._steps.seen}),
@@ -371,7 +372,7 @@ class MeasuredCosts(_Alone):
         }
 
 
-def costs_to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> dict[str, Any]:
+def costs_to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> Json:
     """What ``parse_costs`` takes, of a drafter's pass and the target's by number of tokens, in seconds."""
     return {
         "drafter_pass_s": draft_s,

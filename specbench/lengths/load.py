@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from specbench.decoding.theory import SLOPE
@@ -20,6 +20,7 @@ from specbench.lengths.costs import (
     WidthTimes,
     costs_to_dict,
 )
+from specbench.record import Json
 
 if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step
@@ -364,7 +365,7 @@ class SharedCosts:
         self._lacks = 0 if (step.gamma if passes is None else passes) else self._lacks + len(step.tokens)
         self._load.goes_on(self)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         seconds = self.verify_s(self._longest + 1)
         return costs_to_dict(self.draft_s if self.timings else None, dict(enumerate(seconds[1:], 1)))
 

@@ -10,10 +10,11 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.errors import UsageError
 from specbench.lengths.base import rule_name
+from specbench.record import Json
 from specbench.specs.notation import Dashed
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Tree:
     def notes(self) -> Mapping[str, float]:
         return {}
 
-    def costs(self) -> dict[str, Any] | None:
+    def costs(self) -> Json | None:
         return None
 
 

@@ -16,12 +16,13 @@ from typing import Any, BinaryIO, TextIO
 from specbench._version import __version__
 from specbench.decoding.records import FinishReason, Prefill, Step, StepTimes
 from specbench.errors import UsageError
+from specbench.record import Json
 from specbench.shapes import count, misfit, number
 
 TRACE_VERSION = 1
 """Version of the trace format, written in its header. 1: first release."""
 
-Event = dict[str, Any]
+Event = Json
 """One line of a trace: JSON-ready, its kind under ``event``."""
 
 _PROMPT_TAIL = 240  # characters of the prompt's end that a header keeps
@@ -234,7 +235,7 @@ def _check_version(header: Event, name: str, number: int) -> None:
 # What an event must hold for the view to show it.
 _NUMBER = (number, None)
 _FINISH = ("eos", "stop-string", "length", "context-limit", None)
-_EVENTS: dict[str, dict[str, Any]] = {
+_EVENTS: dict[str, Json] = {
     "header": {
         "target": str,
         "drafter": str,

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -24,6 +24,7 @@ from specbench.decoding.sampling import Sampling
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
 from specbench.options import DecodingOptions
+from specbench.record import Json
 from specbench.serve.counters import CONTENT_TYPE, metrics_text
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.protocol import LONGEST_NAME, ChatAsked, Reply, TextAsked, Usage, error_body, parse
@@ -64,7 +65,7 @@ class Defaults:
     """
 
     policy: DraftPolicy | None
-    sampling: dict[str, Any]
+    sampling: Json
     seed: int | None
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
 
@@ -112,7 +113,7 @@ class _Serving:
             raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
         self._engine, self._defaults = engine, defaults
         self._tokenizer: PreTrainedTokenizerBase = target.tokenizer
-        self._model: dict[str, Any] = {
+        self._model: Json = {
             "id": target.name,
             "object": "model",
             "created": int(time.time()),
@@ -222,7 +223,7 @@ class _Serving:
 class _ProtocolError(HTTPException):
     """An error with its body."""
 
-    def __init__(self, status: int, body: dict[str, Any]) -> None:
+    def __init__(self, status: int, body: Json) -> None:
         super().__init__(status)
         self.body = body
 
@@ -319,7 +320,7 @@ async def _texts(
         record = await anext(ticket, None)
 
 
-async def _whole(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> dict[str, Any]:
+async def _whole(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> Json:
     usage = Usage()
     parts = [part async for part in _texts(ticket, first, usage)]
     reason = parts[-1][1]
@@ -346,7 +347,7 @@ async def _events(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> Async
     yield "data: [DONE]\n\n"
 
 
-def _event(body: dict[str, Any]) -> str:
+def _event(body: Json) -> str:
     return f"data: {json.dumps(body, allow_nan=False)}\n\n"
 
 
@@ -405,7 +406,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _body_of_error(error: Exception) -> tuple[int, dict[str, Any]]:
+def _body_of_error(error: Exception) -> tuple[int, Json]:
     """Status and body."""
     if isinstance(error, UsageError):
         return 400, error_body(str(error), "invalid_request_error")

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.errors import UsageError
 from specbench.options import DecodingKeywords
+from specbench.record import Json
 from specbench.shapes import not_json
 from specbench.textsafe import excerpt, one_line
 
@@ -133,7 +134,7 @@ class Asked(_Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def transforms(self) -> dict[str, Any]:
+    def transforms(self) -> Json:
         """What is asked of the sampling, by the names of ``Sampling``."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -240,7 +241,7 @@ def _same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
 
 
-def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+def error_body(message: str, kind: str, code: str | None = None) -> Json:
     """An error as the protocol has it.
 
     Args:
@@ -279,7 +280,7 @@ class Usage:
         self.completion += len(tokens)
         return tokens
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         """As the protocol has it: what was predicted there is what was drafted here."""
         return {
             "prompt_tokens": self.prompt,
@@ -308,17 +309,17 @@ class Reply:
     created: int
     model: str
 
-    def whole(self, text: str, finish_reason: FinishReason, usage: Usage) -> dict[str, Any]:
+    def whole(self, text: str, finish_reason: FinishReason, usage: Usage) -> Json:
         """The answer to who wants it at once."""
         chat = isinstance(self.asked, ChatAsked)
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        said: Json = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         return {
             **self._head(self.asked.kind),
             "choices": [_choice(said, finish_reason)],
             "usage": usage.body(),
         }
 
-    def opening(self) -> dict[str, Any] | None:
+    def opening(self) -> Json | None:
         """The first event of a stream, before any text; ``None`` where it begins with text."""
         return (
             self._chunk({"role": "assistant", "content": ""}, None)
@@ -326,15 +327,15 @@ class Reply:
             else None
         )
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def piece(self, text: str) -> Json:
         """More text."""
         return self._chunk({"content": text}, None)
 
-    def ending(self, finish_reason: FinishReason) -> dict[str, Any]:
+    def ending(self, finish_reason: FinishReason) -> Json:
         """Why there is no more text."""
         return self._chunk({}, finish_reason)
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
+    def closing(self, usage: Usage) -> Json:
         """The last event for who asks what was used."""
         return {**self._head(self._chunk_kind), "choices": [], "usage": usage.body()}
 
@@ -342,16 +343,16 @@ class Reply:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if isinstance(self.asked, ChatAsked) else self.asked.kind
 
-    def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None) -> dict[str, Any]:
+    def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None) -> Json:
         chat = isinstance(self.asked, ChatAsked)
-        said: dict[str, Any] = {"delta": delta} if chat else {"text": delta.get("content", "")}
+        said: Json = {"delta": delta} if chat else {"text": delta.get("content", "")}
         usage = {"usage": None} if self.asked.wants_usage else {}
         return {**self._head(self._chunk_kind), "choices": [_choice(said, finish_reason)], **usage}
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def _choice(said: Mapping[str, Any], finish_reason: FinishReason | None) -> dict[str, Any]:
+def _choice(said: Mapping[str, Any], finish_reason: FinishReason | None) -> Json:
     reason = None if finish_reason is None else _FINISHED[finish_reason]
     return {"index": 0, **said, "logprobs": None, "finish_reason": reason}

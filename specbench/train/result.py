@@ -12,6 +12,7 @@ from safetensors.torch import save
 
 from specbench.files import explained, sha256, write_bytes, write_text
 from specbench.models.stories import TRAINING_FILE, WEIGHTS
+from specbench.record import Json
 from specbench.train.students import Student
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def write_story(folder: Path, story: Mapping[str, Any]) -> None:
         write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **story}))
 
 
-def _settings(student: Student, target: Target, head: torch.Tensor) -> dict[str, Any]:
+def _settings(student: Student, target: Target, head: torch.Tensor) -> Json:
     """The ``config.json``."""
     settings = student.settings()
     if student.kind == "medusa":

@@ -36,6 +36,7 @@ from specbench.models.checkpoints import text_config
 from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.prepare import require_states, wrap_head
 from specbench.models.stories import TRAINING_FILE
+from specbench.record import Json
 from specbench.specs.models import parse_model
 from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner, Learnt, check_start
@@ -219,7 +220,7 @@ class Training:
         self._prompts = encode_turns(target, trained)
         self._held = list(zip(held, encode_turns(target, held), strict=True))
         self._began, self._spent_s = time.monotonic(), 0.0
-        self._begun: dict[str, Any] = {}
+        self._begun: Json = {}
         self._texts: list[Text] = []
 
     @property
@@ -599,7 +600,7 @@ class Training:
             compact=self._settings.compact,
         )
 
-    def _story(self, learner: Learner, stand: _Stand) -> dict[str, Any]:
+    def _story(self, learner: Learner, stand: _Stand) -> Json:
         """How the head came about."""
         target, settings = self._target, self._settings
         words = "The rows of its head are the target's"
@@ -631,7 +632,7 @@ class Training:
         }
 
 
-def _earlier(start: TrainedHead) -> dict[str, Any]:
+def _earlier(start: TrainedHead) -> Json:
     """What is known of a head that a training went on from: the story of its own, too, where it was trained here."""
     path = start.files.folder / TRAINING_FILE
     with explained(f"The file {str(path)!r} cannot be read"):
@@ -667,9 +668,9 @@ class _Stand:
     since: list[list[float]] = field(default_factory=list)
     heard: int = 0
     losses: float = 0.0
-    curve: list[dict[str, Any]] = field(default_factory=list)
+    curve: list[Json] = field(default_factory=list)
     measures_made: int = 0
-    measures: list[dict[str, Any]] = field(default_factory=list)
+    measures: list[Json] = field(default_factory=list)
     stale: int = 0
     ended: bool = False
     measure_s: float = 0.0
@@ -679,7 +680,7 @@ class _Stand:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> _Stand:
+    def of(cls, facts: Json) -> _Stand:
         """As it was stored."""
         return cls(**facts)
 

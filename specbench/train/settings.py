@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from specbench.errors import UsageError
+from specbench.record import Json
 
 _RATES = {"eagle": 1.6e-3, "medusa": 1e-3, "pass": 1e-2}
 _WIDTH = 576
@@ -126,7 +127,7 @@ class TrainingSettings:
             )
         return self.layers
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """For JSON."""
         return asdict(self)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save
 
 from specbench.errors import RunError
 from specbench.files import explained, write_bytes
+from specbench.record import Json
 from specbench.textsafe import excerpt
 
 
@@ -30,7 +31,7 @@ def write_state(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[
         write_bytes(path, save(held, metadata={"facts": json.dumps(facts)}))
 
 
-def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_state(path: Path) -> tuple[dict[str, torch.Tensor], Json]:
     """What ``write_state`` wrote.
 
     Raises:

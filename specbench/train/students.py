@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
 from specbench.models.checkpoints import text_config
+from specbench.record import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +69,7 @@ class Student(Protocol):
         """Draft behind every position of the answers."""
         ...
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Its ``config.json``, but for what it says of the draft vocabulary and the target."""
         ...
 
@@ -318,7 +319,7 @@ class EagleStudent(nn.Module):
                 attend.go_on(drafts, behind)
         return marking.marks()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """See ``Student``."""
         layer = self.head.shape.layer.to_dict() | {"num_hidden_layers": self.head.shape.layers}
         return {
@@ -346,7 +347,7 @@ def _layer_like(target: PreTrainedConfig) -> LlamaConfig:
     """The configuration of decoder layers of the size of the target's."""
     own = target.to_dict()
     size = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
-    known: dict[str, Any] = {
+    known: Json = {
         "hidden_size": own["hidden_size"],
         "intermediate_size": own.get("intermediate_size") or 4 * own["hidden_size"],
         "num_attention_heads": own["num_attention_heads"],
@@ -443,7 +444,7 @@ class MedusaStudent(nn.Module):
             marking.add(self.heads.guess(states[rows], place), place, rows)
         return marking.marks()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """See ``Student``."""
         return {
             "model_type": "medusa",
@@ -530,7 +531,7 @@ class PassStudent(nn.Module):
         out: torch.Tensor = output.hidden_states[last]
         return out
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """See ``Student``."""
         config = text_config(self._target[0].config)
         return {

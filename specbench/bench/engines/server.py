@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import httpx2
 
 from specbench.errors import RunError
+from specbench.record import Json
 from specbench.textsafe import excerpt
 
 if TYPE_CHECKING:
@@ -339,7 +340,7 @@ class ServerClient:
 
     async def _read(self, response: httpx2.Response, began: float) -> Answer:
         pieces: list[Piece] = []
-        facts: dict[str, Any] = {}
+        facts: Json = {}
         reason, ended_s = None, 0.0
         async for event in httpx2.EventSource(response, max_event_size=None):
             at_s = self._clock() - began
@@ -404,7 +405,7 @@ def _said(error: Exception) -> str:
     return excerpt(error).rstrip(".") or type(error).__name__
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> Json:
     """A JSON object; an empty one for whatever is none."""
     try:
         found = json.loads(text)
@@ -434,7 +435,7 @@ def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
-def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
     """What an event tells of counts, by the names of ``Answer``.
 
     ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's, under older names and
@@ -462,9 +463,7 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]
         "drafted": drafted,
         "accepted": kept,
     }
-    counts: dict[str, Any] = {
-        name: value for name, value in found.items() if type(value) is int and value >= 0
-    }
+    counts: Json = {name: value for name, value in found.items() if type(value) is int and value >= 0}
     steps = (
         metrics.get("acceptance_histogram"),
         meta.get("spec_correct_drafts_histogram"),

@@ -33,7 +33,7 @@ from specbench.bench.serving import Asked, Load
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions
-from specbench.record import builtins
+from specbench.record import Json, builtins
 from specbench.results.lines import ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 from specbench.textsafe import one_line
@@ -420,7 +420,7 @@ class ServerEngine:
 
     def _settings(
         self, server: MeasuredServer, temperature: float, decoding: DecodingOptions, seed: int
-    ) -> dict[str, Any]:
+    ) -> Json:
         dialect = server.dialect
         return {
             "max_tokens": decoding.max_new_tokens,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench._version import __version__
 from specbench.errors import UsageError
+from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
@@ -136,7 +137,7 @@ def _comments(notes: list[str]) -> str:
     return "".join(f"{wrapped.fill(one_line(note))}\n" for note in notes)
 
 
-def as_json(engine: Engine, setting: Setting, export: Export, source: str) -> dict[str, Any]:
+def as_json(engine: Engine, setting: Setting, export: Export, source: str) -> Json:
     """The same as data; an interval is ``None`` where there is none."""
     measured = setting.measured
     return {
@@ -173,7 +174,7 @@ def as_json(engine: Engine, setting: Setting, export: Export, source: str) -> di
     }
 
 
-def _in_place_of(setting: Setting) -> dict[str, Any] | None:
+def _in_place_of(setting: Setting) -> Json | None:
     beside = setting.beside
     if beside is None:
         return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from specbench.record import Json
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Model, Setting
@@ -25,7 +24,7 @@ class LlamaCpp:
         model = drafter.model_part
         missing = list(engine.without_counterpart(self, setting))
         types: list[str] = []
-        options: dict[str, Any] = {"--model": _file(setting.target)}
+        options: Json = {"--model": _file(setting.target)}
         if isinstance(lookup, Lookup):
             types.append("ngram-simple")
             exact = lookup.n or lookup.min
@@ -89,7 +88,7 @@ class LlamaCpp:
         )
 
 
-def _drafting(setting: Setting) -> dict[str, Any]:
+def _drafting(setting: Setting) -> Json:
     most, least = setting.gamma, 0.0
     if setting.rule.word == "confidence":
         said = {

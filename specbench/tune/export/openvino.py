@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
+from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Model, Setting
@@ -23,11 +23,11 @@ class OpenVino:
         """See ``Engine``."""
         drafter, differs = setting.drafter, []
         missing = list(engine.without_counterpart(self, setting))
-        config: dict[str, Any] = {"num_assistant_tokens": setting.gamma}
+        config: Json = {"num_assistant_tokens": setting.gamma}
         check = "Compare the time of an answer with and without prompt_lookup."
         report = ""
         if isinstance(drafter, Lookup):
-            pipeline: dict[str, Any] = {"prompt_lookup": True}
+            pipeline: Json = {"prompt_lookup": True}
             made = "prompt_lookup=True"
             config["max_ngram_size"] = drafter.longest
             missing += [f"min={drafter.min}: shorter matches count too."] if drafter.min > 1 else []

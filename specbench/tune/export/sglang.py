@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Setting
@@ -22,7 +21,7 @@ class SGLang:
         """See ``Engine``."""
         drafter, width = setting.drafter, setting.gamma + 1
         missing, differs = list(engine.without_counterpart(self, setting)), []
-        options: dict[str, Any] = {
+        options: Json = {
             **engine.revision(setting.target, "--revision"),
             **engine.floating(setting.dtype, "--dtype"),
         }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import Any
 
+from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Setting
@@ -26,7 +26,7 @@ class TensorRTLLM:
         """See ``Engine``."""
         drafter = setting.drafter
         missing, differs = list(engine.without_counterpart(self, setting)), []
-        speculative: dict[str, Any] = {"max_draft_len": setting.gamma}
+        speculative: Json = {"max_draft_len": setting.gamma}
         if isinstance(drafter, Lookup):
             speculative |= {
                 "decoding_type": "NGram",
@@ -50,7 +50,7 @@ class TensorRTLLM:
             for model in (setting.target, setting.assistant)
             if model is not None and model.revision is not None
         ]
-        options: dict[str, Any] = {
+        options: Json = {
             **engine.floating(setting.dtype, "dtype"),
             "disable_overlap_scheduler": True,
             "speculative_config": speculative,
@@ -71,7 +71,7 @@ class TensorRTLLM:
         )
 
 
-def _yaml(values: dict[str, Any], indent: str = "") -> str:
+def _yaml(values: Json, indent: str = "") -> str:
     """Mappings of text, numbers and truths; JSON's notation of these is YAML's."""
     lines = []
     for name, value in values.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
 from specbench.tune.export import engine
@@ -32,8 +31,8 @@ class Transformers:
         drafter, differs = setting.drafter, []
         missing = list(engine.without_counterpart(self, setting))
         models, lines = {"TARGET": setting.target}, []
-        generate: dict[str, Any] = {}
-        options: dict[str, Any] = {"generate": generate}
+        generate: Json = {}
+        options: Json = {"generate": generate}
         check = (
             "The last line counts passes of the target, the prompt's among them: with as many passes as tokens nothing"
             " was accepted."
@@ -107,7 +106,7 @@ class Transformers:
         )
 
 
-def _drafting(setting: Setting) -> dict[str, Any]:
+def _drafting(setting: Setting) -> Json:
     """The assistant's settings; its defaults would stop at a threshold of 0.4."""
     rule = setting.rule
     said = {each.name: rule.options.get(each.name, each.default) for each in rule.kind.options}
@@ -123,7 +122,7 @@ def _drafting(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _configured(model: str, values: dict[str, Any]) -> str:
+def _configured(model: str, values: Json) -> str:
     return "\n".join(f"{model}.generation_config.{name} = {value!r}" for name, value in values.items())
 
 

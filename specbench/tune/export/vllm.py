@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
+from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Setting
@@ -24,7 +24,7 @@ class VLLM:
         drafter, gamma = setting.drafter, setting.gamma
         needs, differs = list(engine.model_needs(setting)), []
         missing = list(engine.without_counterpart(self, setting, ("block",)))
-        speculative: dict[str, Any]
+        speculative: Json
         if isinstance(drafter, Lookup):
             speculative = {
                 "method": "ngram",
