@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.bench.engines.own import Engine, EngineOptions, ModelEngine, Outcome, load_engine
+from specbench.bench.engines.own import Engine, ModelEngine, Outcome, load_engine
 from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Config, Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
@@ -38,6 +38,7 @@ from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
 from specbench.options import DecodingOptions
+from specbench.recipe import Recipe
 from specbench.results.compare import compare_configs
 from specbench.results.results import load_results
 from specbench.results.stats import Estimate, ratio_text, verdict
@@ -266,7 +267,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def load(arguments: argparse.Namespace) -> ModelEngine:
     """The models, with the drafters under the names that the configurations give."""
-    engine = load_engine(EngineOptions(parse_model(arguments.target), (parse_drafter(arguments.drafter),)))
+    engine = load_engine(Recipe(parse_model(arguments.target)), (parse_drafter(arguments.drafter),))
     ((_, drafter),) = engine.drafters.items()
     if isinstance(drafter, Exception):
         raise drafter

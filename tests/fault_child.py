@@ -47,18 +47,19 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
     import pandas  # noqa: F401 - with the limit there would be no room for its libraries
     import scipy.stats  # noqa: F401
 
-    from specbench.bench.engines.own import EngineOptions, load_engine
+    from specbench.bench.engines.own import load_engine
     from specbench.bench.grid import Sweep, SweepOptions, build_configs
     from specbench.bench.manifest import describe_run
     from specbench.bench.prompts import load_prompts
     from specbench.bench.runner import run_sweep
     from specbench.options import DecodingOptions, ModelOptions
+    from specbench.recipe import Recipe
     from specbench.results.store import RunStore
     from specbench.specs.drafters import Lookup
     from specbench.specs.models import parse_model
 
-    models = EngineOptions(parse_model(str(model)), (Lookup(),), models=ModelOptions("float32", "cpu"))
-    engine = load_engine(models)
+    base = Recipe(parse_model(str(model)), models=ModelOptions("float32", "cpu"))
+    engine = load_engine(base, (Lookup(),))
 
     def swept(gammas: tuple[int, ...], into: Path) -> list[int]:
         options = SweepOptions(

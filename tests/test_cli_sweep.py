@@ -22,7 +22,6 @@ import specbench.bench.engines.own
 import specbench.bench.environment
 import specbench.bench.estimate
 import specbench.results.load
-from specbench.bench.engines.own import EngineOptions
 from specbench.bench.estimate import estimate_time
 from specbench.bench.runner import Event, run_sweep
 from specbench.cli import run
@@ -475,8 +474,8 @@ def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest
     df = load_results(tmp_path / "run")
     first = dict(zip(df.generations["config"], df.generations["ttft_s"], strict=True))
     measured = make_sweep(prompts(3), gammas=(1, 2), repeats=2, warmup=3, max_new_tokens=32)
-    models = EngineOptions(parse_model("smollm2-135m"), (SmallModel(parse_model("d")),))
-    need = estimate_time(measured, models, tmp_path)
+    base, drafters = Recipe(parse_model("smollm2-135m")), (SmallModel(parse_model("d")),)
+    need = estimate_time(measured, base, drafters, tmp_path)
     # 3 prompts twice, and 3 warm-ups of half the length; d@2, which is not stored, counts as plain
     assert need.seconds == pytest.approx(7.5 * (2 * (first["plain"] + 32 / 10) + (first["d@1"] + 32 / 20)))
     assert need.source == "from the speeds measured in run"
@@ -499,7 +498,7 @@ def test_the_time_of_a_tree_goes_by_its_depth_and_nodes(
     monkeypatch.setattr(specbench.bench.estimate, "_calibrated", lambda *_: (1.0, {"d": 0.25}))
     measured = make_sweep(prompts(1), policies=(policy,), repeats=1, warmup=0, max_new_tokens=10)
     letters = len(measured.prompts[0].turns[0])
-    need = estimate_time(measured, EngineOptions(parse_model("smollm2-135m")), tmp_path)
+    need = estimate_time(measured, Recipe(parse_model("smollm2-135m")), (), tmp_path)
     prefill, plain = 2 * letters / 4 / 20, 10 * 1.0  # of both configurations
     assert need.seconds == pytest.approx(prefill + plain + 10 * (1 + SLOPE * verified + 0.25 * passes))
 

@@ -10,7 +10,7 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
 import specbench.models.prepare
-from specbench.bench.engines.own import EngineOptions, ModelEngine, check_engine, load_engine
+from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import Config, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
@@ -21,6 +21,7 @@ from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
 from specbench.models.prepare import load_drafter, prepare, wrap_drafter, wrap_target
 from specbench.options import DecodingOptions, ModelOptions
+from specbench.recipe import Recipe
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
@@ -327,13 +328,9 @@ def test_without_a_template_the_texts_follow_each_other(engine: ModelEngine) -> 
 def test_loading_by_specs(tmp_path: Any) -> None:
     target, small = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "small", seed=1, layers=1)
     engine = load_engine(
-        EngineOptions(
-            parse_model(str(target)),
-            (Lookup(), parse_drafter(str(small))),
-            ModelOptions("float32"),
-            reference=True,
-            assistants=True,
-        )
+        Recipe(parse_model(str(target)), models=ModelOptions("float32")),
+        (Lookup(), parse_drafter(str(small))),
+        SweepOptions(assisted=True),
     )
     assert list(engine.drafters) == ["lookup", "small (int8)"]
     assert list(engine.assistants) == ["small (int8)"] == list(engine.fingerprints)
@@ -345,13 +342,13 @@ def test_loading_by_specs(tmp_path: Any) -> None:
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Any) -> None:
     target = parse_model(str(save_tiny(tmp_path / "target")))
     with pytest.raises(UsageError, match="remembers its own answers"):
-        check_engine(EngineOptions(target, (NGram(keep=True),)))
+        check_engine(Recipe(target), (NGram(keep=True),))
     with pytest.raises(UsageError, match="no option"):
         parse_drafter("lookup:nonsense")
     with pytest.raises(UsageError, match="Unknown dtype"):
-        check_engine(EngineOptions(target, (Lookup(),), ModelOptions("float8")))
+        check_engine(Recipe(target, models=ModelOptions("float8")), (Lookup(),))
     with pytest.raises(UsageError, match="Two drafters are called"):
-        load_engine(EngineOptions(target, (Lookup(), Lookup())))
+        load_engine(Recipe(target), (Lookup(), Lookup()))
 
 
 def test_a_model_is_loaded_once_whoever_drafts_with_it(

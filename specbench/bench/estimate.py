@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from specbench.specs.drafters import DrafterSpec, SelfForm
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from specbench.bench.engines.own import EngineOptions
     from specbench.options import LoadOptions, QuantisedName
     from specbench.progress import Progress
+    from specbench.recipe import Recipe
     from specbench.specs.models import ModelSpec
 
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
@@ -60,7 +60,12 @@ class _Size:
 
 
 def estimate_time(
-    sweep: Sweep, options: EngineOptions, folder: Path, *, progress: Progress | None = None
+    sweep: Sweep,
+    base: Recipe,
+    drafters: Sequence[DrafterSpec],
+    folder: Path,
+    *,
+    progress: Progress | None = None,
 ) -> TimeNeed:
     """From a stored run of the same target on this processor if there is one, else from one pass over as many weights.
 
@@ -70,12 +75,12 @@ def estimate_time(
         folder: Where runs are stored.
         progress: Told about fetching a configuration.
     """
-    stored = _stored_speeds(folder, options)
+    stored = _stored_speeds(folder, base.target.name)
     if stored is not None:
         speeds, name = stored
         seconds = sum(_from_speeds(sweep, config, speeds) for config in sweep.configs)
         return TimeNeed(seconds, f"from the speeds measured in {name}")
-    token_s, draft_s = _calibrated(options, progress)
+    token_s, draft_s = _calibrated(base, drafters, progress)
     seconds = sum(_from_passes(sweep, config, token_s, draft_s) for config in sweep.configs)
     return TimeNeed(
         seconds,
@@ -93,7 +98,9 @@ def slowdown(load_average: float | None, cores: int) -> float:
     return 1.0 + (load_average or 0.0) / cores
 
 
-def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress | None = None) -> MemoryNeed:
+def estimate_memory(
+    sweep: Sweep, base: Recipe, drafters: Sequence[DrafterSpec] = (), *, progress: Progress | None = None
+) -> MemoryNeed:
     """Memory for weights, caches and the program, on the target's device.
 
     Raises:
@@ -102,9 +109,9 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     from specbench.models.load import resolve_device
     from specbench.models.memory import available_memory
 
-    device = resolve_device(options.models.device)
-    target = _size(options.target, progress)
-    weights, width = _weights(target, options.models.target)
+    device = resolve_device(base.models.device)
+    target = _size(base.target, progress)
+    weights, width = _weights(target, base.models.target)
     parts, peak = {"program": _PROGRAM_BYTES}, 0
 
     def load(name: str, kept: int, most: int) -> None:
@@ -113,10 +120,10 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
         parts[name] = kept
 
     load("target", *weights)
-    if options.foreign:
+    if sweep.options.foreign:
         load("target for transformers", *weights)
-    for spec in options.drafters:
-        load(str(spec), *_drafter_weights(spec, target, options.models.drafter, progress))
+    for spec in drafters:
+        load(str(spec), *_drafter_weights(spec, target, base.models.drafter, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.decoding.max_new_tokens
@@ -132,13 +139,13 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
 # -- from a stored run -----------------------------------------------------------------------------
 
 
-def _stored_speeds(folder: Path, options: EngineOptions) -> tuple[dict[str, tuple[float, float]], str] | None:
+def _stored_speeds(folder: Path, name: str) -> tuple[dict[str, tuple[float, float]], str] | None:
     """Mean seconds to the first token and per token behind it, by configuration, from the newest run that fits."""
     from specbench.bench.environment import describe_environment
     from specbench.results.results import load_results
     from specbench.results.store import stored_runs
 
-    name, cpu = options.target.name, describe_environment().cpu
+    cpu = describe_environment().cpu
     for path, run in stored_runs(folder):
         if run.target.name != name or run.environment.cpu != cpu:
             continue
@@ -179,16 +186,18 @@ def _generations(sweep: Sweep, batch: int) -> float:
 # -- from a calibrated pass ------------------------------------------------------------------------
 
 
-def _calibrated(options: EngineOptions, progress: Progress | None) -> tuple[float, dict[str, float]]:
+def _calibrated(
+    base: Recipe, specs: Sequence[DrafterSpec], progress: Progress | None
+) -> tuple[float, dict[str, float]]:
     """Seconds for one token of the target, and of each drafter."""
-    target = _size(options.target, progress)
-    weights = int(target.parameters * _bytes_per_number(options.models.target))
+    target = _size(base.target, progress)
+    weights = int(target.parameters * _bytes_per_number(base.models.target))
     rate = _bytes_per_second(weights)
     layers_s = target.layers * _LAYER_S
     drafters = {
         str(spec): size / rate + layers_s if size else 0.0
-        for spec in options.drafters
-        for size in [_drafter_bytes(spec, target.parameters, options.models.drafter, progress)]
+        for spec in specs
+        for size in [_drafter_bytes(spec, target.parameters, base.models.drafter, progress)]
     }
     return weights / rate + layers_s, drafters
 

@@ -156,6 +156,11 @@ class SweepOptions:
     salt: Salt = "none"
 
     @property
+    def foreign(self) -> bool:
+        """Whether ``transformers`` decodes with the target, too."""
+        return self.transformers or self.assisted or bool(self.beams)
+
+    @property
     def rules(self) -> tuple[RuleSpec, ...]:
         """The draft-length rules."""
         return tuple(map(parse_rule, self.policies))

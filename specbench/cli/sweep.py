@@ -17,15 +17,17 @@ from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptio
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.bench.engines.own import Engine, EngineOptions, ModelEngine
+    from specbench.bench.engines.own import Engine, ModelEngine
     from specbench.bench.engines.servers import ServerEngine
     from specbench.bench.estimate import TimeNeed
     from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt
+    from specbench.recipe import Recipe
     from specbench.results.load import LoadSnapshot
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
+    from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
     from specbench.specs.servers import ServerSpec
 
@@ -260,7 +262,7 @@ def sweep(
         _sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, quiet, start)
         return
     _refuse_without_servers(ctx)
-    from specbench.bench.engines.own import EngineOptions, check_engine, load_engine
+    from specbench.bench.engines.own import check_engine, load_engine
     from specbench.bench.grid import (
         Sweep,
         SweepOptions,
@@ -321,29 +323,24 @@ def sweep(
     named, limit = experiment.chosen(batches)
     chosen = load_prompts(named, experiment.category, limit)
     check_batches(options, len(chosen))
-    engine_options = EngineOptions(
-        target=parse_model(target),
-        drafters=drafters,
+    base = Recipe(
+        parse_model(target),
+        costs=length.costs,
         models=models,
-        cache=kind,
-        reference=options.transformers,
-        assistants=options.assisted,
-        beams=bool(beams),
-        costs=options.costs,
-        keep_policy_state=keep_policy_state,
-        bit_exact=caching.bit_exact,
+        caching=caching.with_kind(kind),
+        decoding=decoding,
     )
-    sources = describe_sources(engine_options, named, experiment.category, limit)
+    sources = describe_sources(base, drafters, named, experiment.category, limit)
     folder = _folder(results, sources, options)
     if results.dry_run:
         grid = build_configs(options, {str(spec): spec for spec in drafters})
-        _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder, start)
+        _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), base, drafters, folder, start)
         return
     _refuse_taken(folder, results)
     with starting(quiet) as progress:
-        check_engine(engine_options, progress)
+        check_engine(base, drafters, options, progress)
         RunStore.check_writable(folder)
-        engine = load_engine(engine_options, progress)
+        engine = load_engine(base, drafters, options, progress)
     notes += engine.target.language_model.notes
     notes += engine.target.language_model.defaults.notes(applied=decoding.model_defaults)
     notes += tokenizer_notes(engine.drafters.values())
@@ -354,13 +351,7 @@ def sweep(
         engine.specs,
         engine.fingerprints,
         partial(_calibrated, engine, notes),
-        base=Recipe(
-            engine_options.target,
-            costs=length.costs,
-            models=models,
-            caching=caching.with_kind(kind),
-            decoding=decoding,
-        ),
+        base=base,
         dtypes=engine.drafter_dtypes,
     )
     _check_costs(options, engine)
@@ -385,12 +376,13 @@ def _sweep_servers(
     start: LoadSnapshot,
 ) -> None:
     """A sweep of servers in place of models."""
-    from specbench.bench.engines.own import EngineOptions, load_engine
+    from specbench.bench.engines.own import load_engine
     from specbench.bench.engines.servers import ServerEngine
     from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, check_batches, parse_batches
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.models.load import load_tokenizer
+    from specbench.recipe import Recipe
     from specbench.results.store import RunStore
     from specbench.specs.models import parse_model
     from specbench.specs.servers import parse_servers
@@ -418,7 +410,7 @@ def _sweep_servers(
     prompts = tuple(load_prompts(named, experiment.category, limit))
     check_batches(options, len(prompts))
     keys = _keys(specs)
-    local = EngineOptions(parse_model(target), models=models)
+    local = Recipe(parse_model(target), models=models)
     with StageProgress(quiet) as progress:
         tokenizer = load_tokenizer(local.target, progress=progress) if known else None
     engine = ServerEngine(
@@ -607,7 +599,11 @@ def _checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:
 
 
 def describe_sources(
-    options: EngineOptions, prompts: Sequence[str], categories: Sequence[str], limit: int | None
+    base: Recipe,
+    drafters: Sequence[DrafterSpec],
+    prompts: Sequence[str],
+    categories: Sequence[str],
+    limit: int | None,
 ) -> dict[str, Any]:
     """Where models and prompts come from, without paths: the rest of what ``run.json`` keeps as options."""
     from dataclasses import asdict
@@ -619,10 +615,10 @@ def describe_sources(
         return values
 
     return {
-        "target": str(options.target),
-        "drafters": [str(spec) for spec in options.drafters],
-        "target_options": loading(options.models.target),
-        "drafter_options": loading(options.models.drafter),
+        "target": str(base.target),
+        "drafters": [str(spec) for spec in drafters],
+        "target_options": loading(base.models.target),
+        "drafter_options": loading(base.models.drafter),
         "prompts": [Path(name).name for name in prompts],
         "categories": list(categories),
         "limit": limit,
@@ -687,15 +683,17 @@ def _time_needed(need: TimeNeed, start: LoadSnapshot) -> str:
     )
 
 
-def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path, start: LoadSnapshot) -> None:
+def _show_dry_run(
+    sweep: Sweep, base: Recipe, drafters: Sequence[DrafterSpec], folder: Path, start: LoadSnapshot
+) -> None:
     from specbench.bench.engines.own import check_engine
     from specbench.bench.estimate import estimate_memory, estimate_time
     from specbench.cli.progress import StageProgress
 
     with StageProgress() as progress:
-        check_engine(options, progress)
-        need = estimate_time(sweep, options, folder.parent, progress=progress)
-        memory = estimate_memory(sweep, options, progress=progress)
+        check_engine(base, drafters, sweep.options, progress)
+        need = estimate_time(sweep, base, drafters, folder.parent, progress=progress)
+        memory = estimate_memory(sweep, base, drafters, progress=progress)
     lines = [
         *_planned(sweep, folder),
         _time_needed(need, start),

@@ -141,7 +141,7 @@ def tune(
     tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read; a provisional one where
     the time was too short to be sure. Exit code 1: there is no setting at all.
     """
-    from specbench.bench.engines.own import EngineOptions, check_engine
+    from specbench.bench.engines.own import check_engine
     from specbench.bench.grid import Sweep, SweepOptions, parse_policies
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress, starting
@@ -169,8 +169,8 @@ def tune(
     given = [spec for spec in map(parse_drafter, dict.fromkeys(drafter or ())) if not spec.is_plain]
     named = tuple(prompts or ["all"])
     chosen = load_prompts(named, category or (), _MOST)
-    options_of_engine = EngineOptions(parse_model(target), tuple(given), models)
-    sources = {**describe_sources(options_of_engine, named, category or (), None), "tune": True}
+    base = Recipe(parse_model(target), models=models, decoding=decoding)
+    sources = {**describe_sources(base, given, named, category or (), None), "tune": True}
     folder = _folder(results, sources["target"])
     stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
     if RunStore.exists(folder) and stored is None:
@@ -195,7 +195,7 @@ def tune(
         from specbench.tune.loading import load_candidates
 
         with quiet_transformers():
-            check_engine(options_of_engine, progress)
+            check_engine(base, given, options, progress)
             try:
                 RunStore.check_writable(folder)
             except UsageError as error:  # whose advice is that of a sweep
@@ -209,7 +209,7 @@ def tune(
                 progress=progress,
             )
     job = _Job(
-        _sweep(options, chosen, loaded, Recipe(parse_model(target), models=models, decoding=decoding)),
+        _sweep(options, chosen, loaded, base),
         loaded,
         folder,
         quiet,

@@ -13,7 +13,7 @@ import numpy as np
 
 from specbench.backends.torch.kernels.native import available
 from specbench.backends.torch.scorer import Scorer
-from specbench.bench.engines.own import EngineOptions, ModelEngine
+from specbench.bench.engines.own import ModelEngine
 from specbench.bench.estimate import estimate_memory
 from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
@@ -32,6 +32,7 @@ from specbench.models.prepare import (
 )
 from specbench.models.stories import is_packaged
 from specbench.options import quantised
+from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from specbench.bench.grid import Config, Sweep, SweepOptions
     from specbench.options import ModelOptions
     from specbench.progress import Progress
-    from specbench.recipe import Recipe
     from specbench.specs.models import ModelSpec
     from specbench.specs.rules import RuleSpec
 
@@ -114,7 +114,7 @@ def load_candidates(
     small, in_int4 = _small_models(proposers), replace(models, drafter_dtype="int4")
     if small and _tries_int4(models.drafter_dtype, models.drafter_device):
         alone, both = (
-            estimate_memory(sweep, EngineOptions(target, drafters, in_int4), progress=progress)
+            estimate_memory(sweep, Recipe(target, models=in_int4), drafters, progress=progress)
             for drafters in ((), tuple(small))
         )
         if both.total - alone.total <= both.available:
@@ -197,7 +197,7 @@ def _fitting(
     kept: list[DrafterSpec] = []
     notes = []
     for spec in drafters:
-        need = estimate_memory(sweep, EngineOptions(target, (*kept, spec), models), progress=progress)
+        need = estimate_memory(sweep, Recipe(target, models=models), (*kept, spec), progress=progress)
         if need.total <= need.available:
             kept.append(spec)
             continue

@@ -6,22 +6,21 @@ import gc
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specbench.bench.grid import LOOKUP_TOKENS, Config
+from specbench.bench.grid import LOOKUP_TOKENS, Config, SweepOptions
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
 from specbench.bench.serving import Answered, Asked, Encoded, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.stories import HeadStory
-from specbench.options import DecodingOptions, ModelOptions, quantised
+from specbench.options import DecodingOptions, quantised
 from specbench.results.lines import Pool, ServerAnswer, Speculation
 from specbench.results.run import DtypeMeasured, TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.caches import CacheKind
     from specbench.backends.torch.parity import Difference
     from specbench.bench.prompts import Prompt
     from specbench.decoding.clocks import Clock
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
     from specbench.progress import Progress
-    from specbench.specs.models import ModelSpec
+    from specbench.recipe import Recipe
     from specbench.specs.rules import RuleSpec
 
 _COST_PASSES = 2  # of each kind, every time they are timed
@@ -621,41 +620,19 @@ def _watch(clock: Clock) -> Any:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """What to load.
-
-    Attributes:
-        target: The target.
-        drafters: The drafters.
-        models: How their weights are loaded.
-        cache: Kind of key/value cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
-        reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
-        beams: Whether to do so for its beam search, and to rate answers (``ModelEngine``).
-        assistants: Whether to load drafter models a second time, for its assisted generation.
-        costs, keep_policy_state: See ``ModelEngine``.
-        bit_exact: Refuse a target whose logits depend on the width of the pass.
-    """
-
-    target: ModelSpec
-    drafters: tuple[DrafterSpec, ...] = ()
-    models: ModelOptions = field(default_factory=ModelOptions)
-    cache: CacheKind | None = None
-    reference: bool = False
-    assistants: bool = False
-    beams: bool = False
-    costs: object = None
-    keep_policy_state: bool = False
-    bit_exact: bool = False
-
-    @property
-    def foreign(self) -> bool:
-        """Whether ``transformers`` decodes with the target, too."""
-        return self.reference or self.assistants or self.beams
-
-
-def check_engine(options: EngineOptions, progress: Progress | None = None) -> None:
+def check_engine(
+    base: Recipe,
+    drafters: Sequence[DrafterSpec] = (),
+    options: SweepOptions | None = None,
+    progress: Progress | None = None,
+) -> None:
     """Refuse what cannot be, before any weights are loaded.
+
+    Args:
+        base: What all configurations have in common.
+        drafters: All of them.
+        options: Of the sweep.
+        progress: Told how far it has come.
 
     Raises:
         UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8 or
@@ -663,19 +640,28 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
     """
     from specbench.models.prepare import check_models, refuse_keep
 
-    check_models(options.target, options.drafters, options.models, progress=progress)
-    rounded = quantised(options.models.dtype)
+    options = options or SweepOptions()
+    check_models(base.target, drafters, base.models, progress=progress)
+    rounded = quantised(base.models.dtype)
     if rounded is not None and options.foreign:
         raise UsageError(
             f"The target is {rounded}, and transformers would decode with the unquantised model.",
             f"Leave out --dtype {rounded}, or the rows of transformers.",
         )
-    for spec in options.drafters:
+    for spec in drafters:
         refuse_keep(spec)
 
 
-def load_engine(options: EngineOptions, progress: Progress | None = None) -> ModelEngine:
+def load_engine(
+    base: Recipe,
+    drafters: Sequence[DrafterSpec] = (),
+    options: SweepOptions | None = None,
+    progress: Progress | None = None,
+) -> ModelEngine:
     """Load the target and the drafters. A drafter that does not fit into memory fails later, where it is needed.
+
+    Args:
+        base, drafters, options, progress: See ``check_engine``.
 
     Raises:
         UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
@@ -686,24 +672,25 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
     from specbench.models.load import load_model
     from specbench.models.prepare import prepare
 
-    check_engine(options, progress)
-    models = options.models
+    options = options or SweepOptions()
+    check_engine(base, drafters, options, progress)
+    models = base.models
     target, proposers = prepare(
-        options.target,
-        options.drafters,
+        base.target,
+        drafters,
         models,
-        cache=options.cache,
-        bit_exact=options.bit_exact,
+        cache=base.caching.kind,
+        bit_exact=base.caching.bit_exact,
         progress=progress,
     )
     reference = None
     if options.foreign:
         reference = load_model(
-            options.target, models.target, progress=progress, allow_pickle=models.allow_pickle
+            base.target, models.target, progress=progress, allow_pickle=models.allow_pickle
         )
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     for each in proposers:
-        if options.assistants and isinstance(each.spec, SmallModel) and each.models:
+        if options.assisted and isinstance(each.spec, SmallModel) and each.models:
             if isinstance(each.outcome, TranslatingDrafter | HeadDrafter):
                 what = (
                     "trained head"
@@ -732,5 +719,5 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         heads={each.name: each.story for each in proposers if each.story is not None},
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
-        rate_answers=options.beams,
+        rate_answers=bool(options.beams),
     )
