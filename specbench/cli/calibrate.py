@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,15 +31,11 @@ _WORTH = 1.05
 _decoding = partial(typer.Option, rich_help_panel=DECODING)
 
 
-def calibrate(
-    ctx: typer.Context,
-    *,
-    target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
-    models: Annotated[
-        ModelOptions, opt.Fields("dtype", "device", "drafter_dtype", "drafter_device", "allow_pickle")
-    ],
-    prompts: Annotated[list[str] | None, opt.prompt_sets(rich_help_panel=PROMPT)] = None,
+@dataclass(frozen=True)
+class _Asked:
+    """What is looked for, and on which prompts."""
+
+    prompts: Annotated[tuple[str, ...], opt.prompt_sets(rich_help_panel=PROMPT)] = ()
     limit: Annotated[
         int | None,
         typer.Option(
@@ -49,7 +46,7 @@ def calibrate(
             f" Default: {_PROMPTS}, with --vocab {_PROMPTS_TO_COUNT}, with --tree {_PROMPTS_OF_TREES}.",
             rich_help_panel=PROMPT,
         ),
-    ] = None,
+    ] = None
     tokens: Annotated[
         int | None,
         _decoding(
@@ -59,7 +56,7 @@ def calibrate(
             help="Tokens of each answer to try the drafters on, or to count."
             f" Default: {_TOKENS}, with --vocab or --tree {_TOKENS_TO_COUNT}.",
         ),
-    ] = None,
+    ] = None
     vocab: Annotated[
         int | None,
         _decoding(
@@ -69,7 +66,7 @@ def calibrate(
             help="Count the tokens that the target writes instead, for --drafter MODEL:vocab=N, and say what the N most"
             " frequent cover. Counts serve every N.",
         ),
-    ] = None,
+    ] = None
     tree: Annotated[
         bool,
         _decoding(
@@ -77,18 +74,29 @@ def calibrate(
             help="Find the tree that is best for --drafter at --temperature instead, for --tree static: count how often"
             " its candidates are kept, by rank.",
         ),
-    ] = False,
-    sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
-    length: Annotated[LengthOptions, opt.Fields("verification")],
+    ] = False
     int8: Annotated[
         bool | None, _decoding("--int8/--no-int8", help="Consider int8 layers. Default: on a CPU.")
-    ] = None,
+    ] = None
     minutes: Annotated[
         float,
         _decoding(
             "--minutes", metavar="X", help="The search ends after so many, with the best found by then."
         ),
-    ] = 10.0,
+    ] = 10.0
+
+
+def calibrate(
+    ctx: typer.Context,
+    *,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    models: Annotated[
+        ModelOptions, opt.Fields("dtype", "device", "drafter_dtype", "drafter_device", "allow_pickle")
+    ],
+    asked: _Asked,
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
+    length: Annotated[LengthOptions, opt.Fields("verification")],
     json_output: opt.JsonOption = False,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
@@ -103,38 +111,38 @@ def calibrate(
     from specbench.cli.watchers import write_out
     from specbench.errors import UsageError
 
-    if tree and vocab is not None:
+    if asked.tree and asked.vocab is not None:
         raise UsageError("--tree and --vocab are both given.", "Give one of them.")
     of_trees = ("drafter", "temperature", "verification", "drafter_dtype", "drafter_device")
-    if not tree and (given := opt.given(ctx, *of_trees)):
+    if not asked.tree and (given := opt.given(ctx, *of_trees)):
         raise UsageError(f"{given[0]} is given without --tree.", "Add --tree, or leave it out.")
-    if tree:
+    if asked.tree:
         _find_tree(
             target,
             drafter,
             models,
-            load_prompts(prompts or ["all"], limit=limit or _PROMPTS_OF_TREES),
-            tokens or _TOKENS_OF_TREES,
-            60 * minutes,
+            load_prompts(asked.prompts or ["all"], limit=asked.limit or _PROMPTS_OF_TREES),
+            asked.tokens or _TOKENS_OF_TREES,
+            60 * asked.minutes,
             sampling,
             length,
             json_output=json_output,
             quiet=quiet,
         )
         return
-    if vocab is not None:
-        most = limit or _PROMPTS_TO_COUNT
+    if asked.vocab is not None:
+        most = asked.limit or _PROMPTS_TO_COUNT
         _count(
             target,
             models,
-            load_prompts(prompts or ["all"], limit=most),
-            tokens or _TOKENS_TO_COUNT,
-            vocab,
+            load_prompts(asked.prompts or ["all"], limit=most),
+            asked.tokens or _TOKENS_TO_COUNT,
+            asked.vocab,
             json_output=json_output,
             quiet=quiet,
         )
         return
-    chosen = load_prompts(prompts or ["all"], limit=limit or _PROMPTS)
+    chosen = load_prompts(asked.prompts or ["all"], limit=asked.limit or _PROMPTS)
     with starting(quiet) as progress:
         from specbench.bench.encoding import encode_turns
         from specbench.models.calibrations import FORMS
@@ -144,7 +152,7 @@ def calibrate(
         from specbench.tune.calibrate import CalibrationSettings
         from specbench.tune.calibrate import calibrate as search
 
-        settings = CalibrationSettings(tokens or _TOKENS, int8, 60 * minutes)
+        settings = CalibrationSettings(asked.tokens or _TOKENS, asked.int8, 60 * asked.minutes)
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
             encoded = encode_turns(loaded, chosen)

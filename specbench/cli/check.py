@@ -15,9 +15,7 @@ import typer
 from specbench.cli import options as opt
 from specbench.cli.rule import LengthRule, left_out, length_rules, with_trees
 from specbench.options import (
-    LENGTH,
     MODELS,
-    PROMPT,
     CacheOptions,
     DecodingOptions,
     LengthOptions,
@@ -125,38 +123,11 @@ def check(
     *,
     checked: _Checked,
     system: opt.SystemOption = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Wrap prompts with the chat template, or continue them as they are. Default: chat if there is one.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None,
+    chat: opt.ChatOption = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     drafter: Annotated[list[str] | None, opt.several_drafters(rich_help_panel=MODELS)] = None,
     models: ModelOptions,
-    length_policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--length-policy",
-            metavar="RULE",
-            autocompletion=opt.complete_rules,
-            help="Draft-length rule, as generate takes it; repeatable.",
-            rich_help_panel=LENGTH,
-        ),
-    ] = None,
-    tree: opt.TreesOption = None,
-    gamma: Annotated[
-        str | None,
-        typer.Option(
-            "--gamma",
-            "-g",
-            metavar="RANGE",
-            help="γ of fixed (5) and, in the first step, of heuristic: 4, 1..8, 2..16..2 (with a step) or 1,2,4.",
-            rich_help_panel=LENGTH,
-        ),
-    ] = None,
+    rules: opt.RulesOptions,
     length: LengthOptions,
     decoding: Annotated[
         DecodingOptions,
@@ -186,7 +157,6 @@ def check(
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     with starting(quiet) as progress:
-        from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
         from specbench.recipe import Recipe
         from specbench.specs.drafters import parse_drafter
@@ -210,26 +180,32 @@ def check(
         if checked.outputs is not None:
             job = _OutputsJob(request, checked.outputs, limit=checked.limit)
         else:
-            named, shared = with_trees(length_policy or [], tree or [], length.given)
-            rules = length_rules(
-                named,
-                length.costs,
-                parse_gammas(gamma) if gamma is not None else [],
-                shared,
-                greedy=transforms.greedy,
-                chained=opt.chained(models, caching),
-            )
             job = _DecodingJob(
                 request,
                 _chosen_prompts(checked),
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
-                rules,
+                _asked_rules(rules, length, recipe),
                 checked,
             )
         job.prepare(progress)
     code = job.run()
     if code:
         raise typer.Exit(code)
+
+
+def _asked_rules(rules: opt.RulesOptions, length: LengthOptions, recipe: Recipe) -> list[LengthRule]:
+    """The draft-length rules to check with."""
+    from specbench.bench.grid import parse_gammas
+
+    named, shared = with_trees(rules.length_policy, rules.tree, length.given)
+    return length_rules(
+        named,
+        length.costs,
+        parse_gammas(rules.gamma) if rules.gamma is not None else [],
+        shared,
+        greedy=recipe.sampling.temperature == 0,
+        chained=opt.chained(recipe.models, recipe.caching),
+    )
 
 
 # -- what both checks need -------------------------------------------------------------------------

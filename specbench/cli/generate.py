@@ -15,7 +15,6 @@ from specbench.cli import options as opt
 from specbench.cli.many import ManyOptions, decode_prompts
 from specbench.cli.setting import LoadedRecipe
 from specbench.options import (
-    PROMPT,
     CacheOptions,
     DecodingOptions,
     LengthOptions,
@@ -104,14 +103,7 @@ def generate(
     prompt_file: opt.PromptFile = None,
     many: ManyOptions,
     system: opt.SystemOption = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Wrap the prompt with the chat template, or continue it as it is. Default: chat if there is one.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None,
+    chat: opt.ChatOption = None,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
     length: LengthOptions,

@@ -246,7 +246,33 @@ _TREES = (
     "chain, siblings:nodes=N (short: --siblings N), or a tree in place of a draft-length rule: auto, static, dynamic or"
     " chains, with options as in dynamic:top-k=4,nodes=12."
 )
-TreesOption = Annotated[list[str] | None, _tree(help=f"{_TREES} Repeatable.")]
+
+
+@dataclass(frozen=True)
+class RulesOptions:
+    """How much is drafted, for commands that compare draft-length rules."""
+
+    gamma: Annotated[
+        str | None,
+        typer.Option(
+            "--gamma",
+            "-g",
+            metavar="RANGE",
+            help="γ of fixed (5) and, in the first step, of heuristic: 4, 1..8, 2..16..2 (with a step) or 1,2,4.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = None
+    length_policy: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--length-policy",
+            metavar="RULE",
+            autocompletion=complete_rules,
+            help="Draft-length rule, as generate takes it; repeatable.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = ()
+    tree: Annotated[tuple[str, ...], _tree(help=f"{_TREES} Repeatable.")] = ()
 
 
 @dataclass(frozen=True)
@@ -285,6 +311,14 @@ PromptFile = Annotated[
     Path | None,
     typer.Option(
         "--prompt-file", metavar="FILE", help="Read the prompt from this file.", rich_help_panel=PROMPT
+    ),
+]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Wrap prompts with the chat template, or continue them as they are. Default: chat if there is one.",
+        rich_help_panel=PROMPT,
     ),
 ]
 SystemOption = Annotated[

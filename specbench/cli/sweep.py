@@ -13,6 +13,8 @@ import typer
 from specbench.cli import options as opt
 from specbench.cli.rule import left_out, refuse_siblings, with_trees
 from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptions, ModelOptions
+from specbench.recipe import Recipe
+from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from specbench.bench.estimate import TimeNeed
     from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt
-    from specbench.recipe import Recipe
     from specbench.results.load import LoadSnapshot
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
@@ -209,29 +210,18 @@ def sweep(
     servers: _Servers,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
-    gamma: Annotated[
-        str,
-        typer.Option(
-            "--gamma",
-            "-g",
-            metavar="RANGE",
-            help="Draft lengths of the rule fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
-            rich_help_panel=LENGTH,
+    rules: Annotated[
+        opt.RulesOptions,
+        opt.Fields(
+            words={
+                "gamma": "Draft lengths of the rule fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
+                "length_policy": "Draft-length rule; repeatable. Default: fixed, which takes each γ in turn, and at"
+                " temperature 0 auto too. Others: egag, confidence, entropy-bound, svip, heuristic; their options stand"
+                " after a colon: egag:scale=0.5.",
+            },
+            gamma="1..8",
         ),
-    ] = "1..8",
-    length_policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--length-policy",
-            metavar="RULE",
-            autocompletion=opt.complete_rules,
-            help="Draft-length rule; repeatable. Default: fixed, which takes each γ in turn, and at temperature 0 auto"
-            " too. Others: egag, confidence, entropy-bound, svip, heuristic; options of one alone stand behind a colon:"
-            " egag:scale=0.5.",
-            rich_help_panel=LENGTH,
-        ),
-    ] = None,
-    tree: opt.TreesOption = None,
+    ],
     length: LengthOptions,
     keep_policy_state: Annotated[
         bool,
@@ -263,104 +253,121 @@ def sweep(
         return
     _refuse_without_servers(ctx)
     from specbench.bench.engines.own import check_engine, load_engine
-    from specbench.bench.grid import (
-        Sweep,
-        SweepOptions,
-        build_configs,
-        check_batches,
-        parse_baselines,
-        parse_batches,
-        parse_gammas,
-        parse_policies,
-    )
-    from specbench.bench.prompts import load_prompts
+    from specbench.bench.grid import Sweep, build_configs
     from specbench.cli.progress import starting
-    from specbench.cli.setting import tokenizer_notes
-    from specbench.recipe import Recipe
     from specbench.results.store import RunStore
-    from specbench.specs.drafters import parse_drafter
-    from specbench.specs.models import parse_model
 
-    kind = opt.cache_for(ctx, target, models, caching)
-    chained = opt.chained(models, caching)
-    temperatures = tuple(_checked_temperatures(compared.temperature or [0.0]))
-    asked, shared = with_trees(length_policy or [], tree or [], length.given)
-    rules = parse_policies(
-        asked or _default_rules(temperatures),
-        **(shared if chained is None else {"siblings": 0, **shared}),
+    caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
+    base = Recipe(parse_model(target), costs=length.costs, models=models, caching=caching, decoding=decoding)
+    options, drafters, notes = _compared_models(
+        ctx, compared, experiment, rules, length, base, keep_policy_state=keep_policy_state
     )
-    if chained:
-        refuse_siblings(rules, chained)
-    given = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
-    drafters = tuple(spec for spec in given if not spec.is_plain)
-    gammas = parse_gammas(gamma)
-    if not any(rule.word == "fixed" for rule in rules):
-        _refuse_gamma(ctx, rules)
-        gammas = []
-    batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
-    if batches:
-        _refuse_fixed_shapes(kind)
-    notes = left_out(rules, drafters)
-    reference, beams = parse_baselines(compared.baseline)
-    options = SweepOptions(
-        gammas=tuple(gammas),
-        policies=tuple(map(str, rules)),
-        temperatures=temperatures,
-        decoding=decoding,
-        repeats=experiment.repeats,
-        warmup=experiment.warmup,
-        turns=1 if batches and experiment.turns is None else experiment.turns,
-        seed=experiment.seed,
-        cache=kind,
-        transformers=reference,
-        assisted=compared.assisted is not None,
-        beams=beams,
-        costs=None if length.costs is None else _costs(length.costs, rules),
-        keep_policy_state=keep_policy_state,
-        batches=batches,
-        arrivals=compared.arrivals,
-    )
-    named, limit = experiment.chosen(batches)
-    chosen = load_prompts(named, experiment.category, limit)
-    check_batches(options, len(chosen))
-    base = Recipe(
-        parse_model(target),
-        costs=length.costs,
-        models=models,
-        caching=caching.with_kind(kind),
-        decoding=decoding,
-    )
+    named, limit = experiment.chosen(options.batches)
+    chosen = tuple(_prompts(experiment, options))
     sources = describe_sources(base, drafters, named, experiment.category, limit)
     folder = _folder(results, sources, options)
     if results.dry_run:
         grid = build_configs(options, {str(spec): spec for spec in drafters})
-        _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), base, drafters, folder, start)
+        _show_dry_run(Sweep(options, chosen, tuple(grid)), base, drafters, folder, start)
         return
     _refuse_taken(folder, results)
     with starting(quiet) as progress:
         check_engine(base, drafters, options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(base, drafters, options, progress)
-    notes += engine.target.language_model.notes
-    notes += engine.target.language_model.defaults.notes(applied=decoding.model_defaults)
-    notes += tokenizer_notes(engine.drafters.values())
-    if (parting := opt.widths_differ(engine.target)) is not None:
-        notes.append(parting)
+    notes += _notes_of(engine, decoding)
+    fitted = partial(_calibrated, engine, notes)
     configs = build_configs(
-        options,
-        engine.specs,
-        engine.fingerprints,
-        partial(_calibrated, engine, notes),
-        base=base,
-        dtypes=engine.drafter_dtypes,
+        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
     )
     _check_costs(options, engine)
-    job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
+    job = _Job(Sweep(options, chosen, tuple(configs)), engine, folder, quiet)
     with job.open_store(sources, accept_changes=results.accept_changes) as store:
         job.say_at_start(start, job.found(store, retry_failed=results.retry_failed), notes)
         code = job.run(store, retry_failed=results.retry_failed)
     if code:
         raise typer.Exit(code)
+
+
+def _compared_models(
+    ctx: typer.Context,
+    compared: _Compared,
+    experiment: _Experiment,
+    rules: opt.RulesOptions,
+    length: LengthOptions,
+    base: Recipe,
+    *,
+    keep_policy_state: bool,
+) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
+    """The options of a sweep over models, its drafters, and what there is to say of rules that do not apply to them."""
+    from specbench.bench.grid import (
+        SweepOptions,
+        parse_baselines,
+        parse_batches,
+        parse_gammas,
+        parse_policies,
+    )
+    from specbench.specs.drafters import parse_drafter
+
+    chained = opt.chained(base.models, base.caching)
+    temperatures = tuple(_checked_temperatures(compared.temperature or [0.0]))
+    asked, shared = with_trees(rules.length_policy, rules.tree, length.given)
+    if chained is not None:
+        shared = {"siblings": 0, **shared}
+    policies = parse_policies(asked or _default_rules(temperatures), **shared)
+    if chained:
+        refuse_siblings(policies, chained)
+    given = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
+    drafters = tuple(spec for spec in given if not spec.is_plain)
+    gammas = parse_gammas(rules.gamma or "")
+    if not any(rule.word == "fixed" for rule in policies):
+        _refuse_gamma(ctx, policies)
+        gammas = []
+    batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
+    if batches:
+        _refuse_fixed_shapes(base.caching.kind)
+    notes = left_out(policies, drafters)
+    reference, beams = parse_baselines(compared.baseline)
+    options = SweepOptions(
+        gammas=tuple(gammas),
+        policies=tuple(map(str, policies)),
+        temperatures=temperatures,
+        decoding=base.decoding,
+        repeats=experiment.repeats,
+        warmup=experiment.warmup,
+        turns=1 if batches and experiment.turns is None else experiment.turns,
+        seed=experiment.seed,
+        cache=base.caching.kind,
+        transformers=reference,
+        assisted=compared.assisted is not None,
+        beams=beams,
+        costs=None if length.costs is None else _costs(length.costs, policies),
+        keep_policy_state=keep_policy_state,
+        batches=batches,
+        arrivals=compared.arrivals,
+    )
+    return options, drafters, notes
+
+
+def _prompts(experiment: _Experiment, options: SweepOptions) -> list[Prompt]:
+    from specbench.bench.grid import check_batches
+    from specbench.bench.prompts import load_prompts
+
+    named, limit = experiment.chosen(options.batches)
+    prompts = load_prompts(named, experiment.category, limit)
+    check_batches(options, len(prompts))
+    return prompts
+
+
+def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
+    """What there is to say of the loaded models."""
+    from specbench.cli.setting import tokenizer_notes
+
+    model = engine.target.language_model
+    notes = [*model.notes, *model.defaults.notes(applied=decoding.model_defaults)]
+    notes += tokenizer_notes(engine.drafters.values())
+    parting = opt.widths_differ(engine.target)
+    return notes if parting is None else [*notes, parting]
 
 
 def _sweep_servers(
@@ -378,13 +385,10 @@ def _sweep_servers(
     """A sweep of servers in place of models."""
     from specbench.bench.engines.own import load_engine
     from specbench.bench.engines.servers import ServerEngine
-    from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, check_batches, parse_batches
-    from specbench.bench.prompts import load_prompts
+    from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, parse_batches
     from specbench.cli.progress import StageProgress
     from specbench.models.load import load_tokenizer
-    from specbench.recipe import Recipe
     from specbench.results.store import RunStore
-    from specbench.specs.models import parse_model
     from specbench.specs.servers import parse_servers
 
     specs = parse_servers(servers.server)
@@ -407,8 +411,7 @@ def _sweep_servers(
         api=servers.api,
     )
     named, limit = experiment.chosen(batches)
-    prompts = tuple(load_prompts(named, experiment.category, limit))
-    check_batches(options, len(prompts))
+    prompts = tuple(_prompts(experiment, options))
     keys = _keys(specs)
     local = Recipe(parse_model(target), models=models)
     with StageProgress(quiet) as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,22 +28,91 @@ _SAID_EVERY_S = 60.0
 _training = partial(typer.Option, rich_help_panel=TRAINING)
 
 
-def train(
-    *,
-    target: opt.TargetOption = opt.DEFAULT_TARGET,
+@dataclass(frozen=True)
+class _Training:
+    """How a head is trained; fields of ``TrainingSettings``."""
+
+    tokens: Annotated[
+        int | None,
+        _training(
+            "--tokens", min=1, metavar="N", help="Train on so many tokens of the target's own answers."
+        ),
+    ] = None
+    minutes: Annotated[
+        float | None,
+        _training(
+            "--minutes",
+            metavar="X",
+            help="Or take this many minutes once the target is loaded, over all starts together; a step or measure"
+            " that is under way is finished.",
+        ),
+    ] = None
+    epochs: Annotated[
+        int | None,
+        _training(
+            "--epochs",
+            min=1,
+            metavar="N",
+            help="Train on each answer so often, at most. Default: 4 times, or as often as there are --minutes for.",
+        ),
+    ] = None
+    depth: Annotated[
+        int, _training("--depth", min=1, metavar="N", help="Tokens that the head learns to draft.")
+    ] = 4
+    layers: Annotated[
+        int | None,
+        _training("--layers", min=1, metavar="N", help="Decoder layers of an EAGLE head. Default: 2."),
+    ] = None
+    vocab: Annotated[
+        int | None,
+        _training(
+            "--vocab",
+            min=1,
+            metavar="N",
+            help="Tokens that it can draft, those that the target writes most often. Default: a quarter of the"
+            " target's, and at least 8192.",
+        ),
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        _training("--learning-rate", metavar="X", help="At its highest. Default: what suits the kind."),
+    ] = None
+    held_out: Annotated[
+        int,
+        _training(
+            "--held-out",
+            min=1,
+            metavar="N",
+            help="Prompts, at most a third of them, that are not trained on: the head is measured on them.",
+        ),
+    ] = 24
+    store_states: Annotated[
+        bool,
+        _training(
+            "--store-states",
+            help="Store what the target's layers hold while it writes, until the training ends, and do not have it read"
+            " its answers again: faster where that takes long, as on a CPU, for 4 to 32 KiB of disk per token.",
+        ),
+    ] = False
+    seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of all that is random.")] = 0
+
+
+@dataclass(frozen=True)
+class _Lessons:
+    """What is trained, and on which answers."""
+
     kind: Annotated[
         KindName,
         typer.Option("--kind", metavar="KIND", help="eagle, medusa or pass.", rich_help_panel=MODELS),
-    ] = "eagle",
-    models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
+    ] = "eagle"
     prompts: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         opt.prompt_sets(
             rich_help_panel=PROMPT,
             help="Prompts that the target answers to learn from: a JSON Lines file or training; repeatable."
             " Default: training, the set for it that comes with specbench.",
         ),
-    ] = None,
+    ] = ()
     max_new_tokens: Annotated[
         int,
         typer.Option(
@@ -54,52 +123,15 @@ def train(
             help="Length of an answer at most.",
             rich_help_panel=PROMPT,
         ),
-    ] = 256,
-    tokens: Annotated[
-        int | None,
-        _training(
-            "--tokens", min=1, metavar="N", help="Train on so many tokens of the target's own answers."
-        ),
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        _training(
-            "--minutes",
-            metavar="X",
-            help="Or take this many minutes once the target is loaded, over all starts together; a step or measure"
-            " that is under way is finished.",
-        ),
-    ] = None,
-    epochs: Annotated[
-        int | None,
-        _training(
-            "--epochs",
-            min=1,
-            metavar="N",
-            help="Train on each answer so often, at most. Default: 4 times, or as often as there are --minutes for.",
-        ),
-    ] = None,
-    depth: Annotated[
-        int, _training("--depth", min=1, metavar="N", help="Tokens that the head learns to draft.")
-    ] = 4,
-    layers: Annotated[
-        int | None,
-        _training("--layers", min=1, metavar="N", help="Decoder layers of an EAGLE head. Default: 2."),
-    ] = None,
-    vocab: Annotated[
-        int | None,
-        _training(
-            "--vocab",
-            min=1,
-            metavar="N",
-            help="Tokens that it can draft, those that the target writes most often. Default: a quarter of the"
-            " target's, and at least 8192.",
-        ),
-    ] = None,
-    learning_rate: Annotated[
-        float | None,
-        _training("--learning-rate", metavar="X", help="At its highest. Default: what suits the kind."),
-    ] = None,
+    ] = 256
+
+
+def train(
+    *,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    lessons: _Lessons,
+    models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
+    training: _Training,
     start: Annotated[
         str | None,
         _training(
@@ -108,24 +140,6 @@ def train(
             help="Go on from a head that was trained for this target, with its draft vocabulary: a folder or hub id.",
         ),
     ] = None,
-    held_out: Annotated[
-        int,
-        _training(
-            "--held-out",
-            min=1,
-            metavar="N",
-            help="Prompts, at most a third of them, that are not trained on: the head is measured on them.",
-        ),
-    ] = 24,
-    store_states: Annotated[
-        bool,
-        _training(
-            "--store-states",
-            help="Store what the target's layers hold while it writes, until the training ends, and do not have it read"
-            " its answers again: faster where that takes long, as on a CPU, for 4 to 32 KiB of disk per token.",
-        ),
-    ] = False,
-    seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of all that is random.")] = 0,
     out: Annotated[
         Path, opt.output("--out", "-o", metavar="FOLDER", help="Where the head goes: a drafter's folder.")
     ],
@@ -161,18 +175,9 @@ def train(
 
     begun = _head(start, allow_pickle=models.allow_pickle)
     settings = TrainingSettings(
-        kind=kind,
-        tokens=tokens,
-        minutes=minutes,
-        answer_tokens=max_new_tokens,
-        epochs=epochs,
-        depth=depth,
-        layers=layers,
-        vocab=vocab,
-        learning_rate=learning_rate,
-        held_out=held_out,
-        seed=seed,
-        store_states=store_states,
+        **vars(training),
+        kind=lessons.kind,
+        answer_tokens=lessons.max_new_tokens,
         compact=compact,
         start=None if begun is None else begun.fingerprint,
     )
@@ -180,7 +185,7 @@ def train(
         raise UsageError(
             f"A head is not trained on an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
         )
-    sources = prompts or [TRAINING_SET]
+    sources = lessons.prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
     with starting(quiet) as progress:
         from specbench.models.load import load_model, resolve_device
@@ -194,12 +199,12 @@ def train(
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
             model = None
-            if kind == "pass":  # gradients go through ordinary layers alone
+            if lessons.kind == "pass":  # gradients go through ordinary layers alone
                 model = load_model(
                     target, models.target, allow_pickle=models.allow_pickle, tokenizer=False
                 ).model
     display = _Display(quiet or not group.is_main_process)
-    training = Training(
+    job = Training(
         loaded,
         chosen,
         settings,
@@ -212,9 +217,9 @@ def train(
         watch=display,
     )
     with display:
-        best = training.run()
+        best = job.run()
     if group.is_main_process:
-        _tell(best, kind, out, as_json=json_output)
+        _tell(best, lessons.kind, out, as_json=json_output)
 
 
 def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:

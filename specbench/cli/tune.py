@@ -83,11 +83,12 @@ class _Results:
     ] = False
 
 
-def tune(
-    *,
-    target: opt.TargetOption = opt.DEFAULT_TARGET,
+@dataclass(frozen=True)
+class _Asked:
+    """What is tried, on which prompts, and for how long."""
+
     drafter: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(
             "--drafter",
             metavar="DRAFTER",
@@ -95,12 +96,11 @@ def tune(
             help="Try this too: a model, a trained head's folder, or a word of `specbench drafters`; repeatable.",
             rich_help_panel=MODELS,
         ),
-    ] = None,
-    models: ModelOptions,
-    prompts: Annotated[list[str] | None, opt.prompt_sets(rich_help_panel=PROMPT)] = None,
+    ] = ()
+    prompts: Annotated[tuple[str, ...], opt.prompt_sets(rich_help_panel=PROMPT)] = ()
     category: Annotated[
-        list[str] | None, _prompt("--category", metavar="NAME", help="Only these; repeatable.")
-    ] = None,
+        tuple[str, ...], _prompt("--category", metavar="NAME", help="Only these; repeatable.")
+    ] = ()
     temperature: Annotated[
         float,
         typer.Option(
@@ -111,8 +111,7 @@ def tune(
             help="0 for greedy decoding.",
             rich_help_panel=DECODING,
         ),
-    ] = 0.0,
-    decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
+    ] = 0.0
     cache: Annotated[
         CacheName | None,
         typer.Option(
@@ -122,13 +121,21 @@ def tune(
             " quicker with it.",
             rich_help_panel=DECODING,
         ),
-    ] = None,
+    ] = None
     minutes: Annotated[
         float, typer.Option("--minutes", metavar="X", help="For all of it; it may end sooner.")
-    ] = 6.0,
+    ] = 6.0
     seed: Annotated[
         int, typer.Option("--seed", min=0, metavar="N", help="Of the random order and of sampling.")
-    ] = 0,
+    ] = 0
+
+
+def tune(
+    *,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    asked: _Asked,
+    models: ModelOptions,
+    decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     results: _Results,
     json_output: opt.JsonOption = False,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
@@ -159,18 +166,18 @@ def tune(
 
     clock, start = WallClock(), load_snapshot()
     began = clock.now()
-    if not minutes > 0:
-        raise UsageError(f"The time is {minutes:g} minutes.", "Give more than 0.")
-    Sampling(temperature=temperature)  # raises for what is none
+    if not asked.minutes > 0:
+        raise UsageError(f"The time is {asked.minutes:g} minutes.", "Give more than 0.")
+    Sampling(temperature=asked.temperature)  # raises for what is none
     if results.out.exists() and not results.overwrite:
         raise _there_already(results.out)
     with explained(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(results.out.parent)
-    given = [spec for spec in map(parse_drafter, dict.fromkeys(drafter or ())) if not spec.is_plain]
-    named = tuple(prompts or ["all"])
-    chosen = load_prompts(named, category or (), _MOST)
+    given = [spec for spec in map(parse_drafter, dict.fromkeys(asked.drafter)) if not spec.is_plain]
+    named = asked.prompts or ("all",)
+    chosen = load_prompts(named, asked.category, _MOST)
     base = Recipe(parse_model(target), models=models, decoding=decoding)
-    sources = {**describe_sources(base, given, named, category or (), None), "tune": True}
+    sources = {**describe_sources(base, given, named, asked.category, None), "tune": True}
     folder = _folder(results, sources["target"])
     stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
     if RunStore.exists(folder) and stored is None:
@@ -178,17 +185,19 @@ def tune(
             f"The folder {str(folder)!r} holds results already.",
             "Add --resume to go on with them, or give other --results.",
         )
-    kind: Any = cache if stored is None else stored.configs[0].cache
-    rules = parse_policies(rules_to_try(greedy=temperature == 0, chained=quantised(models.dtype) is not None))
+    kind: Any = asked.cache if stored is None else stored.configs[0].cache
+    rules = parse_policies(
+        rules_to_try(greedy=asked.temperature == 0, chained=quantised(models.dtype) is not None)
+    )
     options = SweepOptions(
         gammas=GAMMAS,
         policies=tuple(map(str, rules)),
-        temperatures=(temperature,),
+        temperatures=(asked.temperature,),
         decoding=decoding,
         repeats=_REPEATS,
         warmup=0,
         turns=1,
-        seed=seed,
+        seed=asked.seed,
     )
     with starting(quiet) as progress:
         from specbench.progress import quiet_transformers
@@ -208,18 +217,13 @@ def tune(
                 cache=kind,
                 progress=progress,
             )
-    job = _Job(
-        _sweep(options, chosen, loaded, base),
-        loaded,
-        folder,
-        quiet,
-    )
+    job = _Job(_sweep(options, chosen, loaded, base), loaded, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         job.say_at_start(start, resumed=stored is not None)
-        until = began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes)
-        found = job.search(store, clock, 60 * minutes, until, progress)
+        until = began + 60 * asked.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * asked.minutes)
+        found = job.search(store, clock, 60 * asked.minutes, until, progress)
         answer = job.answer(found, store)
-    job.tell(answer, found, results.out, cache, json_output=json_output)
+    job.tell(answer, found, results.out, asked.cache, json_output=json_output)
     if found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
