@@ -152,7 +152,7 @@ def tune(
     from specbench.bench.grid import Sweep, SweepOptions, parse_policies
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress, starting
-    from specbench.cli.sweep import describe_sources
+    from specbench.cli.sweep_run import describe_sources
     from specbench.decoding.clocks import WallClock
     from specbench.decoding.sampling import Sampling
     from specbench.errors import UsageError

@@ -1,0 +1,173 @@
+"""A sweep of servers in place of models."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from specbench.cli import options as opt
+from specbench.options import DecodingOptions, LengthOptions, ModelOptions
+from specbench.recipe import Recipe
+from specbench.specs.models import parse_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.bench.engines.servers import ServerEngine
+    from specbench.results.load import LoadSnapshot
+    from specbench.specs.servers import ServerSpec
+
+from specbench.cli.sweep_options import (
+    ComparedOptions,
+    ExperimentOptions,
+    ResultsOptions,
+    ServerOptions,
+    checked_temperatures,
+    chosen_prompts,
+)
+from specbench.cli.sweep_run import (
+    SweepJob,
+    planned,
+    print_line,
+    refuse_taken,
+    run_folder,
+)
+
+_HOW_MODELS_DECODE = (
+    "drafter", "baseline", "assisted", "gamma", "length_policy", "tree", "keep_policy_state", "cache",
+    "bit_exact", "compiled", LengthOptions,
+)  # fmt: skip  # fmt: skip
+
+
+def sweep_servers(
+    ctx: typer.Context,
+    compared: ComparedOptions,
+    servers: ServerOptions,
+    target: str,
+    models: ModelOptions,
+    experiment: ExperimentOptions,
+    decoding: DecodingOptions,
+    results: ResultsOptions,
+    quiet: bool,
+    start: LoadSnapshot,
+) -> None:
+    """A sweep of servers in place of models."""
+    from specbench.bench.engines.own import load_engine
+    from specbench.bench.engines.servers import ServerEngine
+    from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, parse_batches
+    from specbench.cli.progress import StageProgress
+    from specbench.models.load import load_tokenizer
+    from specbench.results.store import RunStore
+    from specbench.specs.servers import parse_servers
+
+    specs = parse_servers(servers.server)
+    known = bool(opt.given(ctx, "target"))
+    _refuse_with_servers(ctx, servers, known=known)
+    batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
+    options = SweepOptions(
+        gammas=(),
+        policies=(),
+        temperatures=tuple(checked_temperatures(compared.temperature or [0.0])),
+        decoding=decoding,
+        repeats=experiment.repeats,
+        warmup=experiment.warmup,
+        turns=1 if experiment.turns is None else experiment.turns,
+        seed=experiment.seed,
+        cache="none",
+        batches=batches,
+        arrivals=compared.arrivals,
+        servers=tuple(spec.name for spec in specs),
+        api=servers.api,
+    )
+    named, limit = experiment.chosen(batches)
+    prompts = tuple(chosen_prompts(experiment, options))
+    keys = _keys(specs)
+    local = Recipe(parse_model(target), models=models)
+    with StageProgress(quiet) as progress:
+        tokenizer = load_tokenizer(local.target, progress=progress) if known else None
+    engine = ServerEngine(
+        specs,
+        keys=keys,
+        api=servers.api,
+        tokenizer=tokenizer,
+        local=(lambda: load_engine(local)) if servers.check_outputs else None,
+        timeout_s=servers.timeout,
+        decoding=decoding,
+        temperature=max(options.temperatures),
+    )
+    try:
+        options = replace(options, servers=tuple(each.described for each in engine.servers), salt=engine.salt)
+        sources = {
+            "target": engine.servers[0].model_name,
+            "tokenizer": str(local.target) if known else None,
+            "prompts": [Path(name).name for name in named],
+            "categories": list(experiment.category),
+            "limit": limit,
+        }
+        folder = run_folder(results, sources, options)
+        sweep = Sweep(options, prompts, tuple(build_server_configs(options, [spec.name for spec in specs])))
+        if results.dry_run:
+            for line in planned(sweep, folder):
+                print_line(line)
+            return
+        refuse_taken(folder, results)
+        RunStore.check_writable(folder)
+        job = SweepJob(sweep, engine, folder, quiet)
+        with job.open_store(sources, accept_changes=results.accept_changes) as store:
+            found = job.found(store, retry_failed=results.retry_failed)
+            job.say_at_start(start, found, _server_notes(engine))
+            code = job.run(store, retry_failed=results.retry_failed)
+        if engine.unjudged:
+            job.say(f"Outputs that part were not judged. {engine.unjudged}")
+    finally:
+        engine.close()
+    if code:
+        raise typer.Exit(code)
+
+
+def _refuse_with_servers(ctx: typer.Context, servers: ServerOptions, *, known: bool) -> None:
+    """Refuse what says how models decode."""
+    from specbench.errors import UsageError
+
+    taken = {"max_new_tokens", "ignore_eos", *(("model_defaults",) if servers.check_outputs else ())}
+    others = [each.name for each in fields(DecodingOptions) if each.name not in taken]
+    loading = () if servers.check_outputs else (ModelOptions,)
+    if written := opt.given(ctx, *_HOW_MODELS_DECODE, *others, *loading):
+        raise UsageError(
+            f"{', '.join(written)}: servers decode in their own way, and have no such option here.",
+            "Leave it out, or leave --server out.",
+        )
+    if servers.check_outputs and not known:
+        raise UsageError("--check-outputs loads the target here.", "Name it by --target.")
+
+
+def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
+    """The keys that the environment holds, by the names of their servers."""
+    import os
+
+    from specbench.errors import UsageError
+
+    found = {
+        spec.name: os.environ[spec.key_variable].strip() for spec in specs if spec.key_variable in os.environ
+    }
+    for spec in specs:
+        key = found.get(spec.name, "-")
+        if not key or not key.isascii() or not key.isprintable():
+            raise UsageError(
+                f"The environment variable {spec.key_variable} holds no key.", "Put it there, or unset it."
+            )
+    return found
+
+
+def _server_notes(engine: ServerEngine) -> list[str]:
+    notes = [note for server in engine.servers for note in server.notes]
+    if engine.salt != "none":
+        whose = ", so outputs cannot be compared" if engine.salt == "each" else ""
+        notes.append(
+            "Every prompt gets a first line of its own, for a cache of prompts that cannot be switched off"
+            f"{whose}."
+        )
+    return notes
