@@ -357,9 +357,9 @@ def test_a_drafter_without_memory_for_it_is_left_out(
 ) -> None:
     estimate = loading.estimate_memory
 
-    def short(sweep: Any, options: Any, **more: Any) -> Any:
-        need = estimate(sweep, options, **more)
-        large = any("small" in str(spec) for spec in options.drafters)
+    def short(sweep: Any, base: Any, drafters: Any, **more: Any) -> Any:
+        need = estimate(sweep, base, drafters, **more)
+        large = any("small" in str(spec) for spec in drafters)
         return replace(need, available=need.total - 1 if large else need.total)
 
     monkeypatch.setattr(loading, "estimate_memory", short)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.check_outputs import OutputsJob
+from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
 from specbench.cli.rule import LengthRule, left_out, length_rules, with_trees
 from specbench.options import (
     MODELS,
@@ -23,19 +22,15 @@ from specbench.options import (
     SamplingOptions,
     quantised,
 )
-from specbench.textsafe import counted, excerpt
+from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console
-
     from specbench.bench.prompts import Prompt
     from specbench.check.greedy import PlainRun
-    from specbench.check.outputs import GivenOutput, Refused
-    from specbench.check.results import CheckResult, Piece
+    from specbench.check.results import CheckResult
     from specbench.check.run import DecodingCheck
-    from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
     from specbench.progress import Progress
@@ -166,7 +161,7 @@ def check(
         recipe = Recipe(
             parse_model(target), models=models, caching=caching, decoding=decoding, sampling=sampling
         )
-        request = _Request(
+        request = CheckRequest(
             ctx,
             recipe,
             chat,
@@ -176,9 +171,9 @@ def check(
             quiet,
             progress.console,
         )
-        job: _DecodingJob | _OutputsJob
+        job: _DecodingJob | OutputsJob
         if checked.outputs is not None:
-            job = _OutputsJob(request, checked.outputs, limit=checked.limit)
+            job = OutputsJob(request, checked.outputs, limit=checked.limit)
         else:
             job = _DecodingJob(
                 request,
@@ -208,71 +203,6 @@ def _asked_rules(rules: opt.RulesOptions, length: LengthOptions, recipe: Recipe)
     )
 
 
-# -- what both checks need -------------------------------------------------------------------------
-
-
-@dataclass
-class _Request:
-    """What was asked for, whatever is checked; ``sampling`` gets the model's own settings when it is loaded."""
-
-    ctx: typer.Context
-    recipe: Recipe
-    chat: bool | None
-    system: str | None
-    sampling: Sampling
-    json_output: bool
-    quiet: bool
-    console: Console
-
-    def apply_defaults(self, model: LanguageModel) -> None:
-        """Add the model's own settings to the transforms, as far as they are to be applied; say which they are."""
-        for line in (*model.notes, *model.defaults.notes(applied=self.recipe.decoding.model_defaults)):
-            self.note(line)
-        self.sampling = self.sampling.with_defaults(
-            model.defaults.under(self.recipe.decoding), model.vocab_size
-        )
-
-    def given(self, *names: str | type) -> list[str]:
-        """Those of the named options that stand on the command line."""
-        return opt.given(self.ctx, *names)
-
-    def note(self, text: str) -> None:
-        """Say something on stderr that the user should know."""
-        from specbench.cli.summary import show_notes
-
-        if not self.quiet:
-            show_notes([text], apart=False, console=self.console)
-
-    def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
-        """Token ids of a prompt. A system message without a place of its own goes in front of the text."""
-        from specbench.errors import UsageError
-        from specbench.generate import encode_prompt
-
-        if model.tokenizer is None:
-            raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-        if system is not None and self.system is None:
-            with suppress(UsageError):
-                return encode_prompt(model.tokenizer, text, chat=self.chat, system=system)
-            return encode_prompt(model.tokenizer, f"{system}\n\n{text}", chat=self.chat)
-        return encode_prompt(model.tokenizer, text, chat=self.chat, system=self.system)
-
-    def write(self, figures: dict[str, Any]) -> None:
-        """Print one JSON object."""
-        from specbench.cli.watchers import write_out
-
-        write_out(json.dumps(figures, allow_nan=False) + "\n")
-
-
-def _pieces(model: LanguageModel) -> Piece | None:
-    tokenizer = model.tokenizer
-    return None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
-
-
-def _rounding(target: Target) -> str:
-    """The dtype whose rounding decides, by name."""
-    return str(target.scorer.rounding).removeprefix("torch.")
-
-
 # -- configurations -------------------------------------------------------------------------------
 
 
@@ -297,7 +227,7 @@ class _DecodingJob:
 
     def __init__(
         self,
-        request: _Request,
+        request: CheckRequest,
         prompts: Sequence[Prompt],
         drafters: Sequence[DrafterSpec],
         rules: Sequence[LengthRule],
@@ -499,7 +429,7 @@ class _DecodingJob:
             "target": target.name,
             "dtype": target.dtype,
             "device": str(target.scorer.device),
-            "rounding": _rounding(target),
+            "rounding": rounding_of(target),
             "options": {
                 "cache": request.recipe.caching.kind,
                 **opt.deciding(request.recipe, request.sampling, target.language_model),
@@ -511,7 +441,7 @@ class _DecodingJob:
         """Print what was found, under what was checked."""
         from specbench.check.results import worst
 
-        header, piece = self._header, _pieces(self._model)
+        header, piece = self._header, pieces_of(self._model)
         checks = dict(self._checks)
         names = [(checks[label].setup.drafter.name, checks[label].setup.policy.name) for label, _ in results]
         if self.request.json_output:
@@ -553,145 +483,3 @@ class _Prefixed:
 
     def update(self, stage: str, done: int, total: int | None) -> None:
         self._progress.update(f"{self._prefix}{stage}", done, total)
-
-
-# -- outputs of other engines ----------------------------------------------------------------------
-
-
-class _OutputsJob:
-    """A check of greedy outputs that were made elsewhere."""
-
-    def __init__(self, request: _Request, file: Path, *, limit: int | None) -> None:
-        self.request = request
-        if without := request.given(
-            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "gamma",
-            LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
-            "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
-        ):  # fmt: skip
-            verb = "has" if len(without) == 1 else "have"
-            request.note(f"{', '.join(without)} {verb} no effect on outputs that were made elsewhere.")
-        self._lines = _read_lines(file, limit)
-
-    def prepare(self, progress: Progress) -> None:
-        """Load the target, and see which lines it can score."""
-        from specbench.models.load import check_options
-        from specbench.models.prepare import load_target
-
-        request = self.request
-        check_options(request.recipe.models.target)
-        self._target = load_target(
-            request.recipe.target,
-            request.recipe.models.target,
-            cache=request.recipe.caching.kind,
-            progress=progress,
-            allow_pickle=request.recipe.models.allow_pickle,
-        )
-        request.apply_defaults(self._target.language_model)
-        self._given, self._refused = _fitting(request, self._target, self._lines)
-
-    def run(self) -> int:
-        """Check, and print what was found; the exit code."""
-        from rich.console import Console
-
-        from specbench.check.outputs import OutputResult, Refused, check_output
-        from specbench.check.render import show_outputs
-        from specbench.check.results import OutputsResult
-        from specbench.cli.progress import StageProgress
-        from specbench.errors import RunError
-
-        target = self._target
-        rounding = _rounding(target)
-        end_ids = self.request.recipe.decoding.end_ids(target.end_ids)
-        done: list[OutputResult] = []
-        failed: list[Refused] = []
-        complete = False
-        try:
-            with StageProgress(self.request.quiet) as progress:
-                for number, (each, prompt) in enumerate(self._given):
-                    progress.update("scoring outputs", number, len(self._given))
-                    try:
-                        scorer = target.scorer
-                        done.append(
-                            check_output(
-                                scorer, each, prompt, self.request.sampling, end_ids, scorer.rounding
-                            )
-                        )
-                    except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
-                        failed.append(Refused(each.line, _reason(error)))
-            complete = True
-        finally:  # an interrupt loses nothing of what is checked
-            result = OutputsResult(tuple(done), tuple(self._refused), tuple(failed), complete)
-            header = {
-                "check": "outputs",
-                "target": target.name,
-                "dtype": target.dtype,
-                "rounding": rounding,
-            }
-            piece = _pieces(target.language_model)
-            if self.request.json_output:
-                self.request.write({**header, **result.to_dict(piece)})
-            else:
-                show_outputs(result, Console(highlight=False), dtype=rounding, piece=piece)
-        if result.verdict == "wrong" or failed:
-            return 1
-        return 2 if self._refused else 0
-
-
-def _reason(error: BaseException) -> str:
-    from specbench.errors import SpecbenchError
-
-    return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
-
-
-def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:
-    """All lines, read before any model is loaded."""
-    from specbench.check.outputs import read_outputs
-    from specbench.errors import UsageError
-    from specbench.files import reason
-    from specbench.textsafe import visible
-
-    name = "standard input" if str(file) == "-" else visible(str(file))
-    try:
-        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"The outputs in {name} cannot be read: {reason(error)}.", "Check the path."
-        ) from None
-    lines = list(read_outputs(data.split(b"\n"), limit))
-    if not lines:
-        raise UsageError(f"There are no outputs in {name}.", "Give each a line of its own.")
-    return lines
-
-
-def _fitting(
-    request: _Request, target: Target, lines: Sequence[GivenOutput | Refused]
-) -> tuple[list[tuple[GivenOutput, list[int]]], list[Refused]]:
-    """The outputs this target can score, with their prompts' token ids, and the lines that it cannot."""
-    from specbench.check.outputs import Refused, misfit
-    from specbench.errors import UsageError
-
-    fitting, refused = [], []
-    vocab = min(target.vocab_size, target.scorer.embeddings)
-    for each in lines:
-        if isinstance(each, Refused):
-            refused.append(each)
-            continue
-        try:
-            prompt = (
-                request.encode(target.language_model, each.prompt)
-                if isinstance(each.prompt, str)
-                else list(each.prompt)
-            )
-        except UsageError as error:
-            refused.append(Refused(each.line, error.message))
-            continue
-        reason = misfit(prompt, each.token_ids, vocab, target.scorer.context_limit)
-        if reason is None:
-            fitting.append((each, prompt))
-        else:
-            refused.append(Refused(each.line, reason))
-    if refused:
-        listed = ", ".join(str(each.line) for each in refused[:5])
-        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-        request.note(f"{counted(len(refused), 'line')} cannot be checked ({listed}{more}); the others are.")
-    return fitting, sorted(refused, key=lambda each: each.line)

@@ -1,0 +1,157 @@
+"""`specbench check --outputs`: outputs of other engines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
+from specbench.options import LengthOptions
+from specbench.textsafe import counted, excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.check.outputs import GivenOutput, Refused
+    from specbench.models.prepare import Target
+    from specbench.progress import Progress
+
+
+class OutputsJob:
+    """A check of greedy outputs that were made elsewhere."""
+
+    def __init__(self, request: CheckRequest, file: Path, *, limit: int | None) -> None:
+        self.request = request
+        if without := request.given(
+            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "gamma",
+            LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
+            "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
+        ):  # fmt: skip
+            verb = "has" if len(without) == 1 else "have"
+            request.note(f"{', '.join(without)} {verb} no effect on outputs that were made elsewhere.")
+        self._lines = _read_lines(file, limit)
+
+    def prepare(self, progress: Progress) -> None:
+        """Load the target, and see which lines it can score."""
+        from specbench.models.load import check_options
+        from specbench.models.prepare import load_target
+
+        request = self.request
+        check_options(request.recipe.models.target)
+        self._target = load_target(
+            request.recipe.target,
+            request.recipe.models.target,
+            cache=request.recipe.caching.kind,
+            progress=progress,
+            allow_pickle=request.recipe.models.allow_pickle,
+        )
+        request.apply_defaults(self._target.language_model)
+        self._given, self._refused = _fitting(request, self._target, self._lines)
+
+    def run(self) -> int:
+        """Check, and print what was found; the exit code."""
+        from rich.console import Console
+
+        from specbench.check.outputs import OutputResult, Refused, check_output
+        from specbench.check.render import show_outputs
+        from specbench.check.results import OutputsResult
+        from specbench.cli.progress import StageProgress
+        from specbench.errors import RunError
+
+        target = self._target
+        rounding = rounding_of(target)
+        end_ids = self.request.recipe.decoding.end_ids(target.end_ids)
+        done: list[OutputResult] = []
+        failed: list[Refused] = []
+        complete = False
+        try:
+            with StageProgress(self.request.quiet) as progress:
+                for number, (each, prompt) in enumerate(self._given):
+                    progress.update("scoring outputs", number, len(self._given))
+                    try:
+                        scorer = target.scorer
+                        done.append(
+                            check_output(
+                                scorer, each, prompt, self.request.sampling, end_ids, scorer.rounding
+                            )
+                        )
+                    except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
+                        failed.append(Refused(each.line, _reason(error)))
+            complete = True
+        finally:  # an interrupt loses nothing of what is checked
+            result = OutputsResult(tuple(done), tuple(self._refused), tuple(failed), complete)
+            header = {
+                "check": "outputs",
+                "target": target.name,
+                "dtype": target.dtype,
+                "rounding": rounding,
+            }
+            piece = pieces_of(target.language_model)
+            if self.request.json_output:
+                self.request.write({**header, **result.to_dict(piece)})
+            else:
+                show_outputs(result, Console(highlight=False), dtype=rounding, piece=piece)
+        if result.verdict == "wrong" or failed:
+            return 1
+        return 2 if self._refused else 0
+
+
+def _reason(error: BaseException) -> str:
+    from specbench.errors import SpecbenchError
+
+    return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
+
+
+def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:
+    """All lines, read before any model is loaded."""
+    from specbench.check.outputs import read_outputs
+    from specbench.errors import UsageError
+    from specbench.files import reason
+    from specbench.textsafe import visible
+
+    name = "standard input" if str(file) == "-" else visible(str(file))
+    try:
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"The outputs in {name} cannot be read: {reason(error)}.", "Check the path."
+        ) from None
+    lines = list(read_outputs(data.split(b"\n"), limit))
+    if not lines:
+        raise UsageError(f"There are no outputs in {name}.", "Give each a line of its own.")
+    return lines
+
+
+def _fitting(
+    request: CheckRequest, target: Target, lines: Sequence[GivenOutput | Refused]
+) -> tuple[list[tuple[GivenOutput, list[int]]], list[Refused]]:
+    """The outputs this target can score, with their prompts' token ids, and the lines that it cannot."""
+    from specbench.check.outputs import Refused, misfit
+    from specbench.errors import UsageError
+
+    fitting, refused = [], []
+    vocab = min(target.vocab_size, target.scorer.embeddings)
+    for each in lines:
+        if isinstance(each, Refused):
+            refused.append(each)
+            continue
+        try:
+            prompt = (
+                request.encode(target.language_model, each.prompt)
+                if isinstance(each.prompt, str)
+                else list(each.prompt)
+            )
+        except UsageError as error:
+            refused.append(Refused(each.line, error.message))
+            continue
+        reason = misfit(prompt, each.token_ids, vocab, target.scorer.context_limit)
+        if reason is None:
+            fitting.append((each, prompt))
+        else:
+            refused.append(Refused(each.line, reason))
+    if refused:
+        listed = ", ".join(str(each.line) for each in refused[:5])
+        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+        request.note(f"{counted(len(refused), 'line')} cannot be checked ({listed}{more}); the others are.")
+    return fitting, sorted(refused, key=lambda each: each.line)
