@@ -37,6 +37,7 @@ from specbench.cli.trace import trace
 from specbench.cli.train import train
 from specbench.cli.tune import tune
 from specbench.errors import RunError, SpecbenchError
+from specbench.textsafe import terminal_safe
 
 OUTPUT_CLOSED = 141  # what shells report for SIGPIPE
 
@@ -195,7 +196,6 @@ def _keep_few_kernels() -> None:
 
 def _explain(error: BaseException) -> int:
     """Say what went wrong in a sentence; return the exit code."""
-    from specbench.textsafe import terminal_safe
 
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("interrupted.")
@@ -243,7 +243,6 @@ def _give_up_stdout() -> None:
 
 
 def _say(message: str) -> None:
-    from specbench.textsafe import terminal_safe
 
     line = " ".join(terminal_safe(message, sys.stderr.encoding or "utf-8").split())
     _print(_wrapped(f"specbench: {line}"))

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from specbench.textsafe import terminal_safe
+
 
 def cache(
     clear: Annotated[
@@ -24,7 +26,6 @@ def cache(
 ) -> None:
     """Show what the cache folder holds and how large it is, or remove some of it."""
     from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
-    from specbench.textsafe import terminal_safe
 
     if clear or remove:
         freed = sum(map(remove_cached, remove or ()))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import StageProgress, starting
+from specbench.cli.watchers import write_out
+from specbench.errors import UsageError
 from specbench.options import DECODING, PROMPT, LengthOptions, ModelOptions, SamplingOptions
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+from specbench.specs.rules import parse_rule
+from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,9 +114,6 @@ def calibrate(
     count the tokens that the target writes instead; with --tree, find the best tree for a drafter.
     """
     from specbench.bench.prompts import load_prompts
-    from specbench.cli.progress import StageProgress, starting
-    from specbench.cli.watchers import write_out
-    from specbench.errors import UsageError
 
     if asked.tree and asked.vocab is not None:
         raise UsageError("--tree and --vocab are both given.", "Give one of them.")
@@ -148,7 +152,6 @@ def calibrate(
         from specbench.models.calibrations import FORMS
         from specbench.models.prepare import choice_key, prepare
         from specbench.progress import quiet_transformers
-        from specbench.specs.models import parse_model
         from specbench.tune.calibrate import CalibrationSettings
         from specbench.tune.calibrate import calibrate as search
 
@@ -174,9 +177,6 @@ def _count(
     quiet: bool,
 ) -> None:
     """Count the tokens that a target writes, keep the counts, and say what so many of them cover."""
-    from specbench.cli.progress import StageProgress
-    from specbench.cli.watchers import write_out
-    from specbench.textsafe import terminal_safe
 
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
@@ -184,7 +184,6 @@ def _count(
         from specbench.models.calibrations import COUNTS
         from specbench.models.prepare import prepare
         from specbench.progress import quiet_transformers
-        from specbench.specs.models import parse_model
         from specbench.tune.vocabulary import count_tokens
 
         with quiet_transformers():
@@ -228,11 +227,6 @@ def _find_tree(
     quiet: bool,
 ) -> None:
     """Count what is kept of a drafter's candidates by rank, choose a tree and keep it."""
-    from specbench.cli.progress import StageProgress, starting
-    from specbench.cli.watchers import write_out
-    from specbench.errors import UsageError
-    from specbench.specs.drafters import parse_drafter
-    from specbench.specs.rules import parse_rule
 
     if not seconds > 0:
         raise UsageError(f"The time for decoding is {seconds:g} s.", "Give more than 0.")
@@ -246,7 +240,6 @@ def _find_tree(
         from specbench.models.prepare import prepare, refuse_keep
         from specbench.models.tree_choices import tree_key
         from specbench.progress import quiet_transformers
-        from specbench.specs.models import parse_model
         from specbench.tune.ranks import calibrate_tree
 
         refuse_keep(spec)
@@ -295,7 +288,6 @@ def _closing(
 
 
 def _tree_as_json(found: TreeCalibration) -> str:
-    from dataclasses import asdict
 
     counts = [
         {"depth": depth, "rank": rank, "tested": tested, "kept": kept}
@@ -312,7 +304,6 @@ def _tree_as_json(found: TreeCalibration) -> str:
 
 
 def _tree_as_text(found: TreeCalibration, target: Target) -> str:
-    from specbench.textsafe import terminal_safe
 
     choice = found.choice
     lines = [f"rank  kept at so many of {choice.tested} nodes"]
@@ -334,8 +325,6 @@ def _tree_as_text(found: TreeCalibration, target: Target) -> str:
 
 
 def _as_json(found: Calibration) -> str:
-    from dataclasses import asdict
-
     forms = [
         {"drafter": str(candidate.form), **asdict(candidate.agreement), "cost": candidate.cost,
          "gamma": candidate.gamma, "speedup": candidate.speedup}
@@ -346,7 +335,6 @@ def _as_json(found: Calibration) -> str:
 
 
 def _as_text(found: Calibration, target: Target) -> str:
-    from specbench.textsafe import terminal_safe
 
     choice = found.choice
     names = [str(candidate.form) for candidate in found.path]

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import starting
 from specbench.cli.signals import CtrlC, terminated
+from specbench.cli.watchers import StreamedText
+from specbench.errors import SpecbenchError
 from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.conversation import Conversation
@@ -43,7 +47,6 @@ def chat(
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Talk with a model. Its answers go to stdout, everything else to stderr; /help lists what may be typed."""
-    from specbench.cli.progress import starting
     from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
@@ -159,8 +162,6 @@ class _Talk:
     def _answer(self, text: str) -> None:
         """Ask, show what comes, and let both belong to the conversation."""
         from specbench.cli.summary import show_answer
-        from specbench.cli.watchers import StreamedText
-        from specbench.errors import SpecbenchError
 
         stopped = False
         try:
@@ -209,6 +210,5 @@ class _Talk:
 
 
 def _say(line: str) -> None:
-    from specbench.textsafe import terminal_safe
 
     typer.echo(terminal_safe(line, sys.stderr.encoding or "utf-8"), err=True)

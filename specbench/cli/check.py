@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,9 @@ import typer
 from specbench.cli import options as opt
 from specbench.cli.check_outputs import OutputsJob
 from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
+from specbench.cli.progress import StageProgress, starting
 from specbench.cli.rule import LengthRule, left_out, length_rules, with_trees
+from specbench.errors import UsageError
 from specbench.options import (
     MODELS,
     CacheOptions,
@@ -22,7 +25,10 @@ from specbench.options import (
     SamplingOptions,
     quantised,
 )
-from specbench.textsafe import counted
+from specbench.recipe import Recipe
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+from specbench.textsafe import counted, terminal_safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +106,6 @@ class _Checked:
     ] = None
 
     def __post_init__(self) -> None:
-        from specbench.errors import UsageError
 
         if self.outputs is not None and (self.prompts or self.category):
             raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
@@ -148,14 +153,10 @@ def check(
 
     docs/check.md says what is checked, and when a difference is a numerical tie.
     """
-    from specbench.cli.progress import starting
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     with starting(quiet) as progress:
         from specbench.decoding.sampling import Sampling
-        from specbench.recipe import Recipe
-        from specbench.specs.drafters import parse_drafter
-        from specbench.specs.models import parse_model
 
         transforms = Sampling(**sampling.transforms)
         recipe = Recipe(
@@ -243,7 +244,6 @@ class _DecodingJob:
     def run(self) -> int:
         """Check, and print what was found; the exit code."""
         from specbench.check.results import worst
-        from specbench.cli.progress import StageProgress
         from specbench.progress import quiet_transformers
 
         done: list[tuple[str, DecodingCheck]] = []
@@ -366,7 +366,6 @@ class _DecodingJob:
 
     def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
         """Ids and token ids of the prompts that leave room for an answer; of conversations, the first turn."""
-        from specbench.errors import UsageError
 
         encoded = [
             (prompt.id, self.request.encode(model, prompt.turns[0], prompt.system)) for prompt in prompts
@@ -389,7 +388,6 @@ class _DecodingJob:
         prompts: Sequence[tuple[str, list[int]]],
         progress: Progress,
     ) -> list[Any]:
-        import time
 
         from specbench.check.reference import ReferenceSettings, reference_output
 
@@ -455,7 +453,6 @@ class _DecodingJob:
         from rich.console import Console
 
         from specbench.check.render import show_check, show_checks
-        from specbench.textsafe import terminal_safe
 
         console = Console(highlight=False)
         line = f"{header['target']} ({header['dtype']})"

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
+from specbench.cli.progress import StageProgress
+from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.options import LengthOptions
-from specbench.textsafe import counted, excerpt
+from specbench.textsafe import counted, excerpt, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +58,6 @@ class OutputsJob:
         from specbench.check.outputs import OutputResult, Refused, check_output
         from specbench.check.render import show_outputs
         from specbench.check.results import OutputsResult
-        from specbench.cli.progress import StageProgress
-        from specbench.errors import RunError
 
         target = self._target
         rounding = rounding_of(target)
@@ -98,7 +98,6 @@ class OutputsJob:
 
 
 def _reason(error: BaseException) -> str:
-    from specbench.errors import SpecbenchError
 
     return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
 
@@ -106,9 +105,7 @@ def _reason(error: BaseException) -> str:
 def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:
     """All lines, read before any model is loaded."""
     from specbench.check.outputs import read_outputs
-    from specbench.errors import UsageError
     from specbench.files import reason
-    from specbench.textsafe import visible
 
     name = "standard input" if str(file) == "-" else visible(str(file))
     try:
@@ -128,7 +125,6 @@ def _fitting(
 ) -> tuple[list[tuple[GivenOutput, list[int]]], list[Refused]]:
     """The outputs this target can score, with their prompts' token ids, and the lines that it cannot."""
     from specbench.check.outputs import Refused, misfit
-    from specbench.errors import UsageError
 
     fitting, refused = [], []
     vocab = min(target.vocab_size, target.scorer.embeddings)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.watchers import write_out
+from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +57,6 @@ class CheckRequest:
 
     def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
         """Token ids of a prompt. A system message without a place of its own goes in front of the text."""
-        from specbench.errors import UsageError
         from specbench.generate import encode_prompt
 
         if model.tokenizer is None:
@@ -68,7 +69,6 @@ class CheckRequest:
 
     def write(self, figures: dict[str, Any]) -> None:
         """Print one JSON object."""
-        from specbench.cli.watchers import write_out
 
         write_out(json.dumps(figures, allow_nan=False) + "\n")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbench.cli.options import TracebackOption, complete_configurations
+from specbench.errors import RunError, UsageError
 from specbench.options import OUTPUT
 
 if TYPE_CHECKING:
@@ -80,7 +81,6 @@ def compare(
     traceback: TracebackOption = False,  # noqa: ARG001 - see TracebackOption
 ) -> None:
     """Compare two runs, or two configurations of one: A / B with its 95% interval, and whether A is faster."""
-    from specbench.errors import RunError, UsageError
 
     if markdown and as_json:
         raise UsageError("--markdown and --json exclude each other.", "Give one of them.")
@@ -117,7 +117,6 @@ def _compared(
     other_target: bool,
 ) -> Compared:
     from specbench.cli.named_runs import named_runs
-    from specbench.errors import UsageError
     from specbench.results.compare import compare_configs, compare_runs
     from specbench.results.results import load_results
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specbench.errors import UsageError
 from specbench.options import LengthOptions
 from specbench.textsafe import terminal_safe
 
@@ -32,7 +33,6 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
         UsageError: The file is none, or --config and --no-config are both given.
     """
     from specbench.config import FILE_NAME, PROVISIONAL, read_config
-    from specbench.errors import UsageError
 
     if "config" in given and given.get("no_config"):
         raise UsageError("--config and --no-config are both given.", "Give one of them.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +17,10 @@ from specbench.cli.options import (
     complete_configurations,
     default_drafter,
 )
+from specbench.cli.watchers import write_out
+from specbench.errors import UsageError
+from specbench.specs.rules import default_rule
+from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.tune.export.engine import Engine, Export
@@ -61,8 +66,6 @@ def export(
     fastest setting of a run, the fastest that it has is written, with by how much that is slower. What it has no
     counterpart of, what means something else there, and how to see that it is on, stand in comments.
     """
-    from specbench.cli.watchers import write_out
-    from specbench.textsafe import terminal_safe
     from specbench.tune.export.engines import ENGINES, as_file, as_json
 
     engine = ENGINES[to]
@@ -81,11 +84,8 @@ def _exported(
     engine: Engine, source: Path, wanted: str | None, gamma: int | None
 ) -> tuple[Setting, Export, str]:
     """The setting that is meant, its export, and what it is from."""
-    from dataclasses import replace
 
     from specbench.config import PROVISIONAL, read_config
-    from specbench.errors import UsageError
-    from specbench.specs.rules import default_rule
     from specbench.tune.export.engines import export_fastest, export_setting
     from specbench.tune.export.setting import setting_of_config, setting_of_run, settings_of_run
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,10 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.many import ManyOptions, decode_prompts
+from specbench.cli.progress import StageProgress, starting
 from specbench.cli.setting import LoadedRecipe
+from specbench.cli.watchers import StreamedText, TraceOutput, Tracer, WholeText, tokens_of, write_out
+from specbench.errors import UsageError
 from specbench.options import (
     CacheOptions,
     DecodingOptions,
@@ -21,6 +25,8 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
 )
+from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
+from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,7 +84,6 @@ class _Shown:
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no summary.")] = False
 
     def __post_init__(self) -> None:
-        from specbench.errors import UsageError
 
         if self.repeats is not None and not self.compare:
             raise UsageError(
@@ -117,12 +122,9 @@ def generate(
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
     from specbench.bench.prompts import load_prompts, read_prompt_text
-    from specbench.cli.progress import starting
     from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_legend, show_notes
-    from specbench.cli.watchers import TraceOutput
     from specbench.progress import quiet_transformers
-    from specbench.textsafe import counted
 
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     if many.prompts:
@@ -196,12 +198,10 @@ def _paint(json_output: bool) -> Paint:
     Raises:
         UsageError: The output cannot show it.
     """
-    from functools import partial
 
     from rich.console import Console
 
     from specbench.decoding.origins import painted
-    from specbench.errors import UsageError
 
     console = Console()
     if json_output:
@@ -215,7 +215,6 @@ def _paint(json_output: bool) -> Paint:
 
 
 def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:
-    from specbench.errors import UsageError
     from specbench.generate import encode_prompt
 
     if target.tokenizer is None:
@@ -351,7 +350,6 @@ def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
 def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec) -> dict[str, str]:
     """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter. ``text`` is
     what it shows of the text if little of it is accepted."""
-    from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
     if drafter.is_plain:
         return {}
@@ -393,11 +391,9 @@ def _run(
     Raises:
         KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
     """
-    from dataclasses import asdict
 
     from specbench.bench.pairs import Pairs, predict
     from specbench.cli.summary import show_summary
-    from specbench.cli.watchers import StreamedText, Tracer, WholeText, write_out
     from specbench.decoding.metrics import summary
 
     run = job.start(trace=trace_to is not None)
@@ -471,8 +467,6 @@ def _shown_options(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> None:
     """Run to the end, or to Ctrl-C. The watchers see the end whatever it was."""
-    from specbench.cli.progress import StageProgress
-    from specbench.cli.watchers import tokens_of
 
     done = 0
     try:
@@ -489,7 +483,6 @@ def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: i
 
 def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     """The plain run, and where the tokens of a pair part."""
-    from dataclasses import asdict
 
     from specbench.backends.torch.parity import find_difference
     from specbench.decoding.metrics import summary

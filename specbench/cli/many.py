@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import StageProgress
+from specbench.cli.watchers import write_out
+from specbench.errors import RunError, UsageError
 from specbench.options import PROMPT
 
 if TYPE_CHECKING:
@@ -79,7 +82,6 @@ class ManyOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        from specbench.errors import UsageError
 
         for name, value in (
             ("--batch", self.batch),
@@ -99,7 +101,6 @@ class ManyOptions:
             given: What stands on the command line of that.
             recipe: What is asked for.
         """
-        from specbench.errors import UsageError
 
         if given:
             raise UsageError(
@@ -110,7 +111,6 @@ class ManyOptions:
 
 def refuse_for_many(recipe: Recipe) -> None:
     """Refuse what cannot serve several requests side by side."""
-    from specbench.errors import UsageError
 
     if recipe.caching.kind in ("static", "compiled"):
         raise UsageError(
@@ -150,8 +150,6 @@ def decode_prompts(
         KeyboardInterrupt: Ctrl-C; what has come to its end is printed.
     """
     from specbench.backends.torch.pools import bytes_per_token
-    from specbench.cli.progress import StageProgress
-    from specbench.errors import RunError, UsageError
     from specbench.generate_many import GenerationRuns
 
     def begun(prompt: Prompt) -> GenerationRun | Exception:
@@ -220,7 +218,6 @@ class _InOrder:
             self._print(index)
 
     def _print(self, index: int) -> None:
-        from specbench.cli.watchers import write_out
         from specbench.decoding.metrics import summary
 
         prompt, result = self._prompts[index], self.results[index]

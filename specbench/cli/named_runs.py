@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from specbench.textsafe import terminal_safe
+
 if TYPE_CHECKING:
     from specbench.results.run import Run
 
@@ -39,7 +41,6 @@ def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
 def _taken(path: Path, readable: Sequence[tuple[Path, Run]], having: Sequence[str]) -> Path:
     """The run of a folder that is meant, which is said on stderr."""
     from specbench.results.store import measured_configs
-    from specbench.textsafe import terminal_safe
 
     named = [each for each in readable if _ids(each[1], having) is not None]
     with_these = f" with {' and '.join(having)}" if having and named else ""

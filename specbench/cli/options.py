@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
+from specbench.errors import UsageError
 from specbench.options import (
     LENGTH,
     MODELS,
@@ -406,7 +407,6 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
     Raises:
         UsageError: Bit-exact or compiled passes with another cache than theirs, or both.
     """
-    from specbench.errors import UsageError
 
     if caching.bit_exact and caching.compiled:
         raise UsageError("--bit-exact and --compile exclude each other.", "Give one of the two.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbench.errors import RunError, UsageError
+from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.show.plots import Look
@@ -123,7 +124,6 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look
     from specbench.files import explained, refuse_link
     from specbench.results.results import load_results
     from specbench.show.plots import draw_figures, save_figure
-    from specbench.textsafe import terminal_safe
 
     results = load_results(run)
     for problem in results.problems:
@@ -151,6 +151,5 @@ def _has_display() -> bool:
 
 
 def _hint(message: str) -> None:
-    from specbench.textsafe import terminal_safe
 
     typer.echo(f"specbench: {' '.join(terminal_safe(message).split())}", err=True)

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from specbench.textsafe import terminal_safe
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -97,7 +99,6 @@ class StageProgress(AbstractContextManager["StageProgress"]):
             self._bar.refresh()
 
     def _begin(self, stage: str, total: int | None) -> None:
-        from specbench.textsafe import terminal_safe
 
         if self._stage is not None:
             self._bar.remove_task(self._stage[1])

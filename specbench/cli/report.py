@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from specbench.cli.options import TracebackOption
+from specbench.errors import UsageError
 from specbench.options import OUTPUT
+from specbench.textsafe import terminal_safe
 
 
 def report(
@@ -32,7 +34,6 @@ def report(
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
     from specbench.cli.named_runs import named_runs
-    from specbench.errors import UsageError
 
     runs = named_runs(results)
     failed: UsageError | None = None
@@ -52,7 +53,6 @@ def report(
 
 def _folders(runs: list[Path], out: Path | None) -> list[Path]:
     """Where the report of each run goes."""
-    from specbench.errors import UsageError
 
     if out is None:
         return runs
@@ -79,6 +79,5 @@ def _write(run: Path, folder: Path) -> None:
 
 
 def _hint(message: str) -> None:
-    from specbench.textsafe import terminal_safe
 
     typer.echo(f"specbench: {' '.join(terminal_safe(message).split())}", err=True)

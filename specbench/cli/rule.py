@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specbench.errors import UsageError
 from specbench.specs.rules import default_rule, parse_rule, parse_tree, share_options
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def with_trees(
     Raises:
         UsageError: There is no such tree, or siblings are asked for twice.
     """
-    from specbench.errors import UsageError
 
     rules, taken = list(policies), dict(options)
     for tree in map(parse_tree, trees):
@@ -88,7 +88,6 @@ def asked_rule(
     Raises:
         UsageError: There is no such rule, or an option that it lacks.
     """
-    from specbench.errors import UsageError
 
     policies, options = with_trees([length_policy] if length_policy else [], [tree] if tree else [], options)
     if len(policies) > 1:
@@ -122,7 +121,6 @@ def length_rules(
     Raises:
         UsageError: An option that none of the rules takes, or one rule twice.
     """
-    from specbench.errors import UsageError
 
     starts: Sequence[int | None] = gammas or [None]
     if not specs:
@@ -155,7 +153,6 @@ def refuse_siblings(rules: Sequence[RuleSpec], chained: str) -> None:
     Raises:
         UsageError: One of them does: its passes sum up what another one's do in another order.
     """
-    from specbench.errors import UsageError
 
     for rule in rules:
         if rule.kind.tree:

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import starting
+from specbench.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from specbench.cli.setting import LoadedRecipe
@@ -85,7 +88,6 @@ def serve(
     Options of decoding and sampling hold for requests that say nothing else.
     """
     from specbench.cli.many import refuse_for_many
-    from specbench.cli.progress import starting
     from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
@@ -136,8 +138,6 @@ def _require_extra() -> None:
     """Refuse to begin without what only this command needs."""
     from importlib.util import find_spec
 
-    from specbench.errors import UsageError
-
     missing = [name for name in ("starlette", "uvicorn", "pydantic") if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -152,7 +152,6 @@ def _bound(host: str, port: int) -> socket.socket:
     Raises:
         UsageError: The address cannot be had.
     """
-    from specbench.errors import UsageError
 
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -192,9 +191,7 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
         UsageError: Hardly any.
     """
     from specbench.backends.torch.pools import bytes_per_token
-    from specbench.errors import UsageError
     from specbench.generate_many import BESIDE
-    from specbench.textsafe import counted
 
     size = bytes_per_token(target.language_model.model)
     if server.kv_memory is not None:

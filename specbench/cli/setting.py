@@ -6,6 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from specbench.cli.rule import LengthRule, asked_rule
+from specbench.errors import SpecbenchError
+from specbench.recipe import Recipe
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+
 if TYPE_CHECKING:
     import typer
 
@@ -56,10 +62,6 @@ def parse_recipe(
         UsageError: Something cannot be.
     """
     from specbench.cli.options import cache_for
-    from specbench.cli.rule import asked_rule
-    from specbench.recipe import Recipe
-    from specbench.specs.drafters import parse_drafter
-    from specbench.specs.models import parse_model
 
     kind = cache_for(ctx, drafting.target, models, caching)
     target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
@@ -77,7 +79,6 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
         UsageError, RunError: Something is wrong with it, or it cannot be loaded.
     """
     from specbench.cli.options import chained
-    from specbench.cli.rule import LengthRule
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import prepare
 
@@ -123,7 +124,6 @@ def tokenizer_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
     """What there is to say of drafting models with another tokenizer than the target's, a sentence each."""
     from specbench.drafters.parts import models_of
     from specbench.drafters.translate import TranslatingDrafter
-    from specbench.errors import SpecbenchError
 
     loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
     models = [model for drafter in loaded for model in models_of(drafter)]

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import starting
 from specbench.cli.rule import left_out, refuse_siblings, with_trees
+from specbench.errors import UsageError
 from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptions, ModelOptions
 from specbench.recipe import Recipe
+from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
@@ -91,7 +94,6 @@ def sweep(
     _refuse_without_servers(ctx)
     from specbench.bench.engines.own import check_engine, load_engine
     from specbench.bench.grid import Sweep, build_configs
-    from specbench.cli.progress import starting
     from specbench.results.store import RunStore
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
@@ -144,7 +146,6 @@ def _compared_models(
         parse_gammas,
         parse_policies,
     )
-    from specbench.specs.drafters import parse_drafter
 
     chained = opt.chained(base.models, base.caching)
     temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))
@@ -199,7 +200,6 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
 
 def _refuse_without_servers(ctx: typer.Context) -> None:
     """Refuse what is for servers alone."""
-    from specbench.errors import UsageError
 
     if written := opt.given(ctx, "api", "timeout", "check_outputs"):
         raise UsageError(f"{', '.join(written)}: for servers alone.", "Add --server NAME=URL.")
@@ -212,7 +212,6 @@ def _default_rules(temperatures: Sequence[float]) -> list[str]:
 
 def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
     """Refuse lengths that nothing is drafted by."""
-    from specbench.errors import UsageError
 
     if opt.given(ctx, "gamma"):
         takes = next((rule for rule in rules if rule.takes("gamma")), None)
@@ -224,7 +223,6 @@ def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
 
 
 def _refuse_fixed_shapes(cache: str) -> None:
-    from specbench.errors import UsageError
 
     if cache in ("static", "compiled"):
         raise UsageError(
@@ -235,7 +233,6 @@ def _refuse_fixed_shapes(cache: str) -> None:
 
 def _costs(path: Path, rules: Sequence[RuleSpec]) -> Any:
     """The costs of a file, without the times of single steps, which belong to one generation alone."""
-    from specbench.errors import UsageError
     from specbench.lengths import check_costs, load_costs
 
     if not any(rule.takes("costs") for rule in rules):

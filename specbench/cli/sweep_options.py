@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbench.cli import options as opt
+from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,7 +180,6 @@ class ResultsOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        from specbench.errors import UsageError
 
         if not self.resume and (self.accept_changes or self.retry_failed):
             raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")

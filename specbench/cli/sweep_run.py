@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbench.cli.progress import StageProgress
+from specbench.cli.signals import exit_code_of_interrupt
+from specbench.errors import RunError, UsageError
 from specbench.recipe import Recipe
+from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +38,6 @@ _BUSY = 1.25
 
 def refuse_taken(folder: Path, results: ResultsOptions) -> None:
     """Refuse a folder with results that are not to be gone on with."""
-    from specbench.errors import UsageError
     from specbench.results.store import RunStore
 
     if not results.resume and RunStore.exists(folder):
@@ -48,7 +55,6 @@ def describe_sources(
     limit: int | None,
 ) -> dict[str, Any]:
     """Where models and prompts come from, without paths: the rest of what ``run.json`` keeps as options."""
-    from dataclasses import asdict
 
     def loading(load_options: Any) -> dict[str, Any]:
         values = asdict(load_options)
@@ -69,8 +75,6 @@ def describe_sources(
 
 def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepOptions) -> Path:
     """The folder of the run: the given one, with ``--resume`` the newest unfinished run like this one, or a new one."""
-    import re
-    from datetime import UTC, datetime
 
     from specbench.results.store import RunStore
 
@@ -87,7 +91,6 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
 def _resumed(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bool) -> Path:
     """The newest unfinished run like this one; with ``retry_failed`` a finished one will do."""
     from specbench.bench.manifest import option_changes, stored_options
-    from specbench.errors import UsageError
     from specbench.results.store import stored_runs
 
     wanted = {**sources, **stored_options(options)}
@@ -126,7 +129,6 @@ def show_dry_run(
 ) -> None:
     from specbench.bench.engines.own import check_engine
     from specbench.bench.estimate import estimate_memory, estimate_time
-    from specbench.cli.progress import StageProgress
 
     with StageProgress() as progress:
         check_engine(base, drafters, sweep.options, progress)
@@ -165,7 +167,6 @@ def _counted_cells(cells: Sequence[Cell]) -> str:
 
 
 def _categories(prompts: Sequence[Prompt]) -> str:
-    from collections import Counter
 
     return ", ".join(f"{name} {count}" for name, count in Counter(p.category for p in prompts).items())
 
@@ -174,8 +175,6 @@ def print_line(line: str) -> None:
     """A line to stdout, broken between words on a terminal; names in it are data."""
     from rich.console import Console
     from rich.text import Text
-
-    from specbench.textsafe import terminal_safe
 
     console = Console(highlight=False)
     console.print(Text(terminal_safe(line, console.encoding)), soft_wrap=not console.is_terminal)
@@ -229,7 +228,6 @@ class SweepJob:
     def run(self, store: RunStore, *, retry_failed: bool) -> int:
         """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
         from specbench.bench.runner import run_sweep
-        from specbench.cli.signals import exit_code_of_interrupt
         from specbench.cli.sweep_display import SweepDisplay
         from specbench.results.results import load_results
 
@@ -272,7 +270,6 @@ class SweepJob:
 
         from specbench.cli.sweep_display import show_answer
         from specbench.config import FILE_NAME
-        from specbench.errors import RunError
         from specbench.files import write_text
         from specbench.results.requests import request_rows
         from specbench.results.store import write_csv
@@ -309,8 +306,6 @@ class SweepJob:
     def say(self, line: str) -> None:
         """A line to stderr."""
         from rich.text import Text
-
-        from specbench.textsafe import terminal_safe
 
         text = Text(terminal_safe(line, self.console.encoding))
         self.console.print(text, soft_wrap=not self.console.is_terminal)

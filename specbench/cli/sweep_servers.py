@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import StageProgress
+from specbench.errors import UsageError
 from specbench.options import DecodingOptions, LengthOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.specs.models import parse_model
+from specbench.specs.servers import parse_servers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +62,8 @@ def sweep_servers(
     from specbench.bench.engines.own import load_engine
     from specbench.bench.engines.servers import ServerEngine
     from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, parse_batches
-    from specbench.cli.progress import StageProgress
     from specbench.models.load import load_tokenizer
     from specbench.results.store import RunStore
-    from specbench.specs.servers import parse_servers
 
     specs = parse_servers(servers.server)
     known = bool(opt.given(ctx, "target"))
@@ -130,7 +132,6 @@ def sweep_servers(
 
 def _refuse_with_servers(ctx: typer.Context, servers: ServerOptions, *, known: bool) -> None:
     """Refuse what says how models decode."""
-    from specbench.errors import UsageError
 
     taken = {"max_new_tokens", "ignore_eos", *(("model_defaults",) if servers.check_outputs else ())}
     others = [each.name for each in fields(DecodingOptions) if each.name not in taken]
@@ -146,9 +147,6 @@ def _refuse_with_servers(ctx: typer.Context, servers: ServerOptions, *, known: b
 
 def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
     """The keys that the environment holds, by the names of their servers."""
-    import os
-
-    from specbench.errors import UsageError
 
     found = {
         spec.name: os.environ[spec.key_variable].strip() for spec in specs if spec.key_variable in os.environ

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import starting
+from specbench.cli.watchers import write_out
+from specbench.errors import UsageError
 from specbench.options import MODELS, PROMPT, ModelOptions, quantised
+from specbench.specs.models import parse_model
+from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
@@ -168,8 +173,6 @@ def train(
     --resume and loses a minute at most.
     """
     from specbench.bench.prompts import TRAINING_SET
-    from specbench.cli.progress import starting
-    from specbench.errors import UsageError
     from specbench.train.prompts import training_prompts
     from specbench.train.settings import TrainingSettings
 
@@ -191,7 +194,6 @@ def train(
         from specbench.models.load import load_model, resolve_device
         from specbench.models.prepare import prepare
         from specbench.progress import quiet_transformers
-        from specbench.specs.models import parse_model
         from specbench.train.run import Training, check_folder, processes
 
         check_folder(out, resume=resume)
@@ -226,9 +228,7 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     """The head to go on from."""
     if named is None:
         return None
-    from specbench.errors import UsageError
     from specbench.models.heads import find_head, load_head
-    from specbench.specs.models import parse_model
 
     files = find_head(parse_model(named))
     if files is None:
@@ -237,8 +237,6 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
 
 
 def _tell(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:
-    from specbench.cli.watchers import write_out
-    from specbench.textsafe import terminal_safe
 
     speedup = best.speedup(kind)
     if as_json:

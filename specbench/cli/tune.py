@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
+from specbench.cli.watchers import write_out
+from specbench.errors import RunError, UsageError
 from specbench.options import (
     DECODING,
     MODELS,
@@ -26,6 +32,10 @@ from specbench.options import (
     ModelOptions,
     quantised,
 )
+from specbench.recipe import Recipe
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.bench.grid import Sweep
@@ -151,17 +161,12 @@ def tune(
     from specbench.bench.engines.own import check_engine
     from specbench.bench.grid import Sweep, SweepOptions, parse_policies
     from specbench.bench.prompts import load_prompts
-    from specbench.cli.progress import StageProgress, starting
     from specbench.cli.sweep_run import describe_sources
     from specbench.decoding.clocks import WallClock
     from specbench.decoding.sampling import Sampling
-    from specbench.errors import UsageError
     from specbench.files import explained, require_writable
-    from specbench.recipe import Recipe
     from specbench.results.load import load_snapshot
     from specbench.results.store import RunStore, read_run
-    from specbench.specs.drafters import parse_drafter
-    from specbench.specs.models import parse_model
     from specbench.tune.candidates import GAMMAS, rules_to_try
 
     clock, start = WallClock(), load_snapshot()
@@ -230,9 +235,6 @@ def tune(
 
 def _there_already(out: Path) -> UsageError:
     """A refusal to overwrite, with the command as it was typed, once with the next free name and once to overwrite."""
-    from itertools import count
-
-    from specbench.errors import UsageError
 
     free = next(path for n in count(2) if not (path := out.with_name(f"{out.stem}-{n}{out.suffix}")).exists())
     words = [*sys.argv[1:], "--overwrite"], [*sys.argv[1:], "--out", str(free)]
@@ -245,7 +247,6 @@ def _there_already(out: Path) -> UsageError:
 
 def _sweep(options: Any, prompts: Any, loaded: Loaded, base: Recipe) -> Sweep:
     """The grid of everything that is loaded."""
-    from dataclasses import replace
 
     from specbench.bench.grid import Sweep
     from specbench.tune.loading import configurations
@@ -257,10 +258,7 @@ def _sweep(options: Any, prompts: Any, loaded: Loaded, base: Recipe) -> Sweep:
 
 def _folder(results: _Results, target: str) -> Path:
     """The folder of the run: the given one, with ``--resume`` the newest that left something open, or a new one."""
-    import re
-    from datetime import UTC, datetime
 
-    from specbench.errors import UsageError
     from specbench.results.store import RunStore, stored_runs
 
     if results.results is not None:
@@ -409,10 +407,8 @@ class _Job:
         json_output: bool,
     ) -> None:
         """Write and print the answer."""
-        from specbench.cli.watchers import write_out
         from specbench.results.results import load_results
         from specbench.show.tables import spelled_out
-        from specbench.textsafe import terminal_safe
         from specbench.tune.answer import as_json, as_text, exports, exports_json, exports_text
 
         results = load_results(self.folder)
@@ -453,7 +449,6 @@ class _Job:
 
     def _write_summary(self, answer: Answer, results: Results) -> None:
         """The answer and the table of the run, as a sweep has them."""
-        from specbench.errors import RunError
         from specbench.files import write_text
         from specbench.results.store import write_csv
         from specbench.results.summary import summarize
@@ -477,7 +472,6 @@ class _Job:
     def _write_configuration(self, answer: Answer, out: Path, cache: str | None) -> bool:
         """The configuration, if one can say the answer; what it cannot say is told."""
         from specbench.config import config_of, write_config
-        from specbench.errors import RunError, UsageError
         from specbench.files import reason
 
         recipe = answer.winner.recipe
@@ -506,8 +500,6 @@ class _Job:
 
     def _say(self, line: str) -> None:
         from rich.text import Text
-
-        from specbench.textsafe import terminal_safe
 
         text = Text(terminal_safe(line, self.console.encoding))
         self.console.print(text, soft_wrap=not self.console.is_terminal)

@@ -11,6 +11,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
 
+from specbench.errors import RunError, UsageError
+from specbench.textsafe import terminal_safe
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -40,7 +43,6 @@ class TraceOutput:
     """
 
     def __init__(self, path: Path | None, debug: bool) -> None:
-        from specbench.errors import UsageError
 
         self._path, self._view, self._file = path, None, None
         self._problem: str | None = None
@@ -103,7 +105,6 @@ class TraceOutput:
 
     def complain(self) -> None:
         """Raise if the file does not hold everything."""
-        from specbench.errors import RunError
 
         if self._problem is not None:
             raise RunError(
@@ -203,8 +204,6 @@ class WordWrap(Generic[_Label]):
         """What can be written once these have come; everything if they are the ``last``."""
         from rich.cells import cell_len
 
-        from specbench.textsafe import terminal_safe
-
         width = shutil.get_terminal_size().columns
         out: list[tuple[_Label, str]] = []
         for label, text in pieces:
@@ -283,7 +282,6 @@ def tokens_of(record: Prefill | Step) -> tuple[int, ...]:
 
 def write_out(text: str) -> None:
     """Text to stdout at once; a terminal gets it without the characters that would steer it."""
-    from specbench.textsafe import terminal_safe
 
     if text:
         sys.stdout.write(terminal_safe(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
