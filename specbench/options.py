@@ -72,6 +72,19 @@ def flag(group: Any, name: str, *, on: bool = True) -> str:
     return switches_on if on else switches_off
 
 
+def require(group: Any, **needed: str) -> None:
+    """Refuse fields of a group that are given where the one that each of them needs is not.
+
+    Raises:
+        UsageError: There is one.
+    """
+    usual = {each.name: each.default for each in fields(group)}
+    for name, other in needed.items():
+        if getattr(group, name) != usual[name] and getattr(group, other) == usual[other]:
+            given, missing = flag(type(group), name), flag(type(group), other)
+            raise UsageError(f"{given} is given without {missing}.", f"Add {missing}, or leave {given} out.")
+
+
 def words_of(group: Any) -> list[str]:
     """A group of options as words of a command line; fields at their defaults are left out."""
     words: list[str] = []

@@ -196,7 +196,6 @@ def _keep_few_kernels() -> None:
 
 def _explain(error: BaseException) -> int:
     """Say what went wrong in a sentence; return the exit code."""
-
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("interrupted.")
         return exit_code_of_interrupt()
@@ -243,7 +242,6 @@ def _give_up_stdout() -> None:
 
 
 def _say(message: str) -> None:
-
     line = " ".join(terminal_safe(message, sys.stderr.encoding or "utf-8").split())
     _print(_wrapped(f"specbench: {line}"))
 

@@ -177,7 +177,6 @@ def _count(
     quiet: bool,
 ) -> None:
     """Count the tokens that a target writes, keep the counts, and say what so many of them cover."""
-
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.bench.encoding import encode_turns
@@ -227,7 +226,6 @@ def _find_tree(
     quiet: bool,
 ) -> None:
     """Count what is kept of a drafter's candidates by rank, choose a tree and keep it."""
-
     if not seconds > 0:
         raise UsageError(f"The time for decoding is {seconds:g} s.", "Give more than 0.")
     spec = parse_drafter(drafter)
@@ -288,7 +286,6 @@ def _closing(
 
 
 def _tree_as_json(found: TreeCalibration) -> str:
-
     counts = [
         {"depth": depth, "rank": rank, "tested": tested, "kept": kept}
         for (depth, rank), (tested, kept) in sorted(found.counts.items())
@@ -304,7 +301,6 @@ def _tree_as_json(found: TreeCalibration) -> str:
 
 
 def _tree_as_text(found: TreeCalibration, target: Target) -> str:
-
     choice = found.choice
     lines = [f"rank  kept at so many of {choice.tested} nodes"]
     lines += [f"{rank:4}  {share:6.1%}" for rank, share in enumerate(found.shares, start=1)]
@@ -335,7 +331,6 @@ def _as_json(found: Calibration) -> str:
 
 
 def _as_text(found: Calibration, target: Target) -> str:
-
     choice = found.choice
     names = [str(candidate.form) for candidate in found.path]
     width = max(map(len, names))

@@ -210,5 +210,4 @@ class _Talk:
 
 
 def _say(line: str) -> None:
-
     typer.echo(terminal_safe(line, sys.stderr.encoding or "utf-8"), err=True)

@@ -24,6 +24,7 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
     quantised,
+    require,
 )
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
@@ -106,16 +107,13 @@ class _Checked:
     ] = None
 
     def __post_init__(self) -> None:
-
         if self.outputs is not None and (self.prompts or self.category):
             raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
         if self.bias is not None and not 0 < self.bias <= _LARGEST_BIAS:
             raise UsageError(f"--bias is {self.bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise UsageError(f"--minutes is {self.minutes:g}.", "Give more than 0.")
-        given = [name for name in ("minutes", "bias") if getattr(self, name) is not None]
-        if given and not self.sample:
-            raise UsageError(f"--{given[0]} is given without --sample.", "Add --sample, or leave it out.")
+        require(self, minutes="sample", bias="sample")
 
 
 def check(
@@ -153,7 +151,6 @@ def check(
 
     docs/check.md says what is checked, and when a difference is a numerical tie.
     """
-
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     with starting(quiet) as progress:
         from specbench.decoding.sampling import Sampling
@@ -276,7 +273,6 @@ class _DecodingJob:
 
         The target is loaded once: ``transformers`` decodes with it before its layers are packed.
         """
-
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
         from specbench.cli.setting import tokenizer_notes
@@ -366,7 +362,6 @@ class _DecodingJob:
 
     def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
         """Ids and token ids of the prompts that leave room for an answer; of conversations, the first turn."""
-
         encoded = [
             (prompt.id, self.request.encode(model, prompt.turns[0], prompt.system)) for prompt in prompts
         ]
@@ -388,7 +383,6 @@ class _DecodingJob:
         prompts: Sequence[tuple[str, list[int]]],
         progress: Progress,
     ) -> list[Any]:
-
         from specbench.check.reference import ReferenceSettings, reference_output
 
         decoding = self.request.recipe.decoding

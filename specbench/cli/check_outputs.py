@@ -98,7 +98,6 @@ class OutputsJob:
 
 
 def _reason(error: BaseException) -> str:
-
     return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
 
 

@@ -69,7 +69,6 @@ class CheckRequest:
 
     def write(self, figures: dict[str, Any]) -> None:
         """Print one JSON object."""
-
         write_out(json.dumps(figures, allow_nan=False) + "\n")
 
 

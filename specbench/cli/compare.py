@@ -81,7 +81,6 @@ def compare(
     traceback: TracebackOption = False,  # noqa: ARG001 - see TracebackOption
 ) -> None:
     """Compare two runs, or two configurations of one: A / B with its 95% interval, and whether A is faster."""
-
     if markdown and as_json:
         raise UsageError("--markdown and --json exclude each other.", "Give one of them.")
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):

@@ -84,7 +84,6 @@ def _exported(
     engine: Engine, source: Path, wanted: str | None, gamma: int | None
 ) -> tuple[Setting, Export, str]:
     """The setting that is meant, its export, and what it is from."""
-
     from specbench.config import PROVISIONAL, read_config
     from specbench.tune.export.engines import export_fastest, export_setting
     from specbench.tune.export.setting import setting_of_config, setting_of_run, settings_of_run

@@ -24,6 +24,7 @@ from specbench.options import (
     LengthOptions,
     ModelOptions,
     SamplingOptions,
+    require,
 )
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 from specbench.textsafe import counted
@@ -84,11 +85,7 @@ class _Shown:
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no summary.")] = False
 
     def __post_init__(self) -> None:
-
-        if self.repeats is not None and not self.compare:
-            raise UsageError(
-                "--repeats is given without --compare.", "Add --compare, or leave --repeats out."
-            )
+        require(self, repeats="compare")
 
     @property
     def at_once(self) -> bool:
@@ -198,7 +195,6 @@ def _paint(json_output: bool) -> Paint:
     Raises:
         UsageError: The output cannot show it.
     """
-
     from rich.console import Console
 
     from specbench.decoding.origins import painted
@@ -350,7 +346,6 @@ def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
 def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec) -> dict[str, str]:
     """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter. ``text`` is
     what it shows of the text if little of it is accepted."""
-
     if drafter.is_plain:
         return {}
     found = {}
@@ -391,7 +386,6 @@ def _run(
     Raises:
         KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
     """
-
     from specbench.bench.pairs import Pairs, predict
     from specbench.cli.summary import show_summary
     from specbench.decoding.metrics import summary
@@ -467,7 +461,6 @@ def _shown_options(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> None:
     """Run to the end, or to Ctrl-C. The watchers see the end whatever it was."""
-
     done = 0
     try:
         with StageProgress(quiet, animated=False) as progress:
@@ -483,7 +476,6 @@ def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: i
 
 def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     """The plain run, and where the tokens of a pair part."""
-
     from specbench.backends.torch.parity import find_difference
     from specbench.decoding.metrics import summary
 

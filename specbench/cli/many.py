@@ -15,7 +15,7 @@ from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress
 from specbench.cli.watchers import write_out
 from specbench.errors import RunError, UsageError
-from specbench.options import PROMPT
+from specbench.options import PROMPT, require
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -82,17 +82,9 @@ class ManyOptions:
     ] = None
 
     def __post_init__(self) -> None:
-
-        for name, value in (
-            ("--batch", self.batch),
-            ("--kv-memory", self.kv_memory),
-            ("--kv-pool", self.kv_pool),
-            ("--disable-by-batch-size", self.disable_by_batch_size),
-        ):
-            if value is not None and not self.prompts:
-                raise UsageError(
-                    f"{name} is given without --prompts.", "Add --prompts FILE, or leave it out."
-                )
+        require(
+            self, batch="prompts", kv_memory="prompts", kv_pool="prompts", disable_by_batch_size="prompts"
+        )
 
     def refuse(self, given: Sequence[str], recipe: Recipe) -> None:
         """Refuse what is for one prompt.
@@ -101,7 +93,6 @@ class ManyOptions:
             given: What stands on the command line of that.
             recipe: What is asked for.
         """
-
         if given:
             raise UsageError(
                 f"{given[0]} is for one prompt, and --prompts decodes many.", "Leave one of them out."
@@ -111,7 +102,6 @@ class ManyOptions:
 
 def refuse_for_many(recipe: Recipe) -> None:
     """Refuse what cannot serve several requests side by side."""
-
     if recipe.caching.kind in ("static", "compiled"):
         raise UsageError(
             "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",

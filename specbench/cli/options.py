@@ -407,7 +407,6 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
     Raises:
         UsageError: Bit-exact or compiled passes with another cache than theirs, or both.
     """
-
     if caching.bit_exact and caching.compiled:
         raise UsageError("--bit-exact and --compile exclude each other.", "Give one of the two.")
     chosen = bool(given(ctx, "cache"))

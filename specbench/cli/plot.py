@@ -151,5 +151,4 @@ def _has_display() -> bool:
 
 
 def _hint(message: str) -> None:
-
     typer.echo(f"specbench: {' '.join(terminal_safe(message).split())}", err=True)

@@ -99,7 +99,6 @@ class StageProgress(AbstractContextManager["StageProgress"]):
             self._bar.refresh()
 
     def _begin(self, stage: str, total: int | None) -> None:
-
         if self._stage is not None:
             self._bar.remove_task(self._stage[1])
         shown = " ".join(terminal_safe(stage, self._console.encoding).split())

@@ -53,7 +53,6 @@ def report(
 
 def _folders(runs: list[Path], out: Path | None) -> list[Path]:
     """Where the report of each run goes."""
-
     if out is None:
         return runs
     if len(runs) == 1:
@@ -79,5 +78,4 @@ def _write(run: Path, folder: Path) -> None:
 
 
 def _hint(message: str) -> None:
-
     typer.echo(f"specbench: {' '.join(terminal_safe(message).split())}", err=True)

@@ -66,7 +66,6 @@ def with_trees(
     Raises:
         UsageError: There is no such tree, or siblings are asked for twice.
     """
-
     rules, taken = list(policies), dict(options)
     for tree in map(parse_tree, trees):
         if not isinstance(tree, int):
@@ -88,7 +87,6 @@ def asked_rule(
     Raises:
         UsageError: There is no such rule, or an option that it lacks.
     """
-
     policies, options = with_trees([length_policy] if length_policy else [], [tree] if tree else [], options)
     if len(policies) > 1:
         raise UsageError(
@@ -121,7 +119,6 @@ def length_rules(
     Raises:
         UsageError: An option that none of the rules takes, or one rule twice.
     """
-
     starts: Sequence[int | None] = gammas or [None]
     if not specs:
         asked = [
@@ -153,7 +150,6 @@ def refuse_siblings(rules: Sequence[RuleSpec], chained: str) -> None:
     Raises:
         UsageError: One of them does: its passes sum up what another one's do in another order.
     """
-
     for rule in rules:
         if rule.kind.tree:
             raise UsageError(f"{chained} does not go with trees, as in {rule}.", "Draft chains.")

@@ -152,7 +152,6 @@ def _bound(host: str, port: int) -> socket.socket:
     Raises:
         UsageError: The address cannot be had.
     """
-
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind)

@@ -200,7 +200,6 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
 
 def _refuse_without_servers(ctx: typer.Context) -> None:
     """Refuse what is for servers alone."""
-
     if written := opt.given(ctx, "api", "timeout", "check_outputs"):
         raise UsageError(f"{', '.join(written)}: for servers alone.", "Add --server NAME=URL.")
 
@@ -212,7 +211,6 @@ def _default_rules(temperatures: Sequence[float]) -> list[str]:
 
 def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
     """Refuse lengths that nothing is drafted by."""
-
     if opt.given(ctx, "gamma"):
         takes = next((rule for rule in rules if rule.takes("gamma")), None)
         raise UsageError(
@@ -223,7 +221,6 @@ def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
 
 
 def _refuse_fixed_shapes(cache: str) -> None:
-
     if cache in ("static", "compiled"):
         raise UsageError(
             "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",

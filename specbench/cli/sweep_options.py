@@ -180,7 +180,6 @@ class ResultsOptions:
     ] = False
 
     def __post_init__(self) -> None:
-
         if not self.resume and (self.accept_changes or self.retry_failed):
             raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
         if self.accept_changes and self.out is None:

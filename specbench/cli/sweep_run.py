@@ -75,7 +75,6 @@ def describe_sources(
 
 def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepOptions) -> Path:
     """The folder of the run: the given one, with ``--resume`` the newest unfinished run like this one, or a new one."""
-
     from specbench.results.store import RunStore
 
     if results.out is not None:
@@ -167,7 +166,6 @@ def _counted_cells(cells: Sequence[Cell]) -> str:
 
 
 def _categories(prompts: Sequence[Prompt]) -> str:
-
     return ", ".join(f"{name} {count}" for name, count in Counter(p.category for p in prompts).items())
 
 

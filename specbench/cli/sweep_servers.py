@@ -132,7 +132,6 @@ def sweep_servers(
 
 def _refuse_with_servers(ctx: typer.Context, servers: ServerOptions, *, known: bool) -> None:
     """Refuse what says how models decode."""
-
     taken = {"max_new_tokens", "ignore_eos", *(("model_defaults",) if servers.check_outputs else ())}
     others = [each.name for each in fields(DecodingOptions) if each.name not in taken]
     loading = () if servers.check_outputs else (ModelOptions,)
@@ -147,7 +146,6 @@ def _refuse_with_servers(ctx: typer.Context, servers: ServerOptions, *, known: b
 
 def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
     """The keys that the environment holds, by the names of their servers."""
-
     found = {
         spec.name: os.environ[spec.key_variable].strip() for spec in specs if spec.key_variable in os.environ
     }

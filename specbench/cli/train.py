@@ -237,7 +237,6 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
 
 
 def _tell(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:
-
     speedup = best.speedup(kind)
     if as_json:
         found = {"folder": str(out), "best": asdict(best), "expected_speedup": speedup}

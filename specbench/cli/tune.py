@@ -235,7 +235,6 @@ def tune(
 
 def _there_already(out: Path) -> UsageError:
     """A refusal to overwrite, with the command as it was typed, once with the next free name and once to overwrite."""
-
     free = next(path for n in count(2) if not (path := out.with_name(f"{out.stem}-{n}{out.suffix}")).exists())
     words = [*sys.argv[1:], "--overwrite"], [*sys.argv[1:], "--out", str(free)]
     return UsageError(
@@ -247,7 +246,6 @@ def _there_already(out: Path) -> UsageError:
 
 def _sweep(options: Any, prompts: Any, loaded: Loaded, base: Recipe) -> Sweep:
     """The grid of everything that is loaded."""
-
     from specbench.bench.grid import Sweep
     from specbench.tune.loading import configurations
 
@@ -258,7 +256,6 @@ def _sweep(options: Any, prompts: Any, loaded: Loaded, base: Recipe) -> Sweep:
 
 def _folder(results: _Results, target: str) -> Path:
     """The folder of the run: the given one, with ``--resume`` the newest that left something open, or a new one."""
-
     from specbench.results.store import RunStore, stored_runs
 
     if results.results is not None:

@@ -43,7 +43,6 @@ class TraceOutput:
     """
 
     def __init__(self, path: Path | None, debug: bool) -> None:
-
         self._path, self._view, self._file = path, None, None
         self._problem: str | None = None
         self._held: list[Event] | None = []  # what comes before the first pass; None behind it
@@ -105,7 +104,6 @@ class TraceOutput:
 
     def complain(self) -> None:
         """Raise if the file does not hold everything."""
-
         if self._problem is not None:
             raise RunError(
                 f"The trace file {str(self._path)!r} is not complete: {self._problem}.",
@@ -282,7 +280,6 @@ def tokens_of(record: Prefill | Step) -> tuple[int, ...]:
 
 def write_out(text: str) -> None:
     """Text to stdout at once; a terminal gets it without the characters that would steer it."""
-
     if text:
         sys.stdout.write(terminal_safe(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
         sys.stdout.flush()
