@@ -122,7 +122,7 @@ def sweep(
     _check_costs(options, engine)
     job = SweepJob(Sweep(options, chosen, tuple(configs)), engine, folder, quiet)
     with job.open_store(sources, accept_changes=results.accept_changes) as store:
-        job.say_at_start(start, job.found(store, retry_failed=results.retry_failed), notes)
+        job.say_at_start(start, notes, job.going_on(store, retry_failed=results.retry_failed))
         code = job.run(store, retry_failed=results.retry_failed)
     if code:
         raise typer.Exit(code)

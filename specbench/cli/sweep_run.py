@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
+    from specbench.results.summary import Summary
     from specbench.specs.drafters import DrafterSpec
 
 from specbench.cli.sweep_options import ResultsOptions
@@ -178,8 +179,11 @@ def print_line(line: str) -> None:
     console.print(Text(terminal_safe(line, console.encoding)), soft_wrap=not console.is_terminal)
 
 
-class SweepJob:
-    """A sweep with its models loaded, or its servers reached."""
+class RunJob:
+    """Something that measures into the folder of a run, with its models loaded, or its servers reached."""
+
+    advice: str
+    """What to do about a run in the folder that was made otherwise."""
 
     def __init__(self, sweep: Sweep, engine: Engine[Any], folder: Path, quiet: bool) -> None:
         from rich.console import Console
@@ -187,7 +191,12 @@ class SweepJob:
         self.sweep, self.engine, self.folder, self.quiet = sweep, engine, folder, quiet
         self.console = Console(stderr=True, highlight=False)
 
-    def open_store(self, sources: dict[str, Any], *, accept_changes: bool) -> RunStore:
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipes of configurations, with models as they were named."""
+        return {each.id: each.recipe for each in self.sweep.configs if each.recipe is not None}
+
+    def open_store(self, sources: dict[str, Any], *, accept_changes: bool = False) -> RunStore:
         """A new run, or the stored one if it is the same as this."""
         from specbench.bench.manifest import command_line, open_run
 
@@ -198,9 +207,56 @@ class SweepJob:
             sources=sources,
             command=command_line(sys.argv[1:]),
             heads=self.engine.heads,
-            advice="Restore that, give another --out, or add --accept-changes to go on all the same.",
+            advice=self.advice,
             accept_changes=accept_changes,
         )
+
+    def say_at_start(self, start: Any, notes: Sequence[str], going_on: str | None) -> None:
+        """What the machine is like, what there is to say of models, and that a run goes on (``None``: it begins)."""
+        from specbench.results.advice import at_start
+
+        for note in notes:
+            self.say(f"note: {note}")
+        for warning in at_start(start):
+            self.warn(warning)
+        if going_on is not None and not self.quiet:
+            self.say(f"Going on with {self.folder}{going_on}.")
+
+    def write_summary(self, summary: Summary, text: str) -> None:
+        """The table and the answer in two files."""
+        from specbench.files import write_text
+        from specbench.results.store import write_csv
+
+        try:
+            write_csv(summary.frame, self.folder / "summary.csv")
+            write_text(self.folder / "summary.md", text)
+        except OSError as error:
+            raise RunError(
+                f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
+                "What was measured is kept.",
+            ) from error
+
+    def warn(self, warning: RunWarning) -> None:
+        """A warning to stderr."""
+        self.say(f"{warning.severity}: {warning.message} {warning.advice}")
+
+    def say(self, line: str) -> None:
+        """A line to stderr."""
+        from rich.text import Text
+
+        text = Text(terminal_safe(line, self.console.encoding))
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
+
+
+class SweepJob(RunJob):
+    """A sweep."""
+
+    advice = "Restore that, give another --out, or add --accept-changes to go on all the same."
+
+    def going_on(self, store: RunStore, *, retry_failed: bool) -> str | None:
+        """For ``say_at_start``: how many are there."""
+        found = self.found(store, retry_failed=retry_failed)
+        return f": {found} there" if found else None
 
     def found(self, store: RunStore, *, retry_failed: bool) -> str:
         """How many of the generations that are to be measured are stored; empty if none is."""
@@ -211,17 +267,6 @@ class SweepJob:
     @property
     def _cells(self) -> str:
         return "groups of requests" if self.sweep.options.batches else "generations"
-
-    def say_at_start(self, start: Any, found: str, notes: Sequence[str]) -> None:
-        """What the machine is like, what is not measured, and what is there already."""
-        from specbench.results.advice import at_start
-
-        for note in notes:
-            self.say(f"note: {note}")
-        for warning in at_start(start):
-            self._warn(warning)
-        if found and not self.quiet:
-            self.say(f"Going on with {self.folder}: {found} there.")
 
     def run(self, store: RunStore, *, retry_failed: bool) -> int:
         """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
@@ -247,7 +292,7 @@ class SweepJob:
                 self._summarise(results)
         finally:  # also when nobody takes the table
             for warning in warnings:
-                self._warn(warning)
+                self.warn(warning)
             if interrupted:
                 self.say(
                     f"Interrupted. {self.found(store, retry_failed=retry_failed) or f'No {self._cells} are'} in"
@@ -268,42 +313,23 @@ class SweepJob:
 
         from specbench.cli.sweep_display import show_answer
         from specbench.config import FILE_NAME
-        from specbench.files import write_text
         from specbench.results.requests import request_rows
-        from specbench.results.store import write_csv
         from specbench.results.summary import categorize, summarize
         from specbench.show import tables
         from specbench.show.answer import answer_markdown, find_answers
 
         summary, categories, requests = summarize(results), categorize(results), request_rows(results)
         shown = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
+        paragraphs = [
+            part for each in find_answers(results, summary, categories) for part in answer_markdown(each)
+        ]
+        paragraphs += [tables.to_markdown(each) for each in shown]
         try:
-            write_csv(summary.frame, self.folder / "summary.csv")
-            paragraphs = [
-                part for each in find_answers(results, summary, categories) for part in answer_markdown(each)
-            ]
-            paragraphs += [tables.to_markdown(each) for each in shown]
-            write_text(self.folder / "summary.md", "\n\n".join(paragraphs))
-        except OSError as error:
-            raise RunError(
-                f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
-                "What was measured is kept.",
-            ) from error
+            self.write_summary(summary, "\n\n".join(paragraphs))
         finally:
             console = Console(highlight=False)
-            recipes = {each.id: each.recipe for each in self.sweep.configs if each.recipe is not None}
             more = ["--no-config"] if Path(FILE_NAME).is_file() else []
-            for answer in find_answers(results, summary, categories, recipes, more):
+            for answer in find_answers(results, summary, categories, self.recipes, more):
                 show_answer(answer, console)
             for each in shown:
                 tables.render_terminal(each, console)
-
-    def _warn(self, warning: RunWarning) -> None:
-        self.say(f"{warning.severity}: {warning.message} {warning.advice}")
-
-    def say(self, line: str) -> None:
-        """A line to stderr."""
-        from rich.text import Text
-
-        text = Text(terminal_safe(line, self.console.encoding))
-        self.console.print(text, soft_wrap=not self.console.is_terminal)

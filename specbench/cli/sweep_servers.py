@@ -119,8 +119,8 @@ def sweep_servers(
         RunStore.check_writable(folder)
         job = SweepJob(sweep, engine, folder, quiet)
         with job.open_store(sources, accept_changes=results.accept_changes) as store:
-            found = job.found(store, retry_failed=results.retry_failed)
-            job.say_at_start(start, found, _server_notes(engine))
+            going_on = job.going_on(store, retry_failed=results.retry_failed)
+            job.say_at_start(start, _server_notes(engine), going_on)
             code = job.run(store, retry_failed=results.retry_failed)
         if engine.unjudged:
             job.say(f"Outputs that part were not judged. {engine.unjudged}")

@@ -20,6 +20,7 @@ import typer
 from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
+from specbench.cli.sweep_run import RunJob, describe_sources
 from specbench.cli.watchers import write_out
 from specbench.errors import RunError, UsageError
 from specbench.options import (
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from specbench.errors import UsageError
     from specbench.recipe import Recipe
     from specbench.results.results import Results
-    from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
     from specbench.tune.answer import Answer
     from specbench.tune.loading import Loaded
@@ -161,7 +161,6 @@ def tune(
     from specbench.bench.engines.own import check_engine
     from specbench.bench.grid import Sweep, SweepOptions, parse_policies
     from specbench.bench.prompts import load_prompts
-    from specbench.cli.sweep_run import describe_sources
     from specbench.decoding.clocks import WallClock
     from specbench.decoding.sampling import Sampling
     from specbench.files import explained, require_writable
@@ -224,7 +223,7 @@ def tune(
             )
     job = _Job(_sweep(options, chosen, loaded, base), loaded, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
-        job.say_at_start(start, resumed=stored is not None)
+        job.say_at_start(start, job.notes, None if stored is None else "")
         until = began + 60 * asked.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * asked.minutes)
         found = job.search(store, clock, 60 * asked.minutes, until, progress)
         answer = job.answer(found, store)
@@ -287,40 +286,21 @@ def _wrapped(text: str) -> str:
     )
 
 
-class _Job:
+class _Job(RunJob):
     """A search with its models loaded."""
 
+    advice = "Restore that, or give other --results."
+
     def __init__(self, sweep: Sweep, loaded: Loaded, folder: Path, quiet: bool) -> None:
-        from rich.console import Console
+        super().__init__(sweep, loaded.engine, folder, quiet)
+        self.loaded = loaded
 
-        self.sweep, self.loaded, self.folder, self.quiet = sweep, loaded, folder, quiet
-        self.console = Console(stderr=True, highlight=False)
-
-    def open_store(self, sources: dict[str, Any]) -> RunStore:
-        """A new run, or the stored one if it is the same as this."""
-        from specbench.bench.manifest import command_line, open_run
-
-        return open_run(
-            self.folder,
-            self.sweep,
-            target=self.loaded.engine.describe_target(self.sweep.options.decoding),
-            sources=sources,
-            command=command_line(sys.argv[1:]),
-            heads=self.loaded.engine.heads,
-            advice="Restore that, or give other --results.",
-        )
-
-    def say_at_start(self, start: Any, *, resumed: bool) -> None:
-        """What the machine is like, and what there is to say of the models."""
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of the models."""
         from specbench.cli.setting import tokenizer_notes
-        from specbench.results.advice import at_start
 
-        for note in (*self.loaded.notes, *tokenizer_notes(self.loaded.engine.drafters.values())):
-            self._say(f"note: {note}")
-        for warning in at_start(start):
-            self._warn(warning)
-        if resumed and not self.quiet:
-            self._say(f"Going on with {self.folder}.")
+        return [*self.loaded.notes, *tokenizer_notes(self.loaded.engine.drafters.values())]
 
     def search(
         self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
@@ -348,7 +328,7 @@ class _Job:
             shown = self._standing(race, until - clock.now())
             progress.update(f"racing: {shown}", 0, None)
             if race.due and not self.quiet and not self.console.is_terminal:
-                self._say(shown)
+                self.say(shown)
 
         try:
             found = search.run(show)
@@ -360,7 +340,7 @@ class _Job:
         return found
 
     def _say_interrupted(self) -> None:
-        self._say(
+        self.say(
             f"Interrupted. What is measured is in {self.folder}; to go on, run the same command with --results"
             f" {self.folder} --resume --overwrite."
         )
@@ -405,11 +385,15 @@ class _Job:
     ) -> None:
         """Write and print the answer."""
         from specbench.results.results import load_results
+        from specbench.results.summary import summarize
+        from specbench.show import tables
         from specbench.show.tables import spelled_out
-        from specbench.tune.answer import as_json, as_text, exports, exports_json, exports_text
+        from specbench.tune.answer import as_json, as_markdown, as_text, exports, exports_json, exports_text
 
         results = load_results(self.folder)
-        self._write_summary(answer, results)
+        summary = summarize(results)
+        table = tables.to_markdown(tables.summary_sheet(summary))
+        self.write_summary(summary, "\n".join([as_markdown(answer), table]))
         written = self._write_configuration(answer, out, cache)
         exported = exports(results, self.folder) if found.race.verdict == "faster" else []
         if json_output:
@@ -427,44 +411,21 @@ class _Job:
             encoding = sys.stdout.encoding or "utf-8"
             write_out(terminal_safe(spelled_out(_wrapped(text), encoding), encoding))
         for warning in found.warnings:
-            self._warn(warning)
+            self.warn(warning)
         if written:
-            self._say(
+            self.say(
                 f"{out} is written{', marked as provisional' if answer.provisional else ''}: generate, chat, serve,"
                 " sweep and check read it in this folder, or with --config."
             )
-        self._say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
+        self.say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
 
     def _command(self, results: Results) -> str:
         """What decodes as the answer says, with models as they were typed, which nothing stored repeats."""
         from specbench.results.summary import categorize, summarize
         from specbench.show.answer import find_answers
 
-        recipes = {each.id: each.recipe for each in self.sweep.configs if each.recipe is not None}
-        (answer,) = find_answers(results, summarize(results), categorize(results), recipes)
+        (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
         return f"\nDecode like that:\n    {answer.command}\n" if answer.command else ""
-
-    def _write_summary(self, answer: Answer, results: Results) -> None:
-        """The answer and the table of the run, as a sweep has them."""
-        from specbench.files import write_text
-        from specbench.results.store import write_csv
-        from specbench.results.summary import summarize
-        from specbench.show import tables
-        from specbench.tune.answer import as_markdown
-
-        summary = summarize(results)
-        try:
-            table = tables.to_markdown(tables.summary_sheet(summary))
-            write_csv(summary.frame, self.folder / "summary.csv")
-            write_text(
-                self.folder / "summary.md",
-                "\n".join([as_markdown(answer), table]),
-            )
-        except OSError as error:
-            raise RunError(
-                f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
-                "What was measured is kept.",
-            ) from error
 
     def _write_configuration(self, answer: Answer, out: Path, cache: str | None) -> bool:
         """The configuration, if one can say the answer; what it cannot say is told."""
@@ -477,7 +438,7 @@ class _Job:
         try:
             config, note = config_of(recipe, provisional=answer.provisional)
         except UsageError as error:
-            self._say(f"note: {out} is not written: {error}")
+            self.say(f"note: {out} is not written: {error}")
             return False
         try:
             write_config(
@@ -489,14 +450,5 @@ class _Job:
                 f"What was measured is in {str(self.folder)!r}; give another --out with --resume.",
             ) from error
         if note:
-            self._say(f"note: {note}")
+            self.say(f"note: {note}")
         return True
-
-    def _warn(self, warning: RunWarning) -> None:
-        self._say(f"{warning.severity}: {warning.message} {warning.advice}")
-
-    def _say(self, line: str) -> None:
-        from rich.text import Text
-
-        text = Text(terminal_safe(line, self.console.encoding))
-        self.console.print(text, soft_wrap=not self.console.is_terminal)
