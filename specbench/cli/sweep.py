@@ -11,20 +11,6 @@ import typer
 from specbench.cli import options as opt
 from specbench.cli.progress import starting
 from specbench.cli.rule import left_out, refuse_siblings, with_trees
-from specbench.errors import UsageError
-from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptions, ModelOptions
-from specbench.recipe import Recipe
-from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specbench.bench.engines.own import ModelEngine
-    from specbench.bench.grid import SweepOptions
-    from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.rules import RuleSpec
-
 from specbench.cli.sweep_options import (
     ComparedOptions,
     ExperimentOptions,
@@ -41,6 +27,19 @@ from specbench.cli.sweep_run import (
     show_dry_run,
 )
 from specbench.cli.sweep_servers import sweep_servers
+from specbench.errors import UsageError
+from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptions, ModelOptions
+from specbench.recipe import Recipe
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.bench.engines.own import ModelEngine
+    from specbench.bench.grid import SweepOptions
+    from specbench.specs.drafters import DrafterSpec
+    from specbench.specs.rules import RuleSpec
 
 
 def sweep(

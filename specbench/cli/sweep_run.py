@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
+from specbench.cli.sweep_options import ResultsOptions
 from specbench.errors import RunError, UsageError
 from specbench.recipe import Recipe
 from specbench.textsafe import terminal_safe
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from specbench.results.summary import Summary
     from specbench.specs.drafters import DrafterSpec
 
-from specbench.cli.sweep_options import ResultsOptions
 
 _FOLDER = Path("results")
 _BUSY = 1.25

@@ -11,19 +11,6 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress
-from specbench.errors import UsageError
-from specbench.options import DecodingOptions, LengthOptions, ModelOptions
-from specbench.recipe import Recipe
-from specbench.specs.models import parse_model
-from specbench.specs.servers import parse_servers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specbench.bench.engines.servers import ServerEngine
-    from specbench.results.load import LoadSnapshot
-    from specbench.specs.servers import ServerSpec
-
 from specbench.cli.sweep_options import (
     ComparedOptions,
     ExperimentOptions,
@@ -39,6 +26,19 @@ from specbench.cli.sweep_run import (
     refuse_taken,
     run_folder,
 )
+from specbench.errors import UsageError
+from specbench.options import DecodingOptions, LengthOptions, ModelOptions
+from specbench.recipe import Recipe
+from specbench.specs.models import parse_model
+from specbench.specs.servers import parse_servers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.bench.engines.servers import ServerEngine
+    from specbench.results.load import LoadSnapshot
+    from specbench.specs.servers import ServerSpec
+
 
 _HOW_MODELS_DECODE = (
     "drafter", "baseline", "assisted", "gamma", "length_policy", "tree", "keep_policy_state", "cache",
