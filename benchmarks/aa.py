@@ -39,9 +39,10 @@ from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
+from specbench.record import Estimate
 from specbench.results.compare import compare_configs
 from specbench.results.results import load_results
-from specbench.results.stats import Estimate, ratio_text, verdict
+from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter, LengthPolicy
     from specbench.decoding.request import DraftPolicy, Request
     from specbench.decoding.sampling import Sampling
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 BESIDE = 128
 """Tokens of a tree that may stand beside what fits into an output."""

@@ -33,7 +33,8 @@ from specbench.decoding.records import StepTimes
 from specbench.errors import RunError
 from specbench.files import try_lock
 from specbench.models.calibrations import FORMS, Choice
-from specbench.models.prepare import choice_key, load_target
+from specbench.models.drafters import choice_key
+from specbench.models.target import load_target
 from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize
 from specbench.show.answer import find_answers

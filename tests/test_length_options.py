@@ -30,7 +30,8 @@ from specbench.lengths import (
     parse_costs,
     read_costs,
 )
-from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
 from specbench.record import builtins
 from specbench.results.lines import StepLists
@@ -458,7 +459,7 @@ def test_generate_refuses_what_the_rule_does_not_read(
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("weights are loaded before the options are checked")
 
-    monkeypatch.setattr("specbench.models.prepare.load_target", unwanted)
+    monkeypatch.setattr("specbench.models.target.load_target", unwanted)
     call("generate", "the thing", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 

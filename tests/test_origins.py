@@ -16,7 +16,7 @@ from specbench.decoding.sampling import Multinomial
 from specbench.decoding.stops import LabelledText, TextStream
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength, build_policy
-from specbench.models.prepare import Target
+from specbench.models.target import Target
 
 PROMPT = [7, 41, 7, 19, 3, 200]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import Asking, Drafter, Pass, Rows
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
 
 _CONTEXT = 256  # tokens of context at which passes are timed

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, PreallocatedKVCache, make_cache
+from specbench.backends.torch.blocks import PoolUse
+from specbench.backends.torch.caches import KVCache, NoKVCache, PreallocatedKVCache, make_cache
 from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
-from specbench.backends.torch.pools import KVPool, PoolKind, PoolUse, fits_pools
+from specbench.backends.torch.pools import KVPool, PoolKind, fits_pools
 from specbench.backends.torch.scorer import Scorer
+from specbench.options import CacheKind
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 _AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)
 

@@ -22,7 +22,7 @@ from specbench.models.seats import Seats
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.generate import GenerationRun
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 Deliver: TypeAlias = Callable[[Event], None]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.lengths.load import Load as PassLoad
     from specbench.models.load import LanguageModel
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
     from specbench.recipe import Recipe
     from specbench.specs.rules import RuleSpec
@@ -638,7 +638,8 @@ def check_engine(
         UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8 or
             int4 target beside transformers, which would decode with the unquantised one.
     """
-    from specbench.models.prepare import check_models, refuse_keep
+    from specbench.models.drafters import refuse_keep
+    from specbench.models.prepare import check_models
 
     options = options or SweepOptions()
     check_models(base.target, drafters, base.models, progress=progress)
