@@ -30,7 +30,7 @@ from specbench.specs.rules import default_rule
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.models.seats import Seats
+    from specbench.backends.torch.seats import Seats
     from specbench.models.target import Target
 
 

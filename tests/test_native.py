@@ -40,6 +40,7 @@ from specbench.backends.torch.kernels.surgery import (
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.seats import Seats
 from specbench.decoding.protocols import Pass
 from specbench.decoding.records import Generation
 from specbench.decoding.tree import tree_mask
@@ -48,7 +49,6 @@ from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
-from specbench.models.seats import Seats
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
 from specbench.options import CacheKind
 
@@ -645,7 +645,7 @@ def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch: pyt
     assert "bytes" in (batch.why_apart or "")
     monkeypatch.setattr(trials, "_short_is_quick", lambda *_: False)
     other = rounded_target("Llama", 8)
-    seats = Seats(other, 256, 2)
+    seats = Seats(other.scorer, 256, 2)
     assert seats.why_apart is not None
     assert seats.use is None
     scorer, _ = seats.open(NoDraft())

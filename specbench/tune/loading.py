@@ -19,6 +19,7 @@ from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.errors import RunError, UsageError
+from specbench.export.engines import ENGINES, expresses
 from specbench.generate import encode_prompt
 from specbench.models.calibrations import read_choice
 from specbench.models.devices import resolve_device
@@ -32,7 +33,6 @@ from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
-from specbench.tune.export.engines import ENGINES, expresses
 
 if TYPE_CHECKING:
     from specbench.bench.grid import Config, Sweep, SweepOptions

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from specbench.export import engine
+from specbench.export.setting import Model, Setting
 from specbench.record import Json
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Model, Setting
 
 
 class LlamaCpp:

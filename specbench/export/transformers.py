@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from specbench.export import engine
+from specbench.export.setting import Model, Setting
 from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Model, Setting
 
 _MODEL = "AutoModelForCausalLM"
 _COUNT = """passes = []
