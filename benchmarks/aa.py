@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.bench.engines.own import Engine, ModelEngine, Outcome, load_engine
+from specbench.bench.engines.engine import Engine, Outcome
+from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Config, Sweep, SweepOptions
 from specbench.bench.manifest import describe_run

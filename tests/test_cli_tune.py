@@ -23,7 +23,8 @@ import specbench.bench.prompts
 import specbench.cli.tune
 import specbench.results.advice
 import specbench.tune.answer
-from specbench.bench.engines.own import ModelEngine, Outcome
+from specbench.bench.engines.engine import Outcome
+from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import Config
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import load_prompts

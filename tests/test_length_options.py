@@ -17,7 +17,8 @@ from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
 import specbench.generate
-from specbench.bench.engines.own import ModelEngine, Outcome
+from specbench.bench.engines.engine import Outcome
+from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_policies
 from specbench.bench.manifest import changes
 from specbench.cli import run

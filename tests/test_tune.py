@@ -16,7 +16,7 @@ from regret import FakeClock
 from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
 from stored_runs import run_json, step_lists
 
-from specbench.bench.engines.own import Outcome
+from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import find_differences

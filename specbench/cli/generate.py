@@ -197,7 +197,7 @@ def _paint(json_output: bool) -> Paint:
     """
     from rich.console import Console
 
-    from specbench.decoding.origins import painted
+    from specbench.show.painted import painted
 
     console = Console()
     if json_output:
