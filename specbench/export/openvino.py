@@ -37,7 +37,7 @@ class OpenVino:
             pipeline = {"draft_model": _folder(setting.assistant)}
             made = f'draft_model=openvino_genai.draft_model({_folder(setting.assistant)!r}, "CPU")'
             if setting.rule.word == "confidence":
-                threshold = setting.rule.options.get("confidence", 0.4)
+                threshold = setting.rule.options.get("threshold", 0.4)
                 config = {"assistant_confidence_threshold": threshold}
                 missing.append("The most tokens of a draft: a threshold excludes num_assistant_tokens.")
             differs.append(
