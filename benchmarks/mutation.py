@@ -761,7 +761,7 @@ MUTANTS = (
     Mutant(
         "a configuration may say anything of layers and windows",
         "models/checkpoints.py:read_config",
-        "misfit(read, _FIELDS)",
+        "msgspec.convert(read, _Facts)",
         "None",
         ("tests/test_ill_typed.py", "-k", "fields_of_a_model"),
     ),

@@ -104,8 +104,7 @@ def to_json(*records: Struct, indent: int | None = None) -> bytes:
 def wrong_field(error: ValueError) -> str:
     """Which field of a record an error of msgspec is about (``configs[0].gamma``); empty if it names none."""
     text = str(error)
-    _, _, place = text.rpartition("`$")
-    place = place.rstrip("`").removeprefix(".")
+    place = text.rpartition("`$")[2].rstrip("`").removeprefix(".") if "`$" in text else ""
     if "missing required field" in text:
         name = text.split("`")[1]
         return f"{place}.{name}" if place else name
@@ -120,3 +119,8 @@ def ratio(numerator: float, denominator: float) -> float:
 def rounded(value: float | None, digits: int = 9) -> float | None:
     """To the nanosecond: the rest is noise, and half of the file. ``None`` for what JSON has no number for."""
     return None if value is None or not math.isfinite(value) else round(float(value), digits)
+
+
+def not_json(constant: str) -> None:
+    """For ``json.loads(..., parse_constant=not_json)``: NaN and the infinities, which Python takes, are no JSON."""
+    raise ValueError(f"{constant} is no JSON.")

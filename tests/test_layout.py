@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
 FOLDERS = (
-    "_version errors progress record textsafe shapes",
+    "_version errors progress record textsafe",
     "files",
     "specs",
     "options",

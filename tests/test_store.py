@@ -487,6 +487,10 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path: Path) -> None:
         ),
         (json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
         (
+            json.dumps({"kind": "specbench-sweep", "schema": 1}),
+            "damaged: run_id is missing or holds what it cannot be",
+        ),
+        (
             json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
             "damaged: configs is missing or holds what it cannot be",
         ),

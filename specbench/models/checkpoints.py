@@ -10,9 +10,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -26,7 +28,7 @@ from specbench.files import reason
 from specbench.models.memory import available_memory
 from specbench.options import QuantisedName
 from specbench.progress import quiet_transformers
-from specbench.shapes import misfit
+from specbench.record import Record, wrong_field
 from specbench.textsafe import excerpt
 
 # -- what a configuration tells --------------------------------------------------------------------
@@ -35,22 +37,18 @@ MOST = 10_000
 """Far more layers or labels than any model has; of both `transformers` makes lists, however long."""
 
 
-def _layers(value: object) -> bool:
-    return type(value) is int and 0 < value < MOST
+Layers = Annotated[int, Meta(gt=0, lt=MOST)]
+Window = Annotated[int, Meta(ge=0, lt=2**31)] | bool
+"""So many tokens back that layers see; ``bool`` is how some say that they see all."""
 
 
-def _window(value: object) -> bool:
-    """Whether layers can see so many tokens back; ``bool`` is how some say that they see all."""
-    return isinstance(value, int) and 0 <= value < 2**31
+class _Facts(Record):
+    """What is read in configurations of any kind, whose classes do not all look at it."""
 
-
-_FIELDS = {
-    "architectures": (None, [str]),
-    "num_hidden_layers": (None, _layers),
-    "sliding_window": (None, _window),
-    "attention_chunk_size": (None, _window),
-}
-"""What is read in configurations of any kind, whose classes do not all look at it."""
+    architectures: list[str] | None
+    num_hidden_layers: Layers | None
+    sliding_window: Window | None
+    attention_chunk_size: Window | None
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
@@ -102,13 +100,16 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
                 copy, trust_remote_code=False, local_files_only=True
             )
             text = text_config(config)
-            read = {name: getattr(text, name, None) for name in _FIELDS} | {
+            read = {name: getattr(text, name, None) for name in _Facts.__struct_fields__} | {
                 "architectures": config.architectures
             }
         except Exception as error:  # configuration classes check their values in many ways
             raise RunError(f"The file {str(path)!r} is damaged: {excerpt(error).rstrip('.')}.") from error
-    if (wrong := misfit(read, _FIELDS)) is not None:
-        raise RunError(f"The file {str(path)!r} is damaged: {wrong} holds what it cannot be.")
+    try:
+        msgspec.convert(read, _Facts)
+    except ValueError as error:
+        wrong = wrong_field(error)
+        raise RunError(f"The file {str(path)!r} is damaged: {wrong} holds what it cannot be.") from None
     config.name_or_path = str(folder)
     check_config(config, name)
     return config

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
+
+import msgspec
 
 from specbench._version import __version__
-from specbench.decoding.records import FinishReason, Prefill, Step, StepTimes
+from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.errors import UsageError
-from specbench.record import Json
-from specbench.shapes import count, misfit, number
+from specbench.record import Count, Json, Number, Record, wrong_field
 
 TRACE_VERSION = 1
 """Version of the trace format, written in its header. 1: first release."""
@@ -206,12 +207,21 @@ def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
             in_trace = True
         if not isinstance(kind, str) or kind not in _EVENTS:
             raise UsageError(f"{name}, line {n} is broken: it is no event of a trace.", hint)
-        wrong = misfit(event, _EVENTS[kind], kind) or _misplaced(event)
+        wrong = _wrong(event, kind)
         if wrong is not None:
             raise UsageError(f"{name}, line {n} is broken: {wrong} is missing or wrong.", hint)
         yield event
     if not in_trace:
         raise UsageError(f"{name} is not a step trace: it is empty.", hint)
+
+
+def _wrong(event: Event, kind: str) -> str | None:
+    """Which field of an event is missing or holds what it cannot hold."""
+    try:
+        msgspec.convert(event, _EVENTS[kind])
+    except ValueError as error:
+        return f"{kind}.{wrong_field(error)}"
+    return _misplaced(event)
 
 
 def _misplaced(event: Event) -> str | None:
@@ -233,58 +243,76 @@ def _check_version(header: Event, name: str, number: int) -> None:
 
 
 # What an event must hold for the view to show it.
-_NUMBER = (number, None)
-_FINISH = ("eos", "stop-string", "length", "context-limit", None)
-_EVENTS: dict[str, Json] = {
-    "header": {
-        "target": str,
-        "drafter": str,
-        "dtype": str,
-        "options": dict,
-        "prompt_tokens": count,
-        "prompt_tail": str,
-        "greedy": bool,
-        "lossless": bool,
-    },
-    "prefill": {
-        "prompt_tokens": count,
-        "text": (str, None),
-        "time_s": number,
-        "finish_reason": _FINISH,
-        "probability": _NUMBER,
-    },
-    "step": {
-        "index": count,
-        "position": count,
-        "gamma": count,
-        "accepted": count,
-        "texts": [str],
-        "closing": ("corrected", "bonus", "target", None),
-        "closing_probability": _NUMBER,
-        "times": {each.name: number for each in fields(StepTimes)},
-        "finish_reason": _FINISH,
-        "policy": {str: _NUMBER},
-        "verdicts": [
-            {
-                "text": str,
-                "q": _NUMBER,
-                "p": _NUMBER,
-                "ratio": _NUMBER,
-                "r": _NUMBER,
-                "verdict": ("accepted", "rejected", "untested"),
-            }
-        ],
-        "siblings?": [{"place": count, "text": str}],
-        "parents?": [int],
-    },
-    "end": {
-        "finish_reason": _FINISH,
-        "new_tokens": count,
-        "steps": count,
-        "tokens_per_step": _NUMBER,
-        "drafted": count,
-        "accepted": count,
-        "acceptance_rate": _NUMBER,
-        "tokens_per_second": _NUMBER,
-    },
-}
+_Finish = Literal["eos", "stop-string", "length", "context-limit"] | None
+
+
+class _Header(Record, tag_field="event", tag="header"):
+    target: str
+    drafter: str
+    dtype: str
+    options: Json
+    prompt_tokens: Count
+    prompt_tail: str
+    greedy: bool
+    lossless: bool
+
+
+class _Prefill(Record, tag_field="event", tag="prefill"):
+    prompt_tokens: Count
+    text: str | None
+    time_s: Number
+    finish_reason: _Finish
+    probability: Number | None
+
+
+class _Times(Record):
+    draft_s: Number
+    verify_s: Number
+    accept_s: Number
+    rollback_s: Number
+    other_s: Number
+    draft_prefill_s: Number
+
+
+class _Verdict(Record):
+    text: str
+    q: Number | None
+    p: Number | None
+    ratio: Number | None
+    r: Number | None
+    verdict: Literal["accepted", "rejected", "untested"]
+
+
+class _Sibling(Record):
+    place: Count
+    text: str
+
+
+class _Step(Record, tag_field="event", tag="step"):
+    index: Count
+    position: Count
+    gamma: Count
+    accepted: Count
+    texts: list[str]
+    closing: Literal["corrected", "bonus", "target"] | None
+    closing_probability: Number | None
+    times: _Times
+    finish_reason: _Finish
+    policy: dict[str, Number | None]
+    verdicts: list[_Verdict]
+    siblings: list[_Sibling] = []
+    parents: list[int] = []
+
+
+class _End(Record, tag_field="event", tag="end"):
+    finish_reason: _Finish
+    new_tokens: Count
+    steps: Count
+    tokens_per_step: Number | None
+    drafted: Count
+    accepted: Count
+    acceptance_rate: Number | None
+    tokens_per_second: Number | None
+
+
+_EVENTS = {"header": _Header, "prefill": _Prefill, "step": _Step, "end": _End}

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.errors import UsageError
 from specbench.options import DecodingKeywords
-from specbench.record import Json
-from specbench.shapes import not_json
+from specbench.record import Json, not_json
 from specbench.textsafe import excerpt, one_line
 
 _FINISHED: Mapping[FinishReason, str] = {

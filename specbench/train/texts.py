@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial
@@ -25,7 +27,7 @@ from specbench.files import explained, refuse_link
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
-from specbench.shapes import count, misfit
+from specbench.record import Count
 from specbench.train.hidden_states import StateListener
 
 if TYPE_CHECKING:
@@ -44,8 +46,6 @@ _WARMER = (0.7, 1.0)
 _LINE_BYTES = 8
 """Of a token in a stored line."""
 
-_SHAPE = {"round": count, "prompt": count, "start": count, "tokens": [count]}
-
 
 @dataclass(frozen=True)
 class Text:
@@ -58,10 +58,10 @@ class Text:
         tokens: Ids of both; none for a prompt that does not fit the context.
     """
 
-    round: int
-    prompt: int
-    start: int
-    tokens: tuple[int, ...]
+    round: Count
+    prompt: Count
+    start: Count
+    tokens: tuple[Count, ...]
 
     @property
     def key(self) -> tuple[int, int]:
@@ -147,12 +147,10 @@ class TextStore:
 
 def _parsed(line: str) -> Text | None:
     try:
-        fields: Mapping[str, Any] = json.loads(line)
+        text = msgspec.json.decode(line, type=Text)
     except (ValueError, RecursionError):
         return None
-    if misfit(fields, _SHAPE) is not None or fields["start"] > len(fields["tokens"]):
-        return None
-    return Text(fields["round"], fields["prompt"], fields["start"], tuple(fields["tokens"]))
+    return None if text.start > len(text.tokens) else text
 
 
 def store_for(
