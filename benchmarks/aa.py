@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.bench.engines.engine import Engine, Outcome
-from specbench.bench.engines.own import ModelEngine, load_engine
+from specbench.bench.engines.own import Engine, ModelEngine, Outcome, load_engine
 from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Config, Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
@@ -40,10 +39,9 @@ from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
-from specbench.record import Estimate
 from specbench.results.compare import compare_configs
 from specbench.results.results import load_results
-from specbench.results.stats import ratio_text, verdict
+from specbench.results.stats import Estimate, ratio_text, verdict
 from specbench.results.store import RunStore
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -51,8 +49,7 @@ from specbench.specs.models import parse_model
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
     from specbench.decoding.drafts import Draft, StepOutcome
-    from specbench.decoding.protocols import Asking, Drafter, LengthPolicy
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import Asking, Drafter
 
 PLAIN, X, ITSELF, SLOWED = "plain", "x", "itself", "slowed"
 COVERED, SLOWER = 17 / 20, 18 / 20
@@ -68,21 +65,22 @@ class Slowed:
 
     def __init__(self, drafter: Drafter, share: float) -> None:
         self.drafter, self.share = drafter, share
-        self._began = 0.0
+        self._began: float | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
 
-    def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Asking[Draft]:
         self._began = time.perf_counter()  # the loop asks for a proposal first
-        return self.drafter.propose(context, room, policy, sampling, random)
+        return self.drafter.propose(*arguments)
 
     def update(self, outcome: StepOutcome) -> None:
         self.drafter.update(outcome)  # and this is the last thing it asks for in a step
+        if self._began is None:  # nothing was proposed: the target has read the prompt
+            return
         now = time.perf_counter()
         pause(now + self.share * (now - self._began))
+        self._began = None
 
 
 def pause(until: float) -> None:

@@ -404,8 +404,8 @@ MUTANTS = (
     Mutant(
         "siblings under transforms that look back",
         "decoding/loop.py:decode",
-        "siblings.most > 0 and verification.takes_trees and not sampling.looks_back",
-        "siblings.most > 0 and verification.takes_trees",
+        "policy.siblings.most > 0 and verification.takes_trees and not sampling.looks_back",
+        "policy.siblings.most > 0 and verification.takes_trees",
         ("tests/test_model_defaults.py", "-k", "siblings"),
     ),
     # -- transforms ------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ MUTANTS = (
     ),
     Mutant(
         "logits of a trimmed head stand in wrong places",
-        "models/drafters.py:wrap_drafter",
+        "models/prepare.py:wrap_drafter",
         "torch.tensor(draftable)",
         "torch.tensor(draftable).flip(0)",
         ("tests/test_vocabulary.py",),
@@ -482,7 +482,7 @@ MUTANTS = (
     ),
     Mutant(
         "the chat template's end of turn is no end",
-        "models/tokenizers.py:end_ids_of",
+        "models/load.py:end_ids_of",
         "[tokenizer.eos_token_id, end_of_turn(tokenizer)]",
         "[tokenizer.eos_token_id]",
         ("tests/test_models.py", "-k", "end_ids"),
@@ -546,21 +546,21 @@ MUTANTS = (
     ),
     Mutant(
         "the preallocated window lacks a position",
-        "backends/torch/cache_layers.py:PreallocatedSlidingLayer.update",
+        "backends/torch/caches.py:PreallocatedSlidingLayer.update",
         "self.sliding_window - 1",
         "self.sliding_window - 2",
         CACHES,
     ),
     Mutant(
         "the preallocated cache keeps one position more",
-        "backends/torch/cache_layers.py:PreallocatedLayer.keep",
+        "backends/torch/caches.py:PreallocatedLayer.keep",
         "max(length, 0)",
         "max(length, 0) + 1",
         CACHES,
     ),
     Mutant(
         "native passes write where keys and values were",
-        "backends/torch/cache_layers.py:Held.lengthen",
+        "backends/torch/caches.py:Held.lengthen",
         "layer.used != length or layer.keys is not keys",
         "layer.used != length",
         ("tests/test_native.py", "-k", "in_between"),
@@ -568,7 +568,7 @@ MUTANTS = (
     Mutant(
         "the prompt and drafts of a first pass go in together",
         "backends/torch/caches.py:DynamicKVCache.reset",
-        "any(forgets(layer) for layer in self._cache.layers)",
+        "any(_forgets(layer) for layer in self._cache.layers)",
         "False",
         CACHES,
     ),
@@ -581,7 +581,7 @@ MUTANTS = (
     ),
     Mutant(
         "what was no number stays in the cache",
-        "backends/torch/cache_layers.py:clean",
+        "backends/torch/caches.py:_clean",
         "if not held.sum().isfinite(): held.zero_()",
         "held.sum()",
         ("tests/test_caches.py", "-k", "spoils"),
@@ -602,7 +602,7 @@ MUTANTS = (
     ),
     Mutant(
         "an int8 target gets passes that depend on their width",
-        "models/target.py:default_cache",
+        "models/prepare.py:default_cache",
         'return "preallocated"',
         'return "dynamic"',
         ("tests/test_bitexact.py", "-k", "int8"),
@@ -883,21 +883,21 @@ MUTANTS = (
     ),
     Mutant(
         "a request writes into blocks that others share",
-        "backends/torch/blocks.py:Blocks.extend",
+        "backends/torch/pools.py:Blocks.extend",
         "shared = [i for i in written if self._holders[blocks[i]] > 1]",
         "shared: list[int] = []",
         BLOCKS,
     ),
     Mutant(
         "a request that is rolled back keeps a block too many",
-        "backends/torch/blocks.py:Blocks.truncate",
+        "backends/torch/pools.py:Blocks.truncate",
         "-(-length // self.size)",
         "length // self.size + 1",
         BLOCKS,
     ),
     Mutant(
         "blocks are shared whatever stands before them",
-        "backends/torch/blocks.py:Blocks._digest",
+        "backends/torch/pools.py:Blocks._digest",
         "before + part.tobytes()",
         "part.tobytes()",
         BLOCKS,
@@ -933,14 +933,14 @@ MUTANTS = (
     ),
     Mutant(
         "SGLang verifies one token too few",
-        "export/sglang.py:SGLang.export",
+        "tune/export/sglang.py:SGLang.export",
         "setting.gamma + 1",
         "setting.gamma",
         ("tests/test_export.py", "-k", "on_every_engine"),
     ),
     Mutant(
         "an exported assistant stops at a threshold of its own",
-        "export/transformers.py:_drafting",
+        "tune/export/transformers.py:_drafting",
         'setting.gamma, "constant", 0.0',
         'setting.gamma, "constant", 0.4',
         ("tests/test_export.py", "-k", "same_tokens and big"),
@@ -1033,7 +1033,7 @@ MUTANTS = (
     ),
     Mutant(
         "SpecForge's layers are taken for vLLM's",
-        "models/head_files.py:HeadFiles.layers",
+        "models/heads.py:HeadFiles.layers",
         '[each + 1 for each in _whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)]',
         '_whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)',
         HEADS,
@@ -1061,7 +1061,7 @@ MUTANTS = (
     ),
     Mutant(
         "hidden states of another shape are taken for a head's",
-        "models/drafters.py:require_states",
+        "models/prepare.py:require_states",
         "hidden.shape == (len(tokens), len(layers), width)",
         "hidden.shape[-1] == width",
         ("tests/test_heads.py", "-k", "shape"),

@@ -27,7 +27,7 @@ import parts  # noqa: F401 - before torch
 import torch
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, LengthPolicy, Pass, Rows
+from specbench.decoding.protocols import Drafter, Pass, Policy, Rows
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Randomness, Sampling
@@ -121,7 +121,7 @@ def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tenso
 def steps(
     target: Any,
     drafter: Drafter,
-    policy: LengthPolicy | DraftPolicy,
+    policy: Policy | DraftPolicy,
     sampling: Sampling,
     prompt: Sequence[int],
 ) -> Iterator[Step]:

@@ -32,8 +32,7 @@ from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.generate import encode_prompt
 from specbench.lengths import build_policy
-from specbench.models.drafters import load_drafter
-from specbench.models.target import Target, load_target
+from specbench.models.prepare import Target, load_drafter, load_target
 from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
 from specbench.results.stats import mean_interval
@@ -142,10 +141,6 @@ class Noted:
 
     def propose(self, *arguments: Any) -> Asking[Draft]:
         self.latest = yield from self._drafter.propose(*arguments)
-        return self.latest
-
-    def propose_tree(self, *arguments: Any) -> Asking[Draft]:
-        self.latest = yield from self._drafter.propose_tree(*arguments)
         return self.latest
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.origins import Origin
-from specbench.decoding.protocols import Drafter, LengthPolicy
+from specbench.decoding.protocols import Drafter, Policy
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
@@ -30,8 +30,8 @@ from specbench.specs.rules import default_rule
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.backends.torch.seats import Seats
-    from specbench.models.target import Target
+    from specbench.models.prepare import Target
+    from specbench.models.seats import Seats
 
 
 def encode_prompt(
@@ -95,7 +95,7 @@ def loaded_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | N
     """A drafter, which may be given by its spec."""
     if not isinstance(drafter, str):
         return drafter
-    from specbench.models.drafters import load_drafter
+    from specbench.models.prepare import load_drafter
 
     return load_drafter(drafter, target)
 
@@ -163,7 +163,7 @@ class GenerationRun:
         target: Target,
         drafter: Drafter | str | None = None,
         *,
-        policy: LengthPolicy | DraftPolicy | None = None,
+        policy: Policy | DraftPolicy | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
         decoding: DecodingOptions | None = None,
@@ -339,7 +339,7 @@ def speculative_generate(
     drafter: Drafter | str | None,
     *,
     gamma: int | None = None,
-    policy: LengthPolicy | DraftPolicy | None = None,
+    policy: Policy | DraftPolicy | None = None,
     sampling: Sampling | None = None,
     seed: int = 0,
     decoding: DecodingOptions | None = None,

@@ -25,7 +25,7 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.trees import StaticTree
-from specbench.models.target import Target
+from specbench.models.prepare import Target
 
 HEADS = ("eagle", "eagle-1", "peagle", "dflash", "medusa", "pass")
 OTHERS = ("lookup", "ngram:top-k=2", "suffix", "recycle", "self:int8", "self:layers=1", "self:skip=1",
@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
 
 def cells(folder: Path, target: Target) -> list[Cell]:
     """Drafters of every kind, with fixed and measured lengths, as chains and as trees."""
-    chain, tree = DraftPolicy(FixedLength(3)), DraftPolicy(FixedLength(3), tree=TREE)
+    chain, tree = DraftPolicy(FixedLength(3)), DraftPolicy(TREE)
     found: list[Cell] = [("none", None, chain)]
     model = ModelDrafter(Scorer(tiny_llama(vocab_size=9, layers=1, seed=2)), "model")
     for name, drafter in [("model", model), *((spec, load_drafter(spec, target)) for spec in OTHERS)]:

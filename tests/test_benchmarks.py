@@ -32,7 +32,7 @@ from scripted_server import Manner, ScriptedServer
 from tiny import save_tiny, tiny_llama
 
 from specbench.backends.torch.kernels.surgery import pack_linears
-from specbench.bench.engines.engine import Outcome
+from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
@@ -483,7 +483,7 @@ def test_what_a_verdict_expects_to_keep_is_what_it_keeps(seed: int) -> None:
             children = parents.count(node)
             if children:
                 tree.add(node, without_replacement(Scores(q[node + 1], normalised=True), children, random))
-        draft = tree.draft()
+        draft = tree
         for way in ("naive", "recursive", "traversal"):
             found = enumerate_outcomes(partial(_kept_by, METHODS[way], draft, p))
             expected = sum(length * weight for (length,), weight in found.items())

@@ -15,12 +15,12 @@ from test_caches import FAMILIES
 from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
-from specbench.backends.torch.caches import CACHE_KINDS
+from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, LengthPolicy, Pass, Rows, answered
+from specbench.decoding.protocols import Asking, Pass, Policy, Rows, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -37,9 +37,8 @@ from specbench.lengths import (
     SvipLength,
     build_policy,
 )
-from specbench.models.drafters import check_drafter, join_cascade, load_drafter, wrap_drafter
-from specbench.models.target import wrap_target
-from specbench.options import CacheKind, LoadOptions
+from specbench.models.prepare import check_drafter, join_cascade, load_drafter, wrap_drafter, wrap_target
+from specbench.options import LoadOptions
 from specbench.specs.drafters import Cascade, Lookup, NGram, SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.rules import RULES
@@ -79,7 +78,7 @@ def decode(
     prompt: Sequence[int],
     target: ScriptedScorer,
     drafter: Any,
-    policy: LengthPolicy | None = None,
+    policy: Policy | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 30,
     seed: int = 0,
@@ -107,7 +106,7 @@ def decode(
 def propose(
     drafter: Any,
     context: Sequence[int],
-    policy: LengthPolicy | None = None,
+    policy: Policy | None = None,
     sampling: Sampling | None = None,
     room: int = 99,
 ) -> Draft:
@@ -463,8 +462,8 @@ class Doubting(FixedLength):
         self.known.append(len(draft.evidence or ()) - len(draft.tokens))
         return len(draft.tokens) < self.stop
 
-    def draws(self, logits: torch.Tensor) -> bool:
-        return self.answer
+    def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
+        return (int(self.answer),)
 
 
 def test_a_rule_sees_whether_the_next_token_is_free_before_it_is_drafted() -> None:
@@ -513,7 +512,7 @@ def test_a_rule_may_have_the_model_draft_where_there_is_a_match() -> None:
 
 
 @pytest.mark.parametrize("policy", [SvipLength(), EntropyBoundLength(), ConfidenceLength(gamma_max=5)])
-def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy: LengthPolicy) -> None:
+def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy: Policy) -> None:
     draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], policy, room=5)
     assert kinds(draft) == "mmfff"
 

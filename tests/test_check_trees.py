@@ -18,7 +18,7 @@ from specbench.check.sampled import SampledTest, sample
 from specbench.decoding import verdicts
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode
-from specbench.decoding.protocols import Asking, TreePolicy
+from specbench.decoding.protocols import Asking, Policy
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, TopK
@@ -35,7 +35,7 @@ VOCAB, NEW = 8, 10
 PROMPTS = ((1, 5, 2, 7, 1, 5, 2), (3, 3, 6))
 TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
 
-TREES: dict[str, Callable[[], TreePolicy]] = {
+TREES: dict[str, Callable[[], Policy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1, 2)),
     "dynamic": lambda: DynamicTree(2, 4, 3),
     "chains": lambda: IndependentChains(3, 2),
@@ -53,7 +53,7 @@ def setup_of(
         ),
         "lookup": LookupDrafter,
     }
-    policy = DraftPolicy(FixedLength(3), tree=TREES[tree]() if tree else None, verification=method)
+    policy = DraftPolicy(TREES[tree]() if tree else FixedLength(3), verification=method)
     made = DecodingSetup(
         target=target, drafter=drafters[drafter](), policy=policy, sampling=Multinomial(0.9), max_new_tokens=NEW
     )  # fmt: skip
@@ -244,8 +244,8 @@ class Tampering(ModelDrafter):
         super().__init__(ScriptedScorer(DRAFT, VOCAB), "tampering")
         self._change = change
 
-    def propose_tree(self, *arguments: Any) -> Asking[Draft]:
-        draft = yield from super().propose_tree(*arguments)
+    def propose(self, *arguments: Any) -> Asking[Draft]:
+        draft = yield from super().propose(*arguments)
         return self._change(draft) if draft.tokens else draft
 
 
@@ -307,12 +307,12 @@ def test_a_draw_shared_by_several_parents_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_pruning_drawn_nodes_by_their_own_q_is_found() -> None:
     class Pruning(StaticTree):
-        def kept(self, tree: GrowingTree) -> Sequence[int] | None:
-            leaves = set(range(len(tree))) - set(tree.parents)
-            least = min(leaves, key=lambda node: tree.chance(node))
-            return [node for node in range(len(tree)) if node != least]
+        def prune(self, draft: Draft) -> Sequence[int] | None:
+            leaves = set(range(len(draft.tokens))) - set(draft.parents or ())
+            least = min(leaves, key=lambda node: draft.chance(node))
+            return [node for node in range(len(draft.tokens)) if node != least]
 
-    policy = DraftPolicy(FixedLength(3), tree=Pruning(5, 3), verification="recursive")
+    policy = DraftPolicy(Pruning(5, 3), verification="recursive")
     assert "chance" in violated(result_of(setup_of(None, policy=policy)))
 
 

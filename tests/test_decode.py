@@ -22,8 +22,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
-from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
-from specbench.models.target import Target, wrap_target
+from specbench.models.prepare import Target, join_cascade, load_drafter, wrap_drafter, wrap_target
 from specbench.specs.drafters import Cascade, Lookup, SelfForm
 
 pytestmark = pytest.mark.smoke
@@ -48,7 +47,7 @@ class FixedDraft(BaseDrafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self.commits.clear()
 
-    def propose(self, context, room, policy, sampling, random) -> Asking[Draft]:
+    def propose(self, context, room, policy, *_) -> Asking[Draft]:
         yield from ()
         at = (len(context) - self.start) % len(self.tokens)
         return Draft((self.tokens[at:] + self.tokens[:at])[: policy.begin(room)])

@@ -17,11 +17,11 @@ from tiny import tiny_llama
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import TreePolicy, answered
+from specbench.decoding.protocols import Policy, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.decoding.verdicts import METHODS, top
+from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter
 from specbench.drafters.model import ModelDrafter
@@ -33,13 +33,12 @@ from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import parse_costs
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
-from specbench.models.drafters import load_drafter
-from specbench.models.target import wrap_target
+from specbench.models.prepare import load_drafter, wrap_target
 from specbench.specs.drafters import Recycle, Suffix, parse_drafter
 from specbench.specs.rules import parse_rule
 
 COSTS = {"drafter_pass_s": 0.01, "target_pass_s": {"1": 1.0, "9": 1.1}}
-TREES: dict[str, Callable[[], TreePolicy]] = {
+TREES: dict[str, Callable[[], Policy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "chains": lambda: IndependentChains(2, 2),
     "auto": lambda: AutoTree(4, parse_costs(COSTS)),
@@ -58,8 +57,8 @@ def chain(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> 
     return answered(drafter.propose(context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
 
 
-def tree(drafter: CandidateDrafter, context: Sequence[int], policy: TreePolicy, room: int = 100) -> Draft:
-    return answered(drafter.propose_tree(context, room, policy, top, Greedy(), Randomness(0)))
+def tree(drafter: CandidateDrafter, context: Sequence[int], policy: Policy, room: int = 100) -> Draft:
+    return answered(drafter.propose(context, room, policy, Greedy(), Randomness(0)))
 
 
 def rows(*ranked: Sequence[int], vocab: int = 10) -> torch.Tensor:
@@ -260,7 +259,7 @@ def test_the_loop_tells_of_rejected_drafts() -> None:
     heard: list[tuple[list[int], int]] = []
     drafter.update = lambda outcome: heard.append((list(outcome.tokens), len(outcome.logits)))  # type: ignore[method-assign]
     records = [*decode_steps(
-        PROMPT, target, drafter, policy=DraftPolicy(FixedLength(1), tree=StaticTree.shaped((-1, -1, 0))),
+        PROMPT, target, drafter, policy=DraftPolicy(StaticTree.shaped((-1, -1, 0))),
         sampling=Greedy(), random=Randomness(0), max_new_tokens=9,
     )]  # fmt: skip
     steps = [record for record in records if isinstance(record, Step)]
@@ -276,7 +275,7 @@ def test_a_tree_by_rank() -> None:
     found = tree(drafter, [1, 2, 1], StaticTree.shaped((-1, -1, 0, 0, 1)))
     # Behind 3, of which nothing is known, stands nothing.
     assert found.tokens == [2, 3, 1, 5]
-    assert found.parents == (-1, -1, 0, 0)
+    assert found.parents == [-1, -1, 0, 0]
     assert found.candidates is not None
     assert all(each.q is None for draws in found.candidates.values() for each in draws)
 
@@ -355,7 +354,7 @@ def test_the_output_distribution_is_the_targets(name: str, shape: str, method: A
     found = enumerate_outcomes(
         lambda random: outputs(
             name,
-            lambda: DraftPolicy(FixedLength(1), tree=TREES[shape](), verification=method),
+            lambda: DraftPolicy(TREES[shape](), verification=method),
             sampling,
             random,
         ),
@@ -375,7 +374,7 @@ def test_greedy_output_is_that_of_plain_decoding(name: str, shape: str | None) -
         tokens.append(int(TARGET(tokens).argmax()))
     found = outputs(
         name,
-        lambda: DraftPolicy(FixedLength(3), tree=TREES[shape]() if shape else None),
+        lambda: DraftPolicy(TREES[shape]() if shape else FixedLength(3)),
         Greedy(),
         Randomness(0),
         40,

@@ -60,7 +60,7 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Drafter, Pass, answered
+from specbench.decoding.protocols import Asking, Drafter, Pass, Policy, answered
 from specbench.decoding.records import Generation, Prefill, SharedPass, Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
@@ -73,11 +73,8 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree
-from specbench.models.drafters import load_drafter
-from specbench.models.head_files import find_head
-from specbench.models.heads import TrainedHead
-from specbench.models.prepare import prepare
-from specbench.models.target import Target, wrap_target
+from specbench.models.heads import TrainedHead, find_head
+from specbench.models.prepare import Target, load_drafter, prepare, wrap_target
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -636,7 +633,7 @@ def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) ->
     for drafter, policy in (
         (head, DraftPolicy(FixedLength(3))),
         (CascadeDrafter(LookupDrafter(), head), DraftPolicy(FixedLength(4))),
-        *([] if kept == "none" else [(head, DraftPolicy(FixedLength(3), tree=tree))]),
+        *([] if kept == "none" else [(head, DraftPolicy(tree))]),
     ):
         for first in (True, False):
             found, steps = outputs(target.scorer, drafter, policy, first_target=first)
@@ -656,7 +653,7 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any
     tree = StaticTree.shaped((-1, -1, 0, 0, 1))
     runs: list[GenerationRun] = []
     for drafter in (head, CascadeDrafter(LookupDrafter(), head)):
-        policy = DraftPolicy(FixedLength(3), tree=tree if drafter is head else None)
+        policy = DraftPolicy(tree if drafter is head else FixedLength(3))
         runs += [
             GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=20) for prompt in prompts
         ]
@@ -779,9 +776,9 @@ def test_every_draft_begins_behind_the_targets_own_states(
         return rows
 
     monkeypatch.setattr(head.scorer, "score", noted)
-    shape = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3)) if tree else None
+    shape: Policy = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3)) if tree else FixedLength(3)
     chosen = head if drafter == "head" else CascadeDrafter(LookupDrafter(), head)
-    _, steps = outputs(target.scorer, chosen, DraftPolicy(FixedLength(3), tree=shape))
+    _, steps = outputs(target.scorer, chosen, DraftPolicy(shape))
     assert sum(step.accepted for step in steps) > 5
     assert len(firsts) > 2
     for context, row in firsts:

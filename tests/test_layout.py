@@ -32,7 +32,6 @@ FOLDERS = (
     "bench",
     "show",
     "check",
-    "export",
     "tune",
     "train",
     "serve",

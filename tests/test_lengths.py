@@ -20,7 +20,7 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_sc
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, LengthPolicy, answered
+from specbench.decoding.protocols import Asking, Policy, answered
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -74,12 +74,12 @@ def costs(c: float, slope: float = 0.02) -> GivenCosts:
 # Options under which these small models make every rule draft longer here and shorter there.
 RULES: dict[str, Callable[[], DraftPolicy]] = {
     "fixed": lambda: build_policy("fixed", gamma=3),
-    "egag": lambda: build_policy("egag", gamma_max=2, scale=1.0),
-    "egag, smoothed": lambda: build_policy("egag", gamma_max=2, scale=1.0, ema_beta=0.3),
-    "confidence": lambda: build_policy("confidence", threshold=0.6),
-    "confidence, adapted": lambda: build_policy("confidence", threshold=0.6, adapt=True),
-    "entropy-bound": lambda: build_policy("entropy-bound", threshold=0.6),
-    "svip": lambda: build_policy("svip", threshold=0.35),
+    "egag": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0),
+    "egag, smoothed": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0, egag_ema_beta=0.3),
+    "confidence": lambda: build_policy("confidence", confidence=0.6),
+    "confidence, adapted": lambda: build_policy("confidence", confidence=0.6, adapt_confidence=True),
+    "entropy-bound": lambda: build_policy("entropy-bound", entropy_lambda=0.6),
+    "svip": lambda: build_policy("svip", svip_threshold=0.35),
     "heuristic": lambda: build_policy("heuristic", gamma=1, gamma_max=3),
     "auto, measured": lambda: build_policy("auto", gamma_max=2),
     "auto, given": lambda: build_policy("auto", costs=costs(0.4)),
@@ -97,7 +97,7 @@ def good_model() -> ModelDrafter:
 
 
 def decode(
-    policy: LengthPolicy,
+    policy: Policy,
     drafter: Any = None,
     *,
     random: Any = None,
@@ -142,7 +142,7 @@ NEW = 4
 
 
 def distribution(
-    policy: Callable[[], LengthPolicy], drafter: Callable[[], Any], new: int = NEW
+    policy: Callable[[], Policy], drafter: Callable[[], Any], new: int = NEW
 ) -> tuple[dict[tuple[int, ...], float], bool]:
     """The loop's exact output distribution, and whether drafts differed in length where the room did not."""
     lengths: dict[int, set[int]] = {}
@@ -178,8 +178,8 @@ def gap(found: dict[tuple[int, ...], float]) -> float:
 class Discarding(ModelDrafter):
     """The tempting mistake: a draft that turns out to be improbable is not worth verifying, so it is thrown away."""
 
-    def propose(self, context, room, policy, sampling, random) -> Asking[Draft]:
-        draft = yield from super().propose(context, room, policy, sampling, random)
+    def propose(self, *arguments) -> Asking[Draft]:
+        draft = yield from super().propose(*arguments)
         weak = next((i for i in range(len(draft.tokens)) if confidence(draft, i) < 0.4), None)
         if weak is not None:
             del draft.tokens[weak:], draft.logits[weak:]
@@ -277,11 +277,11 @@ def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule: str) -> N
     """These rules stop because of the token's own value. (An entropy says nothing of it.)"""
 
     class Mistaken:
-        def __init__(self, rule: LengthPolicy) -> None:
+        def __init__(self, rule: Policy) -> None:
             self.rule = rule
 
-        def another(self, draft: Draft) -> bool:
-            going_on = self.rule.another(draft)
+        def expand(self, draft: Draft) -> Sequence[int]:
+            going_on = self.rule.expand(draft)
             if draft.tokens and not going_on:
                 del draft.tokens[-1], draft.logits[-1]
             return going_on
@@ -290,8 +290,8 @@ def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule: str) -> N
             return getattr(self.rule, name)
 
     class Cutting(ModelDrafter):
-        def propose(self, context, room, policy, sampling, random) -> Asking[Draft]:
-            draft = yield from super().propose(context, room, policy, sampling, random)
+        def propose(self, *arguments) -> Asking[Draft]:
+            draft = yield from super().propose(*arguments)
             draft.q = draft.q[: len(draft.tokens)] if draft.tokens else None
             return draft
 
@@ -408,9 +408,9 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw() -> None:
             events.append(("another", list(draft.tokens), len(drafter.scorer.passes)))
             return len(draft.tokens) < 2
 
-        def draws(self, logits: torch.Tensor) -> bool:
-            events.append(("draws", logits.argmax().item(), len(drafter.scorer.passes)))
-            return True
+        def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
+            events.append(("draws", expected[0].best(1)[0], len(drafter.scorer.passes)))
+            return (1,)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
     draft = answered(drafter.propose([1, 2, 3], 9, Noting(7), Greedy(), Randomness(0)))
@@ -426,8 +426,8 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw() -> None:
 
 def test_a_rule_may_stop_before_the_draw() -> None:
     class Reluctant(FixedLength):
-        def draws(self, logits: torch.Tensor) -> bool:
-            return logits.argmax().item() != 6
+        def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
+            return (int(expected[0].best(1) != [6]),)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
     assert answered(drafter.propose([1, 2, 3], 9, Reluctant(7), Greedy(), Randomness(0))).tokens == [4, 5]
@@ -519,13 +519,13 @@ def test_egag() -> None:
     half = logits_of(0.5, 0.5, 0.0, 0.0)  # H_norm 0.5
     assert policy.begin(20) == 9
     assert policy.another(Draft())
-    assert policy.draws(half)
+    assert policy.num_children(Draft(), (-1,), (Logits(half),)) == (1,)
     assert policy.notes() == pytest.approx({"H_norm": 0.5, "H_ema": 0.5, "gamma": 5.0})  # 9 - 8 · 0.5
     assert [policy.another(Draft([0] * n)) for n in (1, 4, 5)] == [True, True, False]
-    policy.draws(logits_of(1.0, 0.0, 0.0, 0.0))
+    policy.num_children(Draft(), (-1,), (Logits(logits_of(1.0, 0.0, 0.0, 0.0)),))
     assert policy.notes()["gamma"] == 5.0, "only the first distribution of a step counts"
     assert policy.begin(3) == 3
-    policy.draws(logits_of(1.0, 0.0, 0.0, 0.0))
+    policy.num_children(Draft(), (-1,), (Logits(logits_of(1.0, 0.0, 0.0, 0.0)),))
     assert policy.notes() == pytest.approx({"H_norm": 0.0, "H_ema": 0.0, "gamma": 3.0})
 
 
@@ -533,7 +533,7 @@ def test_egag() -> None:
 def test_the_scale_of_egag(scale: float, gamma: int) -> None:
     policy = EntropyGuidedLength(gamma_min=2, gamma_max=7, scale=scale)  # 7 - 5 · min(1, 0.5 / scale)
     policy.begin(20)
-    policy.draws(logits_of(0.5, 0.5, 0.0, 0.0))
+    policy.num_children(Draft(), (-1,), (Logits(logits_of(0.5, 0.5, 0.0, 0.0)),))
     assert policy.notes()["gamma"] == gamma
 
 
@@ -542,7 +542,7 @@ def test_the_average_of_egag() -> None:
     averages = []
     for logits in (logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0), torch.zeros(4)):
         policy.begin(20)
-        policy.draws(logits)
+        policy.num_children(Draft(), (-1,), (Logits(logits),))
         averages.append(policy.notes()["H_ema"])
     assert averages == pytest.approx([0.5, 0.375, 0.53125])
 
@@ -551,7 +551,7 @@ def test_egag_without_logits_drafts_its_maximum() -> None:
     assert len(evidence_of_policy(LookupDrafter(), EntropyGuidedLength(gamma_max=3))) == 3
 
 
-def evidence_of_policy(drafter: Any, policy: LengthPolicy) -> list[int]:
+def evidence_of_policy(drafter: Any, policy: Policy) -> list[int]:
     context = [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
     return answered(drafter.propose(context, 99, policy, Greedy(), Randomness(0))).tokens
@@ -914,7 +914,7 @@ V_STEEP = [0.0, *(1.0 + 0.3 * n for n in range(40))]
 
 
 def simulate(
-    policy: LengthPolicy,
+    policy: Policy,
     alphas: Sequence[float],
     c: float,
     v: Sequence[float],
@@ -1079,7 +1079,7 @@ def test_with_given_costs_no_clock_has_a_say() -> None:
 
 @pytest.mark.parametrize("drafter", [good_model, LookupDrafter, NGramDrafter])
 def test_a_sampled_run_can_be_repeated_with_its_costs(drafter: Callable[[], Any]) -> None:
-    def run(policy: LengthPolicy, seed: int) -> tuple[list[int], list[Step]]:
+    def run(policy: Policy, seed: int) -> tuple[list[int], list[Step]]:
         clock = UnsteadyClock(seed, 30)
         return decode(policy, drafter(), random=Randomness(3), clock=clock, max_new_tokens=80)
 
@@ -1155,8 +1155,8 @@ def test_every_rule_has_a_word_and_says_what_it_takes() -> None:
     for policy in rules.RULES:
         built = build_policy(policy.word)
         assert built.name.startswith(policy.word)
-        assert built.learner.begin(1) in (0, 1)
-        assert (built.tree is not None) == policy.tree == (policy.word in trees)
+        assert built.rule.begin(1) in (0, 1)
+        assert built.rule.branches == policy.tree == (policy.word in trees)
 
 
 def values() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -1167,17 +1167,17 @@ def values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "egag", {}, "egag"
     yield (
         "egag",
-        {"gamma_min": 2, "gamma_max": 12, "ema_beta": 0.3, "scale": 0.25},
+        {"gamma_min": 2, "gamma_max": 12, "egag_ema_beta": 0.3, "egag_scale": 0.25},
         "egag:min=2,max=12,beta=0.3,scale=0.25",
     )
     yield "confidence", {}, "confidence"
     yield (
         "confidence",
-        {"threshold": 0.5, "adapt": True, "gamma_max": 8},
+        {"confidence": 0.5, "adapt_confidence": True, "gamma_max": 8},
         "confidence:threshold=0.5,adapt,max=8",
     )
-    yield "entropy-bound", {"threshold": 0.5, "gamma_max": 7}, "entropy-bound:lambda=0.5,max=7"
-    yield "svip", {"threshold": 0.4, "gamma_max": 7}, "svip:threshold=0.4,max=7"
+    yield "entropy-bound", {"entropy_lambda": 0.5, "gamma_max": 7}, "entropy-bound:lambda=0.5,max=7"
+    yield "svip", {"svip_threshold": 0.4, "gamma_max": 7}, "svip:threshold=0.4,max=7"
     yield "heuristic", {"gamma": 4, "gamma_min": 2, "gamma_max": 9}, "heuristic:gamma=4,min=2,max=9"
 
 
@@ -1185,7 +1185,7 @@ def values() -> Iterator[tuple[str, dict[str, Any], str]]:
 def test_a_rule_is_named_by_its_options(word: str, options: dict[str, Any], name: str) -> None:
     assert build_policy(word, **options).name == name
     everything = dict.fromkeys({option.name for policy in rules.RULES for option in policy.options})
-    assert build_policy(word, **{**everything, "adapt": False, **options}).name == name
+    assert build_policy(word, **{**everything, "adapt_confidence": False, **options}).name == name
     assert build_policy(name).name == name
 
 
@@ -1200,8 +1200,8 @@ def test_an_unknown_rule_is_refused() -> None:
 
 
 def test_options_of_other_rules_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"rule svip has no option --scale\. It belongs to egag\."):
-        build_policy("svip", scale=0.2)
+    with pytest.raises(UsageError, match=r"rule svip has no option --egag-scale\. It belongs to egag\."):
+        build_policy("svip", egag_scale=0.2)
     with pytest.raises(UsageError, match=r"auto has no option --gamma\. It belongs to fixed, heuristic\."):
         build_policy("auto", gamma=5)
     with pytest.raises(UsageError, match=r"no option --speed\. See docs"):
@@ -1215,15 +1215,15 @@ def test_options_of_other_rules_are_refused() -> None:
         ("auto", {"gamma_max": 0}),
         ("egag", {"gamma_min": 0}),
         ("egag", {"gamma_min": 9}),
-        ("egag", {"ema_beta": 1.0}),
-        ("egag", {"ema_beta": math.nan}),
-        ("egag", {"scale": 0.0}),
-        ("egag", {"scale": 1.5}),
-        ("confidence", {"threshold": 1.1}),
-        ("confidence", {"threshold": math.nan}),
-        ("entropy-bound", {"threshold": -0.1}),
-        ("svip", {"threshold": 0.0}),
-        ("svip", {"threshold": math.inf}),
+        ("egag", {"egag_ema_beta": 1.0}),
+        ("egag", {"egag_ema_beta": math.nan}),
+        ("egag", {"egag_scale": 0.0}),
+        ("egag", {"egag_scale": 1.5}),
+        ("confidence", {"confidence": 1.1}),
+        ("confidence", {"confidence": math.nan}),
+        ("entropy-bound", {"entropy_lambda": -0.1}),
+        ("svip", {"svip_threshold": 0.0}),
+        ("svip", {"svip_threshold": math.inf}),
         ("heuristic", {"gamma": 0}),
         ("heuristic", {"gamma_min": 6}),
         ("heuristic", {"gamma_max": 4}),

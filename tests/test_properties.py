@@ -24,6 +24,7 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
+from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
@@ -43,7 +44,6 @@ from specbench.drafters.suffix import SuffixDrafter
 from specbench.errors import RunError
 from specbench.generate import encode_prompt
 from specbench.lengths import FixedLength, build_policy
-from specbench.options import CacheKind
 
 INFINITY = math.inf
 
@@ -337,9 +337,7 @@ class Guesser(BaseDrafter):
         super().__init__("guesser")
         self.tokens = list(tokens)
 
-    def propose(
-        self, context: Sequence[int], room: int, policy: Any, sampling: Any, random: Any
-    ) -> Asking[Draft]:
+    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Asking[Draft]:
         yield from ()
         at = len(context)
         return Draft([self.tokens[(at + i) % len(self.tokens)] for i in range(policy.begin(room))])
@@ -547,7 +545,7 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
         while len(draft.tokens) < limit and rule.another(draft):
             i = len(draft.tokens)
             if logits:
-                if not rule.draws(made["logits"][i]):
+                if rule.num_children(draft, (i - 1,), (Logits(made["logits"][i]),)) == (0,):
                     break
                 draft.logits.append(Logits(made["logits"][i]))  # type: ignore[union-attr]
             draft.tokens.append(made["tokens"][i])

@@ -23,12 +23,10 @@ from specbench.decoding.theory import PassCosts, predicted_speedup
 from specbench.drafters.model import ModelDrafter
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree
 from specbench.models.cache import cache_folder
 from specbench.models.calibrations import TREES, TreeChoice, TreeKey
-from specbench.models.drafters import wrap_drafter
-from specbench.models.target import Target, wrap_target
+from specbench.models.prepare import Target, wrap_drafter, wrap_target
 from specbench.models.tree_choices import calibrated_tree, tree_key
 from specbench.specs.rules import parse_rule
 from specbench.tune.ranks import _comb, _percentages, best_tree, calibrate_tree
@@ -64,7 +62,7 @@ def test_counts_are_those_of_the_decoder(sampling: Sampling, method: Any) -> Non
     found = calibrate_tree(target, drafter, PROMPTS, key, sampling=sampling, tokens=12, clock=Ticking())
     steps: list[Step] = []
     for seed, prompt in enumerate(PROMPTS):
-        policy = DraftPolicy(FixedLength(), tree=_comb(), verification=method or None)
+        policy = DraftPolicy(_comb(), verification=method or None)
         decoding = GenerationRun(
             prompt, target, drafter, policy=policy, sampling=sampling, max_new_tokens=12, seed=seed
         )

@@ -12,13 +12,14 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
 from tiny import tiny_llama
 
+from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding import prospects, verdicts, verify
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Prospects, Scores, largest
-from specbench.decoding.protocols import Pass, TreePolicy, answered
+from specbench.decoding.protocols import Pass, Policy, answered
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
@@ -34,7 +35,6 @@ from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import GivenCosts, parse_costs
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
-from specbench.options import CacheKind
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
 
@@ -43,7 +43,7 @@ PROMPT = [1, 2, 0]
 TARGET, DRAFT = random_table(3, VOCAB), random_table(9, VOCAB)
 COSTS = {"drafter_pass_s": 0.1, "target_pass_s": {"1": 1.0, "9": 1.1}}
 
-TREES: dict[str, Callable[[], TreePolicy]] = {
+TREES: dict[str, Callable[[], Policy]] = {
     "two beside": lambda: StaticTree.shaped((-1, -1)),
     "two of two": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "a branch in the middle": lambda: StaticTree.shaped((-1, 0, 0)),
@@ -67,7 +67,7 @@ DRAFTERS = {
 
 
 def loop_distribution(
-    tree: Callable[[], TreePolicy] | None,
+    tree: Callable[[], Policy] | None,
     method: VerificationName,
     sampling: Sampling,
     drafter: str = "model",
@@ -100,10 +100,10 @@ def loop_distribution(
     return found
 
 
-def tree_policy(tree: Callable[[], TreePolicy] | None, method: VerificationName) -> DraftPolicy:
+def tree_policy(tree: Callable[[], Policy] | None, method: VerificationName) -> DraftPolicy:
     """Two drafts in a step, or a tree; with ``residual`` two drafts have siblings."""
     beside = Siblings(3 if method == "residual" and tree is None else 0, lambda _: 0.0)
-    return DraftPolicy(FixedLength(2), beside, tree=tree() if tree else None, verification=method)
+    return DraftPolicy(tree() if tree else FixedLength(2), beside, verification=method)
 
 
 class LongerByRows(GivenCosts):
@@ -123,7 +123,7 @@ def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share: flo
         PROMPT,
         ScriptedScorer(random_table(3, 8), 8, cache=ScriptedCache()),
         ModelDrafter(ScriptedScorer(random_table(3, 8), 8), "model"),
-        policy=DraftPolicy(FixedLength(2), tree=AutoTree(16, LongerByRows(share)), verification="traversal"),
+        policy=DraftPolicy(AutoTree(16, LongerByRows(share)), verification="traversal"),
         sampling=Multinomial(),
         random=Randomness(0),
         max_new_tokens=60,
@@ -194,18 +194,19 @@ def test_several_are_written_with_a_bar() -> None:
 # --- Planted biases -------------------------------------------------------------------------------
 
 
-def bias(tree: Callable[[], TreePolicy] | None, method: VerificationName) -> float:
+def bias(tree: Callable[[], Policy] | None, method: VerificationName) -> float:
     return largest_gap(loop_distribution(tree, method, Multinomial()), target_distribution(Multinomial()))
 
 
 class Dropping(StaticTree):
     """Drops drawn nodes of a shape for their own low q."""
 
-    def kept(self, tree: GrowingTree) -> Sequence[int]:
+    def prune(self, tree: Draft) -> Sequence[int]:
+        parents = tree.parents or ()
         return [
             node
-            for node in range(len(tree))
-            if tree.chance(node) > 0.3 and (tree.parents[node] < 0 or tree.chance(tree.parents[node]) > 0.3)
+            for node in range(len(tree.tokens))
+            if tree.chance(node) > 0.3 and (parents[node] < 0 or tree.chance(parents[node]) > 0.3)
         ]
 
 
@@ -220,9 +221,7 @@ def test_dropping_a_draft_for_its_own_probability_is_a_bias(
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         smaller.candidates = {
             place[parent]: [
-                Draws(
-                    [token for token in tokens if smaller.draft().child(place[parent], token) is not None], q
-                )
+                Draws([token for token in tokens if smaller.child(place[parent], token) is not None], q)
                 for tokens, q in draws
             ]
             for parent, draws in tree.candidates.items()
@@ -337,7 +336,7 @@ def test_greedy_outputs_are_the_targets_own(cache: CacheKind, penalty: float) ->
     }
     for name, drafter in likely.items():
         for shape, tree in TREES.items():
-            found, steps = greedy(DraftPolicy(FixedLength(1), tree=tree()), target, drafter, sampling)
+            found, steps = greedy(DraftPolicy(tree()), target, drafter, sampling)
             assert found == expected
             assert any(step.parents for step in steps)
             if name == "alike":
@@ -363,7 +362,7 @@ def test_a_drafter_keeps_what_it_has_read_of_the_path() -> None:
     drafter = ModelDrafter(scorer, "model")
     drafter.begin(PROMPT)
     shape = StaticTree.shaped((-1, -1, 0, 1))
-    draft = answered(drafter.propose_tree(PROMPT, 3, shape, verdicts.top, Greedy(), Randomness(0)))
+    draft = answered(drafter.propose(PROMPT, 3, shape, Greedy(), Randomness(0)))
     kept = [draft.tokens[1], draft.tokens[3], 0]
     # The second branch, whose leaf it has not read.
     drafter.update(StepOutcome([*PROMPT, *kept], 3, torch.empty(0), draft.tokens, (1, 3)))
@@ -474,7 +473,7 @@ def acceptance_at_a_node(method: Method, p: torch.Tensor, q: torch.Tensor, count
     def run(dice: Any) -> tuple[int, ...]:
         tree = GrowingTree()
         tree.add(-1, method.drawing(prospects, count, dice), prospects)
-        return (len(method.walk(tree.draft(), lambda _: p, dice).path),)
+        return (len(method.walk(tree, lambda _: p, dice).path),)
 
     def drawn(dice: Any) -> tuple[int, ...]:
         return tuple(token for each in method.drawing(prospects, count, dice) for token in each.tokens)

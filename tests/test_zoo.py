@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 
+from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.linear import PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import int8_copy
 from specbench.backends.torch.scorer import Scorer
@@ -22,9 +23,7 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun, autoregressive_generate
 from specbench.lengths import FixedLength
 from specbench.models.checkpoints import check_config
-from specbench.models.drafters import load_drafter
-from specbench.models.target import Target, wrap_target
-from specbench.options import CacheKind
+from specbench.models.prepare import Target, load_drafter, wrap_target
 
 VOCABULARY, WINDOW, NEW = 64, 16, 40
 BEYOND = list(range(5, 35))  # a prompt that is longer than the window

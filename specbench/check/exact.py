@@ -125,7 +125,7 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
         beside = 2 if verification.takes_trees else 1
         tree.add(-1, verification.drawing(Scores(q[0], normalised=True), beside, random))
         tree.add(0, verification.drawing(Scores(q[1], normalised=True), 1, random))
-        draft = tree.draft()
+        draft: Draft = tree
         if not verification.takes_trees:
             draft = Draft(draft.tokens, q=q[: len(draft.tokens)])  # the form in which chains come
         rows = logits[[0, *(1 if parent < 0 else 0 for parent in tree.parents)]]

@@ -20,16 +20,16 @@ from specbench.decoding.protocols import (
     Asking,
     Drafter,
     Drawing,
-    LengthPolicy,
     Pass,
+    Policy,
     Rows,
     ScorerLike,
-    TreePolicy,
 )
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
+from specbench.decoding.verdicts import top
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
@@ -60,7 +60,7 @@ class DecodingSetup:
 
     target: Scorer
     drafter: Drafter
-    policy: LengthPolicy | DraftPolicy = field(default_factory=FixedLength)
+    policy: Policy | DraftPolicy = field(default_factory=FixedLength)
     sampling: Sampling = field(default_factory=Greedy)
     max_new_tokens: int = 64
     end_ids: tuple[int, ...] = ()
@@ -226,21 +226,15 @@ class _WatchedDrafter:
         return self._drafter.draftable
 
     def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Asking[Draft]:
-        asking = self._drafter.propose(context, room, policy, sampling, random)
-        return (yield from self._noted(context, room, asking))
-
-    def propose_tree(
         self,
         context: Sequence[int],
         room: int,
-        policy: TreePolicy,
-        drawing: Drawing,
+        policy: Policy,
         sampling: Sampling,
         random: Randomness,
+        drawing: Drawing = top,
     ) -> Asking[Draft]:
-        asking = self._drafter.propose_tree(context, room, policy, drawing, sampling, random)
+        asking = self._drafter.propose(context, room, policy, sampling, random, drawing)
         return (yield from self._noted(context, room, asking))
 
     def _noted(self, context: Sequence[int], room: int, asking: Asking[Draft]) -> Asking[Draft]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,7 +51,7 @@ class Draft:
         candidates: Of a tree whose tokens were drawn as one: what was drawn after which node (-1: the context), in
             that order; their q hold as long as ``q``. ``None``: that tells it of the first branch, and the rest is
             certain.
-        chance: Of such a tree: how probable a token, by its index, was to the drafter; ``None`` if nobody knows.
+        siblings: How many of the last tokens are leaves that a policy put beside a chain.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -63,7 +63,11 @@ class Draft:
     declined: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Draws]] | None = None
-    chance: Callable[[int], float] | None = None
+    siblings: int = 0
+
+    def chance(self, node: int) -> float:  # noqa: ARG002
+        """That a token is right if those before it are, by the drafter's own distribution; 1 if that is not known."""
+        return 1.0
 
     def draws(self, node: int) -> Sequence[Draws]:
         """What was drawn for the place after a node, -1 for the context."""
@@ -85,6 +89,11 @@ class Draft:
         return tokens[::-1]
 
     @property
+    def is_chain(self) -> bool:
+        """Whether a chain was drafted: siblings beside it are its policy's."""
+        return self.parents is None or self.siblings > 0
+
+    @property
     def chain(self) -> int:
         """How many of the first tokens each stand behind the one before: all of them, or a tree's first branch."""
         if self.parents is None:
@@ -100,7 +109,7 @@ class Draft:
         return next((i for i, found in enumerate(nodes) if found == (node, token)), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take longer to make
 class StepOutcome:
     """What became of a step's draft; of the pass over the prompt, of an empty one.
 
@@ -137,26 +146,21 @@ class StepOutcome:
         return [node + 1 if self.rows is None else self.rows[node] for node in nodes]
 
 
-class GrowingTree:
-    """A tree under construction; nodes are numbered in the order in which they come, -1 is the context.
+@dataclass(slots=True)
+class GrowingTree(Draft):
+    """A draft that grows node by node; they are numbered in the order in which they come, -1 is the context.
 
     Attributes:
-        tokens, parents, candidates: See ``Draft``.
-        depths: By node: 1 behind the context.
-        ranks: By node: how many others stood there before it, behind the same one.
+        depths: By node: 1 for those right after the context.
+        ranks: By node: how many others came before it after the same node.
+        prospects: By node what the drafter expects after it; ``None`` if nobody asks for chances.
     """
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.candidates: dict[int, list[Draws]] = {}
-        self.depths: list[int] = []
-        self.ranks: list[int] = []
-        self._nodes: dict[tuple[int, int], int] = {}
-        self._prospects: dict[int, Prospects | None] = {}
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+    parents: list[int] = field(default_factory=list)
+    candidates: dict[int, list[Draws]] = field(default_factory=dict)
+    depths: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    prospects: dict[int, Prospects | None] = field(default_factory=dict)
 
     def add(self, parent: int, draws: Sequence[Draws], prospects: Prospects | None = None) -> None:
         """Put candidates after a node; equal ones share a node.
@@ -166,7 +170,7 @@ class GrowingTree:
             draws: The candidates, in the order drawn.
             prospects: What the drafter expects there; ``None`` if nobody asks for chances.
         """
-        self._prospects[parent] = prospects
+        self.prospects[parent] = prospects
         if not draws:
             return
         before = self.candidates.setdefault(parent, [])
@@ -174,7 +178,6 @@ class GrowingTree:
         for token in (token for each in draws for token in each.tokens):
             if token in known:
                 continue
-            self._nodes[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
             self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
@@ -183,8 +186,7 @@ class GrowingTree:
         before += draws
 
     def chance(self, node: int) -> float:
-        """That a node is right if the one before it is, by the drafter's own distribution; 1 if that is not known."""
-        prospects = self._prospects[self.parents[node]]
+        prospects = self.prospects[self.parents[node]]
         return 1.0 if prospects is None else prospects.chance(self.tokens[node])
 
     def graft(self, chain: Draft) -> list[int]:
@@ -194,7 +196,7 @@ class GrowingTree:
         for i, token in enumerate(chain.tokens):
             source = None if chain.q is None else chain.q[i].clone()  # the next proposal may write over it
             self.add(node, [Draws((token,), source)])
-            node = self._nodes[node, token]
+            node = next(i for i, each in enumerate(self.tokens) if (self.parents[i], each) == (node, token))
             nodes.append(node)
         return nodes
 
@@ -202,16 +204,11 @@ class GrowingTree:
         """How often a node was drawn."""
         return sum(each.tokens.count(self.tokens[node]) for each in self.candidates[self.parents[node]])
 
-    def draft(self) -> Draft:
-        """What has grown."""
-        tokens, parents = list(self.tokens), tuple(self.parents)
-        return Draft(tokens, parents=parents, candidates=self.candidates, chance=self.chance)
-
     def pruned(self, kept: Sequence[int]) -> GrowingTree:
         """What is left with these nodes, ascending, alone: each with the one before it. All must be certain."""
-        tree = GrowingTree()
+        tree = GrowingTree(prefill_s=self.prefill_s, passes=self.passes)
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         for node in kept:
             parent = place[self.parents[node]]
-            tree.add(parent, [Draws((self.tokens[node],))], self._prospects[self.parents[node]])
+            tree.add(parent, [Draws((self.tokens[node],))], self.prospects[self.parents[node]])
         return tree

@@ -21,7 +21,6 @@ def step_of(
     index: int,
     position: int,
     draft: Draft,
-    tree: Draft,
     verdict: Verdict,
     kept: int,
     finished: FinishReason | None,
@@ -34,14 +33,13 @@ def step_of(
     Args:
         index, position, times, policy: See ``Step``.
         draft: What was drafted.
-        tree: The same with the siblings verified beside it, if it is a chain.
-        verdict: On the tree.
+        verdict: On it.
         kept: How many of its tokens a stop has left.
         finished: Why the output ends here; ``None`` if it does not.
         logits: The target's, [verified, vocab], if a trace was asked for.
     """
-    nodes, whole = len(draft.tokens), draft.parents is not None
-    if whole:
+    nodes, chain = len(draft.tokens) - draft.siblings, draft.is_chain
+    if not chain:
         accepted = len(verdict.path)
         open_end = bool(draft.draws(verdict.path[-1] if verdict.path else -1))
         closing: Closing = "corrected" if open_end else "bonus" if nodes else "target"
@@ -50,11 +48,11 @@ def step_of(
         closing = closing_of(accepted, nodes)
     cut = kept <= accepted
     tested = kept if cut else accepted + (closing == "corrected")
-    beside = () if whole else zip((tree.parents or ())[nodes:], tree.tokens[nodes:], strict=True)
+    beside = zip((draft.parents or ())[nodes:], draft.tokens[nodes:], strict=True) if draft.siblings else ()
     return Step(
         index=index,
         position=position,
-        drafted=tuple(draft.tokens),
+        drafted=tuple(draft.tokens[:nodes]),
         accepted=min(accepted, kept),
         tested=tested,
         tokens=tuple(verdict.tokens[:kept]),
@@ -67,8 +65,8 @@ def step_of(
         closing_probability=None if logits is None or cut else closing_probability(verdict, logits, accepted),
         siblings=tuple((parent + 1, token) for parent, token in beside),
         passes=draft.passes,
-        parents=None if draft.parents is None else tuple(draft.parents),
-        path=tuple(verdict.path) if whole else (),
+        parents=None if chain else tuple(draft.parents or ()),
+        path=() if chain else tuple(verdict.path),
     )
 
 
@@ -90,7 +88,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         (node, token): q for node, draws in places for tokens, q in draws if q is not None for token in tokens
     }
     verdicts = []
-    for i, token in enumerate(draft.tokens):
+    for i, token in enumerate(draft.tokens[: len(draft.tokens) - draft.siblings]):
         parent = i - 1 if draft.parents is None else draft.parents[i]
         seen = parent in looked
         q = drawn.get((parent, token)) if draft.q is None else draft.q[i]
@@ -99,7 +97,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         elif draft.logits is not None:
             chance = math.exp(draft.logits[i].log_chance(token))
         else:
-            chance = draft.chance(i) if draft.chance else 1.0
+            chance = draft.chance(i)
         if parent in verdict.rows:
             p = verdict.rows[parent]
         elif seen:

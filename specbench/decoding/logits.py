@@ -84,6 +84,23 @@ class Logits:
         place = token if self._vocabulary is None else self._vocabulary.places.get(token)
         return -math.inf if place is None else float(self._known[place]) - self.log_sum
 
+    @property
+    def q(self) -> torch.Tensor:
+        """The untempered softmax, [tokens]."""
+        return self.values.float().softmax(dim=-1)
+
+    def best(self, count: int) -> list[int]:
+        """The most probable tokens, by falling probability."""
+        return [token for _, token in self.likeliest(count, -math.inf)]
+
+    def chances(self, count: int) -> list[float]:
+        """Their probabilities."""
+        return [math.exp(log_chance) for log_chance, _ in self.likeliest(count, -math.inf)]
+
+    def chance(self, token: int) -> float:
+        """The probability of a token."""
+        return math.exp(self.log_chance(token))
+
     def likeliest(self, count: int, least: float) -> list[tuple[float, int]]:
         """Up to so many of the most probable tokens behind their log-probabilities, of those that have ``least``.
 

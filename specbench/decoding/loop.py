@@ -8,12 +8,13 @@ passes and makes none: who drives it does.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
-from specbench.decoding.protocols import Drafter, LengthPolicy, Pass, Rows, Scorer
+from specbench.decoding.protocols import Drafter, Pass, Policy, Rows, Scorer
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -34,7 +35,7 @@ def decode_steps(
     target: Scorer,
     drafter: Drafter,
     *,
-    policy: LengthPolicy | DraftPolicy,
+    policy: Policy | DraftPolicy,
     sampling: Sampling,
     random: Randomness,
     max_new_tokens: int,
@@ -100,14 +101,14 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch: Times the steps.
     """
     target, drafter, random = request.target, request.drafter, request.random
-    policy, stops, siblings = request.policy, request.stops, request.policy.siblings
-    rule = policy.learner
+    policy, stops = request.policy, request.stops
+    rule = policy.rule
     sampling = request.sampling.at(len(request.prompt), request.asked, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     # A sibling's logits follow another context than the draft's, which transforms that look back would need.
-    branching = siblings.most > 0 and verification.takes_trees and not sampling.looks_back
+    branching = policy.siblings.most > 0 and verification.takes_trees and not sampling.looks_back
     if not (branching and target.takes_trees):
-        siblings = NO_SIBLINGS
+        policy = replace(policy, siblings=NO_SIBLINGS)
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
     if request.kept:
         target.resume(request.kept)
@@ -132,30 +133,31 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch.start()
         if step is not None:
             rule.observe(step)  # here, where its time counts
-        position, draft = len(context), Draft()
-        if index >= 0:
+        position = len(context)
+        if index < 0:
+            draft = Draft()
+        else:
             room = limit - position - 1
-            draft = yield from policy.propose(drafter, context, room, verification.drawing, sampling, random)
-        tree = siblings.widen(draft)
+            draft = yield from policy.propose(drafter, context, room, sampling, random, verification.drawing)
         watch.lap("draft")
-        logits, hidden = yield Pass(target, context, tree.tokens, tree.parents, layers=layers)
+        logits, hidden = yield Pass(target, context, draft.tokens, draft.parents, layers=layers)
         watch.lap("verify")
-        verdict = verification.judge(tree, logits, context, sampling, random)
+        verdict = verification.judge(draft, logits, context, sampling, random)
         kept, reason = stops.cut(verdict.tokens)
         watch.lap("accept")
         context += verdict.tokens[:kept]
         finished = reason or request.end_at(len(context))
         target.keep(len(context) - 1, verdict.path)
         watch.lap("rollback")
-        states = None if hidden is None else _along(verdict.path[: kept - 1], hidden, len(tree.tokens))
-        drafter.update(StepOutcome(context, kept, logits, tree.tokens, verdict.path, states))
+        states = None if hidden is None else _along(verdict.path[: kept - 1], hidden, len(draft.tokens))
+        drafter.update(StepOutcome(context, kept, logits, draft.tokens, verdict.path, states))
         watch.lap("other")
         times, traced = watch.times(draft.prefill_s), logits if request.trace else None
         if index < 0:
             probability = None if traced is None else closing_probability(verdict, traced)
             yield Prefill(position, context[-1], times.total_s, finished, probability)
         else:
-            step = step_of(index, position, draft, tree, verdict, kept, finished, times, rule.notes(), traced)
+            step = step_of(index, position, draft, verdict, kept, finished, times, rule.notes(), traced)
             yield step
         index += 1
     if step is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
+    from specbench.decoding.drafts import Draft, Draws, StepOutcome
     from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
@@ -76,21 +76,30 @@ class Drawing(Protocol):
         ...
 
 
-class LengthPolicy(Protocol):
-    """Decides the draft length of every step; one object serves one prompt at a time.
+class Policy(Protocol):
+    """Decides how much is drafted in every step, and in which shape; one object serves one prompt at a time.
 
-    In each step the drafter calls ``begin`` once, then ``another`` before every draft, and ``draws`` between the pass
-    that gives the draft's distribution and the draw, if it has passes. Where a cascade has a token without a pass it
-    calls ``prefers_pass`` before all that. The loop calls ``observe`` when the step is over.
+    In each step the drafter calls ``begin`` once; then in turn ``expand``, before it spends a pass on what comes after
+    the nodes that this names, and ``num_children``, before it draws there, until either has no more; ``prune`` in the
+    end, of a tree. Where a cascade has a token without a pass it calls ``prefers_pass`` before ``expand``. The loop
+    calls ``observe`` when the step is over.
+
+    How many candidates a node gets may depend on all that was drawn before them, and never on their own tokens.
     """
 
     @property
     def name(self) -> str:
-        """The rule, with those of its options that are not the defaults."""
+        """The policy, with those of its options that are not the defaults."""
         ...
 
-    def reset(self) -> None:
-        """Forget everything: a new prompt begins."""
+    @property
+    def branches(self) -> bool:
+        """Whether its drafts are trees; otherwise every node has one child at most."""
+        ...
+
+    @property
+    def certain_only(self) -> bool:
+        """Whether nodes are chosen by their own tokens, so that none of them may have been drawn."""
         ...
 
     @property
@@ -98,16 +107,43 @@ class LengthPolicy(Protocol):
         """Whether a step's length is settled with ``begin``, and nothing is read off the draft."""
         ...
 
-    def begin(self, room: int) -> int:
-        """Start a step in which at most ``room`` tokens may be drafted; return the most it wants (0: none)."""
+    def reset(self) -> None:
+        """Forget everything: a new prompt begins."""
         ...
 
-    def another(self, draft: Draft) -> bool:
-        """Whether to draft one more token. Asked before a drafter's pass is spent on it.
+    def begin(self, room: int) -> int:
+        """Start a step with a draft of at most ``room`` tokens one after the other.
+
+        Returns:
+            The most it wants (0: none).
+        """
+        ...
+
+    def expand(self, draft: Draft) -> Sequence[int]:
+        """The nodes to draft from next, ascending, -1 for the context; of those drafted since the last call.
+
+        A chain has only its last one to go on from.
 
         Args:
-            draft: The draft so far. The rule may read it again as long as the step lasts, and never writes to it.
+            draft: What there is so far; of a tree a ``GrowingTree``. The policy may read it as long as the step lasts,
+                and never writes to it. Evidence for the next token may stand behind that of the others.
         """
+        ...
+
+    def num_children(
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
+    ) -> Sequence[int]:
+        """How many candidates to draw after each of these nodes.
+
+        Args:
+            draft: See ``expand``.
+            nodes: Those that it named, less those after which every token is ruled out.
+            expected: What the drafter expects after each. Of a chain these are its untransformed ``Logits``.
+        """
+        ...
+
+    def prune(self, draft: Draft) -> Sequence[int] | None:
+        """Which nodes of a tree are verified, ascending, each with the one before it; ``None`` for all."""
         ...
 
     def prefers_pass(self, draft: Draft) -> bool:
@@ -116,18 +152,6 @@ class LengthPolicy(Protocol):
         Args:
             draft: The draft so far, with the evidence for that token behind that of the others.
         """
-        ...
-
-    def draws(self, logits: torch.Tensor) -> bool:
-        """Whether to draw the token after all, now that its distribution is known.
-
-        Args:
-            logits: The drafter's for this token, of all tokens that it knows, before any sampling transform.
-        """
-        ...
-
-    def row_price(self, rows: int) -> float:
-        """The chance of giving a token from which on one more to verify, with ``rows`` there, is worth its time."""
         ...
 
     def observe(self, step: Step) -> None:
@@ -140,61 +164,6 @@ class LengthPolicy(Protocol):
 
     def costs(self) -> dict[str, Any] | None:
         """The costs of passes it went by so far, ready for JSON (see ``parse_costs``); ``None`` if it needs none."""
-        ...
-
-
-class TreePolicy(Protocol):
-    """Decides the shape of the tree that is drafted in every step; one object serves one prompt at a time.
-
-    The tree grows by depth. In each step the drafter calls ``begin`` once; then in turn ``widths`` for the nodes it has
-    read, and ``onwards`` for the candidates that were drawn behind them; ``kept`` in the end. The loop calls
-    ``observe`` when the step is over.
-
-    How many candidates a node gets may depend on all that was drawn before them, and never on their own tokens.
-    """
-
-    @property
-    def name(self) -> str:
-        """The tree, with those of its options that are not the defaults."""
-        ...
-
-    @property
-    def certain_only(self) -> bool:
-        """Whether nodes are chosen by their own tokens, so that none of them may have been drawn."""
-        ...
-
-    def reset(self) -> None:
-        """Forget everything: a new prompt begins."""
-        ...
-
-    def begin(self, room: int) -> bool:
-        """Start a step with a tree that is at most ``room`` deep; whether there is to be any."""
-        ...
-
-    def widths(
-        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
-    ) -> Sequence[int]:
-        """How many candidates to draw behind each of these nodes (-1: the context), by what is expected there."""
-        ...
-
-    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
-        """Which of the fresh nodes, ascending, the drafter reads next, in one pass; none: the tree has grown."""
-        ...
-
-    def kept(self, tree: GrowingTree) -> Sequence[int] | None:
-        """Which nodes are verified, ascending, each with the one before it; ``None`` for all."""
-        ...
-
-    def observe(self, step: Step) -> None:
-        """Learn from a finished step."""
-        ...
-
-    def notes(self) -> Mapping[str, float]:
-        """What to record about the current step, by name."""
-        ...
-
-    def costs(self) -> dict[str, Any] | None:
-        """See ``LengthPolicy.costs``."""
         ...
 
 
@@ -297,8 +266,8 @@ class Batch(Protocol):
 class Drafter(Protocol):
     """Proposes tokens (``BaseDrafter`` of ``specbench.drafters.base`` has plain answers to most of this).
 
-    The loop calls ``begin`` per prompt, ``update`` after the target has read it, then per step ``propose`` or
-    ``propose_tree`` and ``update``.
+    The loop calls ``begin`` per prompt, ``update`` after the target has read it, then per step ``propose``
+    and ``update``.
     """
 
     @property
@@ -353,34 +322,23 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Asking[Draft]:
-        """Draft up to ``min(room, what policy allows)`` tokens that continue ``context``.
-
-        Args:
-            context: All tokens so far; the last one has not been fed to any model yet.
-            room: The most tokens this step may draft; 0 or more.
-            policy: Asked how many tokens, before each whether to go on, and again before it is drawn from its logits.
-            sampling: The transforms the target uses; a drafter with probabilities draws with the same ones.
-            random: The one source of random draws.
-        """
-        ...
-
-    def propose_tree(
         self,
         context: Sequence[int],
         room: int,
-        policy: TreePolicy,
-        drawing: Drawing,
+        policy: Policy,
         sampling: Sampling,
         random: Randomness,
+        drawing: Drawing = ...,
     ) -> Asking[Draft]:
-        """Draft a tree behind ``context``, at most ``room`` deep; only if it ``takes_trees``.
+        """Draft what continues ``context``.
 
         Args:
-            context, room, sampling, random: See ``propose``.
-            policy: Decides its shape.
-            drawing: Draws the candidates of a node from the drafter's distribution there.
+            context: All tokens so far; the last one has not been fed to any model yet.
+            room: The most tokens one after the other; 0 or more.
+            policy: Decides how many, and in which shape; one that branches needs a drafter that ``takes_trees``.
+            sampling: The transforms the target uses; a drafter with probabilities draws with the same ones.
+            random: The one source of random draws.
+            drawing: Draws the candidates of a tree's node from the drafter's distribution there.
         """
         ...
 

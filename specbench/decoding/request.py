@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Asking, Drafter, Drawing, LengthPolicy, Scorer, TreePolicy
+from specbench.decoding.protocols import Asking, Drafter, Drawing, Policy, Scorer
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -28,42 +28,35 @@ class DraftPolicy:
     """What a step drafts.
 
     Attributes:
-        rule: Decides the length.
+        rule: Decides how much, and in which shape.
         siblings: Verified beside it, where that can be.
         usual_siblings: How many the rule has where its name says nothing of them.
         kept: Whether the rule carries what it learns from one prompt to the next.
-        tree: Decides the shape of trees, in place of the rule and its siblings; ``None`` for chains.
         verification: How drafts are verified above temperature 0; ``None`` for what fits.
         allowed: Whether there is any draft in the step that begins.
     """
 
-    rule: LengthPolicy
+    rule: Policy
     siblings: Siblings = NO_SIBLINGS
     usual_siblings: int = 0
     kept: bool = False
-    tree: TreePolicy | None = None
     verification: VerificationName | None = None
     allowed: Callable[[], bool] = _always
 
     @classmethod
-    def of(cls, policy: LengthPolicy | DraftPolicy) -> DraftPolicy:
+    def of(cls, policy: Policy | DraftPolicy) -> DraftPolicy:
         """A rule by itself has no siblings."""
         return policy if isinstance(policy, cls) else cls(policy)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
         """The rule's, with what was added to it."""
-        name = self.learner.name
+        name = self.rule.name
         if self.siblings.most != self.usual_siblings:
             name = add_option(name, f"siblings={self.siblings.most}")
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")
         return f"{name}, kept" if self.kept else name
-
-    @property
-    def learner(self) -> LengthPolicy | TreePolicy:
-        """Whoever decides, and learns from steps."""
-        return self.tree or self.rule
 
     def method(self, drafter: Drafter) -> VerificationName:
         """How the drafts of a drafter are verified."""
@@ -71,13 +64,13 @@ class DraftPolicy:
             return self.verification
         if drafter.several:
             return "specinfer"
-        if self.tree is None:
+        if not self.rule.branches:
             return "residual"
-        return "naive" if self.tree.certain_only or drafter.certain else "traversal"
+        return "naive" if self.rule.certain_only or drafter.certain else "traversal"
 
     def costs(self) -> dict[str, Any] | None:
-        """See ``LengthPolicy.costs``."""
-        return self.learner.costs()
+        """See ``Policy.costs``."""
+        return self.rule.costs()
 
     def fork(self) -> DraftPolicy:
         """The same policy for another request; what it has learnt is its own from now on."""
@@ -88,15 +81,17 @@ class DraftPolicy:
         drafter: Drafter,
         context: Sequence[int],
         room: int,
-        drawing: Drawing,
         sampling: Sampling,
         random: Randomness,
+        drawing: Drawing,
     ) -> Asking[Draft]:
-        """What a drafter drafts by this policy; for the arguments see ``Drafter``."""
+        """What a drafter drafts by this policy, with its siblings; for the arguments see ``Drafter``."""
         room = room if self.allowed() else 0
-        if self.tree is None:
-            return drafter.propose(context, room, self.rule, sampling, random)
-        return drafter.propose_tree(context, room, self.tree, drawing, sampling, random)
+        asking = drafter.propose(context, room, self.rule, sampling, random, drawing)
+        return self._with_siblings(asking) if self.siblings.most else asking
+
+    def _with_siblings(self, asking: Asking[Draft]) -> Asking[Draft]:
+        return self.siblings.widen((yield from asking))
 
 
 @dataclass(frozen=True)
@@ -137,20 +132,20 @@ class Request:
         self._check_tree()
 
     def _check_tree(self) -> None:
-        tree, method, several = self.policy.tree, self.method, self.drafter.several
-        if not self.residual_adjustment and (tree is not None or method not in ("rejection", "residual")):
+        rule, method, several = self.policy.rule, self.method, self.drafter.several
+        if not self.residual_adjustment and (rule.branches or method not in ("rejection", "residual")):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
                 "Use rejection and a chain to show what it is for.",
             )
-        if tree is None and not several:
+        if not rule.branches and not several:
             return
         if not self.target.takes_trees:
             raise UsageError(
                 "This target takes no trees with this cache: a pass over one does not give what separate passes give.",
                 "Leave the tree out, or use another --cache.",
             )
-        if tree is not None and not self.drafter.takes_trees:
+        if rule.branches and not self.drafter.takes_trees:
             raise UsageError(
                 f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
             )
@@ -166,9 +161,9 @@ class Request:
                 f"{method} verifies chains only, and the draft is a tree.",
                 "Use traversal or recursive, or leave the tree out.",
             )
-        if tree is not None and tree.certain_only and method != "naive":
+        if rule.branches and rule.certain_only and method != "naive":
             raise UsageError(
-                f"{tree.name} keeps drafts by their own probabilities, which {method} must not be given.",
+                f"{rule.name} keeps drafts by their own probabilities, which {method} must not be given.",
                 "Verify it with naive.",
             )
 

@@ -33,7 +33,7 @@ class Siblings:
 
     Args:
         most: How many in a step, 0 or more.
-        price: See ``LengthPolicy.row_price``.
+        price: The chance of giving a token from which on one more to verify, beside so many rows, is worth its time.
 
     Raises:
         UsageError: ``most`` is negative.
@@ -53,9 +53,8 @@ class Siblings:
         if not chosen:
             return draft
         tokens = [*draft.tokens, *(token for _, token in chosen)]
-        return replace(
-            draft, tokens=tokens, parents=(*range(-1, gamma - 1), *(place - 1 for place, _ in chosen))
-        )
+        parents = (*range(-1, gamma - 1), *(place - 1 for place, _ in chosen))
+        return replace(draft, tokens=tokens, parents=parents, siblings=len(chosen))
 
 
 NO_SIBLINGS = Siblings(0, lambda _: 1.0)

@@ -241,7 +241,7 @@ def expected_acceptance(draft: Draft, verdict: Verdict, tested: int) -> tuple[fl
     if verdict.rows:
         return tuple(_expected(draft, node, verdict.rows[node]) for node in (-1, *verdict.path)[:tested])
     if verdict.p is None:
-        kept = verdict.accepted if draft.parents is None else len(verdict.path)
+        kept = verdict.accepted if draft.is_chain else len(verdict.path)
         return tuple(float(i < kept) for i in range(tested))
     if draft.q is None:
         values = acceptance_probabilities(draft, verdict.p)[:tested]

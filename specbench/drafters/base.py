@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specbench.decoding.drafts import Draft, StepOutcome
-    from specbench.decoding.protocols import Asking, Drawing, ScorerLike, TreePolicy
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.drafts import GrowingTree, StepOutcome
+    from specbench.decoding.prospects import Prospects
+    from specbench.decoding.protocols import Drawing, Policy, ScorerLike
+    from specbench.decoding.sampling import Randomness
 
 
 class BaseDrafter:
@@ -54,16 +55,27 @@ class BaseDrafter:
         """Read it all again."""
         self.begin(prompt)
 
-    def propose_tree(
-        self,
-        context: Sequence[int],
-        room: int,
-        policy: TreePolicy,
-        drawing: Drawing,
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Asking[Draft]:
-        raise NotImplementedError
-
     def update(self, outcome: StepOutcome) -> None:
         """There is nothing to learn, nor to roll back."""
+
+
+def grow(
+    tree: GrowingTree,
+    policy: Policy,
+    prospects: Mapping[int, Prospects],
+    drawing: Drawing,
+    random: Randomness,
+) -> bool:
+    """Put candidates after nodes of a tree, as many as a policy wants; whether there are any.
+
+    Args:
+        tree: It grows.
+        policy, drawing, random: See ``Drafter.propose``.
+        prospects: What the drafter expects, by node.
+    """
+    first = len(tree.tokens)
+    counts = policy.num_children(tree, [*prospects], [*prospects.values()])
+    for (node, each), count in zip(prospects.items(), counts, strict=True):
+        if count:
+            tree.add(node, drawing(each, count, random), each)
+    return len(tree.tokens) > first

@@ -18,13 +18,14 @@ import torch
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
+from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 from specbench.drafters.free import FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, LengthPolicy, ScorerLike
+    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -72,7 +73,13 @@ class CascadeDrafter(BaseDrafter):
         self._model_was_used = False
 
     def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: Policy,
+        sampling: Sampling,
+        random: Randomness,
+        drawing: Drawing = top,
     ) -> Asking[Draft]:
         mixed = _MixedDraft(self.free.read(context))
         draft = mixed.draft
@@ -86,12 +93,12 @@ class CascadeDrafter(BaseDrafter):
                         draft.evidence.pop()  # type: ignore[union-attr]
                         guess = None
                 if guess is not None:
-                    if not policy.another(draft):
+                    if not policy.expand(draft):
                         draft.declined = guess.token if guess.q is None else None
                         break
                     mixed.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))
                 else:
-                    if not (self._may_draw(context, draft) and policy.another(draft)):
+                    if not (self._may_draw(context, draft) and policy.expand(draft)):
                         break
                     drawn = yield from self.model.draw(context, draft, policy, sampling, random)
                     if drawn is None:

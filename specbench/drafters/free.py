@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,10 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.prospects import Known
 from specbench.decoding.verdicts import top
-from specbench.drafters.base import BaseDrafter
+from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, ScorerLike, TreePolicy
+    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -85,7 +85,13 @@ class FreeDrafter(BaseDrafter):
         raise NotImplementedError
 
     def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: Policy,
+        sampling: Sampling,
+        random: Randomness,
+        drawing: Drawing = top,
     ) -> Asking[Draft]:
         """Draft guess after guess until a miss."""
         yield from ()  # no passes
@@ -97,7 +103,7 @@ class FreeDrafter(BaseDrafter):
             if guess is None:
                 break
             draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
-            if not policy.another(draft):
+            if not policy.expand(draft):
                 draft.declined = guess.token if guess.q is None else None
                 break
             if guess.q is not None:
@@ -124,30 +130,25 @@ class CandidateDrafter(FreeDrafter):
         """The likeliest candidate, whoever drafted what stands before it."""
         return next((Guess(*each) for each in self.candidates(context, drafted).items()), None)
 
-    def propose_tree(
+    def propose(
         self,
         context: Sequence[int],
         room: int,
-        policy: TreePolicy,
-        drawing: Drawing,
+        policy: Policy,
         sampling: Sampling,
         random: Randomness,
+        drawing: Drawing = top,
     ) -> Asking[Draft]:
-        """Draft a tree of the likeliest candidates. They are certain, so any way to verify is right for them."""
-        yield from ()  # no passes
-        tree, prefill_s = GrowingTree(), self.read(context)
-        frontier: Sequence[int] = [-1] if policy.begin(room) else []
-        while frontier:
-            draft = tree.draft()
-            known = {node: Known(self.candidates(context, draft.branch(node))) for node in frontier}
-            nodes = [node for node in frontier if known[node].best(1)]
-            if not nodes:
+        """Draft the likeliest candidates. They are certain, so any way to verify is right for trees of them."""
+        if not policy.branches:
+            return (yield from super().propose(context, room, policy, sampling, random, drawing))
+        tree = GrowingTree(prefill_s=self.read(context))
+        nodes = policy.expand(tree) if policy.begin(room) else ()
+        while nodes:
+            known = {node: Known(self.candidates(context, tree.branch(node))) for node in nodes}
+            prospects = {node: each for node, each in known.items() if each.best(1)}
+            if not prospects or not grow(tree, policy, prospects, top, random):
                 break
-            first = len(tree)
-            widths = policy.widths(tree, nodes, [known[node] for node in nodes])
-            for node, width in zip(nodes, widths, strict=True):
-                if width:
-                    tree.add(node, top(known[node], width, random), known[node])
-            frontier = policy.onwards(tree, range(first, len(tree)))
-        kept = policy.kept(tree)
-        return replace((tree if kept is None else tree.pruned(kept)).draft(), prefill_s=prefill_s)
+            nodes = policy.expand(tree)
+        kept = policy.prune(tree)
+        return tree if kept is None else tree.pruned(kept)

@@ -68,11 +68,9 @@ class LookAheadDrafter(SelfDrafter):
             self._guesses = (yield Pass(self.scorer, context, tokens, rows=len(self._ahead) + 1)).logits
         return self._guesses[place - self._first][None]
 
-    def _frontier_logits(
-        self, context: Sequence[int], tree: GrowingTree, draft: Draft, rows: int
-    ) -> Asking[torch.Tensor]:
+    def _frontier_logits(self, context: Sequence[int], tree: GrowingTree, rows: int) -> Asking[torch.Tensor]:
         if not self._read_nodes:
-            return (yield from self._next_logits(context, draft))
+            return (yield from self._next_logits(context, tree))
         assert self._guesses is not None
         return self._guesses[tree.depths[self._read_nodes[-1]]][None].expand(rows, -1)
 

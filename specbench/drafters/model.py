@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,11 +17,12 @@ from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import Pass
-from specbench.drafters.base import BaseDrafter
+from specbench.decoding.verdicts import top
+from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, ScorerLike, TreePolicy
+    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 _READ_LATE = ("cuda",)
@@ -88,16 +88,33 @@ class ModelDrafter(BaseDrafter):
         self.scorer.resume(kept)
 
     def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: Policy,
+        sampling: Sampling,
+        random: Randomness,
+        drawing: Drawing = top,
     ) -> Asking[Draft]:
-        """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks."""
+        """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks.
+
+        A tree takes one pass for each depth: of the nodes that are read, each beside the others of its depth. In greedy
+        decoding its chances are those of the untempered softmax.
+        """
+        self._read_nodes = []
         limit = policy.begin(max(0, min(room, self._room(context))))
+        if policy.branches:
+            return (
+                (yield from self._grow(context, policy, drawing, sampling, random))
+                if limit
+                else Draft(passes=0)
+            )
         plain_greedy = sampling.greedy and not sampling.looks_back
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
             return (yield from self._propose_unread(context, limit))
         draft = Draft(logits=[], passes=0)
         with self.drafting():
-            while len(draft.tokens) < limit and policy.another(draft):
+            while len(draft.tokens) < limit and policy.expand(draft):
                 drawn = yield from self.draw(context, draft, policy, sampling, random)
                 if drawn is None:
                     break
@@ -107,51 +124,29 @@ class ModelDrafter(BaseDrafter):
             draft.q = self._distributions[: len(draft.tokens)]
         return draft
 
-    def propose_tree(
-        self,
-        context: Sequence[int],
-        room: int,
-        policy: TreePolicy,
-        drawing: Drawing,
-        sampling: Sampling,
-        random: Randomness,
+    def _grow(
+        self, context: Sequence[int], policy: Policy, drawing: Drawing, sampling: Sampling, random: Randomness
     ) -> Asking[Draft]:
-        """Draft a tree, one pass for each depth: of the nodes that are read, each beside the others of its depth.
-
-        In greedy decoding chances are those of the untempered softmax.
-        """
-        tree, draft = GrowingTree(), Draft(passes=0)
-        frontier: Sequence[int] = [-1]
-        self._read_nodes = []
-        if not policy.begin(max(0, min(room, self._room(context)))):
-            return draft
+        tree = GrowingTree(passes=0)
         with self.drafting():
-            while frontier:
-                logits = yield from self._frontier_logits(context, tree, draft, len(frontier))
-                prospects = self._prospects(logits, context, tree, frontier, sampling)
-                if not prospects:
+            while nodes := policy.expand(tree):
+                self._read_nodes += [node for node in nodes if node >= 0]
+                logits = yield from self._frontier_logits(context, tree, len(nodes))
+                prospects = self._prospects(logits, context, tree, nodes, sampling)
+                if not prospects or not grow(tree, policy, prospects, drawing, random):
                     break
-                first = len(tree)
-                widths = policy.widths(tree, [*prospects], [*prospects.values()])
-                for (node, each), width in zip(prospects.items(), widths, strict=True):
-                    if width:
-                        tree.add(node, drawing(each, width, random), each)
-                frontier = policy.onwards(tree, range(first, len(tree)))
-                self._read_nodes += frontier
-        kept = policy.kept(tree)
-        if kept is not None:
-            tree = tree.pruned(kept)
-            place = {node: i for i, node in enumerate(kept)}
-            self._read_nodes = [place.get(node, _DROPPED) for node in self._read_nodes]
-        return replace(tree.draft(), prefill_s=draft.prefill_s, passes=draft.passes)
+        kept = policy.prune(tree)
+        if kept is None:
+            return tree
+        place = {node: i for i, node in enumerate(kept)}
+        self._read_nodes = [place.get(node, _DROPPED) for node in self._read_nodes]
+        return tree.pruned(kept)
 
-    def _frontier_logits(
-        self, context: Sequence[int], tree: GrowingTree, draft: Draft, rows: int
-    ) -> Asking[torch.Tensor]:
-        """Logits behind the nodes that were chosen last, see ``Rows``; behind the context if none has been yet."""
+    def _frontier_logits(self, context: Sequence[int], tree: GrowingTree, rows: int) -> Asking[torch.Tensor]:
+        """Logits after the nodes that were chosen last, see ``Rows``; after the context if none has been yet."""
         if not self._read_nodes:
-            return (yield from self._next_logits(context, draft))
-        draft.passes = (draft.passes or 0) + 1
+            return (yield from self._next_logits(context, tree))
+        tree.passes = (tree.passes or 0) + 1
         place = {-1: -1} | {node: i for i, node in enumerate(self._read_nodes)}
         tokens = [tree.tokens[node] for node in self._read_nodes]
         parents = [place[tree.parents[node]] for node in self._read_nodes]
@@ -178,9 +173,9 @@ class ModelDrafter(BaseDrafter):
             if scores is not rows:
                 rows.copy_(scores)
             return dict(zip(nodes, Scores.of(rows, normalised=False, vocabulary=vocabulary), strict=True))
-        draft, ruled_out = tree.draft(), set[int]()
+        ruled_out = set[int]()
         for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
-            behind = [*context, *draft.branch(node)] if sampling.looks_back else context
+            behind = [*context, *tree.branch(node)] if sampling.looks_back else context
             if sampling.rules_out_all(row, behind):
                 ruled_out.add(node)
             elif sampling.greedy:
@@ -233,7 +228,7 @@ class ModelDrafter(BaseDrafter):
         self,
         context: Sequence[int],
         draft: Draft,
-        policy: LengthPolicy,
+        policy: Policy,
         sampling: Sampling,
         random: Randomness,
     ) -> Asking[Drawn | None]:
@@ -244,12 +239,14 @@ class ModelDrafter(BaseDrafter):
         there as prefill if it is the first one or has to catch up with more than a few tokens.
         """
         logits = yield from self._next_logits(context, draft)
-        if not policy.draws(logits[0]):
+        known = Logits(logits[0], self.scorer.vocabulary)
+        if not policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
             return None
         logits, vocabulary = self._as_seen(logits, sampling)
         if sampling.rules_out_all(logits, context, draft.tokens):
             return None
-        known = Logits(logits[0], vocabulary)
+        if vocabulary is not self.scorer.vocabulary:
+            known = Logits(logits[0], vocabulary)
         if sampling.greedy:
             return Drawn(known.token(sampling.choose(logits, context, draft.tokens)[0]), known, None)
         width = logits.shape[-1] if vocabulary is None else vocabulary.size

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
+from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, LengthPolicy, ScorerLike
+    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -23,7 +24,13 @@ class NoDraft(BaseDrafter):
         return NoDraft()
 
     def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: Policy,
+        sampling: Sampling,
+        random: Randomness,
+        drawing: Drawing = top,
     ) -> Asking[Draft]:
         yield from ()  # no passes
         return Draft()

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
+from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drafter, LengthPolicy, ScorerLike
+    from specbench.decoding.protocols import Asking, Drafter, Drawing, Policy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -53,7 +54,13 @@ class SeveralDrafters(BaseDrafter):
         self._chains = []
 
     def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: Policy,
+        sampling: Sampling,
+        random: Randomness,
+        drawing: Drawing = top,
     ) -> Asking[Draft]:
         """Draft chain after chain.
 
@@ -77,9 +84,8 @@ class SeveralDrafters(BaseDrafter):
                 if draft.passes is None
                 else draft.passes
             )
-        merged = tree.draft()
-        merged.prefill_s, merged.passes = prefill_s, passes
-        return merged
+        tree.prefill_s, tree.passes = prefill_s, passes
+        return tree
 
     def update(self, outcome: StepOutcome) -> None:
         layers = {layer: i for i, layer in enumerate(self.layers)}

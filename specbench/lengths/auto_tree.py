@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from specbench.errors import UsageError
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.auto import AutoLength
-from specbench.lengths.base import rule_name
+from specbench.lengths.base import Branching, rule_name
 from specbench.lengths.trees import MOST_NODES
 
 if TYPE_CHECKING:
-    from specbench.decoding.drafts import GrowingTree
+    from specbench.decoding.drafts import Draft, GrowingTree
     from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.lengths.costs import CostSource
@@ -25,7 +25,7 @@ _ABREAST = 8
 """Nodes that the drafter reads in one pass, at most."""
 
 
-class AutoTree(AutoLength):
+class AutoTree(Branching, AutoLength):
     """Best-first by survival, with the rate, the costs and the pauses of ``auto`` (``AutoLength``).
 
     A candidate joins the tree iff the chance that it is kept is worth the time of its row, P·c > R·(v(n+1) - v(n)); the
@@ -42,8 +42,6 @@ class AutoTree(AutoLength):
         UsageError: ``nodes`` is below 1 or above ``MOST_NODES``.
     """
 
-    certain_only = False
-
     def __init__(self, nodes: int = 16, costs: CostSource | None = None) -> None:
         if not 1 <= nodes <= MOST_NODES:
             raise UsageError(f"The tree has {nodes} nodes.", f"Give 1 to {MOST_NODES}.")
@@ -58,7 +56,7 @@ class AutoTree(AutoLength):
             curve.reset()
         super().reset()
 
-    def begin(self, room: int) -> bool:
+    def begin(self, room: int) -> int:
         super().begin(self.gamma_max)
         self._exactly = None
         self._limit = int(min(self.gamma_max, self._costs.reach))
@@ -68,16 +66,16 @@ class AutoTree(AutoLength):
         self._reached: list[float] = []  # by node: the chance that it is kept
         self._asked = room > 0 and self._limit > 0 and not self._paused
         self._rows_read = 1
-        return self._asked
+        return room if self._asked else 0
 
-    def widths(
-        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    def num_children(
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
     ) -> Sequence[int]:
         counts = [0] * len(nodes)
         forced = self._probing or self._costs.timings == 0
         slots: list[tuple[float, int]] = []
         chances: list[list[float]] = []
-        for place, (node, each) in enumerate(zip(nodes, prospects, strict=True)):
+        for place, (node, each) in enumerate(zip(nodes, expected, strict=True)):
             odds = [log_odds(chance) for chance in each.chances(_BESIDE_ONE)]
             reached = self._reached[node] if node >= 0 else 1.0
             self._before[node] = odds
@@ -86,7 +84,7 @@ class AutoTree(AutoLength):
         if forced:
             return [1, *[0] * (len(nodes) - 1)]
         heapq.heapify(slots)
-        taken = len(tree)
+        taken = len(draft.tokens)
         while slots and taken < self._limit:
             chance, place = heapq.heappop(slots)
             if -chance < self.row_price(taken + 1):
@@ -104,7 +102,7 @@ class AutoTree(AutoLength):
             before = self._reached[parent] if parent >= 0 else 1.0
             self._odds.append(odds)
             self._reached.append(before * self._known[tree.ranks[node] > 0].chance(odds))
-        nodes = len(tree)
+        nodes = len(tree.tokens)
         if not fresh or self._probing or nodes >= self._limit or tree.depths[fresh[0]] >= self._room:
             return []
         if self._costs.timings == 0:
@@ -127,9 +125,6 @@ class AutoTree(AutoLength):
             return []
         self._rows_read += len(chosen)
         return sorted(chosen)
-
-    def kept(self, tree: GrowingTree) -> Sequence[int] | None:  # noqa: ARG002
-        return None
 
     def _learn(self, step: Step) -> None:
         if step.parents is None:

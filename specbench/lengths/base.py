@@ -9,11 +9,12 @@ before the token is drawn, and never after that: it can stop behind a token, but
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.drafts import GrowingTree
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.record import Json
@@ -21,14 +22,39 @@ from specbench.specs.rules import RuleSpec, parse_rule
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
+    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
 
 _ROW_PRICE = 0.02
 """Where nothing is known of what a pass costs: a token more takes a few per cent of it on a processor."""
 
 
-class Rule:
-    """A rule that drafts ``gamma_max`` tokens in every step and learns nothing; others override what they need.
+class BasePolicy:
+    """Learns nothing, and leaves what was drafted as it is; for what the members mean see ``Policy``."""
+
+    branches = certain_only = unconditional = False
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def prune(self, draft: Draft) -> Sequence[int] | None:  # noqa: ARG002
+        return None
+
+    def prefers_pass(self, draft: Draft) -> bool:  # noqa: ARG002
+        return False
+
+    def observe(self, step: Step) -> None:
+        """There is nothing to learn."""
+
+    def notes(self) -> Mapping[str, float]:
+        return {}
+
+    def costs(self) -> Json | None:
+        return None
+
+
+class Rule(BasePolicy):
+    """A rule that drafts chains of ``gamma_max`` tokens and learns nothing; others override what they need.
 
     Args:
         word: What it is called, see ``specbench.specs.rules``.
@@ -45,34 +71,46 @@ class Rule:
         self.gamma_max = gamma_max
         self.name = rule_name(word, gamma_max=gamma_max, **arguments)
 
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
     def begin(self, room: int) -> int:
         return min(self.gamma_max, room)
 
     def another(self, draft: Draft) -> bool:  # noqa: ARG002
+        """Whether to draft one more token. Asked before a drafter's pass is spent on it."""
         return True
 
-    def prefers_pass(self, draft: Draft) -> bool:  # noqa: ARG002
-        return False
+    def expand(self, draft: Draft) -> Sequence[int]:
+        return (len(draft.tokens) - 1,) if self.another(draft) else ()
 
-    def draws(self, logits: torch.Tensor) -> bool:  # noqa: ARG002
-        return True
-
-    unconditional = False
+    def num_children(
+        self,
+        draft: Draft,  # noqa: ARG002
+        nodes: Sequence[int],  # noqa: ARG002
+        expected: Sequence[Prospects],  # noqa: ARG002
+    ) -> Sequence[int]:
+        return (1,)
 
     def row_price(self, rows: int) -> float:  # noqa: ARG002
+        """The chance of giving a token from which on one more to verify, with ``rows`` there, is worth its time."""
         return _ROW_PRICE
 
-    def observe(self, step: Step) -> None:
-        """There is nothing to learn."""
 
-    def notes(self) -> Mapping[str, float]:
-        return {}
+class Branching(BasePolicy):
+    """What policies for trees have in common: they name nodes to go on from among those drafted last."""
 
-    def costs(self) -> Json | None:
-        return None
+    branches = True
+    _grown = 0  # nodes of the draft that it has seen
+
+    def expand(self, draft: Draft) -> Sequence[int]:
+        if not draft.tokens:
+            self._grown = 0
+            return (-1,)
+        assert isinstance(draft, GrowingTree)
+        fresh, self._grown = range(self._grown, len(draft.tokens)), len(draft.tokens)
+        return self.onwards(draft, fresh)
+
+    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+        """Which of the fresh nodes, ascending, the drafter reads next, in one pass; none: the tree has grown."""
+        raise NotImplementedError
 
 
 class FixedLength(Rule):
@@ -127,5 +165,5 @@ def confidence(draft: Draft, i: int) -> float:
 def rule_name(word: str, **arguments: object) -> str:
     """A rule's name, a spec itself: its word and those of its arguments that are options and not at their defaults."""
     kind = parse_rule(word).kind
-    said = {each.name: arguments[each.name] for each in kind.options if each.name in arguments}
+    said = {each.name: arguments[each.argument] for each in kind.options if each.argument in arguments}
     return str(RuleSpec(kind, said))

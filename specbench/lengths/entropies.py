@@ -7,16 +7,16 @@ without logits give nothing to read: behind them these rules draft up to their m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from specbench.decoding.logits import Logits
 from specbench.errors import UsageError
 from specbench.lengths.base import Rule, entropy, normalised_entropy
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.decoding.drafts import Draft
+    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
 
 
@@ -65,15 +65,22 @@ class EntropyGuidedLength(Rule):
     def another(self, draft: Draft) -> bool:
         return len(draft.tokens) < self._gamma
 
-    def draws(self, logits: torch.Tensor) -> bool:
+    def num_children(
+        self,
+        draft: Draft,  # noqa: ARG002
+        nodes: Sequence[int],  # noqa: ARG002
+        expected: Sequence[Prospects],
+    ) -> Sequence[int]:
         if not self._notes:
-            h = normalised_entropy(logits)
+            logits = expected[0]
+            assert isinstance(logits, Logits)
+            h = normalised_entropy(logits.values)
             past = h if self._average is None else self._average
             self._average = self.ema_beta * past + (1 - self.ema_beta) * h
             fall = (self.gamma_max - self.gamma_min) * min(1.0, self._average / self.scale)
             self._gamma = min(math.floor(self.gamma_max - fall + 0.5), self._limit)
             self._notes = {"H_norm": h, "H_ema": self._average, "gamma": float(self._gamma)}
-        return True
+        return (1,)
 
     def notes(self) -> Mapping[str, float]:
         return self._notes

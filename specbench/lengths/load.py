@@ -377,5 +377,5 @@ def share_costs(policy: DraftPolicy, load: Load, models: Sequence[object], promp
         policy: That of one request.
         load, models, prompt: See ``SharedCosts``.
     """
-    if isinstance(policy.learner, AutoLength):
-        policy.learner.go_by(lambda own: SharedCosts(load, models, own, prompt))
+    if isinstance(policy.rule, AutoLength):
+        policy.rule.go_by(lambda own: SharedCosts(load, models, own, prompt))

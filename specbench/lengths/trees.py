@@ -1,33 +1,32 @@
 """Trees of a shape that is settled beforehand, and those that follow the drafter's own probabilities.
 
 A policy for trees keeps the output's distribution as long as how many candidates a node gets depends only on what was
-drawn before them (``specbench.decoding.protocols.TreePolicy``).
+drawn before them (``specbench.decoding.protocols.Policy``).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from specbench.decoding.drafts import GrowingTree
 from specbench.errors import UsageError
-from specbench.lengths.base import rule_name
-from specbench.record import Json
+from specbench.lengths.base import Branching, rule_name
 from specbench.specs.notation import Dashed
 
 if TYPE_CHECKING:
-    from specbench.decoding.drafts import GrowingTree
+    from specbench.decoding.drafts import Draft
     from specbench.decoding.prospects import Prospects
-    from specbench.decoding.records import Step
 
 MOST_NODES = 64
 """Nodes that a tree may have. Every node that is read keeps a distribution over the vocabulary: 39 MB with 152,000
 tokens."""
 
 
-class Tree:
+class Tree(Branching):
     """What policies for trees have in common; others override what they need.
 
     Args:
@@ -39,8 +38,6 @@ class Tree:
         UsageError: The nodes are less or more.
     """
 
-    certain_only = False
-
     def __init__(self, word: str, nodes: int, **arguments: object) -> None:
         if not 1 <= nodes <= MOST_NODES:
             raise UsageError(f"The tree has {nodes} nodes.", f"Give 1 to {MOST_NODES}.")
@@ -48,24 +45,9 @@ class Tree:
         self.name = rule_name(word, nodes=nodes, **arguments)
         self._room = 0
 
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-    def begin(self, room: int) -> bool:
+    def begin(self, room: int) -> int:
         self._room = room
-        return room > 0
-
-    def kept(self, tree: GrowingTree) -> Sequence[int] | None:
-        return None
-
-    def observe(self, step: Step) -> None:
-        """There is nothing to learn."""
-
-    def notes(self) -> Mapping[str, float]:
-        return {}
-
-    def costs(self) -> Json | None:
-        return None
+        return room
 
 
 class StaticTree(Tree):
@@ -103,12 +85,12 @@ class StaticTree(Tree):
             self._behind.setdefault(parent, []).append(node)
         self._shape: dict[int, int] = {}
 
-    def begin(self, room: int) -> bool:
+    def begin(self, room: int) -> int:
         self._shape = {-1: -1}
         return super().begin(room)
 
-    def widths(
-        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    def num_children(
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
     ) -> Sequence[int]:
         return [len(self._behind.get(self._shape[node], ())) for node in nodes]
 
@@ -137,10 +119,11 @@ class IndependentChains(Tree):
         super().__init__("chains", chains * length, chains=chains, length=length)
         self.chains, self.length = chains, length
 
-    def widths(
-        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    def num_children(
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
     ) -> Sequence[int]:
-        return [self.chains if node < 0 else tree.multiplicity(node) for node in nodes]
+        assert isinstance(draft, GrowingTree)
+        return [self.chains if node < 0 else draft.multiplicity(node) for node in nodes]
 
     def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         return [node for node in fresh if tree.depths[node] < min(self.length, self._room)]
@@ -171,12 +154,12 @@ class DynamicTree(Tree):
         self.top_k, self.depth = top_k, depth
         self._scores: list[float] = []
 
-    def begin(self, room: int) -> bool:
+    def begin(self, room: int) -> int:
         self._scores = []
         return super().begin(room)
 
-    def widths(
-        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    def num_children(
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
     ) -> Sequence[int]:
         return [self.top_k] * len(nodes)
 
@@ -189,11 +172,13 @@ class DynamicTree(Tree):
             return []
         return sorted(heapq.nlargest(self.top_k, fresh, key=self._scores.__getitem__))
 
-    def kept(self, tree: GrowingTree) -> Sequence[int] | None:
-        if len(tree) <= self.nodes:
+    def prune(self, draft: Draft) -> Sequence[int] | None:
+        if len(draft.tokens) <= self.nodes:
             return None
         # By falling score and, of equals, in their order: then no node comes before the one it stands behind.
-        return sorted(sorted(range(len(tree)), key=lambda node: (-self._scores[node], node))[: self.nodes])
+        return sorted(
+            sorted(range(len(draft.tokens)), key=lambda node: (-self._scores[node], node))[: self.nodes]
+        )
 
 
 def falling(ranks: Sequence[int]) -> list[float]:

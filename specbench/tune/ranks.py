@@ -25,14 +25,13 @@ from specbench.decoding.theory import (
 )
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree, best_shapes, falling
 from specbench.models.calibrations import TreeChoice, TreeKey
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.sampling import Sampling
-    from specbench.models.target import Target
+    from specbench.models.prepare import Target
     from specbench.progress import Progress
     from specbench.specs.verification import VerificationName
 
@@ -123,7 +122,7 @@ def calibrate_tree(
             prompt,
             target,
             drafter,
-            policy=DraftPolicy(FixedLength(), tree=_comb(), verification=method),
+            policy=DraftPolicy(_comb(), verification=method),
             sampling=sampling,
             max_new_tokens=tokens,
             seed=seed + done,
