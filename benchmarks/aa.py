@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.bench.engines.own import Engine, ModelEngine, Outcome, load_engine
+from specbench.bench.engines.engine import Engine, Outcome
+from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Config, Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
@@ -39,9 +40,10 @@ from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
+from specbench.record import Estimate
 from specbench.results.compare import compare_configs
 from specbench.results.results import load_results
-from specbench.results.stats import Estimate, ratio_text, verdict
+from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model

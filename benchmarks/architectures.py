@@ -31,7 +31,7 @@ import transformers
 from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from specbench.backends.torch.caches import CacheKind, make_cache
+from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Asking
@@ -40,7 +40,9 @@ from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.checkpoints import check_config
-from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import Target, wrap_target
+from specbench.options import CacheKind
 
 VOCABULARY, WINDOW, PROMPT, NEW = 64, 8, 24, 40
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated")

@@ -27,7 +27,7 @@ from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.protocols import Pass
-from specbench.models.prepare import load_target
+from specbench.models.target import load_target
 from specbench.options import LoadOptions
 
 WIDTHS = (1, 5)

@@ -39,7 +39,8 @@ import psutil
 
 from specbench.bench.prompts import load_prompts
 from specbench.generate import GenerationRun, encode_messages, encode_prompt
-from specbench.models.prepare import load_drafter, load_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import load_target
 from specbench.options import DecodingOptions, LoadOptions
 from specbench.serve.app import Defaults
 from specbench.serve.engine import Engine, Job

@@ -49,15 +49,9 @@ from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
+from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
-from specbench.models.prepare import (
-    Target,
-    join_cascade,
-    load_drafter,
-    load_target,
-    wrap_drafter,
-    wrap_target,
-)
+from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions, quantised
 from specbench.progress import quiet_transformers
 from specbench.specs.drafters import Cascade, parse_drafter

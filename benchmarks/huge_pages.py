@@ -25,7 +25,8 @@ import torch
 
 from specbench.backends.torch.kernels.huge_pages import huge_page_setting
 from specbench.backends.torch.scorer import Scorer
-from specbench.models.prepare import load_drafter, load_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import load_target
 from specbench.options import LoadOptions
 
 CONTEXT = 256

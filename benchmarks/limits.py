@@ -56,7 +56,7 @@ from specbench.bench.passes import time_in_turn
 from specbench.cli.options import DEFAULT_TARGET
 from specbench.errors import SpecbenchError
 from specbench.models.load import load_model
-from specbench.models.prepare import load_target
+from specbench.models.target import load_target
 from specbench.options import LoadOptions
 
 DRAFTER = "drafter-int8"

@@ -26,8 +26,9 @@ from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
+from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
-from specbench.models.prepare import load_drafter, load_target
+from specbench.models.target import load_target
 from specbench.options import LoadOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import parse_rule

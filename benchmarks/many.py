@@ -37,11 +37,13 @@ from specbench.decoding.protocols import Drafter
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
+from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
-from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
-from specbench.results.stats import Estimate, geometric_mean, ratio_text
+from specbench.record import Estimate
+from specbench.results.stats import geometric_mean, ratio_text
 
 WAYS = ("alone", "one", "plain", "transformers")
 

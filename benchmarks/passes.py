@@ -25,12 +25,11 @@ import parts  # noqa: F401 - before torch
 import torch
 from torch import nn
 
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.linear import Int4Linear, Int8Linear, PackedLinear
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.passes import time_in_turn
-from specbench.models.prepare import load_target
-from specbench.options import LoadOptions
+from specbench.models.target import load_target
+from specbench.options import CacheKind, LoadOptions
 
 SHARE, GROWTH = 0.70, 1.25
 BUFFER_BYTES = 1 << 30

@@ -39,7 +39,7 @@ from specbench.bench.prompts import load_prompts
 from specbench.cli.options import DEFAULT_TARGET
 from specbench.generate import autoregressive_generate, encode_prompt
 from specbench.models.load import load_model
-from specbench.models.prepare import load_target
+from specbench.models.target import load_target
 from specbench.options import LoadOptions
 from specbench.results.stats import mean_interval
 

@@ -58,8 +58,8 @@ from specbench.bench.prompts import load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.cli import run
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.options import DecodingOptions
-from specbench.recipe import ModelOptions, Recipe
+from specbench.options import DecodingOptions, ModelOptions
+from specbench.recipe import Recipe
 from specbench.record import Estimate
 from specbench.results import stats
 from specbench.results.compare import side_by_side

@@ -24,7 +24,6 @@ import torch
 from scipy.stats import chi2, ncx2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
@@ -35,6 +34,7 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.lengths import FixedLength
+from specbench.options import CacheKind
 from specbench.specs.drafters import NGram
 
 VOCAB, NEW, GAMMA = 8, 3, 2

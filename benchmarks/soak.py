@@ -42,7 +42,8 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
-from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
 
 RULES = ("auto", "fixed:gamma=3", "heuristic", "auto")

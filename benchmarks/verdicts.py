@@ -32,7 +32,8 @@ from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.generate import encode_prompt
 from specbench.lengths import build_policy
-from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
 from specbench.results.stats import mean_interval

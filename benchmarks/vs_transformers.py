@@ -43,8 +43,9 @@ from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.lengths import build_policy
+from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
-from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions, quantised
 from specbench.progress import quiet_transformers
 from specbench.results import stats

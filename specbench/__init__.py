@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
     from specbench.lengths import FixedLength
-    from specbench.models.prepare import Target, load_drafter, load_target, wrap_drafter, wrap_target
+    from specbench.models.drafters import load_drafter, wrap_drafter
+    from specbench.models.target import Target, load_target, wrap_target
     from specbench.options import LoadOptions
     from specbench.results.results import load_results
 
@@ -35,7 +36,8 @@ _HOMES = {
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),
     "lengths": ("FixedLength",),
-    "models.prepare": ("Target", "load_drafter", "load_target", "wrap_drafter", "wrap_target"),
+    "models.drafters": ("load_drafter", "wrap_drafter"),
+    "models.target": ("Target", "load_target", "wrap_target"),
     "decoding.metrics": ("summary",),
     "options": ("LoadOptions",),
     "decoding.records": ("Generation", "Prefill", "Step"),

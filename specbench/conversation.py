@@ -10,7 +10,7 @@ from specbench.generate import GenerationRun, encode_messages
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 
 class Conversation:

@@ -30,8 +30,8 @@ from specbench.specs.rules import default_rule
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.models.prepare import Target
-    from specbench.models.seats import Seats
+    from specbench.backends.torch.seats import Seats
+    from specbench.models.target import Target
 
 
 def encode_prompt(
@@ -95,7 +95,7 @@ def loaded_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | N
     """A drafter, which may be given by its spec."""
     if not isinstance(drafter, str):
         return drafter
-    from specbench.models.prepare import load_drafter
+    from specbench.models.drafters import load_drafter
 
     return load_drafter(drafter, target)
 

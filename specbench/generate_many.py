@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from specbench.backends.torch.seats import Seats
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Generation, SharedPass
 from specbench.decoding.schedule import Event, Scheduler
@@ -15,7 +16,6 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun, as_tokens, loaded_drafter
 from specbench.lengths import FixedLength
 from specbench.lengths.load import Load
-from specbench.models.seats import Seats
 
 if TYPE_CHECKING:
     from specbench.backends.torch.pools import PoolKind
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter, Policy
     from specbench.decoding.request import DraftPolicy, Request
     from specbench.decoding.sampling import Sampling
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 BESIDE = 128
 """Tokens of a tree that may stand beside what fits into an output."""
@@ -102,7 +102,7 @@ class GenerationRuns:
             longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + BESIDE
             tokens = pool_tokens or (longest * max_batch if max_batch > 1 else None)
             kind: PoolKind = pool or ("slotted" if pool_tokens is None else "paged")
-            self.seats = Seats(begun[0].target, tokens, max_batch, kind)
+            self.seats = Seats(begun[0].target.scorer, tokens, max_batch, kind)
             for drafter in {id(run.drafter): run.drafter for run in begun}.values():
                 self.seats.open(drafter)  # models are tried out now, and not while somebody waits
         for run in runs:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tiny import tiny_llama, tiny_tokenizer
 
-from specbench.models.prepare import Target, load_drafter
+from specbench.models.drafters import load_drafter
+from specbench.models.target import Target
 from specbench.options import LoadOptions
 
 WIDTH, INNER, HEADS, SHARED, SIZE = 32, 48, 4, 2, 8

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome
+from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
 from specbench.bench.passes import PassTimes, SharedTimes

@@ -32,7 +32,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength, build_policy
-from specbench.models.prepare import wrap_target
+from specbench.models.target import wrap_target
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 VOCAB = 64

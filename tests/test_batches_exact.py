@@ -25,7 +25,7 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.trees import StaticTree
-from specbench.models.prepare import Target
+from specbench.models.target import Target
 
 HEADS = ("eagle", "eagle-1", "peagle", "dflash", "medusa", "pass")
 OTHERS = ("lookup", "ngram:top-k=2", "suffix", "recycle", "self:int8", "self:layers=1", "self:skip=1",

@@ -32,7 +32,7 @@ from scripted_server import Manner, ScriptedServer
 from tiny import save_tiny, tiny_llama
 
 from specbench.backends.torch.kernels.surgery import pack_linears
-from specbench.bench.engines.own import Outcome
+from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Config
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome

@@ -24,8 +24,9 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
+from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
-from specbench.models.prepare import Target, _prepare_target, default_cache, load_drafter, wrap_target
+from specbench.models.target import Target, default_cache, prepare_target, wrap_target
 from specbench.options import LoadOptions, QuantisedName
 
 
@@ -43,7 +44,7 @@ def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
 def rounded_target(model: Any, rounded: QuantisedName = "int8") -> Target:
     """The model in int8 or int4, as ``load_target`` makes a target of it."""
     loaded = wrap_model(model, None, "tiny", quantise=rounded)
-    return _prepare_target(loaded, default_cache(model.config, rounded=True))
+    return prepare_target(loaded, default_cache(model.config, rounded=True))
 
 
 def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> Scorer:
@@ -114,7 +115,7 @@ def test_a_rounded_target_is_bit_exact_or_says_why_not(
     assert target.scorer.rounding == torch.int8
     assert not target.scorer.takes_trees
     loaded = wrap_model(tiny_llama(), None, "tiny", quantise=rounded)
-    grown = _prepare_target(loaded, "dynamic")
+    grown = prepare_target(loaded, "dynamic")
     assert not grown.bit_exact
     assert "preallocated" in (grown.widths_differ or "")
     assert not wrap_target(tiny_llama(), name="tiny").bit_exact

@@ -19,9 +19,11 @@ from specbench.backends.torch.kernels.linear import Rounded, in_bytes, rounded
 from specbench.errors import RunError
 from specbench.models import rounded_layers as module
 from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
+from specbench.models.drafters import load_drafter
 from specbench.models.load import LanguageModel, load_model
-from specbench.models.prepare import load_drafter, load_target, prepare
+from specbench.models.prepare import prepare
 from specbench.models.rounded_layers import rounded_layers
+from specbench.models.target import load_target
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model

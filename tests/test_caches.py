@@ -14,7 +14,8 @@ import torch
 import transformers as hf
 from tiny import tiny_llama
 
-from specbench.backends.torch.caches import CacheKind, PreallocatedSlidingLayer, make_cache, prune_legacy
+from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
+from specbench.backends.torch.caches import make_cache, prune_legacy
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import answered
@@ -24,8 +25,10 @@ from specbench.drafters.model import SelfDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import speculative_generate
 from specbench.lengths import FixedLength
+from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
-from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.models.target import Target, wrap_target
+from specbench.options import CacheKind
 
 VOCAB = 61
 WINDOW = 8
@@ -356,8 +359,8 @@ def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt: int) -> 
 @pytest.mark.parametrize("family", SLIDING)
 def test_many_drops(family: str, prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with small buffers, so that it happens often and close to other events."""
-    monkeypatch.setattr("specbench.backends.torch.caches._FIRST_CAPACITY", 16)
-    monkeypatch.setattr("specbench.backends.torch.caches._SLIDING_SLACK", 20)
+    monkeypatch.setattr("specbench.backends.torch.cache_layers.FIRST_CAPACITY", 16)
+    monkeypatch.setattr("specbench.backends.torch.cache_layers.SLIDING_SLACK", 20)
     scorer = Scorer(tiny(family), "preallocated")
     walk = Walk(scorer, prompt)
     drops = set()

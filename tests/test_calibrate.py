@@ -31,7 +31,8 @@ from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.cache import cache_folder
 from specbench.models.calibrations import FORMS, Choice, ChoiceKey, read_choice
-from specbench.models.prepare import Target, check_drafter, choice_key, load_drafter, wrap_target
+from specbench.models.drafters import check_drafter, choice_key, load_drafter
+from specbench.models.target import Target, wrap_target
 from specbench.specs.drafters import SelfForm
 from specbench.specs.models import parse_model
 from specbench.tune import calibrate as calibration

@@ -15,7 +15,7 @@ from test_caches import FAMILIES
 from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
-from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
+from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
@@ -37,8 +37,9 @@ from specbench.lengths import (
     SvipLength,
     build_policy,
 )
-from specbench.models.prepare import check_drafter, join_cascade, load_drafter, wrap_drafter, wrap_target
-from specbench.options import LoadOptions
+from specbench.models.drafters import check_drafter, join_cascade, load_drafter, wrap_drafter
+from specbench.models.target import wrap_target
+from specbench.options import CacheKind, LoadOptions
 from specbench.specs.drafters import Cascade, Lookup, NGram, SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.rules import RULES

@@ -27,7 +27,9 @@ from transformers import PreTrainedTokenizerFast
 import specbench.decoding.loop
 import specbench.generate
 import specbench.models.checkpoints
+import specbench.models.drafters
 import specbench.models.prepare
+import specbench.models.target
 from specbench.backends.torch.kernels import native
 from specbench.cli import main, run
 from specbench.cli.options import complete_rules
@@ -40,6 +42,8 @@ from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 from specbench.specs.verification import VerificationName
 from specbench.textsafe import terminal_safe
+
+LOADING = (specbench.models.drafters, specbench.models.prepare, specbench.models.target)
 
 
 @pytest.fixture(scope="module")
@@ -765,8 +769,8 @@ def test_drafters_lists_every_word_and_option_within_80_columns(
     for kind in DRAFTERS:
         start = next(number for number, line in enumerate(lines) if line.startswith(f"{kind.word} "))
         block = lines[start : lines.index("", start)]
-        for option in kind.options:
-            assert any(line.startswith(f"{' ' * 10}{option} ") for line in block), option
+        for option in kind.options():
+            assert any(line.startswith(f"{' ' * 10}{option.written} ") for line in block), option
 
 
 # --- Text that is not harmless --------------------------------------------------------------------
@@ -858,7 +862,8 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
         pytest.fail("weights were loaded")
 
     if "--target" not in arguments:
-        monkeypatch.setattr(specbench.models.prepare, "load_model", load_model)
+        for module in LOADING:
+            monkeypatch.setattr(module, "load_model", load_model)
         arguments += ("--target", folder)
     result = cli("generate", "hi", *arguments)
     result.refused(2, fragment)
@@ -878,7 +883,8 @@ def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_load
     def load_model(*_: object, **__: object) -> None:
         pytest.fail("weights were loaded")
 
-    monkeypatch.setattr(specbench.models.prepare, "load_model", load_model)
+    for module in LOADING:
+        monkeypatch.setattr(module, "load_model", load_model)
     tiny("hi", "--drafter", "self:layers=99").refused(
         2, "asks for 99 layers, the target has 2.", "Give 1 to 1."
     )
@@ -1054,7 +1060,7 @@ def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(
     tiny: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
 ) -> None:
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(specbench.models.prepare, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(specbench.models.target, "load_target", lambda *_, **__: pytest.fail("loaded"))
     tiny("hi", "--drafter", given).refused(2, "There is no drafter", f"Give '{meant}', or")
 
 
@@ -1074,7 +1080,8 @@ def test_ctrl_c_while_loading(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     def load_model(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(specbench.models.prepare, "load_model", load_model)
+    for module in LOADING:
+        monkeypatch.setattr(module, "load_model", load_model)
     tiny("hi", "--json").refused(130, "specbench: interrupted.\n")
 
 
@@ -1252,7 +1259,7 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(
 
 
 def test_bit_exact_passes_are_refused_where_they_are_not(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbench.models.prepare.fold_attention", lambda model: False)
+    monkeypatch.setattr("specbench.models.target.fold_attention", lambda model: False)
     tiny("--bit-exact", "-n", "3", "Hi").refused(
         2, "Bit-exact passes cannot be had here", "Leave --bit-exact out"
     )

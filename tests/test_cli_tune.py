@@ -23,7 +23,8 @@ import specbench.bench.prompts
 import specbench.cli.tune
 import specbench.results.advice
 import specbench.tune.answer
-from specbench.bench.engines.own import ModelEngine, Outcome
+from specbench.bench.engines.engine import Outcome
+from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import Config
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import load_prompts
@@ -33,7 +34,8 @@ from specbench.decoding.records import StepTimes
 from specbench.errors import RunError
 from specbench.files import try_lock
 from specbench.models.calibrations import FORMS, Choice
-from specbench.models.prepare import choice_key, load_target
+from specbench.models.drafters import choice_key
+from specbench.models.target import load_target
 from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize
 from specbench.show.answer import find_answers

@@ -22,7 +22,8 @@ from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
-from specbench.models.prepare import Target, join_cascade, load_drafter, wrap_drafter, wrap_target
+from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
+from specbench.models.target import Target, wrap_target
 from specbench.specs.drafters import Cascade, Lookup, SelfForm
 
 pytestmark = pytest.mark.smoke

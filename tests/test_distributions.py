@@ -24,7 +24,7 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.errors import UsageError
 from specbench.lengths import build_policy
-from specbench.models.heads import HEAD_KINDS
+from specbench.models.head_files import HEAD_KINDS
 from specbench.specs import drafters as specs
 from specbench.specs.rules import parse_rule, rule_words
 from specbench.specs.verification import VERIFICATIONS

@@ -9,6 +9,7 @@ from scripted_engine import specs_of
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
+import specbench.models.drafters
 import specbench.models.prepare
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import Config, SweepOptions, build_configs
@@ -19,7 +20,9 @@ from specbench.decoding.protocols import Rows
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
-from specbench.models.prepare import load_drafter, prepare, wrap_drafter, wrap_target
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.prepare import prepare
+from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
@@ -362,7 +365,8 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(
         loaded.append(spec.name)
         return original(spec, *given, **options)
 
-    monkeypatch.setattr(specbench.models.prepare, "load_model", load)
+    for module in (specbench.models.drafters, specbench.models.prepare):
+        monkeypatch.setattr(module, "load_model", load)
     words = ["lookup", str(small), f"lookup+{small}", "self:int8", "lookup:passes=1+self:int8"]
     met: list[list[str]] = []
     ready, proposers = prepare(
@@ -395,7 +399,8 @@ def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(
             raise RunError("There is not enough memory for small.")
         return original(spec, *given, **options)
 
-    monkeypatch.setattr(specbench.models.prepare, "load_model", load)
+    for module in (specbench.models.drafters, specbench.models.prepare):
+        monkeypatch.setattr(module, "load_model", load)
     save_tiny(tmp_path / "small")
     target = parse_model(str(save_tiny(tmp_path / "target")))
     specs = [parse_drafter(str(tmp_path / "small")), parse_drafter(f"lookup+{tmp_path / 'small'}"), Lookup()]

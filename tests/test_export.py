@@ -29,12 +29,8 @@ from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.config import Config
 from specbench.decoding.theory import expected_tokens
 from specbench.errors import UsageError
-from specbench.models.stories import HeadStory
-from specbench.results.results import load_results
-from specbench.specs.drafters import parse_drafter
-from specbench.specs.rules import parse_rule
-from specbench.tune.export.engine import kinds
-from specbench.tune.export.engines import (
+from specbench.export.engine import kinds
+from specbench.export.engines import (
     ENGINES,
     as_file,
     as_json,
@@ -42,14 +38,18 @@ from specbench.tune.export.engines import (
     export_setting,
     expresses,
 )
-from specbench.tune.export.heads import HEADS, KINDS, Has, Lacks
-from specbench.tune.export.setting import (
+from specbench.export.heads import HEADS, KINDS, Has, Lacks
+from specbench.export.setting import (
     Model,
     Setting,
     setting_of_config,
     setting_of_run,
     settings_of_run,
 )
+from specbench.models.stories import HeadStory
+from specbench.results.results import load_results
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.rules import parse_rule
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "results"

@@ -33,7 +33,8 @@ from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import parse_costs
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
-from specbench.models.prepare import load_drafter, wrap_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import wrap_target
 from specbench.specs.drafters import Recycle, Suffix, parse_drafter
 from specbench.specs.rules import parse_rule
 

@@ -30,7 +30,8 @@ from specbench.drafters.model import ModelDrafter
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
 from specbench.lengths.load import Load
-from specbench.models.prepare import Target, _prepare_target, join_cascade
+from specbench.models.drafters import join_cascade
+from specbench.models.target import Target, prepare_target
 from specbench.options import quantised
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
@@ -137,7 +138,7 @@ def test_rules_learn_from_their_own_request_alone(rule: str) -> None:
 def test_other_caches_are_one_for_each_request(kind: str) -> None:
     language_model = tiny_language_model()
     language_model.quantise = quantised(kind)
-    other = _prepare_target(language_model, "preallocated" if quantised(kind) else kind)
+    other = prepare_target(language_model, "preallocated" if quantised(kind) else kind)
     own = load_drafter("lookup+self:layers=1", other)
     many = speculative_generate_many(prompts()[:5], other, own, gamma=3, max_new_tokens=NEW, max_batch=4)
     assert many.seats is not None

@@ -73,8 +73,11 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree
-from specbench.models.heads import TrainedHead, find_head
-from specbench.models.prepare import Target, load_drafter, prepare, wrap_target
+from specbench.models.drafters import load_drafter
+from specbench.models.head_files import find_head
+from specbench.models.heads import TrainedHead
+from specbench.models.prepare import prepare
+from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model

@@ -24,7 +24,7 @@ from specbench.bench.passes import PassTimes
 from specbench.bench.runner import run_sweep
 from specbench.errors import SpecbenchError
 from specbench.generate import autoregressive_generate
-from specbench.models.prepare import load_target
+from specbench.models.target import load_target
 from specbench.results.compare import compare_configs, compare_runs
 from specbench.results.results import load_results
 from specbench.results.store import RunStore

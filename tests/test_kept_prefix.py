@@ -16,13 +16,14 @@ from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
 from specbench import GenerationRun, Multinomial, UsageError, load_drafter, wrap_drafter, wrap_target
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass, Rows
 from specbench.decoding.records import Step
 from specbench.lengths import build_policy
+from specbench.models.drafters import join_cascade
 from specbench.models.load import wrap_model
-from specbench.models.prepare import Target, _prepare_target, join_cascade
+from specbench.models.target import Target, prepare_target
+from specbench.options import CacheKind
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 DRAFTERS = (
@@ -42,7 +43,7 @@ NEW = 10
 
 @cache
 def target(kind: CacheKind = "dynamic") -> Target:
-    return _prepare_target(tiny_language_model(), kind)
+    return prepare_target(tiny_language_model(), kind)
 
 
 def drafter(name: str, own: Target) -> Drafter:
@@ -255,7 +256,7 @@ def test_windows_that_forget_and_no_cache_at_all_read_it_again() -> None:
         )  # fmt: skip
         model = MistralForCausalLM(config).eval()
     sliding = wrap_target(model, tiny_tokenizer())
-    uncached = _prepare_target(wrap_model(tiny_llama(), tiny_tokenizer(), name="tiny"), "none")
+    uncached = prepare_target(wrap_model(tiny_llama(), tiny_tokenizer(), name="tiny"), "none")
     for own in (sliding, uncached):
         proposer = load_drafter("lookup", own)
         first = run(tokens(1, 60), own, proposer)

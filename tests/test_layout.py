@@ -32,6 +32,7 @@ FOLDERS = (
     "bench",
     "show",
     "check",
+    "export",
     "tune",
     "train",
     "serve",

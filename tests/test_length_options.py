@@ -17,7 +17,8 @@ from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
 import specbench.generate
-from specbench.bench.engines.own import ModelEngine, Outcome
+from specbench.bench.engines.engine import Outcome
+from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_policies
 from specbench.bench.manifest import changes
 from specbench.cli import run
@@ -30,7 +31,8 @@ from specbench.lengths import (
     parse_costs,
     read_costs,
 )
-from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
 from specbench.record import builtins
 from specbench.results.lines import StepLists
@@ -51,10 +53,10 @@ DRAFTERS = ("lookup", "ngram", "ngram:sample", "self:int8", "self:layers=1", "sm
     ("spec", "options"),
     [
         ("auto", {}),
-        (" egag : scale = 0.5 , max = 12 ", {"egag_scale": 0.5, "gamma_max": 12}),
-        ("confidence:adapt,threshold=0.25", {"adapt_confidence": True, "confidence": 0.25}),
-        ("entropy-bound:lambda=0.3", {"entropy_lambda": 0.3}),
-        ("svip:threshold=1", {"svip_threshold": 1.0}),
+        (" egag : scale = 0.5 , max = 12 ", {"scale": 0.5, "gamma_max": 12}),
+        ("confidence:adapt,threshold=0.25", {"adapt": True, "threshold": 0.25}),
+        ("entropy-bound:lambda=0.3", {"threshold": 0.3}),
+        ("svip:threshold=1", {"threshold": 1.0}),
         ("heuristic:gamma=2,min=2", {"gamma": 2, "gamma_min": 2}),
         ("fixed:gamma=3", {"gamma": 3}),
     ],
@@ -65,26 +67,23 @@ def test_options_stand_behind_a_colon(spec: str, options: dict[str, Any]) -> Non
     assert build_policy(spec).name == build_policy(found.word, **options).name
 
 
-_VALUES = {"verification": "=naive", "ranks": "=60-20-8"}
+_VALUES = {"verification": "=naive", "ranks": "=60-20-8", "adapt": ""}
 """Of options that are neither numbers nor flags."""
 
 
 def test_every_option_of_every_rule_can_be_written_and_read() -> None:
     for policy in RULES:
         for option in policy.options:
-            if option.key is not None:
-                value = {int: "=2" if option.key == "min" else "=7", float: "=0.15", bool: ""}.get(
-                    option.kind
-                )
-                value = value if value is not None else _VALUES[option.key]
-                spec = f"{policy.word}:{option.key}{value}"
-                assert build_policy(spec).name.replace("fixed:gamma=5,", "fixed:") == spec
-                assert str(parse_rule(spec)) == spec
+            value = {int: "=2" if option.key == "min" else "=7", float: "=0.15"}.get(option.parse)  # type: ignore[call-overload]
+            value = _VALUES.get(option.key, value)
+            spec = f"{policy.word}:{option.key}{value}"
+            assert build_policy(spec).name.replace("fixed:gamma=5,", "fixed:") == spec
+            assert str(parse_rule(spec)) == spec
 
 
 def test_a_spec_and_its_rule_leave_out_the_same_defaults() -> None:
     for policy in RULES:
-        given = {o.key: o.default for o in policy.options if o.key and o.default is not None}
+        given = {o.key: o.default for o in policy.options if o.default is not None}
         words = [
             key if value is True else f"{key}={value}" for key, value in given.items() if value is not False
         ]
@@ -102,7 +101,7 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
     [
         (
             "egag:gamma=3",
-            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=N, scale=N, siblings=N,"
+            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=B, scale=H, siblings=N,"
             " verification=NAME.",
         ),
         (
@@ -112,7 +111,7 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
         ("egag:scale", "The option 'scale' of egag needs a value."),
         ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
         ("egag:max=2.5", "The option 'max' of egag is '2.5', which is no whole number."),
-        ("confidence:adapt=yes", "The option 'adapt' of confidence takes no value."),
+        ("confidence:adapt=yes", "The option 'adapt' of confidence takes no value, and was given 'yes'."),
         ("egag:scale=1,scale=2", "given twice"),
         ("egag:", "An option is empty"),
         ("egag:scale=nan", "The scale of EGAG is nan."),
@@ -131,7 +130,7 @@ def test_a_specs_own_options_come_first() -> None:
 
 def test_shared_options_go_to_the_rules_that_take_them() -> None:
     specs = ["fixed", "auto", "egag", "egag:max=4", "svip"]
-    assert names(specs, gamma_max=10, egag_scale=0.5, confidence=None, adapt_confidence=False) == (
+    assert names(specs, gamma_max=10, scale=0.5, threshold=None, adapt=False) == (
         "fixed", "auto:max=10", "egag:max=10,scale=0.5", "egag:max=4,scale=0.5", "svip:max=10",
     )  # fmt: skip
 
@@ -139,7 +138,7 @@ def test_shared_options_go_to_the_rules_that_take_them() -> None:
 @pytest.mark.parametrize(
     ("specs", "options", "message"),
     [
-        (["auto", "svip"], {"egag_scale": 0.5}, "The draft-length rule auto has no option --egag-scale."),
+        (["auto", "svip"], {"scale": 0.5}, "The draft-length rule auto has no option --scale."),
         (["fixed:gamma=3"], {}, "The lengths of the rule fixed are those of --gamma. Give --gamma 3."),
         (["egag", "auto", "egag:scale=0.3"], {}, "The draft-length rule egag is given twice."),
         (["fixed", "fixed"], {}, "The draft-length rule fixed is given twice."),
@@ -155,7 +154,7 @@ def test_rules_of_a_sweep_that_cannot_be(specs: list[str], options: dict[str, An
 
 @pytest.mark.parametrize("policy", [rule for rule in RULES if not rule.tree], ids=lambda policy: policy.word)
 def test_no_rule_drafts_more_than_a_cache_takes_back(policy: RuleWord) -> None:
-    name = "gamma_max" if policy.option("gamma_max") else "gamma"
+    name = "gamma_max" if policy.takes("gamma_max") else "gamma"
     build_policy(policy.word, **{name: LONGEST_DRAFT})
     key = name.removeprefix("gamma_")
     for spec, options in ((policy.word, {name: 10**8}), (f"{policy.word}:{key}={LONGEST_DRAFT + 1}", {})):
@@ -174,10 +173,9 @@ def test_the_documentation_lists_every_option_with_its_default() -> None:
         own = [
             o for o in policy.options if o.name not in ("siblings", "verification")
         ]  # every rule has those
-        assert len(listed) == len(own)
+        assert len(listed) == len(own) + policy.timed  # and --costs
         for option in own:
-            written = option.key or f"--{option.name}"
-            (found,) = [each for each in listed if re.match(rf"`{written}[` ]", each)]
+            (found,) = [each for each in listed if re.match(rf"`{option.key}[` ]", each)]
             default = re.search(r"\(([\d.]+)\)", option.meaning)
             assert default is None or f"({default[1]})" in found
 
@@ -458,7 +456,7 @@ def test_generate_refuses_what_the_rule_does_not_read(
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("weights are loaded before the options are checked")
 
-    monkeypatch.setattr("specbench.models.prepare.load_target", unwanted)
+    monkeypatch.setattr("specbench.models.target.load_target", unwanted)
     call("generate", "the thing", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 
@@ -584,7 +582,7 @@ def test_the_documentation_lists_every_option_of_trees() -> None:
         if policy.tree:
             (row,) = re.findall(rf"^\| `{policy.word.removesuffix('-tree')}` \|(.*)$", text, re.MULTILINE)
             for option in policy.options:
-                if option.key and option.key != "verification":
+                if option.key != "verification":
                     default = re.search(r"\(([\d-]+)\)", option.meaning)
                     assert default is not None
                     assert f"`{option.key}` ({default[1]})" in row

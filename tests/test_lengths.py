@@ -74,12 +74,12 @@ def costs(c: float, slope: float = 0.02) -> GivenCosts:
 # Options under which these small models make every rule draft longer here and shorter there.
 RULES: dict[str, Callable[[], DraftPolicy]] = {
     "fixed": lambda: build_policy("fixed", gamma=3),
-    "egag": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0),
-    "egag, smoothed": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0, egag_ema_beta=0.3),
-    "confidence": lambda: build_policy("confidence", confidence=0.6),
-    "confidence, adapted": lambda: build_policy("confidence", confidence=0.6, adapt_confidence=True),
-    "entropy-bound": lambda: build_policy("entropy-bound", entropy_lambda=0.6),
-    "svip": lambda: build_policy("svip", svip_threshold=0.35),
+    "egag": lambda: build_policy("egag", gamma_max=2, scale=1.0),
+    "egag, smoothed": lambda: build_policy("egag", gamma_max=2, scale=1.0, ema_beta=0.3),
+    "confidence": lambda: build_policy("confidence", threshold=0.6),
+    "confidence, adapted": lambda: build_policy("confidence", threshold=0.6, adapt=True),
+    "entropy-bound": lambda: build_policy("entropy-bound", threshold=0.6),
+    "svip": lambda: build_policy("svip", threshold=0.35),
     "heuristic": lambda: build_policy("heuristic", gamma=1, gamma_max=3),
     "auto, measured": lambda: build_policy("auto", gamma_max=2),
     "auto, given": lambda: build_policy("auto", costs=costs(0.4)),
@@ -1167,17 +1167,17 @@ def values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "egag", {}, "egag"
     yield (
         "egag",
-        {"gamma_min": 2, "gamma_max": 12, "egag_ema_beta": 0.3, "egag_scale": 0.25},
+        {"gamma_min": 2, "gamma_max": 12, "ema_beta": 0.3, "scale": 0.25},
         "egag:min=2,max=12,beta=0.3,scale=0.25",
     )
     yield "confidence", {}, "confidence"
     yield (
         "confidence",
-        {"confidence": 0.5, "adapt_confidence": True, "gamma_max": 8},
+        {"threshold": 0.5, "adapt": True, "gamma_max": 8},
         "confidence:threshold=0.5,adapt,max=8",
     )
-    yield "entropy-bound", {"entropy_lambda": 0.5, "gamma_max": 7}, "entropy-bound:lambda=0.5,max=7"
-    yield "svip", {"svip_threshold": 0.4, "gamma_max": 7}, "svip:threshold=0.4,max=7"
+    yield "entropy-bound", {"threshold": 0.5, "gamma_max": 7}, "entropy-bound:lambda=0.5,max=7"
+    yield "svip", {"threshold": 0.4, "gamma_max": 7}, "svip:threshold=0.4,max=7"
     yield "heuristic", {"gamma": 4, "gamma_min": 2, "gamma_max": 9}, "heuristic:gamma=4,min=2,max=9"
 
 
@@ -1185,7 +1185,7 @@ def values() -> Iterator[tuple[str, dict[str, Any], str]]:
 def test_a_rule_is_named_by_its_options(word: str, options: dict[str, Any], name: str) -> None:
     assert build_policy(word, **options).name == name
     everything = dict.fromkeys({option.name for policy in rules.RULES for option in policy.options})
-    assert build_policy(word, **{**everything, "adapt_confidence": False, **options}).name == name
+    assert build_policy(word, **{**everything, "adapt": False, **options}).name == name
     assert build_policy(name).name == name
 
 
@@ -1200,8 +1200,8 @@ def test_an_unknown_rule_is_refused() -> None:
 
 
 def test_options_of_other_rules_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"rule svip has no option --egag-scale\. It belongs to egag\."):
-        build_policy("svip", egag_scale=0.2)
+    with pytest.raises(UsageError, match=r"rule svip has no option --scale\. It belongs to egag\."):
+        build_policy("svip", scale=0.2)
     with pytest.raises(UsageError, match=r"auto has no option --gamma\. It belongs to fixed, heuristic\."):
         build_policy("auto", gamma=5)
     with pytest.raises(UsageError, match=r"no option --speed\. See docs"):
@@ -1215,15 +1215,15 @@ def test_options_of_other_rules_are_refused() -> None:
         ("auto", {"gamma_max": 0}),
         ("egag", {"gamma_min": 0}),
         ("egag", {"gamma_min": 9}),
-        ("egag", {"egag_ema_beta": 1.0}),
-        ("egag", {"egag_ema_beta": math.nan}),
-        ("egag", {"egag_scale": 0.0}),
-        ("egag", {"egag_scale": 1.5}),
-        ("confidence", {"confidence": 1.1}),
-        ("confidence", {"confidence": math.nan}),
-        ("entropy-bound", {"entropy_lambda": -0.1}),
-        ("svip", {"svip_threshold": 0.0}),
-        ("svip", {"svip_threshold": math.inf}),
+        ("egag", {"ema_beta": 1.0}),
+        ("egag", {"ema_beta": math.nan}),
+        ("egag", {"scale": 0.0}),
+        ("egag", {"scale": 1.5}),
+        ("confidence", {"threshold": 1.1}),
+        ("confidence", {"threshold": math.nan}),
+        ("entropy-bound", {"threshold": -0.1}),
+        ("svip", {"threshold": 0.0}),
+        ("svip", {"threshold": math.inf}),
         ("heuristic", {"gamma": 0}),
         ("heuristic", {"gamma_min": 6}),
         ("heuristic", {"gamma_max": 4}),

@@ -21,7 +21,8 @@ from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.lengths import FixedLength, build_policy
-from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
 from specbench.results.results import load_results
 from specbench.serve.protocol import TextAsked, parse

@@ -21,8 +21,9 @@ from specbench.decoding.sampling import Sampling
 from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.lengths import FixedLength, build_policy
+from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
-from specbench.models.prepare import load_drafter, wrap_target
+from specbench.models.target import wrap_target
 
 PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 24
 

@@ -39,15 +39,13 @@ from specbench.backends.torch.kernels import native
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, load, memory
-from specbench.models.load import (
-    check_options,
-    end_ids_of,
-    load_config,
-    load_model,
-    wrap_model,
-)
+from specbench.models.devices import check_options
+from specbench.models.drafters import wrap_drafter
+from specbench.models.load import load_config, load_model, wrap_model
 from specbench.models.pairing import translation_of
-from specbench.models.prepare import prepare, wrap_drafter, wrap_target
+from specbench.models.prepare import prepare
+from specbench.models.target import wrap_target
+from specbench.models.tokenizers import end_ids_of
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
@@ -239,8 +237,8 @@ def test_a_folder_is_loaded_as_it_was_saved(folder):
 
 def test_a_model_of_the_same_files_takes_the_tokenizer_of_another(folder, tmp_path, monkeypatch):
     made = []
-    whole = load._make_tokenizer
-    monkeypatch.setattr(load, "_make_tokenizer", lambda *given: made.append(given) or whole(*given))
+    whole = load.make_tokenizer
+    monkeypatch.setattr(load, "make_tokenizer", lambda *given: made.append(given) or whole(*given))
     first = load_model(str(folder), CPU)
     small = save_tiny(tmp_path / "small", seed=1, layers=1)
     second = load_model(str(small), CPU, beside=first)

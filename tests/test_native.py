@@ -17,7 +17,8 @@ from transformers import LlamaConfig
 from specbench.backends.torch import passes as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.caches import CacheKind, PreallocatedKVCache, PreallocatedLayer, make_cache
+from specbench.backends.torch.cache_layers import PreallocatedLayer
+from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
 from specbench.backends.torch.head_passes import HeadPass, NativeHeadPass, Reading, choose_head_pass
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.kernels import linear, native
@@ -39,15 +40,17 @@ from specbench.backends.torch.kernels.surgery import (
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.seats import Seats
 from specbench.decoding.protocols import Pass
 from specbench.decoding.records import Generation
 from specbench.decoding.tree import tree_mask
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
+from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
-from specbench.models.prepare import Target, _prepare_target, default_cache, load_drafter, wrap_target
-from specbench.models.seats import Seats
+from specbench.models.target import Target, default_cache, prepare_target, wrap_target
+from specbench.options import CacheKind
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no native library here")
 
@@ -585,7 +588,7 @@ def rounded_target(kind: str, bits: int, dtype: torch.dtype = torch.float32, **m
     """A model in int8 or int4 as ``load_target`` makes a target of it."""
     model = build(kind, dtype, **more)
     loaded = wrap_model(model, None, "tiny", quantise="int8" if bits == 8 else "int4")
-    return _prepare_target(loaded, default_cache(model.config, rounded=True))
+    return prepare_target(loaded, default_cache(model.config, rounded=True))
 
 
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
@@ -642,7 +645,7 @@ def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch: pyt
     assert "bytes" in (batch.why_apart or "")
     monkeypatch.setattr(trials, "_short_is_quick", lambda *_: False)
     other = rounded_target("Llama", 8)
-    seats = Seats(other, 256, 2)
+    seats = Seats(other.scorer, 256, 2)
     assert seats.why_apart is not None
     assert seats.use is None
     scorer, _ = seats.open(NoDraft())

@@ -10,13 +10,14 @@ import pytest
 from tiny import tiny_language_model, tiny_tokenizer
 
 from specbench import load_drafter, speculative_generate, wrap_target
-from specbench.decoding.origins import ORIGINS, as_html, painted
+from specbench.decoding.origins import ORIGINS, as_html
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 from specbench.decoding.sampling import Multinomial
 from specbench.decoding.stops import LabelledText, TextStream
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength, build_policy
-from specbench.models.prepare import Target
+from specbench.models.target import Target
+from specbench.show.painted import painted
 
 PROMPT = [7, 41, 7, 19, 3, 200]
 

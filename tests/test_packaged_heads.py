@@ -19,8 +19,8 @@ from specbench.errors import RunError, UsageError
 from specbench.files import sha256
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import stories
+from specbench.models.drafters import load_drafter
 from specbench.models.load import load_config
-from specbench.models.prepare import load_drafter
 from specbench.models.stories import TRAINING_FILE, WEIGHTS, is_packaged, story_of
 from specbench.results.results import load_results
 from specbench.specs import models as specs

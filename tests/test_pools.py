@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_llama
 
+from specbench.backends.torch.blocks import Blocks, Table
 from specbench.backends.torch.kernels.surgery import first_layers
-from specbench.backends.torch.pools import PAGE, Blocks, KVPool, PoolKind, Table, bytes_per_token
+from specbench.backends.torch.pools import PAGE, KVPool, PoolKind, bytes_per_token
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass
 from specbench.errors import UsageError

@@ -24,7 +24,6 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
@@ -44,6 +43,7 @@ from specbench.drafters.suffix import SuffixDrafter
 from specbench.errors import RunError
 from specbench.generate import encode_prompt
 from specbench.lengths import FixedLength, build_policy
+from specbench.options import CacheKind
 
 INFINITY = math.inf
 

@@ -18,8 +18,9 @@ from specbench.decoding.sampling import Multinomial
 from specbench.generate import GenerationRun, encode_prompt, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
+from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
-from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
 
 pytestmark = pytest.mark.real

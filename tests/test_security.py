@@ -38,7 +38,7 @@ from specbench.models.builtin import prepare_gguf
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names
 from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_model
-from specbench.models.prepare import load_target
+from specbench.models.target import load_target
 from specbench.options import LoadOptions
 from specbench.results.results import load_results
 from specbench.results.store import write_csv

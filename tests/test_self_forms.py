@@ -15,7 +15,7 @@ from test_caches import USUAL as TINY
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from torch import nn
 
-from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
+from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.kernels.linear import Int8Linear
 from specbench.backends.torch.kernels.surgery import pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
@@ -26,7 +26,9 @@ from specbench.drafters.model import SelfDrafter
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
-from specbench.models.prepare import check_drafter, load_drafter, wrap_target
+from specbench.models.drafters import check_drafter, load_drafter
+from specbench.models.target import wrap_target
+from specbench.options import CacheKind
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 

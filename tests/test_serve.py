@@ -34,7 +34,7 @@ from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.generate import encode_messages
 from specbench.lengths import build_policy
-from specbench.models.prepare import Target
+from specbench.models.target import Target
 from specbench.options import DecodingOptions
 from specbench.serve import app, server
 from specbench.serve.app import Defaults

@@ -15,7 +15,6 @@ from tiny import tiny_language_model, tiny_llama
 
 from specbench.backends.torch import passes as ways
 from specbench.backends.torch import trials
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels import llama_layers, native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_attention, fold_mask
 from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
@@ -24,7 +23,9 @@ from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pa
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass
 from specbench.generate import speculative_generate
-from specbench.models.prepare import Target, load_drafter, wrap_drafter, wrap_target
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.target import Target, wrap_target
+from specbench.options import CacheKind
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.float32, "cpu"), reason="no packed layers on this processor"

@@ -11,7 +11,6 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, random_table
 from tiny import tiny_language_model, tiny_llama
 
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
@@ -34,6 +33,7 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto import AutoLength
+from specbench.options import CacheKind
 from specbench.specs.drafters import NGram
 
 VOCAB = 9
@@ -461,7 +461,8 @@ def test_models_that_go_by_the_order_of_tokens_are_found_out() -> None:
 @pytest.mark.parametrize("rule", ["fixed:gamma=3,siblings=6", "auto:siblings=6", "confidence:siblings=3"])
 def test_on_real_caches_the_output_is_the_targets_own(cache: CacheKind, spec: str, rule: str) -> None:
     from specbench.generate import GenerationRun
-    from specbench.models.prepare import load_drafter, wrap_target
+    from specbench.models.drafters import load_drafter
+    from specbench.models.target import wrap_target
 
     language_model = tiny_language_model()
     target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)

@@ -13,10 +13,9 @@ import transformers as hf
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
-from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.graph_pass import GraphPass
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.graphs import COMPILERS, cuda_capture
-from specbench.backends.torch.passes import GraphPass
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.records import Step
@@ -24,7 +23,9 @@ from specbench.decoding.sampling import Greedy, Sampling
 from specbench.errors import RunError, UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import build_policy
-from specbench.models.prepare import load_drafter, wrap_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import wrap_target
+from specbench.options import CacheKind
 
 CONTEXT = [5, 9, 14, 3, 8, 21, 2]
 SIZES: dict[str, Any] = {
@@ -100,7 +101,7 @@ def test_the_result_of_a_captured_pass_stays_when_it_is_repeated() -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_it_grows_and_captures_anew(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specbench.backends.torch.caches, "_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(specbench.backends.torch.caches, "FIRST_CAPACITY", 8)
     model = tiny_llama()
     scorer, other = static(model, captured=captured), Scorer(model)
     for each in (scorer, other):
@@ -134,7 +135,7 @@ def test_siblings_are_verified_in_it(captured: bool) -> None:
 
 @pytest.mark.real
 def test_the_built_in_model_takes_it_in_bfloat16() -> None:
-    from specbench.models.prepare import load_target
+    from specbench.models.target import load_target
     from specbench.options import LoadOptions
 
     target = load_target("smollm2-135m", LoadOptions(dtype="bfloat16", device="cpu"), cache="static")

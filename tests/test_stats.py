@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy import optimize
 from scipy import stats as distributions
 
+from specbench.record import Estimate
 from specbench.results import stats
 from specbench.results.stats import (
-    Estimate,
     compare,
     geometric_mean,
     mean_interval,

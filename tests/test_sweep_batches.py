@@ -21,7 +21,7 @@ from stored_runs import read_lines, run_json, run_of
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
-from specbench.bench.engines.own import Outcome
+from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import (
     Config,
     Sweep,

@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from specbench.decoding.stops import StopRules, TextStream
 from specbench.errors import UsageError
 from specbench.generate import speculative_generate
-from specbench.models.prepare import wrap_target
+from specbench.models.target import wrap_target
 
 PIECES = (
     *("▁", "▁▁", "▁▁▁▁", "▁the", "▁world", "▁a", "▁.", "hello", "world", "a", "b", "c", "ab"),

@@ -28,20 +28,24 @@ from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import Pass
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.models.heads import TrainedHead, find_head, load_head
-from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.models.drafters import load_drafter
+from specbench.models.head_files import find_head
+from specbench.models.heads import TrainedHead, load_head
+from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
+from specbench.train import figures as figures_module
 from specbench.train import hidden_states as hidden_states_module
 from specbench.train import learner as learner_module
 from specbench.train import result as result_module
 from specbench.train import run as run_module
 from specbench.train import texts as texts_module
+from specbench.train.figures import Stand
 from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner
 from specbench.train.lessons import Lesson, Teacher, batches, fitting, padded
 from specbench.train.result import write_head
-from specbench.train.run import Training, _Stand, processes
+from specbench.train.run import Training, processes
 from specbench.train.settings import Measured, TrainingSettings
 from specbench.train.state import read_state, write_state
 from specbench.train.students import KINDS, Marks, make_student, soft_cross_entropy
@@ -536,7 +540,7 @@ class Clock:
     ) -> None:
         self.now, self._seconds = 0.0, {"writing": writing, "measuring": measuring, "learning": learning}
         self.spent = dict.fromkeys(self._seconds, 0.0)
-        for module in (run_module, learner_module):
+        for module in (run_module, learner_module, figures_module):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         for module, what in ((texts_module, "writing"), (run_module, "measuring")):
             patch.setattr(module, "GenerationRuns", self._timed(what, module.GenerationRuns))
@@ -712,7 +716,7 @@ def test_a_place_weighs_what_share_of_drafts_gets_there(
 
 
 def test_measures_are_spread_over_the_steps_there_are_time_for() -> None:
-    stand = _Stand(measures_made=1)  # untrained
+    stand = Stand(measures_made=1)  # untrained
     found = []
     for steps in (100, 70, 70, 90):  # the machine becomes slower, and quicker again
         stand.plan(steps, 4)
@@ -728,13 +732,13 @@ def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(
     settings = replace(QUICK, tokens=None, minutes=2.0, epochs=None, measures=4)
     running: Any = training(target, tmp_path / "head", settings)
     monkeypatch.setattr(Training, "_seconds", 60.0)
-    stand = _Stand(step=10, measures_made=2, measure_s=5.0, first_measure_s=2.0)
+    stand = Stand(step=10, measures_made=2, measure_s=5.0, first_measure_s=2.0)
     learner: Any = SimpleNamespace(epoch_steps=20)
     assert running._in_time(learner, stand, 0.5) == 10 + (60 - 3 * 5) / 0.5
     assert running._in_time(learner, stand, 1e9) == 11
     assert running._measures(stand) == 4
-    assert running._measures(_Stand(first_measure_s=6.0)) == 0.15 * 0.6 * 120 // 6
-    assert running._measures(_Stand(first_measure_s=60.0)) == 1
+    assert running._measures(Stand(first_measure_s=6.0)) == 0.15 * 0.6 * 120 // 6
+    assert running._measures(Stand(first_measure_s=60.0)) == 1
     capped: Any = training(target, tmp_path / "other", replace(settings, epochs=3))
     assert capped._in_time(learner, stand, 0.5) == 60
 

@@ -31,9 +31,10 @@ from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.lengths import FixedLength
+from specbench.models.drafters import wrap_drafter
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
-from specbench.models.prepare import Target, wrap_drafter, wrap_target
+from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
 from specbench.specs.drafters import Lookup
 

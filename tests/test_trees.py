@@ -12,7 +12,6 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
 from tiny import tiny_llama
 
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding import prospects, verdicts, verify
@@ -35,6 +34,7 @@ from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import GivenCosts, parse_costs
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
+from specbench.options import CacheKind
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
 

@@ -16,7 +16,7 @@ from regret import FakeClock
 from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
 from stored_runs import run_json, step_lists
 
-from specbench.bench.engines.own import Outcome
+from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import find_differences
@@ -25,6 +25,7 @@ from specbench.config import config_of
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import RunError, UsageError
+from specbench.export.setting import in_place_of, setting_of_run
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.load import LoadSnapshot
@@ -58,7 +59,6 @@ from specbench.tune.candidates import (
     probes_of,
     rules_to_try,
 )
-from specbench.tune.export.setting import in_place_of, setting_of_run
 from specbench.tune.search import Found, Search
 
 COSTS = PassCosts({1: 0.1, 2: 0.1, 5: 0.12, 9: 0.2}, {"d": 0.02, "e": 0.05})

@@ -20,7 +20,9 @@ from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import build_policy
 from specbench.models.calibrations import COUNTS, TokenCounts, not_counted
-from specbench.models.prepare import Target, load_drafter, prepare, wrap_drafter, wrap_target
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.prepare import prepare
+from specbench.models.target import Target, wrap_target
 from specbench.options import ModelOptions
 from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
 from specbench.specs.models import parse_model

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers as hf
 
-from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.linear import PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import int8_copy
 from specbench.backends.torch.scorer import Scorer
@@ -23,7 +22,9 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun, autoregressive_generate
 from specbench.lengths import FixedLength
 from specbench.models.checkpoints import check_config
-from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.models.drafters import load_drafter
+from specbench.models.target import Target, wrap_target
+from specbench.options import CacheKind
 
 VOCABULARY, WINDOW, NEW = 64, 16, 40
 BEYOND = list(range(5, 35))  # a prompt that is longer than the window

@@ -10,7 +10,7 @@ from specbench.generate import encode_prompt
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 
 def encode_turns(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:

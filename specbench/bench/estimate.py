@@ -106,7 +106,7 @@ def estimate_memory(
     Raises:
         UsageError: A model that cannot be.
     """
-    from specbench.models.load import resolve_device
+    from specbench.models.devices import resolve_device
     from specbench.models.memory import available_memory
 
     device = resolve_device(base.models.device)
@@ -247,7 +247,7 @@ def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specbench.models.heads import find_head
+    from specbench.models.head_files import find_head
     from specbench.models.load import load_config
 
     if (trained := find_head(spec, progress)) is not None:
@@ -271,7 +271,8 @@ def _weights(
 ) -> tuple[tuple[int, int], int]:
     """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside rounded layers."""
     from specbench.models.checkpoints import weight_memory
-    from specbench.models.load import resolve_device, resolve_dtype
+    from specbench.models.devices import resolve_device
+    from specbench.models.load import resolve_dtype
 
     loaded = resolve_dtype(options, size.config, Counter())
     if resolve_device(options.device).type != "cpu":
@@ -299,7 +300,7 @@ def _bytes_per_number(options: LoadOptions) -> float:
     """Of weights: "auto" is half precision where the device computes in it."""
     from specbench.backends.torch.kernels.instructions import has_bfloat16
     from specbench.backends.torch.kernels.linear import rounded_bytes
-    from specbench.models.load import resolve_device
+    from specbench.models.devices import resolve_device
 
     rounded = quantised(options.dtype)
     if rounded is None and options.dtype != "auto":
@@ -310,7 +311,7 @@ def _bytes_per_number(options: LoadOptions) -> float:
 
 def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progress: Progress | None) -> int:
     from specbench.backends.torch.kernels.linear import rounded_bytes
-    from specbench.models.load import resolve_device
+    from specbench.models.devices import resolve_device
 
     own = spec.model_part
     if isinstance(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import Asking, Drafter, Pass, Rows
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
 
 _CONTEXT = 256  # tokens of context at which passes are timed
@@ -288,11 +288,11 @@ def time_shared_passes(
         widths: Numbers of tokens that each brings to a pass of the target.
         clock, rounds, order: See ``time_passes``.
     """
+    from specbench.backends.torch.seats import Seats
     from specbench.decoding.protocols import Pass
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.drafters.plain import NoDraft
     from specbench.lengths import FixedLength
-    from specbench.models.seats import Seats
 
     room = target.scorer.context_limit or _SHARED_CONTEXT + max(widths)
     length = max(1, min(_SHARED_CONTEXT, room - max(widths)))
@@ -301,7 +301,7 @@ def time_shared_passes(
     device = str(target.scorer.device)
     places = requests * (1 + len(drafters))  # all contexts stay read
     tokens = places * (length + max(widths) + _BESIDE) if requests > 1 else None
-    seats = Seats(target, tokens, places, "slotted")
+    seats = Seats(target.scorer, tokens, places, "slotted")
 
     def target_pass(scorers: Sequence[Scorer], n: int) -> float:
         passes = [Pass(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-from specbench.bench.engines.own import Engine, Outcome
+from specbench.bench.engines.engine import Engine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Sweep
 from specbench.bench.grid import Group as PromptGroup
 from specbench.bench.manifest import now

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.bench.prompts import Prompt
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.tune.calibrate import Calibration
     from specbench.tune.ranks import TreeCalibration
 
@@ -150,7 +150,8 @@ def calibrate(
     with starting(quiet) as progress:
         from specbench.bench.encoding import encode_turns
         from specbench.models.calibrations import FORMS
-        from specbench.models.prepare import choice_key, prepare
+        from specbench.models.drafters import choice_key
+        from specbench.models.prepare import prepare
         from specbench.progress import quiet_transformers
         from specbench.tune.calibrate import CalibrationSettings
         from specbench.tune.calibrate import calibrate as search
@@ -235,7 +236,8 @@ def _find_tree(
         from specbench.bench.encoding import encode_turns
         from specbench.decoding.sampling import Sampling
         from specbench.models.calibrations import TREES
-        from specbench.models.prepare import prepare, refuse_keep
+        from specbench.models.drafters import refuse_keep
+        from specbench.models.prepare import prepare
         from specbench.models.tree_choices import tree_key
         from specbench.progress import quiet_transformers
         from specbench.tune.ranks import calibrate_tree

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from specbench.check.results import CheckResult
     from specbench.check.run import DecodingCheck
     from specbench.models.load import LanguageModel
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.check.outputs import GivenOutput, Refused
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
 
 
@@ -36,8 +36,8 @@ class OutputsJob:
 
     def prepare(self, progress: Progress) -> None:
         """Load the target, and see which lines it can score."""
-        from specbench.models.load import check_options
-        from specbench.models.prepare import load_target
+        from specbench.models.devices import check_options
+        from specbench.models.target import load_target
 
         request = self.request
         check_options(request.recipe.models.target)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specbench.check.results import Piece
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.recipe import Recipe
 
 

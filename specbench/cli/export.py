@@ -23,8 +23,8 @@ from specbench.specs.rules import default_rule
 from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
-    from specbench.tune.export.engine import Engine, Export
-    from specbench.tune.export.setting import Setting
+    from specbench.export.engine import Engine, Export
+    from specbench.export.setting import Setting
 
 EngineName = Literal["transformers", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "mlx-lm", "openvino"]
 
@@ -66,7 +66,7 @@ def export(
     fastest setting of a run, the fastest that it has is written, with by how much that is slower. What it has no
     counterpart of, what means something else there, and how to see that it is on, stand in comments.
     """
-    from specbench.tune.export.engines import ENGINES, as_file, as_json
+    from specbench.export.engines import ENGINES, as_file, as_json
 
     engine = ENGINES[to]
     found, made, name = _exported(engine, source, setting, gamma)
@@ -85,8 +85,8 @@ def _exported(
 ) -> tuple[Setting, Export, str]:
     """The setting that is meant, its export, and what it is from."""
     from specbench.config import PROVISIONAL, read_config
-    from specbench.tune.export.engines import export_fastest, export_setting
-    from specbench.tune.export.setting import setting_of_config, setting_of_run, settings_of_run
+    from specbench.export.engines import export_fastest, export_setting
+    from specbench.export.setting import setting_of_config, setting_of_run, settings_of_run
 
     if source.suffix == ".toml":
         if wanted is not None:

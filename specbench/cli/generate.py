@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Generation
     from specbench.decoding.sampling import Sampling
     from specbench.generate import GenerationRun
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
 
@@ -138,7 +138,7 @@ def generate(
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
             from specbench.cli.setting import load_recipe
-            from specbench.models.prepare import refuse_keep
+            from specbench.models.drafters import refuse_keep
 
             stack.enter_context(quiet_transformers())
             if show.compare:
@@ -197,7 +197,7 @@ def _paint(json_output: bool) -> Paint:
     """
     from rich.console import Console
 
-    from specbench.decoding.origins import painted
+    from specbench.show.painted import painted
 
     console = Console()
     if json_output:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.recipe import Recipe
 
 _BATCH = 8

@@ -28,10 +28,10 @@ from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.caches import CacheKind
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
+    from specbench.options import CacheKind
     from specbench.recipe import Recipe
 
 NOT_SWEPT = ("stop", "first_target", "residual_adjustment")
@@ -422,7 +422,7 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
         return "preallocated"
     if quantised(models.dtype) is not None and not chosen and not (ctx.default_map or {}).get("cache"):
         from specbench.models.load import load_config
-        from specbench.models.prepare import default_cache
+        from specbench.models.target import default_cache
 
         return default_cache(load_config(target), rounded=True)
     return caching.cache

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
-    from specbench.models.prepare import Proposer, Target
+    from specbench.models.prepare import Proposer
+    from specbench.models.target import Target
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
 

@@ -21,7 +21,7 @@ from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from specbench.cli.setting import LoadedRecipe
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.serve.engine import Engine
 
 _MOST_TOKENS = 1024

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
     from specbench.errors import SpecbenchError
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
     from specbench.progress import Progress
     from specbench.recipe import Recipe

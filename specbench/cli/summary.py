@@ -13,7 +13,7 @@ from specbench.textsafe import counted, terminal_safe, visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specbench.backends.torch.pools import PoolUse
+    from specbench.backends.torch.blocks import PoolUse
     from specbench.decoding.origins import Origin
     from specbench.decoding.records import Generation, Step
 

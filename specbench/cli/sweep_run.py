@@ -20,7 +20,7 @@ from specbench.textsafe import terminal_safe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.bench.engines.own import Engine
+    from specbench.bench.engines.engine import Engine
     from specbench.bench.estimate import TimeNeed
     from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt

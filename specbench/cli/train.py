@@ -191,10 +191,12 @@ def train(
     sources = lessons.prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
     with starting(quiet) as progress:
-        from specbench.models.load import load_model, resolve_device
+        from specbench.models.devices import resolve_device
+        from specbench.models.load import load_model
         from specbench.models.prepare import prepare
         from specbench.progress import quiet_transformers
-        from specbench.train.run import Training, check_folder, processes
+        from specbench.train.run import Training, processes
+        from specbench.train.start import check_folder
 
         check_folder(out, resume=resume)
         group = processes(cpu=resolve_device(models.device).type == "cpu")
@@ -228,7 +230,8 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     """The head to go on from."""
     if named is None:
         return None
-    from specbench.models.heads import find_head, load_head
+    from specbench.models.head_files import find_head
+    from specbench.models.heads import load_head
 
     files = find_head(parse_model(named))
     if files is None:

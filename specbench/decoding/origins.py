@@ -1,4 +1,4 @@
-"""Where the tokens of an output came from, made visible: in the colours of a terminal, and in a notebook."""
+"""Where the tokens of an output came from, and how a notebook shows it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,12 @@ ORIGINS: dict[Origin, str] = {
 }
 """What each is called in a legend."""
 
-# Codes of SGR: what tells the origins apart without colour, and the colour. The same in CSS.
-_TERMINAL: dict[Origin, tuple[str, str]] = {
-    "accepted": ("4", "32"),
-    "sibling": ("1;4", "36"),
-    "corrected": ("1", "33"),
-    "bonus": ("3", "35"),
-}
 _CSS: dict[Origin, str] = {
     "accepted": "color:#2a9d4a;text-decoration:underline",
     "sibling": "color:#0e93a8;text-decoration:underline;font-weight:bold",
     "corrected": "color:#c77700;font-weight:bold",
     "bonus": "color:#b04fc0;font-style:italic",
 }
-
-
-def painted(text: str, origin: Origin, encoding: str = "utf-8", *, colour: bool = True) -> str:
-    """Text for a terminal, safe and in the style of its origin; without ``colour`` underlined, bold or italic only."""
-    safe = terminal_safe(text, encoding)
-    if not safe or origin not in _TERMINAL:
-        return safe
-    attributes, hue = _TERMINAL[origin]
-    return f"\x1b[{attributes}{f';{hue}' if colour else ''}m{safe}\x1b[0m"
 
 
 def as_html(pieces: Iterable[tuple[Origin, str]], caption: str) -> str:

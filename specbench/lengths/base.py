@@ -165,5 +165,5 @@ def confidence(draft: Draft, i: int) -> float:
 def rule_name(word: str, **arguments: object) -> str:
     """A rule's name, a spec itself: its word and those of its arguments that are options and not at their defaults."""
     kind = parse_rule(word).kind
-    said = {each.name: arguments[each.argument] for each in kind.options if each.argument in arguments}
+    said = {each.name: arguments[each.name] for each in kind.options if each.name in arguments}
     return str(RuleSpec(kind, said))

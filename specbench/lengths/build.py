@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
-from specbench.decoding.protocols import Policy
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.tree import Siblings
-from specbench.lengths.auto import AutoLength
-from specbench.lengths.auto_tree import AutoTree
-from specbench.lengths.base import FixedLength, Rule
-from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
-from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
-from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
+from specbench.lengths.base import Rule
 from specbench.specs.rules import RuleSpec, parse_rule
-
-_CLASSES: Mapping[str, Callable[..., Rule]] = {
-    "auto": AutoLength,
-    "fixed": FixedLength,
-    "egag": EntropyGuidedLength,
-    "confidence": ConfidenceLength,
-    "entropy-bound": EntropyBoundLength,
-    "svip": SvipLength,
-    "heuristic": HeuristicLength,
-}
-_TREES: Mapping[str, Callable[..., Policy]] = {
-    "auto-tree": AutoTree,
-    "static-tree": StaticTree,
-    "dynamic-tree": DynamicTree,
-    "chains": IndependentChains,
-}
-"""By the words of ``specbench.specs.rules``."""
 
 
 def build_policy(spec: str | RuleSpec, *, keep: bool = False, **options: Any) -> DraftPolicy:
@@ -48,12 +25,14 @@ def build_policy(spec: str | RuleSpec, *, keep: bool = False, **options: Any) ->
         UsageError: There is no such rule, it has no such option, or a value is outside its range.
     """
     spec = (parse_rule(spec) if isinstance(spec, str) else spec).with_options(options)
-    taken = {spec.require(name).argument: value for name, value in spec.options.items()}
+    taken = dict(spec.options)
+    module, _, name = spec.kind.policy.partition(":")
+    made: Any = getattr(import_module(f"specbench.lengths.{module}"), name)
     verification = taken.pop("verification", None)
     if spec.kind.tree:
-        return DraftPolicy(_TREES[spec.word](**taken), kept=keep, verification=verification)
+        return DraftPolicy(made(**taken), kept=keep, verification=verification)
     most = taken.pop("siblings", spec.siblings)
-    rule = _CLASSES[spec.word](**taken)
+    rule: Rule = made(**taken)
     return DraftPolicy(
         rule,
         Siblings(most, rule.row_price),

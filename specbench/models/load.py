@@ -10,27 +10,23 @@ import copy
 import hashlib
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.backends.torch.kernels.instructions import has_bfloat16
 from specbench.decoding.model_defaults import ModelDefaults
-from specbench.decoding.stops import special_tokens
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
-from specbench.models.chat_templates import TemplateError, render_chat, start_renderer
 from specbench.models.checkpoints import (
     check_class,
     check_memory,
-    custom_code,
     headers_digest,
     read_config,
     safetensors_elements,
@@ -38,6 +34,7 @@ from specbench.models.checkpoints import (
     weight_files,
     weight_memory,
 )
+from specbench.models.devices import check_options, read_device_map, resolve_device
 from specbench.models.dtypes import (
     DtypeChoice,
     dtype_key,
@@ -48,13 +45,11 @@ from specbench.models.dtypes import (
 )
 from specbench.models.hub import HubModel
 from specbench.models.memory import available_memory
-from specbench.options import DtypeName, LoadOptions, QuantisedName, quantised
+from specbench.models.tokenizers import TEMPLATE, end_ids_of, make_tokenizer, tokenizer_digest
+from specbench.options import LoadOptions, QuantisedName, quantised
 from specbench.progress import Progress, announce, quiet_transformers
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.textsafe import excerpt
-
-DTYPES = get_args(DtypeName)
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class WeightFiles(NamedTuple):
@@ -122,91 +117,6 @@ class LanguageModel:
     def layers(self) -> int:
         """Number of decoder layers."""
         return int(text_config(self.model.config).num_hidden_layers)
-
-
-# -- options -----------------------------------------------------------------------------
-
-
-def check_options(options: LoadOptions) -> None:
-    """Refuse options that cannot be, before anything is read.
-
-    Raises:
-        UsageError: Unknown dtype or device, a device this machine lacks, an invalid device map, or both.
-    """
-    if options.dtype not in DTYPES:
-        raise UsageError(f"Unknown dtype {options.dtype!r}.", f"Choose one of {', '.join(DTYPES)}.")
-    if options.device_map is None:
-        resolve_device(options.device)
-    elif options.device != "auto":
-        raise UsageError("A device and a device map exclude each other.", "Give one of the two.")
-    else:
-        _read_device_map(options.device_map)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device that "auto", "cpu", "cuda", "cuda:N" or "mps" stands for on this machine.
-
-    Raises:
-        UsageError: There is no such device here.
-    """
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if _has_mps() else "cpu")
-    kind, colon, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (
-        colon and (kind != "cuda" or not re.fullmatch("[0-9]+", index))
-    ):
-        raise UsageError(f"Unknown device {name!r}.", "Choose auto, cpu, cuda, cuda:N or mps.")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind == "mps":
-        if not _has_mps():
-            raise UsageError("The device mps is not available on this machine.", "Use --device cpu.")
-        return torch.device("mps")
-    if not torch.cuda.is_available():
-        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
-        raise UsageError(f"The device {name} is not available: {reason}.", "Use --device cpu.")
-    number = int(index) if colon else torch.cuda.current_device()
-    count = torch.cuda.device_count()
-    if number >= count:
-        raise UsageError(
-            f"The device {name} is out of range: this machine has {count}.", "Counting starts at cuda:0."
-        )
-    return torch.device("cuda", number)
-
-
-def _has_mps() -> bool:
-    mps: Any = torch.backends.mps
-    return bool(mps.is_available())
-
-
-def _read_device_map(text: str) -> str | dict[str, Any]:
-    if text in DEVICE_MAPS:
-        return text
-    hint = f"Give one of {', '.join(DEVICE_MAPS)}, or a JSON file from module names to devices."
-    try:
-        places = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
-    except (OSError, RuntimeError) as error:
-        raise UsageError(
-            f"The device map {text!r} is neither a strategy nor a readable file.", hint
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"The device map {text!r} is not valid JSON.", hint) from error
-    if not isinstance(places, dict) or not places:
-        raise UsageError(f"The device map {text!r} is not an object from module names to devices.", hint)
-    for module, place in places.items():
-        if isinstance(place, bool) or not isinstance(place, int | str):
-            raise UsageError(f"The device map {text!r} places {module!r} on no device: {place!r}.", hint)
-        if place == "disk":
-            raise UsageError(
-                f"The device map {text!r} leaves {module!r} on disk, which cannot be decoded from.", hint
-            )
-        resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
-    return places
-
-
-# -- loading ---------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -318,8 +228,8 @@ def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -
     spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        return _make_tokenizer(hub.folder, hub, spec.name)
-    return _make_tokenizer(_local_folder(spec, progress), None, spec.name)
+        return make_tokenizer(hub.folder, hub, spec.name)
+    return make_tokenizer(_local_folder(spec, progress), None, spec.name)
 
 
 def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
@@ -509,7 +419,7 @@ def _placement(
             available_memory(torch.device("cuda", index)) for index in range(torch.cuda.device_count())
         )
         check_memory(numbers * loaded.itemsize, name=name, available=available)
-        return _read_device_map(options.device_map)
+        return read_device_map(options.device_map)
     device = resolve_device(options.device)
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)
@@ -519,72 +429,18 @@ def _placement(
     return None
 
 
-_TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-_OF_THE_MODEL = (".index.json", "generation_config.json")
-"""Ends of names of files that have nothing to do with it."""
-
-_TEMPLATE = "chat_template.jinja"
-_TOKENIZER_SETTINGS = ("model_type", "tokenizer_class")
-"""What a model's configuration says of its tokenizer."""
-
-
 def _load_tokenizer(
     folder: Path, hub: HubModel | None, name: str, beside: LanguageModel | None
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
     """A model's tokenizer, and a digest of its files; for ``beside`` see ``load_model``."""
     known = None if beside is None or beside.tokenizer_files is None else beside.tokenizer
-    if beside is not None and known is not None and _tokenizer_digest(folder) == beside.tokenizer_files:
+    if beside is not None and known is not None and tokenizer_digest(folder) == beside.tokenizer_files:
         tokenizer = copy.copy(known)
         tokenizer.name_or_path = name
-        if (folder / _TEMPLATE).exists():
-            tokenizer.chat_template = (folder / _TEMPLATE).read_text(encoding="utf-8")
+        if (folder / TEMPLATE).exists():
+            tokenizer.chat_template = (folder / TEMPLATE).read_text(encoding="utf-8")
         return tokenizer, beside.tokenizer_files
-    return _make_tokenizer(folder, hub, name), _tokenizer_digest(
-        folder
-    )  # of a hub's files when all are there
-
-
-def _tokenizer_digest(folder: Path) -> str | None:
-    """Of all files that a tokenizer may be made of, less its template; ``None`` where one cannot be read."""
-    digest = hashlib.sha256()
-    if (folder / "additional_chat_templates").exists():
-        return None
-    try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix not in _TOKENIZER_SUFFIXES or path.name.endswith(_OF_THE_MODEL):
-                continue
-            content = b"" if path.name == _TEMPLATE else path.read_bytes()
-            if path.name == "config.json":
-                config = json.loads(content)
-                content = repr([config.get(setting) for setting in _TOKENIZER_SETTINGS]).encode()
-            digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return digest.hexdigest()
-
-
-def _make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
-    if hub is not None:
-        where = {"pretrained_model_name_or_path": hub.repository, "revision": hub.revision}
-    with quiet_transformers():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(trust_remote_code=False, **where)
-        except Exception as error:  # the many ways in which tokenizer files can be absent, odd or damaged
-            if "trust_remote_code" in str(error):
-                raise custom_code(f"The tokenizer of {name}") from error
-            raise RunError(
-                f"The tokenizer of {name} cannot be loaded: {excerpt(error).rstrip('.')}.",
-                "A model folder needs its tokenizer files beside the weights.",
-            ) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise RunError(f"The model {name} has no tokenizer.", "A model folder needs its tokenizer files.")
-    if not isinstance(tokenizer.model_max_length, int | float):
-        raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
-    tokenizer.name_or_path = name
-    if tokenizer.chat_template:
-        start_renderer()
-    return tokenizer
+    return make_tokenizer(folder, hub, name), tokenizer_digest(folder)  # of a hub's files when all are there
 
 
 def _context_limit(config: PreTrainedConfig) -> int | None:
@@ -606,60 +462,6 @@ def _context_limit(config: PreTrainedConfig) -> int | None:
         if isinstance(kind, dict) and kind.get("rope_type") == "yarn" and kind.get("factor")
     ]
     return int(max([limit, *scaled]))
-
-
-def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Every token id that ends a text, ascending.
-
-    From the generation config, the configuration, the tokenizer's end-of-text token, and the token with which
-    the chat template closes an assistant's turn.
-
-    Raises:
-        UsageError: A configuration names something else than token ids.
-    """
-    named: list[Any] = [
-        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
-        getattr(model.config, "eos_token_id", None),
-        getattr(text_config(model.config), "eos_token_id", None),
-    ]
-    if tokenizer is not None:
-        named += [tokenizer.eos_token_id, end_of_turn(tokenizer)]
-    ids: set[int] = set()
-    for value in named:
-        values: Iterable[Any] = value if isinstance(value, list | tuple) else (value,)
-        for each in values:
-            if isinstance(each, int):
-                ids.add(int(each))
-            elif each is not None:
-                raise UsageError(
-                    "The model's eos_token_id is neither a token id nor a list of them.",
-                    "Correct its config.json or generation_config.json.",
-                )
-    return tuple(sorted(ids))
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that follows an assistant's message in the chat template, if one does."""
-    if not tokenizer.chat_template:
-        return None
-    marker = "An answer that ends here"
-    conversation = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": marker}]
-    try:
-        text = render_chat(tokenizer, conversation)
-    except (
-        TemplateError
-    ):  # templates are programs: they refuse what they like, and this one then tells us nothing
-        return None
-    _, found, rest = text.rpartition(marker)
-    if not found:
-        return None
-    rest = rest.lstrip()
-    special = special_tokens(tokenizer)
-    closing = max((token for token in special if rest.startswith(token)), key=len, default=None)
-    return None if closing is None else special[closing]
-
-
-# -- identity --------------------------------------------------------------------------------------
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from specbench.decoding.stops import special_tokens
 from specbench.drafters.translate import Translation, longest_matches
 from specbench.errors import UsageError
-from specbench.models.load import LanguageModel, end_of_turn
+from specbench.models.load import LanguageModel
+from specbench.models.tokenizers import end_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

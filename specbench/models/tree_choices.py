@@ -14,7 +14,7 @@ from specbench.specs.rules import RuleSpec
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.sampling import Sampling
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 
 def tree_key(target: Target, drafter: Drafter, weights: str, sampling: Sampling, rule: RuleSpec) -> TreeKey:

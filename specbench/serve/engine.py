@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from specbench.backends.torch.seats import Seats
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.errors import RunError
 from specbench.generate_many import BESIDE
 from specbench.lengths.load import Load
-from specbench.models.seats import Seats
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.generate import GenerationRun
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 Deliver: TypeAlias = Callable[[Event], None]
 
@@ -108,7 +108,7 @@ class Engine:
         self._scheduler = Scheduler(
             max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.took
         )
-        self.seats = Seats(target, pool_tokens, max_batch)
+        self.seats = Seats(target.scorer, pool_tokens, max_batch)
         self.seats.open(drafter)  # models are tried out now, and not while somebody waits
         held = self.seats.use
         limits = [target.scorer.context_limit, None if held is None else held.block * held.blocks - BESIDE]

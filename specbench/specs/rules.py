@@ -6,35 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbench.errors import UsageError
 from specbench.specs.drafters import DrafterSpec
-from specbench.specs.notation import Dashed, dashed, join_spec, split_spec
+from specbench.specs.notation import Dashed, Option, dashed, join_spec, read_options, split_spec
 from specbench.specs.verification import verification_name
-
-
-@dataclass(frozen=True)
-class RuleOption:
-    """An option of a rule.
-
-    Attributes:
-        name: In Python; with dashes, on the command line.
-        key: Behind the colon of a rule, and in its name; ``None`` if it cannot stand there.
-        argument: Of the rule's class.
-        kind: What its value is made with.
-        default: What a rule's name leaves out; ``None`` if it always says it.
-        meaning: What it means, with its default.
-    """
-
-    name: str
-    key: str | None
-    argument: str
-    kind: Callable[[Any], Any]
-    default: object
-    meaning: str
 
 
 @dataclass(frozen=True)
@@ -44,41 +23,45 @@ class RuleWord:
     Attributes:
         word: The rule's name.
         summary: What it does, in a sentence.
-        options: What it takes.
+        policy: Where its class is in ``specbench.lengths``: ``module:Class``.
+        own: Its own options, by the names of the class's arguments.
         needs_logits: Whether it reads the drafter's distributions, which n-gram and lookup have none of.
         siblings: How many siblings it has verified if nothing is said.
         tree: Whether it decides the shape of trees, and not the length of chains.
+        timed: Whether it goes by times of passes, which a file may give (``costs``).
     """
 
     word: str
     summary: str
-    options: tuple[RuleOption, ...]
-    needs_logits: bool
+    policy: str
+    own: tuple[Option, ...]
+    needs_logits: bool = False
     siblings: int = 0
     tree: bool = False
+    timed: bool = False
 
-    def option(self, name: str) -> RuleOption | None:
-        """The option of that name."""
-        return next((option for option in self.options if option.name == name), None)
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What may follow its word."""
+        siblings = () if self.tree else (replace(_SIBLINGS, default=self.siblings),)
+        return (*self.own, *siblings, _VERIFICATION)
+
+    def takes(self, name: str) -> bool:
+        """Whether it has an option of that name; ``costs`` stand in no spec."""
+        return self.timed if name == "costs" else any(each.name == name for each in self.options)
 
 
-_SIBLINGS = RuleOption(
-    "siblings",
-    "siblings",
-    "siblings",
-    int,
-    None,
+_SIBLINGS = Option(
+    "siblings=N",
     "most alternatives verified beside a draft in greedy decoding (auto: 8, others: 0)",
+    name="siblings",
 )
-
-
-_VERIFICATION = RuleOption(
-    "verification",
-    "verification",
-    "verification",
-    verification_name,
-    None,
+_VERIFICATION = Option(
+    "verification=NAME",
     "how drafts are verified above temperature 0 (what applies and keeps most)",
+    parse=verification_name,
+    expected="way to verify",
+    name="verification",
 )
 
 
@@ -94,164 +77,134 @@ def rank_shares(text: str) -> Dashed:
     return shares
 
 
-_COSTS = RuleOption("costs", None, "costs", str, None, "a file with costs to use instead of measuring them")
+def _whole(name: str, written: str, default: int, meaning: str) -> Option:
+    return Option(written, f"{meaning} ({default})", default, name=name)
 
 
-def _nodes(default: int) -> RuleOption:
-    return RuleOption("nodes", "nodes", "nodes", int, default, f"most nodes ({default})")
+def _number(name: str, written: str, default: float, meaning: str) -> Option:
+    return Option(written, f"{meaning} ({default:g})", default, parse=float, expected="number", name=name)
 
 
-def _most(default: int) -> RuleOption:
-    return RuleOption(
-        "gamma_max", "max", "gamma_max", int, default, f"most tokens drafted in a step ({default})"
-    )
+def _most(default: int) -> Option:
+    return _whole("gamma_max", "max=N", default, "most tokens drafted in a step")
 
 
-_WORDS: tuple[RuleWord, ...] = (
+def _nodes(default: int) -> Option:
+    return _whole("nodes", "nodes=N", default, "most nodes")
+
+
+_DEPTH = _whole("depth", "depth=N", 6, "deepest branch")
+
+RULES: tuple[RuleWord, ...] = (
     RuleWord(
         "auto",
         "Goes on as long as one more draft is likely to pay for its time, measured as the run goes. Nothing to tune.",
-        (_most(16), _COSTS),
-        False,
+        "auto:AutoLength",
+        (_most(16),),
         siblings=8,
+        timed=True,
     ),
     RuleWord(
         "fixed",
         "The same length in every step.",
-        (RuleOption("gamma", "gamma", "gamma", int, None, "the length (5)"),),
-        False,
+        "base:FixedLength",
+        (Option("gamma=N", "the length (5)", name="gamma"),),
     ),
     RuleWord(
         "egag",
         "Entropy-guided: the less certain the drafter is at the start of a step, the shorter the draft.",
+        "entropies:EntropyGuidedLength",
         (
-            RuleOption("gamma_min", "min", "gamma_min", int, 1, "length where the drafter is uncertain (1)"),
-            RuleOption("gamma_max", "max", "gamma_max", int, 8, "length where it is certain (8)"),
-            RuleOption(
-                "egag_ema_beta",
-                "beta",
-                "ema_beta",
-                float,
-                0.0,
-                "weight of earlier steps in the average of the entropy, 0 for none (0)",
+            _whole("gamma_min", "min=N", 1, "length where the drafter is uncertain"),
+            _whole("gamma_max", "max=N", 8, "length where it is certain"),
+            _number(
+                "ema_beta", "beta=B", 0.0, "weight of earlier steps in the average of the entropy, 0 for none"
             ),
-            RuleOption(
-                "egag_scale",
-                "scale",
-                "scale",
-                float,
-                0.3,
-                "normalised entropy that counts as uncertain (0.3)",
-            ),
+            _number("scale", "scale=H", 0.3, "normalised entropy that counts as uncertain"),
         ),
-        True,
+        needs_logits=True,
     ),
     RuleWord(
         "confidence",
         "Stops behind a token that the drafter gave little probability.",
+        "outcomes:ConfidenceLength",
         (
-            RuleOption("confidence", "threshold", "threshold", float, 0.4, "the threshold (0.4)"),
-            RuleOption(
-                "adapt_confidence",
-                "adapt",
-                "adapt",
-                bool,
-                False,
-                "move the threshold by what was accepted (no)",
-            ),
+            _number("threshold", "threshold=P", 0.4, "the threshold"),
+            Option("adapt", "move the threshold by what was accepted (no)", False, name="adapt"),
             _most(20),
         ),
-        False,
     ),
     RuleWord(
         "entropy-bound",
         "AdaEDL: stops where a bound on the chance of acceptance, from the entropy, falls below a moving threshold.",
-        (
-            RuleOption(
-                "entropy_lambda", "lambda", "threshold", float, 0.6, "the threshold at the beginning (0.6)"
-            ),
-            _most(20),
-        ),
-        True,
+        "entropies:EntropyBoundLength",
+        (_number("threshold", "lambda=L", 0.6, "the threshold at the beginning"), _most(20)),
+        needs_logits=True,
     ),
     RuleWord(
         "svip",
         "Stops behind a token whose distribution had a high entropy.",
-        (
-            RuleOption("svip_threshold", "threshold", "threshold", float, 0.3, "the threshold (0.3)"),
-            _most(40),
-        ),
-        True,
+        "entropies:SvipLength",
+        (_number("threshold", "threshold=H", 0.3, "the threshold"), _most(40)),
+        needs_logits=True,
     ),
     RuleWord(
         "heuristic",
         "Two tokens more when everything was accepted, one less otherwise.",
+        "outcomes:HeuristicLength",
         (
-            RuleOption("gamma", "gamma", "gamma", int, 5, "length of the first draft (5)"),
-            RuleOption("gamma_min", "min", "gamma_min", int, 1, "never shorter (1)"),
-            RuleOption("gamma_max", "max", "gamma_max", int, 40, "never longer (40)"),
+            _whole("gamma", "gamma=N", 5, "length of the first draft"),
+            _whole("gamma_min", "min=N", 1, "never shorter"),
+            _whole("gamma_max", "max=N", 40, "never longer"),
         ),
-        False,
     ),
     RuleWord(
         "auto-tree",
         "A tree that grows as long as one more node is likely to pay for its row, and a depth for its pass.",
-        (_nodes(16), _COSTS),
-        True,
+        "auto_tree:AutoTree",
+        (_nodes(16),),
+        needs_logits=True,
         tree=True,
+        timed=True,
     ),
     RuleWord(
         "static-tree",
         "One tree in every step: the best for what calibration measured of this drafter (Sequoia).",
+        "trees:StaticTree",
         (
             _nodes(12),
-            RuleOption("depth", "depth", "depth", int, 6, "deepest branch (6)"),
-            RuleOption(
-                "ranks",
-                "ranks",
-                "ranks",
-                rank_shares,
-                Dashed((70, 12, 5, 3)),
+            _DEPTH,
+            Option(
+                "ranks=N-N-...",
                 "by rank, the percentage of nodes at which that candidate is kept (70-12-5-3)",
+                Dashed((70, 12, 5, 3)),
+                parse=rank_shares,
+                expected="list of percentages such as 70-12-5-3",
+                name="ranks",
             ),
         ),
-        True,
+        needs_logits=True,
         tree=True,
     ),
     RuleWord(
         "dynamic-tree",
         "The drafter's likeliest tokens at every depth, and the best of all verified (EAGLE-2).",
-        (
-            RuleOption(
-                "tree_top_k", "top-k", "top_k", int, 4, "nodes read at every depth, tokens behind each (4)"
-            ),
-            _nodes(12),
-            RuleOption("depth", "depth", "depth", int, 6, "deepest branch (6)"),
-        ),
-        True,
+        "trees:DynamicTree",
+        (_whole("top_k", "top-k=K", 4, "nodes read at every depth, tokens behind each"), _nodes(12), _DEPTH),
+        needs_logits=True,
         tree=True,
     ),
     RuleWord(
         "chains",
         "Several chains drawn independently of each other; equal beginnings share their rows (SpecInfer).",
+        "trees:IndependentChains",
         (
-            RuleOption("chains", "k", "chains", int, 4, "how many (4)"),
-            RuleOption("length", "length", "length", int, 4, "tokens of each (4)"),
+            _whole("chains", "k=N", 4, "how many"),
+            _whole("length", "length=N", 4, "tokens of each"),
         ),
-        True,
+        needs_logits=True,
         tree=True,
     ),
-)
-RULES = tuple(
-    replace(
-        word,
-        options=(
-            *word.options,
-            *(() if word.tree else (replace(_SIBLINGS, default=word.siblings),)),
-            _VERIFICATION,
-        ),
-    )
-    for word in _WORDS
 )
 """In the order in which listings have them."""
 
@@ -269,9 +222,8 @@ class RuleSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        given = {each: self.options[each.name] for each in self.kind.options if each.name in self.options}
-        items = [(each.key, value) for each, value in given.items() if each.key and value != each.default]
-        return join_spec(self.word, [key if value is True else f"{key}={value}" for key, value in items])
+        given = [(each, self.options[each.name]) for each in self.kind.options if each.name in self.options]
+        return join_spec(self.word, [each.write(value) for each, value in given if value != each.default])
 
     @property
     def word(self) -> str:
@@ -304,22 +256,20 @@ class RuleSpec:
 
     def takes(self, name: str) -> bool:
         """Whether it has an option of that name."""
-        return self.kind.option(name) is not None
+        return self.kind.takes(name)
 
-    def require(self, name: str) -> RuleOption:
-        """The option of that name.
+    def require(self, name: str) -> None:
+        """Refuse an option that it has not.
 
         Raises:
-            UsageError: It has none.
+            UsageError: It has none of that name.
         """
-        option = self.kind.option(name)
-        if option is None:
-            takers = ", ".join(other.word for other in RULES if other.option(name))
+        if not self.takes(name):
+            takers = ", ".join(other.word for other in RULES if other.takes(name))
             raise UsageError(
                 f"The draft-length rule {self.word} has no option --{name.replace('_', '-')}.",
                 f"It belongs to {takers}." if takers else "See docs/lengths.md for its options.",
             )
-        return option
 
     def with_options(self, options: Mapping[str, Any]) -> RuleSpec:
         """The same with more options; ``None`` and False stand for none, and what it says already comes first.
@@ -386,13 +336,7 @@ def parse_rule(text: str) -> RuleSpec:
     kind = next((rule for rule in RULES if rule.word == word), None)
     if kind is None:
         raise UsageError(f"There is no draft-length rule {word!r}.", f"Choose {', '.join(rule_words())}.")
-    options = {}
-    for key, value in split_spec(text)[1].items():
-        option = next((option for option in kind.options if option.key == key), None)
-        if option is None:
-            raise UsageError(f"The draft-length rule {kind.word} has no option {key!r}.", _hint(kind))
-        options[option.name] = _value(value, option, kind)
-    return RuleSpec(kind, options)
+    return RuleSpec(kind, read_options(word, split_spec(text)[1], kind.options))
 
 
 def parse_tree(text: str) -> RuleSpec | int:
@@ -408,9 +352,8 @@ def parse_tree(text: str) -> RuleSpec | int:
     if word == "chain" and not given:
         return 0
     if word == "siblings" and given.keys() <= {"nodes"}:
-        nodes = replace(_SIBLINGS, key="nodes")
-        beside = replace(RULES[0], word=word, options=(nodes,))  # for messages
-        return int(_value(given.get("nodes", "8"), nodes, beside))
+        nodes = replace(_SIBLINGS, written="nodes=N", name="nodes")
+        return int(read_options(word, given, [nodes]).get("nodes", 8))
     raise UsageError(
         f"There is no tree {text!r}.",
         f"Choose chain, siblings:nodes=N, {', '.join(trees)}; docs/trees.md has their options.",
@@ -433,32 +376,3 @@ def share_options(rules: Sequence[RuleSpec], options: Mapping[str, Any]) -> list
         rule.with_options({name: value for name, value in given.items() if rule.takes(name)})
         for rule in rules
     ]
-
-
-def _value(text: str | bool, option: RuleOption, rule: RuleWord) -> Any:
-    if option.kind is bool:
-        if text is True:
-            return True
-        raise UsageError(f"The option {option.key!r} of {rule.word} takes no value.", _hint(rule))
-    if isinstance(text, bool):
-        raise UsageError(f"The option {option.key!r} of {rule.word} needs a value.", _hint(rule))
-    try:
-        return option.kind(text)
-    except ValueError:
-        what = _KINDS.get(option.kind, "number")
-        raise UsageError(
-            f"The option {option.key!r} of {rule.word} is {text!r}, which is no {what}.", _hint(rule)
-        ) from None
-
-
-_KINDS: Mapping[Callable[[Any], Any], str] = {
-    int: "whole number",
-    verification_name: "way to verify",
-    rank_shares: "list of percentages such as 70-12-5-3",
-}
-
-
-def _hint(rule: RuleWord) -> str:
-    values = {bool: "", verification_name: "=NAME", rank_shares: "=N-N-..."}
-    keys = [f"{o.key}{values.get(o.kind, '=N')}" for o in rule.options if o.key]
-    return f"Options of {rule.word}: {', '.join(keys)}."

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbench.models.heads import TrainedHead
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.train.hidden_states import HiddenStates
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text

@@ -16,7 +16,7 @@ from specbench.record import Json
 from specbench.train.students import Student
 
 if TYPE_CHECKING:
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
 FORMAT = 1
 """Version of it. 1: first release."""

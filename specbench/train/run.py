@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -33,19 +33,21 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
 from specbench.models.checkpoints import text_config
-from specbench.models.heads import TrainedHead, find_head, load_head
-from specbench.models.prepare import require_states, wrap_head
-from specbench.models.stories import TRAINING_FILE
+from specbench.models.drafters import require_states, wrap_head
+from specbench.models.head_files import find_head
+from specbench.models.heads import TrainedHead, load_head
 from specbench.record import Json
 from specbench.specs.models import parse_model
+from specbench.train.figures import Pace, Silent, Stand, earlier
 from specbench.train.hidden_states import HiddenStates
-from specbench.train.learner import Learner, Learnt, check_start
+from specbench.train.learner import Learner, check_start
 from specbench.train.lessons import fitting, has_plain_head
 from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_story
 from specbench.train.settings import Measured, TrainingSettings, Watch
+from specbench.train.start import BEGUN, STATE, check_folder, check_head
 from specbench.train.state import read_state, write_state
-from specbench.train.students import KINDS, read_layers
+from specbench.train.students import read_layers
 from specbench.train.texts import Text, TextStore, store_for, tokens_of, write_texts
 
 if TYPE_CHECKING:
@@ -53,16 +55,11 @@ if TYPE_CHECKING:
 
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
 
-_STATE = "state"
-"""Folder of a training that has not ended, within its result's."""
 
 _WRITING, _WRITING_AT_MOST = 0.4, 0.5
 """Share of the time given in which the target writes (docs/training.md); the larger one where it has hardly begun."""
-
-_BEGUN = "begun.json"
-"""What a training was begun with, in there; without it there is none to go on with."""
 
 _EPOCHS = 4
 """How often each text is seen where the tokens decide."""
@@ -75,41 +72,14 @@ _SLACK = 1.5
 """A measure of the same tokens may take this many times as long as the first one before it is cut off."""
 
 _TIMED_STEPS = 2
+
 _TIMING = 0.05
 """Share of the time left that timing steps may take, after the first one."""
 
 _COST_STEPS, _COST_ROUNDS = 8, 2
 """Steps decoded with and without the head, in turn, to time them."""
 
-_RECORDS = 200
-"""Points of the loss curve."""
-
 _NOTED_EVERY_S = 10.0
-
-
-def check_folder(out: Path, *, resume: bool) -> None:
-    """Refuse a folder to train into, before anything is loaded.
-
-    Raises:
-        UsageError: There is something in it, or nothing to go on with.
-    """
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{str(out)!r} is no folder.", "Name another one with --out.")
-    under_way = (out / _STATE / _BEGUN).is_file()
-    if resume and not under_way:
-        ended = (out / TRAINING_FILE).is_file()
-        raise UsageError(
-            f"The training in {str(out)!r} has ended."
-            if ended
-            else f"There is no training in {str(out)!r} to go on with.",
-            "Leave --resume out, and name another folder with --out." if ended else "Leave --resume out.",
-        )
-    if under_way and not resume:
-        raise UsageError(
-            f"The training in {str(out)!r} has not ended.", "Add --resume, or name another folder with --out."
-        )
-    if not resume and out.is_dir() and any(path.name != _STATE for path in out.iterdir()):
-        raise UsageError(f"The folder {str(out)!r} is not empty.", "Name another one with --out.")
 
 
 def processes(*, cpu: bool) -> Accelerator:
@@ -118,38 +88,6 @@ def processes(*, cpu: bool) -> Accelerator:
     On CUDA devices each gets its own, so this has to come before the target is loaded.
     """
     return Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
-
-
-def _check_start(start: TrainedHead, settings: TrainingSettings, target: Target) -> None:
-    """Refuse a head to go on from that is of another kind, or another target's."""
-    kind = "eagle" if start.files.kind == "eagle3" else start.files.kind
-    if kind != settings.kind:
-        raise UsageError(
-            f"The head {start.name} is of the kind {kind}, and what is trained is of the kind {settings.kind}.",
-            f"Give --kind {kind}." if kind in KINDS else "Name another one with --start.",
-        )
-    start.files.check(target.language_model.model.config, target.name)
-    if (
-        start.files.settings.get("target_fingerprint", target.language_model.identity)
-        != target.language_model.identity
-    ):
-        raise UsageError(
-            f"The head {start.name} was trained for other weights than those of {target.name}.",
-            "Name another one with --start.",
-        )
-
-
-class _Silent:
-    """A watch that nobody looks at."""
-
-    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        pass
-
-    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        pass
-
-    def measured(self, measured: Measured, *, best: bool) -> None:
-        pass
 
 
 class Training:
@@ -200,12 +138,12 @@ class Training:
         check_folder(out, resume=resume)
         settings.draft_vocab(target.vocab_size)
         if start is not None:
-            _check_start(start, settings, target)
+            check_head(start, settings, target)
         self._start = start
         self._target, self._settings, self._out, self._source = target, settings, out, source
         self._model = model or target.language_model.model
         self._group = group or processes(cpu=target.scorer.device.type == "cpu")
-        self._watch, self._saved_every_s = watch or _Silent(), saved_every_s
+        self._watch, self._saved_every_s = watch or Silent(), saved_every_s
         layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
         settings.head_layers(layers)
         require_states(target, (layers,))
@@ -261,8 +199,8 @@ class Training:
         if self._main:
             with suppress(OSError):
                 # First, for without its checkpoint this training would begin anew, over the head that it has made.
-                (self._out / _STATE / _BEGUN).unlink()
-                shutil.rmtree(self._out / _STATE)
+                (self._out / STATE / BEGUN).unlink()
+                shutil.rmtree(self._out / STATE)
         return best
 
     @contextmanager
@@ -270,7 +208,7 @@ class Training:
         if not self._main:
             yield
             return
-        state = self._out / _STATE
+        state = self._out / STATE
         with explained(f"The folder {str(self._out)!r} cannot be written", "Name another one with --out."):
             state.mkdir(parents=True, exist_ok=True)
             lock = try_lock(state / "lock")
@@ -297,7 +235,7 @@ class Training:
             "prompts": digest.hexdigest()[:16],
             **self._settings.facts(),
         }
-        path = self._out / _STATE / _BEGUN
+        path = self._out / STATE / BEGUN
         if not path.is_file():
             self._begun = {"asked": asked, "texts": None, "steps": None, "seconds": 0.0}
             if self._main:
@@ -322,7 +260,7 @@ class Training:
 
     def _note(self, **more: Any) -> None:
         self._begun |= {"seconds": self._seconds, **more}
-        path = self._out / _STATE / _BEGUN
+        path = self._out / STATE / BEGUN
         with explained(
             f"The folder {str(self._out)!r} cannot be written", "Free some space, and add --resume."
         ):
@@ -336,14 +274,14 @@ class Training:
             return None
         config = text_config(self._model.config)
         layers = (*read_layers(self._settings.kind, config.num_hidden_layers), config.num_hidden_layers)
-        return HiddenStates(self._out / _STATE / "states", layers, config.hidden_size, self._model.dtype)
+        return HiddenStates(self._out / STATE / "states", layers, config.hidden_size, self._model.dtype)
 
     def _written(self, states: HiddenStates | None) -> list[Text]:
         """The texts to train on; written now, unless they were before."""
         settings, rank = self._settings, self._group.process_index
         store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed, rank)
         folder = f"folder {str(self._out)!r}"
-        cut = TextStore(self._out / _STATE, rank, within=folder, advice="Name another one with --out.")
+        cut = TextStore(self._out / STATE, rank, within=folder, advice="Name another one with --out.")
         if self._begun["texts"] is None:
             share = slice(rank, None, self._group.num_processes)
             store.check_space(settings.tokens or 0)
@@ -423,11 +361,11 @@ class Training:
 
     def _learn(self, learner: Learner) -> Measured:
         """From where it stands to the last step, or to where nothing is gained any more."""
-        path, stand = self._out / _STATE / "checkpoint.safetensors", _Stand()
+        path, stand = self._out / STATE / "checkpoint.safetensors", Stand()
         if path.is_file():
             tensors, facts = read_state(path)
             learner.restore(tensors)
-            stand = _Stand.of(facts)
+            stand = Stand.of(facts)
             self._began, self._spent_s = time.monotonic(), max(stand.seconds, self._seconds)
 
         def save() -> None:
@@ -438,7 +376,7 @@ class Training:
         if not stand.measures_made:
             self._measure(learner, stand)
         self._plan(learner, stand)
-        saved, pace = time.monotonic(), _Pace(stand.step)
+        saved, pace = time.monotonic(), Pace(stand.step)
         while stand.step < stand.steps and not self._agreed(stand.ended):
             stand.took(learner.step(stand.step, stand.steps))
             self._watch.trained(stand.step, stand.steps, stand.loss, self._left(stand, pace))
@@ -446,7 +384,7 @@ class Training:
                 self._measure(learner, stand)
                 self._plan_again(learner, stand, pace)
                 save()
-                saved, pace = time.monotonic(), _Pace(stand.step)
+                saved, pace = time.monotonic(), Pace(stand.step)
             elif time.monotonic() - saved >= self._saved_every_s:
                 save()
                 saved = time.monotonic()
@@ -454,18 +392,18 @@ class Training:
             write_story(self._out, self._story(learner, stand))
         return max(map(Measured.of, self._agreed(stand.measures)), key=lambda each: each.tokens_per_step)
 
-    def _time_is_up(self, stand: _Stand) -> bool:
+    def _time_is_up(self, stand: Stand) -> bool:
         """Whether there is time for a measure at most."""
         minutes = self._settings.minutes
         return minutes is not None and self._seconds + stand.measure_s >= 60 * minutes
 
-    def _left(self, stand: _Stand, pace: _Pace) -> float:
+    def _left(self, stand: Stand, pace: Pace) -> float:
         """Seconds to the end, as things go."""
         measures, minutes = stand.measures_left(self._measures(stand)), self._settings.minutes
         left = (stand.steps - stand.step) * pace.of(stand.step) + measures * stand.measure_s
         return left if minutes is None else max(0.0, min(left, 60 * minutes - self._seconds))
 
-    def _measures(self, stand: _Stand) -> int:
+    def _measures(self, stand: Stand) -> int:
         """How often it is measured, besides untrained."""
         fitting = self._measuring_s / max(stand.first_measure_s, 1e-3)
         return int(min(self._settings.measures, max(1, fitting)))
@@ -476,7 +414,7 @@ class Training:
         minutes = self._settings.minutes
         return math.inf if minutes is None else _MEASURING * (1 - _WRITING) * 60 * minutes
 
-    def _plan(self, learner: Learner, stand: _Stand) -> None:
+    def _plan(self, learner: Learner, stand: Stand) -> None:
         """Settle how many steps there will be, for the learning rate goes by it; noted before the first is made."""
         if self._begun["steps"] is None:
             if self._settings.minutes is None:
@@ -496,7 +434,7 @@ class Training:
         if not stand.steps:
             stand.plan(first, self._measures(stand))
 
-    def _plan_again(self, learner: Learner, stand: _Stand, pace: _Pace) -> None:
+    def _plan_again(self, learner: Learner, stand: Stand, pace: Pace) -> None:
         """With minutes, so many steps as there is time for, at the pace of the last ones: the learning rate has to come
         to its end, however slow the machine has become."""
         steps = stand.steps
@@ -504,7 +442,7 @@ class Training:
             steps = self._agreed(self._in_time(learner, stand, pace.before_measure(stand)))
         stand.plan(steps, self._measures(stand))
 
-    def _in_time(self, learner: Learner, stand: _Stand, pace: float) -> int:
+    def _in_time(self, learner: Learner, stand: Stand, pace: float) -> int:
         """Steps in all, of so many seconds each, for which there is time besides measures."""
         settings = self._settings
         assert settings.minutes is not None
@@ -513,7 +451,7 @@ class Training:
         steps = stand.step + max(1, int(left / pace))
         return steps if settings.epochs is None else min(steps, settings.epochs * learner.epoch_steps)
 
-    def _measure(self, learner: Learner, stand: _Stand) -> None:
+    def _measure(self, learner: Learner, stand: Stand) -> None:
         """Let the real decoder draft with the head as it is, for all prompts side by side; the best head is kept."""
         if self._main:
             began = time.monotonic()
@@ -544,7 +482,7 @@ class Training:
 
     def _candidate(self, learner: Learner) -> Drafter:
         """The head as it is, from its files."""
-        candidate = (self._out / _STATE / "candidate").resolve()
+        candidate = (self._out / STATE / "candidate").resolve()
         self._write(learner, candidate)
         head = find_head(parse_model(str(candidate)))
         assert head is not None
@@ -554,7 +492,7 @@ class Training:
         gamma = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
         return GenerationRun(ids, self._target, drafter, policy=gamma, max_new_tokens=tokens, **more)
 
-    def _decoded(self, drafter: Drafter, stand: _Stand) -> dict[str, list[Step]]:
+    def _decoded(self, drafter: Drafter, stand: Stand) -> dict[str, list[Step]]:
         """The steps of the held-out prompts, by category: as far as the first measure came in its time."""
         limits = stand.reached or [self._settings.measured_tokens] * len(self._held)
         places = [place for place, tokens in enumerate(limits) if tokens > 1]
@@ -600,7 +538,7 @@ class Training:
             compact=self._settings.compact,
         )
 
-    def _story(self, learner: Learner, stand: _Stand) -> Json:
+    def _story(self, learner: Learner, stand: Stand) -> Json:
         """How the head came about."""
         target, settings = self._target, self._settings
         words = "The rows of its head are the target's"
@@ -617,7 +555,7 @@ class Training:
             },
             "derived": f"{words}: the target's licence applies to it, and asks for attribution where it does so.",
             "settings": settings.facts(),
-            "start": None if self._start is None else _earlier(self._start),
+            "start": None if self._start is None else earlier(self._start),
             "data": {
                 "prompts": self._source,
                 "trained_on": len({text.prompt for text in self._texts}),
@@ -630,113 +568,3 @@ class Training:
             "loss": stand.curve,
             "measured": stand.measures,
         }
-
-
-def _earlier(start: TrainedHead) -> Json:
-    """What is known of a head that a training went on from: the story of its own, too, where it was trained here."""
-    path = start.files.folder / TRAINING_FILE
-    with explained(f"The file {str(path)!r} cannot be read"):
-        story = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return {"name": start.name, "fingerprint": start.fingerprint, "training": story}
-
-
-@dataclass
-class _Stand:
-    """How far a training has come; all of it is stored.
-
-    Attributes:
-        step, tokens: Made, and trained on.
-        steps: To be made; 0 before that is settled.
-        measured_next: The step behind which it is measured again.
-        since: Sums since the last point of the curve: of losses and shares of right tokens by place, and how many.
-        heard, losses: Losses of the first place since the last measure: how many, and their sum.
-        curve: Points of the loss curve.
-        measures_made: How often it was measured, untrained the first time.
-        measures: What came of it, as ``Measured`` says it; of the main process alone.
-        stale: Measures since the best one.
-        ended: Whether to stop.
-        measure_s, first_measure_s: How long the last measure took, and the first one.
-        reached: How many tokens of each held-out prompt are decoded in a measure: those of the first one.
-        step_cost: See ``Measured``.
-        seconds: All of it so far.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    steps: int = 0
-    measured_next: int = 0
-    since: list[list[float]] = field(default_factory=list)
-    heard: int = 0
-    losses: float = 0.0
-    curve: list[Json] = field(default_factory=list)
-    measures_made: int = 0
-    measures: list[Json] = field(default_factory=list)
-    stale: int = 0
-    ended: bool = False
-    measure_s: float = 0.0
-    first_measure_s: float = 0.0
-    reached: list[int] = field(default_factory=list)
-    step_cost: float | None = None
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, facts: Json) -> _Stand:
-        """As it was stored."""
-        return cls(**facts)
-
-    @property
-    def loss(self) -> float:
-        """Of the first place, at the last point of the curve."""
-        return float(self.curve[-1]["loss"][0]) if self.curve else self.mean_loss or 0.0
-
-    @property
-    def mean_loss(self) -> float | None:
-        """Of the first place since the last measure."""
-        return self.losses / self.heard if self.heard else None
-
-    def measures_left(self, measures: int) -> int:
-        """Of so many, besides that of the untrained head."""
-        return max(0, measures + 1 - self.measures_made)
-
-    def plan(self, steps: int, measures: int) -> None:
-        """There will be so many steps, and so many measures in all, from now on at the same distances."""
-        self.steps = steps
-        self.measured_next = self.step + -(-(steps - self.step) // max(1, self.measures_left(measures)))
-
-    def took(self, learnt: Learnt) -> None:
-        """A step was made; every so many steps there is a point of the curve."""
-        self.step += 1
-        self.tokens += learnt.tokens
-        self.heard, self.losses = self.heard + 1, self.losses + learnt.losses[0]
-        self.since.append([*learnt.losses, *learnt.right])
-        if len(self.since) < -(-self.steps // _RECORDS) and self.step < self.steps:
-            return
-        means = [sum(column) / len(self.since) for column in zip(*self.since, strict=True)]
-        depth = len(means) // 2
-        self.curve.append(
-            {"step": self.step, "tokens": self.tokens, "loss": means[:depth], "right": means[depth:]}
-        )
-        self.since = []
-
-    def add(self, measured: Measured, patience: int) -> bool:
-        """It was measured; whether it has done best so far."""
-        best = all(measured.tokens_per_step > each["tokens_per_step"] for each in self.measures)
-        self.stale = 0 if best else self.stale + 1
-        self.ended = self.stale >= patience
-        self.measures.append(asdict(measured))
-        self.heard, self.losses = 0, 0.0
-        return best
-
-
-class _Pace:
-    """Seconds that a step takes, since one of them."""
-
-    def __init__(self, first: int) -> None:
-        self._first, self._began = first, time.monotonic()
-
-    def of(self, step: int) -> float:
-        return (time.monotonic() - self._began) / max(1, step - self._first)
-
-    def before_measure(self, stand: _Stand) -> float:
-        """The same where a measure has been made since the last step."""
-        return max(0.0, time.monotonic() - self._began - stand.measure_s) / max(1, stand.step - self._first)

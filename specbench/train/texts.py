@@ -31,7 +31,7 @@ from specbench.record import Count
 from specbench.train.hidden_states import StateListener
 
 if TYPE_CHECKING:
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.train.hidden_states import HiddenStates
 
 BATCH = 64

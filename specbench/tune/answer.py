@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from specbench.bench.grid import Config as GridConfig
 from specbench.errors import UsageError
+from specbench.export.engines import ENGINES, export_fastest
+from specbench.export.setting import Measured, Setting, settings_of_run
 from specbench.record import NO_FIGURE, Estimate, Json
 from specbench.results import stats
 from specbench.results.results import Results
@@ -18,8 +20,6 @@ from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
 from specbench.show.tables import markdown_row, markdown_text, shortened
 from specbench.textsafe import counted, one_line
-from specbench.tune.export.engines import ENGINES, export_fastest
-from specbench.tune.export.setting import Measured, Setting, settings_of_run
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from specbench.specs.drafters import Lookup, SelfForm
 from specbench.textsafe import counted
 
 if TYPE_CHECKING:
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
 
 _LONGEST_DRAFT = 8

@@ -19,30 +19,24 @@ from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.errors import RunError, UsageError
+from specbench.export.engines import ENGINES, expresses
 from specbench.generate import encode_prompt
 from specbench.models.calibrations import read_choice
-from specbench.models.load import resolve_device
-from specbench.models.prepare import (
-    Proposer,
-    Target,
-    choice_key,
-    default_cache,
-    prepare,
-    prepare_drafters,
-)
+from specbench.models.devices import resolve_device
+from specbench.models.drafters import choice_key
+from specbench.models.prepare import Proposer, prepare, prepare_drafters
 from specbench.models.stories import is_packaged
+from specbench.models.target import Target, default_cache
 from specbench.options import quantised
 from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
-from specbench.tune.export.engines import ENGINES, expresses
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.caches import CacheKind
     from specbench.bench.grid import Config, Sweep, SweepOptions
-    from specbench.options import ModelOptions
+    from specbench.options import CacheKind, ModelOptions
     from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
     from specbench.specs.rules import RuleSpec

@@ -31,7 +31,7 @@ from specbench.models.calibrations import TreeChoice, TreeKey
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.sampling import Sampling
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
     from specbench.specs.verification import VerificationName
 

@@ -30,7 +30,7 @@ from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
 from specbench.tune.race import Block, Ending, Race, Timing, run_race, slowness
 
 if TYPE_CHECKING:
-    from specbench.bench.engines.own import Engine
+    from specbench.bench.engines.engine import Engine
     from specbench.decoding.clocks import Clock
     from specbench.progress import Progress
     from specbench.results.run import RunWarning

@@ -14,7 +14,7 @@ from specbench.models.calibrations import TokenCounts
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
 
 _HELD_OUT = 3

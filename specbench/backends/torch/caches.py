@@ -7,7 +7,7 @@ an early exit on the target's cache lengthens only the first layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,6 +21,16 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from specbench.backends.torch.cache_layers import (
+    FIRST_CAPACITY,
+    PreallocatedLayer,
+    PreallocatedSlidingLayer,
+    SteppedLayer,
+    buffer_like,
+    clean,
+    forgets,
+    gather,
+)
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.errors import UsageError
 from specbench.options import CacheKind as CacheKind
@@ -28,15 +38,9 @@ from specbench.options import CacheKind as CacheKind
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
 """Those that hold on every device."""
-
-_FIRST_CAPACITY = 256
-_ROOM, _MORE_ROOM = 256, 4
-"""Positions for which a step makes room beyond those of a pass: so many, or this part of them where that is more."""
-
-_SLIDING_SLACK = 256
-"""Tokens a sliding-window layer keeps beyond its window, so that as many can be rolled back: the longest draft."""
 
 
 class KVCache(Protocol):
@@ -185,7 +189,7 @@ class DynamicKVCache:
     def reset(self) -> None:
         self._cache = DynamicCache(config=self._config)
         self._recording = False
-        self.prefill_apart = any(_forgets(layer) for layer in self._cache.layers)
+        self.prefill_apart = any(forgets(layer) for layer in self._cache.layers)
 
     @property
     def length(self) -> int:
@@ -200,7 +204,7 @@ class DynamicKVCache:
         return self.length + tokens
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        _gather(self._cache.layers, start, positions)
+        gather(self._cache.layers, start, positions)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
@@ -252,278 +256,6 @@ class DynamicKVCache:
         layer.crop(-surplus)
 
 
-@torch.inference_mode()
-def _gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None:
-    """See ``KVCache.gather``; of layers that keep every position."""
-    count = len(positions)
-    # Mostly it is one, a sibling: as a number it is told in half the time.
-    picked = None if count == 1 else torch.tensor(positions)
-    for layer in layers:
-        if not isinstance(layer, DummyLayer):
-            for entries in (layer.keys, layer.values):
-                if picked is None:
-                    entries.select(2, start).copy_(entries.select(2, positions[0]))
-                else:
-                    entries.narrow(2, start, count).copy_(entries.index_select(2, picked.to(entries.device)))
-
-
-def _forgets(layer: object) -> bool:
-    return isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
-
-
-class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one full-attention layer in buffers written by index.
-
-    Buffers have shape [1, heads, capacity, head size] and double when full; a roll-back moves one number.
-
-    Args:
-        block: Short passes get keys and values up to a multiple of so many positions. What lies behind the used ones is
-            finite when a context begins, and the mask has to leave it out.
-    """
-
-    is_sliding = False
-    is_croppable = True
-    keys: Any
-    values: Any
-
-    def __init__(self, block: int = 1) -> None:
-        CacheLayerMixin.__init__(self)
-        self.used = self.written = 0
-        self.block = block
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        capacity = max(_FIRST_CAPACITY, self.block)
-        self.keys, self.values = _buffer_like(key_states, capacity), _buffer_like(value_states, capacity)
-        self.is_initialized = True
-
-    def _reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` positions, keeping the used ones."""
-        if capacity <= self.keys.shape[-2]:
-            return
-        capacity = self._larger(capacity)
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = _buffer_like(old, capacity)
-            new[:, :, : self.used] = old[:, :, : self.used]
-            setattr(self, name, new)
-
-    def _larger(self, capacity: int) -> int:
-        """The capacity of new buffers, where those there are do not hold so many positions."""
-        return max(-(-capacity // self.block) * self.block, int(2 * self.keys.shape[-2]))
-
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        count = key_states.shape[-2]
-        self.extend(count)
-        first = self.used - count
-        self.keys[:, :, first : self.used] = key_states
-        self.values[:, :, first : self.used] = value_states
-
-    def extend(self, count: int) -> None:
-        """Hold so many positions more, which are still to be written."""
-        self._reserve(self.used + count)
-        self.used += count
-        self.written = max(self.written, self.used)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._append(key_states, value_states)
-        end = self._handed_out(self.used, key_states.shape[-2])
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _handed_out(self, used: int, queries: int) -> int:
-        return used if queries > LONGEST_PASS else -(-used // self.block) * self.block
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._handed_out(self.used + query_length, query_length), 0
-
-    def get_seq_length(self) -> int:
-        return self.used
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def repeat(self, length: int) -> None:
-        """Grow to ``length`` positions by repeating those there are."""
-        while self.used < length:
-            count = min(self.used, length - self.used)
-            self._append(self.keys[:, :, :count], self.values[:, :, :count])
-
-    def keep(self, length: int) -> None:
-        """Keep at most the first ``length`` positions."""
-        if self.used > length:
-            self.used = max(length, 0)
-
-    def reset(self) -> None:
-        if self.block > 1 and self.written:  # of others nothing is handed out behind the used positions
-            _clean(self, self.written)
-        self.used = self.written = 0
-
-
-class SteppedLayer(PreallocatedLayer):
-    """What a native pass makes of a ``DynamicLayer``: buffers that grow in steps, for they may hold long contexts.
-
-    Args:
-        layer: What it takes the place of, with all that this holds.
-    """
-
-    def __init__(self, layer: DynamicLayer) -> None:
-        super().__init__()
-        if layer.is_initialized and layer.get_seq_length():
-            self.dtype, self.device = layer.dtype, layer.device
-            self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
-            self.used = self.written = layer.get_seq_length()
-
-    def _larger(self, capacity: int) -> int:
-        return capacity + max(_ROOM, capacity // _MORE_ROOM)
-
-
-class PreallocatedSlidingLayer(PreallocatedLayer):
-    """The same for a layer that attends to the last ``window`` positions only.
-
-    The buffer holds the positions from ``dropped`` on; older ones are given up in bulk when it fills, but never the
-    window before the last ``_SLIDING_SLACK`` positions, which may still be rolled back.
-    """
-
-    is_sliding = True
-
-    def __init__(self, sliding_window: int) -> None:
-        super().__init__()
-        self.sliding_window = sliding_window
-        self.dropped = 0
-
-    def _reserve(self, capacity: int) -> None:
-        keep = self.sliding_window - 1 + _SLIDING_SLACK
-        if capacity > self.keys.shape[-2] and self.used > 2 * keep:
-            first = self.used - keep
-            for buffer in (self.keys, self.values):
-                buffer[:, :, :keep] = buffer[:, :, first : self.used].clone()
-            self.dropped += first
-            capacity -= first
-            self.used = keep
-        super()._reserve(capacity)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._append(key_states, value_states)
-        first = max(0, self.used - (self.sliding_window - 1 + key_states.shape[-2]))
-        return self.keys[:, :, first : self.used], self.values[:, :, first : self.used]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        visible = min(self.get_seq_length(), self.sliding_window - 1)
-        return visible + query_length, self.get_seq_length() - visible
-
-    def get_seq_length(self) -> int:
-        return self.dropped + self.used
-
-    def get_max_length(self) -> int:
-        return self.sliding_window
-
-    def keep(self, length: int) -> None:
-        if length >= self.get_seq_length():
-            return
-        if self.dropped and length - self.dropped < self.sliding_window - 1:
-            raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
-        self.used = length - self.dropped
-
-    def reset(self) -> None:
-        super().reset()
-        self.dropped = 0
-
-
-class Held:
-    """Layers of a cache that native passes lengthen together.
-
-    Attributes:
-        entries: Keys and values of each, [1, heads, positions, head size], in memory where positions of a head stand
-            one behind the other.
-    """
-
-    def __init__(self, layers: Sequence[PreallocatedLayer]) -> None:
-        self._layers = layers
-        self._keys = [layer.keys for layer in layers]
-        self._capacity = min(keys.shape[-2] for keys in self._keys)
-        self.entries: list[tuple[torch.Tensor, torch.Tensor]] = [
-            (layer.keys, layer.values) for layer in layers
-        ]
-
-    @classmethod
-    def of(
-        cls,
-        layers: list[Any],
-        places: Sequence[int],
-        tokens: int,
-        dtypes: Sequence[torch.dtype],
-        empty: torch.Tensor,
-    ) -> Held | None:
-        """Those that hold so many positions more from now on, which the caller writes.
-
-        Args:
-            layers: Of a cache; in the places of those of ``transformers`` that hold every position as it is there are
-                others afterwards.
-            places: Which of them.
-            tokens: How many positions there will be more.
-            dtypes: What keys and values may be; those of all layers are alike.
-            empty: Keys or values of no position, [1, heads, 0, head size], like those of which layers that hold none
-                will make their buffers.
-
-        Returns:
-            ``None``, and nothing holds more, where some are of other kinds, are not equally long or hold other dtypes.
-        """
-        for place in places:
-            if type(layers[place]) is DynamicLayer:
-                layers[place] = SteppedLayer(layers[place])
-        own = [layers[place] for place in places]
-        length = own[0].get_seq_length()
-        if not all(
-            type(layer) in (SteppedLayer, PreallocatedLayer) and layer.used == length for layer in own
-        ):
-            return None
-        for layer in own:
-            if not layer.is_initialized:
-                layer.lazy_initialization(empty, empty)
-        kinds = {entries.dtype for layer in own for entries in (layer.keys, layer.values)}
-        if len(kinds) > 1 or not kinds.issubset(dtypes):
-            return None
-        for layer in own:
-            layer.extend(tokens)
-        return cls(own)
-
-    def lengthen(self, tokens: int) -> bool:
-        """Hold so many positions more; ``False``, and nothing has changed, where that needs other buffers."""
-        length = self._layers[0].used
-        end = length + tokens
-        if end > self._capacity:
-            return False
-        for layer, keys in zip(self._layers, self._keys, strict=True):
-            if layer.used != length or layer.keys is not keys:
-                return False
-        for layer in self._layers:
-            layer.used = end
-            if layer.written < end:
-                layer.written = end
-        return True
-
-
-@torch.inference_mode()
-def _clean(layer: Any, length: int) -> None:
-    """Take what is no number out of a layer's first positions: a masked entry counts 0 times, and 0 · NaN is NaN."""
-    for buffer in (layer.keys, layer.values):
-        held = buffer[:, :, :length]
-        if not held.sum().isfinite():
-            held.zero_()
-
-
-def _buffer_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    """A buffer of zeros, [1, heads, capacity, head size]; ``states`` gives all but the capacity."""
-    batch, heads, _, size = states.shape
-    return states.new_zeros((batch, heads, capacity, size))
-
-
 class PreallocatedKVCache:
     """A cache whose layers write by index and roll back by moving an offset.
 
@@ -566,7 +298,7 @@ class PreallocatedKVCache:
         return self._layers[0].get_mask_sizes(tokens)[0]
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        _gather(self._layers, start, positions)
+        gather(self._layers, start, positions)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
@@ -606,7 +338,7 @@ class _StaticLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         capacity = self._owner.capacity
-        self.keys, self.values = _buffer_like(key_states, capacity), _buffer_like(value_states, capacity)
+        self.keys, self.values = buffer_like(key_states, capacity), buffer_like(value_states, capacity)
         self.is_initialized = True
 
     def update(
@@ -624,7 +356,7 @@ class _StaticLayer(CacheLayerMixin):
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = _buffer_like(old, capacity)
+            new = buffer_like(old, capacity)
             new[:, :, : old.shape[-2]] = old
             setattr(self, name, new)
 
@@ -667,7 +399,7 @@ class StaticKVCache:
     slots: torch.Tensor
 
     def __init__(self, config: PretrainedConfig, *, compiled: bool = False) -> None:
-        self.length, self.capacity, self.generation = 0, _FIRST_CAPACITY, 0
+        self.length, self.capacity, self.generation = 0, FIRST_CAPACITY, 0
         self.compiled = compiled
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
         other = next((kind for kind in kinds if kind not in ("DynamicLayer", "DummyLayer")), None)
@@ -702,7 +434,7 @@ class StaticKVCache:
                 layer.grow(self.capacity)
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        _gather(self._cache.layers, start, positions)
+        gather(self._cache.layers, start, positions)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
@@ -716,7 +448,7 @@ class StaticKVCache:
     def reset(self) -> None:
         for layer in self._cache.layers:
             if isinstance(layer, _StaticLayer) and layer.is_initialized:
-                _clean(layer, self.capacity)
+                clean(layer, self.capacity)
         self.length = 0
         if not self.compiled:  # passes are compiled for the object
             self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context

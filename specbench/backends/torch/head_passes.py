@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.backends.torch.caches import Held, PreallocatedLayer
+from specbench.backends.torch.cache_layers import Held, PreallocatedLayer
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.backends.torch.caches import PreallocatedLayer
+from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.head_passes import HeadPass, HeadRows, Reading, choose_head_pass, joined
 from specbench.backends.torch.heads import Attend, BlockHead, MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits

@@ -15,9 +15,9 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 
-from specbench.backends.torch.caches import Held, KVCache, StaticKVCache, rotates_by_length
+from specbench.backends.torch.cache_layers import Held
+from specbench.backends.torch.caches import KVCache, rotates_by_length
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
-from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
 from specbench.backends.torch.kernels.llama_layers import (
     ShortLayer,
     native_stack,
@@ -99,7 +99,7 @@ class OrdinaryPass(Forward):
 
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._keeps_logits = _keeps_logits(model)
+        self._keeps_logits = keeps_logits(model)
 
     def _rows(
         self,
@@ -120,16 +120,16 @@ class OrdinaryPass(Forward):
             arguments["output_hidden_states"] = [*layers]
         output = self._model(input_ids=ids, **arguments)
         self._cache.after_pass()
-        return _rows_of(output, rows, layers)
+        return rows_of(output, rows, layers)
 
 
-def _rows_of(output: Any, rows: int, layers: Sequence[int]) -> Rows:
+def rows_of(output: Any, rows: int, layers: Sequence[int]) -> Rows:
     """What a model of ``transformers`` has given."""
     states = [output.hidden_states[layer][0].to(output.logits.device) for layer in layers]
     return Rows(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
 
 
-def _keeps_logits(model: PreTrainedModel) -> bool:
+def keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
@@ -400,7 +400,7 @@ class RaggedPass:
     def __init__(self, model: Any, way: type[Forward]) -> None:
         self._model = model
         # Which logits are wanted is told where the pass begins, and a spread model ends on another device.
-        self._keeps_logits = _keeps_logits(model) and len({each.device for each in model.parameters()}) == 1
+        self._keeps_logits = keeps_logits(model) and len({each.device for each in model.parameters()}) == 1
         self._layers = _FoundLayers(model) if issubclass(way, ShortPass) else None
         self._stacked = _Stacks(model) if issubclass(way, NativePass) else None
 
@@ -436,7 +436,7 @@ class RaggedPass:
         if layers:
             arguments["output_hidden_states"] = [*layers]
         output = self._model(input_ids=ids, **arguments)
-        found = _rows_of(output, 0, layers)
+        found = rows_of(output, 0, layers)
         return (
             found
             if self._keeps_logits
@@ -548,112 +548,3 @@ def _causal_mask(
 def _behind(tokens: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores of tokens for keys from the first of them on, [tokens, keys]."""
     return torch.full((tokens, keys), -math.inf, dtype=dtype).triu_(1)
-
-
-class _Inputs(NamedTuple):
-    """What a pass of fixed shapes is made of.
-
-    Attributes:
-        ids: Token ids, [1, n].
-        slots: Where in the cache their keys and values go, [n].
-        positions: Of the tokens, [1, n].
-        mask: Bool [1, 1, n, capacity]: what each attends to.
-    """
-
-    ids: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor
-
-
-class _Captured(NamedTuple):
-    inputs: _Inputs
-    replay: Callable[[], None]
-    output: Rows
-
-
-class GraphPass(Forward):
-    """Passes of fixed shapes over a static cache, each width captured once and replayed from then on.
-
-    Args:
-        model: A causal language model of ``transformers``.
-        cache: Its keys and values.
-        capture: How a pass is made repeatable; ``None`` runs each anew.
-        compiled: A quicker ``forward`` of the model for the passes that come again and again; ``None`` for its own.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: StaticKVCache,
-        capture: Capture[Rows] | None = None,
-        compiled: Callable[..., Any] | None = None,
-    ) -> None:
-        self._model, self._cache, self._capture = model, cache, capture
-        self._compiled = compiled or model
-        self._keeps_logits = _keeps_logits(model)
-        self._hooks = Hooks(model.modules())  # a replay would leave them out
-        self._captured: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
-        self._generation = cache.generation
-
-    def _rows(
-        self,
-        ids: torch.Tensor,
-        rows: int,
-        layers: Sequence[int],
-        position_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-    ) -> Rows:
-        count, past, device = ids.shape[1], self._cache.length, ids.device
-        self._cache.reserve(past + count)
-        slots = torch.arange(past, past + count, device=device)
-        if attention_mask is None:
-            attention_mask = (torch.arange(self._cache.capacity, device=device) <= slots[:, None])[None, None]
-        inputs = _Inputs(ids, slots, slots[None] if position_ids is None else position_ids, attention_mask)
-        # Who wants hidden states has them gathered on the way, which is not compiled.
-        quick = self._model if layers else self._compiled
-        if count > WIDEST_GRAPH or self._hooks.there():
-            found = self._run(self._model, inputs, rows, layers)
-        elif self._capture is None:
-            found = self._run(quick, inputs, rows, layers)
-        else:
-            found = self._replayed(self._capture, quick, inputs, rows, layers)
-        self._cache.length = past + count
-        return found
-
-    def _run(self, forward: Callable[..., Any], inputs: _Inputs, rows: int, layers: Sequence[int]) -> Rows:
-        """A pass that reads and writes nothing but its inputs and the buffers of the cache."""
-        self._cache.slots = inputs.slots
-        more: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
-        if layers:
-            more["output_hidden_states"] = [*layers]
-        output = forward(
-            input_ids=inputs.ids,
-            position_ids=inputs.positions,
-            attention_mask=inputs.mask,
-            **self._cache.model_arguments(),
-            **more,
-        )
-        return _rows_of(output, rows, layers)
-
-    def _replayed(
-        self,
-        capture: Capture[Rows],
-        forward: Callable[..., Any],
-        inputs: _Inputs,
-        rows: int,
-        layers: Sequence[int],
-    ) -> Rows:
-        if self._generation != self._cache.generation:  # its buffers are elsewhere now
-            self._captured.clear()
-            self._generation = self._cache.generation
-        key = (inputs.ids.shape[1], rows, tuple(layers))
-        if key not in self._captured:
-            own = _Inputs(*(each.clone() for each in inputs))
-            self._captured[key] = _Captured(own, *capture(lambda: self._run(forward, own, rows, layers)))
-        captured = self._captured[key]
-        for buffer, value in zip(captured.inputs, inputs, strict=True):
-            buffer.copy_(value)
-        captured.replay()
-        logits, hidden = captured.output  # the next pass of this width writes there again
-        return Rows(logits.clone(), None if hidden is None else hidden.clone())

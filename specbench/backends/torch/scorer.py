@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, cast, overload
 
 import torch
 
-from specbench.backends.torch.caches import (
-    CacheKind,
-    KVCache,
-    NoKVCache,
-    change_of_rotation,
-    make_cache,
-)
+from specbench.backends.torch.caches import KVCache, NoKVCache, change_of_rotation, make_cache
 from specbench.backends.torch.kernels.surgery import rounds_to_int8
 from specbench.backends.torch.passes import Forward, OrdinaryPass, ShortPass
 from specbench.backends.torch.pools import PoolKind, Slot
@@ -25,6 +19,7 @@ from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
+from specbench.options import CacheKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,18 +21,12 @@ from specbench.backends.torch.caches import (
     StaticKVCache,
     rotates_by_length,
 )
+from specbench.backends.torch.graph_pass import GraphPass
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
 from specbench.backends.torch.kernels.linear import PackedLinear, settled
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, holds, rounds_to_int8
-from specbench.backends.torch.passes import (
-    Forward,
-    GraphPass,
-    NativePass,
-    OrdinaryPass,
-    RaggedPass,
-    ShortPass,
-)
+from specbench.backends.torch.passes import Forward, NativePass, OrdinaryPass, RaggedPass, ShortPass
 from specbench.backends.torch.pools import Joined, KVPool, Part, PoolKind
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError

@@ -1,4 +1,4 @@
-"""What a sweep runs: loaded models behind one small interface, so that the design of a sweep knows no torch."""
+"""Loaded models as a sweep runs them."""
 
 from __future__ import annotations
 
@@ -6,162 +6,39 @@ import gc
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
+from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
+from specbench.bench.engines.watch import finish_reason, watch_generate
 from specbench.bench.grid import LOOKUP_TOKENS, Config, SweepOptions
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
-from specbench.bench.serving import Answered, Asked, Encoded, Load, SkippingClock, serve
+from specbench.bench.serving import Answered, Asked, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions, quantised
-from specbench.results.lines import Pool, ServerAnswer, Speculation
+from specbench.results.lines import Pool
 from specbench.results.run import DtypeMeasured, TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
     from specbench.bench.prompts import Prompt
-    from specbench.decoding.clocks import Clock
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
     from specbench.generate import GenerationRun
     from specbench.lengths.load import Load as PassLoad
     from specbench.models.load import LanguageModel
-    from specbench.models.prepare import Target
+    from specbench.models.target import Target
     from specbench.progress import Progress
     from specbench.recipe import Recipe
     from specbench.specs.rules import RuleSpec
 
+
 _COST_PASSES = 2  # of each kind, every time they are timed
+
 _RATED_AT_ONCE = 32  # tokens of an answer whose rows of logits are in memory together
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One finished generation.
-
-    Attributes:
-        prompt_tokens: Length of the prompt.
-        token_ids: The output; of a server as far as its tokens are known.
-        finish_reason: Why it ended.
-        prefill_s: Time of the target's pass over the prompt.
-        ttft_s: Time to the first emission.
-        decode_s: Time behind it.
-        first_tokens: How many tokens the first emission held.
-        steps: Empty where the decoding was not specbench's.
-        peak_memory_bytes: Most memory in use meanwhile.
-        log_probability: Natural logarithm of the probability that the target gives the output; ``None`` where nobody
-            asked.
-        reported_tokens: How many tokens the output has where ``token_ids`` may lack some: of a server.
-        server: What else a server reported, where one generated it.
-    """
-
-    prompt_tokens: int
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    first_tokens: int = 1
-    steps: tuple[Step, ...] = ()
-    peak_memory_bytes: int | None = None
-    log_probability: float | None = None
-    reported_tokens: int | None = None
-    server: ServerAnswer | None = None
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the output has."""
-        return len(self.token_ids) if self.reported_tokens is None else self.reported_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutcome:
-    """One of several generations side by side.
-
-    Attributes:
-        outcome: Its figures; the time to its first emission begins when it was sent.
-        arrived_s: When it was sent, in seconds from the beginning of the group.
-        queued_s: How long it waited for its turn.
-    """
-
-    outcome: Outcome
-    arrived_s: float
-    queued_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOutcome:
-    """Generations side by side.
-
-    Attributes:
-        requests: In the order in which they came.
-        seconds: From the beginning to the end of the last of them.
-        tokens: That were emitted in this time, for requests that are not measured too.
-        pool: How much of the target's pool was taken; ``None`` without one.
-        peak_memory_bytes: Most memory in use meanwhile.
-        speculation: What was drafted meanwhile, for all requests, where a server counts it; else ``None``.
-    """
-
-    requests: tuple[RequestOutcome, ...]
-    seconds: float
-    tokens: int
-    pool: Pool | None = None
-    peak_memory_bytes: int | None = None
-    speculation: Speculation | None = None
-
-
-class Engine(Protocol[Encoded]):
-    """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
-
-    def describe_target(self, decoding: DecodingOptions) -> TargetModel:
-        """The field ``target`` of ``run.json``."""
-        ...
-
-    @property
-    def heads(self) -> Mapping[str, HeadStory]:
-        """How trained heads came about, by the names of the drafters (``specbench.models.stories``)."""
-        ...
-
-    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:
-        """A conversation as the engine takes it: models as token ids.
-
-        Args:
-            prompt: What the user says, turn by turn.
-            answers: The outputs of the turns so far; the turn behind them is the one to answer.
-        """
-        ...
-
-    def generate(self, config: Config, prompt: Encoded, decoding: DecodingOptions, *, seed: int) -> Outcome:
-        """Decode one prompt; any exception means that this generation failed."""
-        ...
-
-    def serve(self, config: Config, load: Load[Encoded], decoding: DecodingOptions) -> GroupOutcome:
-        """Decode requests side by side, in the batch of the configuration; any exception means that all failed."""
-        ...
-
-    def measure_costs(self, prompt: Encoded, widths: Sequence[int], abreast: Sequence[int] = ()) -> PassTimes:
-        """Time single passes: of the target with each number of tokens in ``widths``, and of the drafters, also with
-        so many nodes of a tree ``abreast``.
-
-        A sweep asks for this again and again, so that a disturbance spoils a few of the times and not their median.
-        """
-        ...
-
-    def measure_shared_costs(
-        self, prompt: Encoded, requests: int, widths: Sequence[int], only: Collection[str] | None = None
-    ) -> SharedTimes:
-        """Time passes that so many requests share: of the target with each number of tokens of each in ``widths``, and
-        of the drafters, all or ``only`` some."""
-        ...
-
-    def difference(
-        self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
-    ) -> Difference | None:
-        """Where two greedy outputs part, and whether rounding explains it; ``None`` if they do not, or nobody knows."""
-        ...
 
 
 class ModelEngine:
@@ -455,7 +332,7 @@ class ModelEngine:
         self.reference.model.generation_config = GenerationConfig()
         device = torch.device(self.reference.device)
         ids = torch.tensor([list(prompt)], device=device)
-        watch = _watch(self._clock)
+        watch = watch_generate(self._clock)
         forked = [device] if device.type == "cuda" else []
         with quiet_transformers(), torch.random.fork_rng(devices=forked):
             torch.manual_seed(seed)
@@ -472,7 +349,7 @@ class ModelEngine:
         return Outcome(
             prompt_tokens=len(prompt),
             token_ids=tokens,
-            finish_reason=_finish_reason(tokens, end_ids, most),
+            finish_reason=finish_reason(tokens, end_ids, most),
             prefill_s=watch.first_at - began,
             ttft_s=watch.first_at - began,
             decode_s=watch.last_at - watch.first_at,
@@ -557,12 +434,6 @@ def _dtype_of(drafter: Drafter) -> str | None:
     return found[-1].removeprefix("torch.") if found else None
 
 
-def _finish_reason(tokens: Sequence[int], end_ids: Sequence[int], max_new_tokens: int) -> str:
-    if tokens and tokens[-1] in end_ids:
-        return "eos"
-    return "length" if len(tokens) == max_new_tokens else "context-limit"
-
-
 def _outcome(answered: Answered) -> Outcome:
     """A request's figures, by when its tokens came."""
     generation = answered.run.result()
@@ -599,24 +470,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
-def _watch(clock: Clock) -> Any:
-    """A stopping criterion that never stops: ``generate`` calls it behind every emission, and it notes the time."""
-    import torch
-    from transformers import StoppingCriteria
-
-    class Watch(StoppingCriteria):
-        first_at = last_at = 0.0
-        first_length = 0
-
-        def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            self.last_at = clock.now()
-            if not self.first_length:
-                self.first_at, self.first_length = self.last_at, input_ids.shape[1]
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    return Watch()
-
-
 # -- loading ---------------------------------------------------------------------------------------
 
 
@@ -638,7 +491,8 @@ def check_engine(
         UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8 or
             int4 target beside transformers, which would decode with the unquantised one.
     """
-    from specbench.models.prepare import check_models, refuse_keep
+    from specbench.models.drafters import refuse_keep
+    from specbench.models.prepare import check_models
 
     options = options or SweepOptions()
     check_models(base.target, drafters, base.models, progress=progress)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import httpx2
 
-from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome
+from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.server import (
     Answer,
     ListedModel,

@@ -15,15 +15,27 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from specbench.backends.torch.kernels.instructions import allowed
+from specbench.backends.torch.kernels.packed import Laid, layout_of
+from specbench.backends.torch.kernels.structures import (
+    CLayer,
+    CMatrix,
+    CModel,
+    CPacking,
+    CPass,
+    CRequest,
+    address,
+    array,
+    whole,
+)
 
 LIBRARY = "_native.so"
 """The file beside this one that the build makes."""
@@ -47,109 +59,6 @@ LAYOUT = 2
 
 _LEVELS = {"default": 0, "avx2": 1}
 """How far ``ATEN_CPU_CAPABILITY``, which limits torch, limits this too: none, AVX2; else as far as the processor."""
-
-
-class _Matrix(Structure):
-    _fields_ = (
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-        ("bits", c_int32),
-        ("width", c_int32),
-        ("depth", c_int32),
-        ("unused", c_int32),
-    )
-
-
-class _Layer(Structure):
-    _fields_ = (
-        ("projections", _Matrix),
-        ("output", _Matrix),
-        ("gates", _Matrix),
-        ("down", _Matrix),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-    )
-
-
-class _Model(Structure):
-    _fields_ = (
-        ("layers", POINTER(_Layer)),
-        ("head", _Matrix),
-        ("norm", c_void_p),
-        ("embedding_norm", c_void_p),
-        ("count", c_int32),
-        ("hidden", c_int32),
-        ("heads", c_int32),
-        ("shared", c_int32),
-        ("size", c_int32),
-        ("middle", c_int32),
-        ("epsilon", c_float),
-        ("scaling", c_float),
-        ("adds_to_normed", c_int32),
-        ("unused", c_int32),
-    )
-
-
-class _Request(Structure):
-    _fields_ = (
-        ("places", c_void_p),
-        ("mask", c_void_p),
-        ("mask_stride", c_int64),
-        ("first", c_int32),
-        ("past", c_int32),
-        ("keys", POINTER(c_void_p)),
-        ("values", POINTER(c_void_p)),
-        ("strides", POINTER(c_int64)),
-    )
-
-
-class _Pass(Structure):
-    _fields_ = (
-        ("model", POINTER(_Model)),
-        ("x", c_void_p),
-        ("embedded", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
-        ("keys", POINTER(c_void_p)),
-        ("values", POINTER(c_void_p)),
-        ("strides", POINTER(c_int64)),
-        ("requests", POINTER(_Request)),
-        ("which", c_void_p),
-        ("logits", c_void_p),
-        ("states", POINTER(c_void_p)),
-        ("states_stride", c_int64),
-        ("rows", c_int32),
-        ("wanted", c_int32),
-        ("count", c_int32),
-        ("is_bfloat16", c_int32),
-        ("parallel", c_void_p),
-        ("threads", c_int32),
-        ("level", c_int32),
-    )
-
-
-class _Packing(Structure):
-    _fields_ = (
-        ("bytes", c_void_p),
-        ("scales", c_void_p),
-        ("weight", c_void_p),
-        ("halves", c_void_p),
-        ("panels", c_void_p),
-        ("rows", c_int32),
-        ("columns", c_int32),
-        ("bits", c_int32),
-        ("unused", c_int32),
-    )
-
-
-@cache
-def _array(kind: Any, count: int) -> Any:
-    """The type of an array, which ctypes forgets, but only the collector finds, where nobody keeps it."""
-    return kind * count
 
 
 class _Native(NamedTuple):
@@ -195,10 +104,10 @@ def _found() -> _Native | str:
         return "this torch does not use the OpenMP of GCC"
     library.specbench_packed_bytes.restype = c_int64
     library.specbench_product.argtypes = (
-        POINTER(_Matrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int
+        POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int
     )  # fmt: skip
-    library.specbench_pack.argtypes = (POINTER(_Packing), c_void_p, c_int, c_int)
-    library.specbench_pass.argtypes = library.specbench_attend.argtypes = (POINTER(_Pass),)
+    library.specbench_pack.argtypes = (POINTER(CPacking), c_void_p, c_int, c_int)
+    library.specbench_pass.argtypes = library.specbench_attend.argtypes = (POINTER(CPass),)
     return _Native(library, parallel, level)
 
 
@@ -230,75 +139,8 @@ _GROUP = 32
 _BITS = {torch.bfloat16: 16, torch.float32: 32}
 """Of numbers that products take as they are."""
 
-_WIDTHS = (64, 48, 32, 16, 8)
-"""Outputs that may lie together where oneDNN has packed a weight."""
-
-_LANES = {1: 8, 2: 16, 3: 16}
-"""Outputs that are multiplied at once, by the level of instructions."""
-
 _WIDEST = {1: 48, 2: 128, 3: 128}
 """Rows up to which one call is quicker than torch's products, by the level of instructions (docs/log.md)."""
-
-_DEPTH = 64
-"""No more inputs lie together there: to a multiple of them native.c fills rows up with zeros."""
-
-
-class _Laid(NamedTuple):
-    """Where and how panels lie.
-
-    Attributes:
-        data: What keeps the memory.
-        address: Its beginning.
-        width: Outputs of a panel.
-        depth: Inputs, with the zeros behind them.
-    """
-
-    data: torch.Tensor
-    address: int
-    width: int
-    depth: int
-
-
-def memory_of_packed(packed: torch.Tensor) -> tuple[int, int] | None:
-    """Address and size in bytes of what oneDNN has packed; ``None`` where torch does not tell."""
-    try:
-        return int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def _layout_of(packed: torch.Tensor, weight: torch.Tensor) -> _Laid | None:
-    """How oneDNN has packed a weight; ``None`` where it lies otherwise, or all orders look alike.
-
-    It does not tell: the first, the middle and the last panel are compared with the weight in every order that products
-    read, of which one has to be right.
-    """
-    place = memory_of_packed(packed)
-    if place is None:
-        return None
-    address, size = place
-    memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=weight.dtype)
-    (outputs, inputs), pair = weight.shape, 4 // weight.itemsize
-    lanes, found = _LANES[_native().level], []
-    for width in _WIDTHS:
-        count = -(-outputs // width)
-        depth, rest = divmod(len(memory), count * width)
-        if rest or width % lanes or depth % pair or not inputs <= depth <= -(-inputs // _DEPTH) * _DEPTH:
-            continue
-        panels = memory.view(count, depth // pair, width, pair)
-        if all(
-            torch.equal(
-                panels[panel].permute(1, 0, 2).reshape(width, depth),
-                _filled_up(weight[panel * width : (panel + 1) * width], width, depth),
-            )
-            for panel in {0, count // 2, count - 1}
-        ):
-            found.append(_Laid(packed, address, width, depth))
-    return found[0] if len(found) == 1 else None
-
-
-def _filled_up(rows: torch.Tensor, width: int, depth: int) -> torch.Tensor:
-    return torch.nn.functional.pad(rows.detach(), (0, depth - rows.shape[1], 0, width - len(rows)))
 
 
 class Panels:
@@ -311,18 +153,18 @@ class Panels:
         data: All of it: uint8 in panels of our own.
     """
 
-    def __init__(self, bits: int, outputs: int, inputs: int, laid: _Laid | None = None) -> None:
+    def __init__(self, bits: int, outputs: int, inputs: int, laid: Laid | None = None) -> None:
         """Panels of their own, still to be filled, or those that oneDNN has made."""
         self.bits, self.outputs, self.inputs = bits, outputs, inputs
         if laid is None:
             data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
-            laid = _Laid(data, data.data_ptr(), PANEL, -(-inputs // _GROUP) * _GROUP)
+            laid = Laid(data, data.data_ptr(), PANEL, -(-inputs // _GROUP) * _GROUP)
         self.data, self._address, self.width, self._depth = laid
 
     def _bytes_of(self, outputs: int) -> int:
         return int(_native().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
 
-    def _pack(self, first: int, packing: _Packing) -> None:
+    def _pack(self, first: int, packing: CPacking) -> None:
         """Lay rows from ``first`` on, which begins a panel."""
         native = _native()
         packing.panels = self._address + self._bytes_of(first)
@@ -353,7 +195,7 @@ class Panels:
         """
         quantised, scales = quantised.contiguous(), scales.float().contiguous()
         made = cls(8, *quantised.shape)
-        made._pack(0, _Packing(bytes=quantised.data_ptr(), scales=scales.data_ptr(), rows=len(quantised)))
+        made._pack(0, CPacking(bytes=quantised.data_ptr(), scales=scales.data_ptr(), rows=len(quantised)))
         return made
 
     @classmethod
@@ -362,7 +204,7 @@ class Panels:
         made = cls(4, *weight.shape)
         for first in range(0, len(weight), _ROUNDED_AT_ONCE):
             rows = weight.detach()[first : first + _ROUNDED_AT_ONCE].float().contiguous()
-            made._pack(first, _Packing(weight=rows.data_ptr(), rows=len(rows)))
+            made._pack(first, CPacking(weight=rows.data_ptr(), rows=len(rows)))
         return made
 
     @classmethod
@@ -370,7 +212,7 @@ class Panels:
         """Those of a weight [out, in] in bfloat16."""
         weight = weight.detach().contiguous()
         made = cls(16, *weight.shape)
-        made._pack(0, _Packing(halves=weight.data_ptr(), rows=len(weight)))
+        made._pack(0, CPacking(halves=weight.data_ptr(), rows=len(weight)))
         return made
 
     @classmethod
@@ -384,7 +226,7 @@ class Panels:
         Returns:
             ``None`` where it lies in another order.
         """
-        found = _layout_of(packed, weight) if weight.dtype in _BITS else None
+        found = layout_of(packed, weight, _native().level) if weight.dtype in _BITS else None
         outputs, inputs = weight.shape
         return None if found is None else cls(_BITS[weight.dtype], outputs, inputs, found)
 
@@ -399,9 +241,9 @@ class Panels:
         whole = panels.permute(0, 2, 1, 3).reshape(-1, self._depth)
         return whole[: self.outputs, : self.inputs].contiguous()
 
-    def matrix(self, bias: torch.Tensor | None) -> _Matrix:
+    def matrix(self, bias: torch.Tensor | None) -> CMatrix:
         """What native.c knows of it; holds as long as the panels and the bias, float32, do."""
-        return _Matrix(
+        return CMatrix(
             panels=self._address,
             bias=None if bias is None else bias.data_ptr(),
             outputs=self.outputs,
@@ -499,9 +341,9 @@ class Entries:
 
     def __init__(self, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._held = held
-        self.keys = _array(c_void_p, len(held))(*(keys.data_ptr() for keys, _ in held))
-        self.values = _array(c_void_p, len(held))(*(values.data_ptr() for _, values in held))
-        self.strides = _array(c_int64, 2 * len(held))(
+        self.keys = array(c_void_p, len(held))(*(keys.data_ptr() for keys, _ in held))
+        self.values = array(c_void_p, len(held))(*(values.data_ptr() for _, values in held))
+        self.strides = array(c_int64, 2 * len(held))(
             *(each.stride(1) for entries in held for each in entries)
         )
         self.is_bfloat16 = held[0][0].dtype == torch.bfloat16
@@ -544,9 +386,9 @@ class Stack:
         adds_to_normed: bool = False,
     ) -> None:
         self._held: list[torch.Tensor | Panels] = []  # what the structures point to
-        self._own = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._own = (CLayer * len(layers))(*(self._layer(layer) for layer in layers))
         hidden, middle = head.panels.inputs, layers[0].down.panels.inputs
-        self._model = _Model(
+        self._model = CModel(
             layers=self._own,
             head=self._matrix(head),
             norm=self._vector(norm),
@@ -582,13 +424,13 @@ class Stack:
         self._held.append(held)
         return held.data_ptr()
 
-    def _matrix(self, product: Product) -> _Matrix:
+    def _matrix(self, product: Product) -> CMatrix:
         bias = None if product.bias is None else product.bias.detach().float().contiguous()
         self._held += [product.panels] if bias is None else [product.panels, bias]
         return product.panels.matrix(bias)
 
-    def _layer(self, layer: Layer) -> _Layer:
-        return _Layer(
+    def _layer(self, layer: Layer) -> CLayer:
+        return CLayer(
             projections=self._matrix(layer.projections),
             output=self._matrix(layer.output),
             gates=self._matrix(layer.gates),
@@ -626,22 +468,22 @@ class Stack:
         Returns:
             Logits, [wanted, vocabulary], and hidden states, [rows, layers, hidden size], or ``None``; float32.
         """
-        native, embedded = _native(), _whole(embedded)
+        native, embedded = _native(), whole(embedded)
         cosines, sines = cosines.contiguous(), sines.contiguous()
         asked = _Told(requests)
-        which = _array(c_int32, len(wanted))(*wanted)
+        which = array(c_int32, len(wanted))(*wanted)
         logits = torch.empty(len(wanted), self._vocabulary)
         states = torch.empty(len(x), len(layers), x.shape[1])
-        told = _array(c_void_p, self._model.count + 1)()
+        told = array(c_void_p, self._model.count + 1)()
         for place, layer in enumerate(layers):
             told[layer] = states[:, place].data_ptr()
         _check(
             native.library.specbench_pass(
                 byref(
-                    _Pass(
+                    CPass(
                         model=ctypes.pointer(self._model),
                         x=x.data_ptr(),
-                        embedded=_address(embedded),
+                        embedded=address(embedded),
                         cosines=cosines.data_ptr(),
                         sines=sines.data_ptr(),
                         keys=entries.keys,
@@ -676,14 +518,14 @@ class _Told:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._kept: list[torch.Tensor | Entries | None] = []
-        self.given, self.rows = _array(_Request, len(requests))(), 0
+        self.given, self.rows = array(CRequest, len(requests))(), 0
         for place, request in enumerate(requests):
-            mask, places = _whole(request.mask), _whole(request.places)
+            mask, places = whole(request.mask), whole(request.places)
             self._kept += [mask, places, request.entries]
             stride, own = 0 if mask is None else mask.stride(0), request.entries
-            self.given[place] = _Request(
-                _address(places),
-                _address(mask),
+            self.given[place] = CRequest(
+                address(places),
+                address(mask),
                 stride,
                 self.rows,
                 request.past,
@@ -731,18 +573,18 @@ class Attention:
         native, query = _native(), query.contiguous()
         rows, heads, size = query.shape
         out = torch.empty_like(query)
-        model = _Model(
+        model = CModel(
             heads=heads, shared=keys.shape[1], size=size, scaling=size**-0.5 if scaling is None else scaling
         )
         _check(
             native.library.specbench_attend(
                 byref(
-                    _Pass(
+                    CPass(
                         model=ctypes.pointer(model),
                         x=query.data_ptr(),
-                        keys=_array(c_void_p, 1)(keys.data_ptr()),
-                        values=_array(c_void_p, 1)(values.data_ptr()),
-                        strides=_array(c_int64, 2)(keys.stride(1), values.stride(1)),
+                        keys=array(c_void_p, 1)(keys.data_ptr()),
+                        values=array(c_void_p, 1)(values.data_ptr()),
+                        strides=array(c_int64, 2)(keys.stride(1), values.stride(1)),
                         requests=self._requests.given,
                         logits=out.data_ptr(),
                         rows=rows,
@@ -756,12 +598,3 @@ class Attention:
             )
         )
         return out
-
-
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Without gaps in memory."""
-    return None if tensor is None else tensor.contiguous()
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from specbench.export import engine
+from specbench.export.setting import Setting
 from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Setting
 
 
 class VLLM:

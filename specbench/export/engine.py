@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specbench.errors import UsageError
+from specbench.export.heads import HEADS, KINDS, SPECULATORS, Has, Lacks
+from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
-from specbench.tune.export.heads import HEADS, KINDS, SPECULATORS, Has, Lacks
-from specbench.tune.export.setting import Model, Setting
 
 GREEDY_DRAFTS = (
     "Above temperature 0 a draft is the drafter's top token, kept with the target's probability of it; in specbench it"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
+from specbench.export import engine
+from specbench.export.setting import Model, Setting
 from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Model, Setting
 
 
 class OpenVino:
@@ -37,7 +37,7 @@ class OpenVino:
             pipeline = {"draft_model": _folder(setting.assistant)}
             made = f'draft_model=openvino_genai.draft_model({_folder(setting.assistant)!r}, "CPU")'
             if setting.rule.word == "confidence":
-                threshold = setting.rule.options.get("confidence", 0.4)
+                threshold = setting.rule.options.get("threshold", 0.4)
                 config = {"assistant_confidence_threshold": threshold}
                 missing.append("The most tokens of a draft: a threshold excludes num_assistant_tokens.")
             differs.append(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from specbench.export import engine
+from specbench.export.setting import Model, Setting
 from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Model, Setting
 
 _MODEL = "AutoModelForCausalLM"
 _COUNT = """passes = []
@@ -54,7 +54,7 @@ class Transformers:
                 "These settings are read from the assistant's generation_config; arguments of generate are not.",
                 "A drafter with another tokenizer needs tokenizer= and assistant_tokenizer= in generate.",
             ]
-            if setting.rule.word == "confidence" and not setting.rule.options.get("adapt_confidence"):
+            if setting.rule.word == "confidence" and not setting.rule.options.get("adapt"):
                 differs.append("The threshold moves with what is accepted where scikit-learn is installed.")
         elif isinstance(drafter, SelfForm) and drafter == SelfForm(layers=drafter.layers):
             options["generation_config"] = drafting = _drafting(setting)
@@ -112,7 +112,7 @@ def _drafting(setting: Setting) -> Json:
     said = {each.name: rule.options.get(each.name, each.default) for each in rule.kind.options}
     most, schedule, threshold = setting.gamma, "constant", 0.0
     if rule.word == "confidence":
-        most, threshold = said["gamma_max"], said["confidence"]
+        most, threshold = said["gamma_max"], said["threshold"]
     elif rule.word == "heuristic":
         most, schedule = said["gamma"], "heuristic_transient"
     return {

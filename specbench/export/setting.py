@@ -204,7 +204,7 @@ def _head_in(drafter: DrafterSpec) -> HeadStory | None:
     model = drafter.own_model
     if model is None:
         return None
-    from specbench.models.heads import find_head
+    from specbench.models.head_files import find_head
 
     files = find_head(model)
     return None if files is None else files.story

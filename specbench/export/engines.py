@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 from specbench._version import __version__
 from specbench.errors import UsageError
+from specbench.export.engine import Engine, Export, head_of, kinds, refuse
+from specbench.export.llama_cpp import LlamaCpp
+from specbench.export.mlx_lm import MlxLm
+from specbench.export.openvino import OpenVino
+from specbench.export.setting import Model, Setting, in_place_of
+from specbench.export.sglang import SGLang
+from specbench.export.tensorrt_llm import TensorRTLLM
+from specbench.export.transformers import Transformers
+from specbench.export.vllm import VLLM
 from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
-from specbench.tune.export.engine import Engine, Export, head_of, kinds, refuse
-from specbench.tune.export.llama_cpp import LlamaCpp
-from specbench.tune.export.mlx_lm import MlxLm
-from specbench.tune.export.openvino import OpenVino
-from specbench.tune.export.setting import Model, Setting, in_place_of
-from specbench.tune.export.sglang import SGLang
-from specbench.tune.export.tensorrt_llm import TensorRTLLM
-from specbench.tune.export.transformers import Transformers
-from specbench.tune.export.vllm import VLLM
 
 if TYPE_CHECKING:
     from specbench.models.stories import HeadStory

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 
+from specbench.export import engine
+from specbench.export.setting import Setting
 from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Setting
 
 _FILE = "speculation.yaml"
 

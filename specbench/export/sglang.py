@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from specbench.export import engine
+from specbench.export.setting import Setting
 from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Setting
 
 
 class SGLang:

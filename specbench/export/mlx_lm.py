@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from specbench.export import engine
+from specbench.export.setting import Setting
 from specbench.specs.drafters import DrafterSpec, SmallModel
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Setting
 
 
 class MlxLm:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, PreallocatedKVCache, make_cache
+from specbench.backends.torch.blocks import PoolUse
+from specbench.backends.torch.caches import KVCache, NoKVCache, PreallocatedKVCache, make_cache
 from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
-from specbench.backends.torch.pools import KVPool, PoolKind, PoolUse, fits_pools
+from specbench.backends.torch.pools import KVPool, PoolKind, fits_pools
 from specbench.backends.torch.scorer import Scorer
+from specbench.options import CacheKind
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
-    from specbench.models.prepare import Target
 
 _AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)
 
@@ -34,14 +35,14 @@ class Seats:
         kind: Of the pools.
     """
 
-    def __init__(self, target: Target, tokens: int | None, requests: int, kind: PoolKind = "paged") -> None:
-        scorer = self._target = target.scorer
+    def __init__(self, target: Scorer, tokens: int | None, requests: int, kind: PoolKind = "paged") -> None:
+        self._target = target
         self._requests, self._kind = requests, kind
         self._models: dict[Scorer, BatchedModel] = {}
         self._heads: dict[AnyHeadScorer, HeadBatch] = {}
         self._pool: KVPool | None = None  # of the target, and of those that share its keys and values
-        kept = isinstance(scorer.cache, PreallocatedKVCache)
-        own = isinstance(scorer.cache, NoKVCache) or (kept and scorer.rounding != torch.int8)
+        kept = isinstance(target.cache, PreallocatedKVCache)
+        own = isinstance(target.cache, NoKVCache) or (kept and target.rounding != torch.int8)
         self._tokens = None if own else tokens
         if kept and self.why_apart is not None:
             self._tokens = self._pool = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from specbench.export import engine
+from specbench.export.setting import Model, Setting
 from specbench.record import Json
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
-from specbench.tune.export import engine
-from specbench.tune.export.setting import Model, Setting
 
 
 class LlamaCpp:
@@ -94,7 +94,7 @@ def _drafting(setting: Setting) -> Json:
         said = {
             each.name: setting.rule.options.get(each.name, each.default) for each in setting.rule.kind.options
         }
-        most, least = said["gamma_max"], said["confidence"]
+        most, least = said["gamma_max"], said["threshold"]
     return {"--spec-draft-n-max": most, "--spec-draft-n-min": 0, "--spec-draft-p-min": f"{least:g}"}
 
 

@@ -1,0 +1,96 @@
+"""Which devices and dtypes models may be put on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from specbench.errors import UsageError
+from specbench.options import DtypeName, LoadOptions
+
+DTYPES = get_args(DtypeName)
+
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def check_options(options: LoadOptions) -> None:
+    """Refuse options that cannot be, before anything is read.
+
+    Raises:
+        UsageError: Unknown dtype or device, a device this machine lacks, an invalid device map, or both.
+    """
+    if options.dtype not in DTYPES:
+        raise UsageError(f"Unknown dtype {options.dtype!r}.", f"Choose one of {', '.join(DTYPES)}.")
+    if options.device_map is None:
+        resolve_device(options.device)
+    elif options.device != "auto":
+        raise UsageError("A device and a device map exclude each other.", "Give one of the two.")
+    else:
+        read_device_map(options.device_map)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device that "auto", "cpu", "cuda", "cuda:N" or "mps" stands for on this machine.
+
+    Raises:
+        UsageError: There is no such device here.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if _has_mps() else "cpu")
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (
+        colon and (kind != "cuda" or not re.fullmatch("[0-9]+", index))
+    ):
+        raise UsageError(f"Unknown device {name!r}.", "Choose auto, cpu, cuda, cuda:N or mps.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "mps":
+        if not _has_mps():
+            raise UsageError("The device mps is not available on this machine.", "Use --device cpu.")
+        return torch.device("mps")
+    if not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        raise UsageError(f"The device {name} is not available: {reason}.", "Use --device cpu.")
+    number = int(index) if colon else torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    if number >= count:
+        raise UsageError(
+            f"The device {name} is out of range: this machine has {count}.", "Counting starts at cuda:0."
+        )
+    return torch.device("cuda", number)
+
+
+def _has_mps() -> bool:
+    mps: Any = torch.backends.mps
+    return bool(mps.is_available())
+
+
+def read_device_map(text: str) -> str | dict[str, Any]:
+    if text in DEVICE_MAPS:
+        return text
+    hint = f"Give one of {', '.join(DEVICE_MAPS)}, or a JSON file from module names to devices."
+    try:
+        places = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError) as error:
+        raise UsageError(
+            f"The device map {text!r} is neither a strategy nor a readable file.", hint
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"The device map {text!r} is not valid JSON.", hint) from error
+    if not isinstance(places, dict) or not places:
+        raise UsageError(f"The device map {text!r} is not an object from module names to devices.", hint)
+    for module, place in places.items():
+        if isinstance(place, bool) or not isinstance(place, int | str):
+            raise UsageError(f"The device map {text!r} places {module!r} on no device: {place!r}.", hint)
+        if place == "disk":
+            raise UsageError(
+                f"The device map {text!r} leaves {module!r} on disk, which cannot be decoded from.", hint
+            )
+        resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
+    return places

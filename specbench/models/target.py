@@ -1,0 +1,198 @@
+"""The model whose output distribution is kept, from its spec or from objects of `transformers`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbench.backends.torch.caches import make_cache
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.linear import PackedLinear
+from specbench.backends.torch.kernels.surgery import (
+    holds,
+    kind_of_rounding,
+    pack_linears,
+    quantise_linears,
+    round_linears,
+)
+from specbench.backends.torch.scorer import Scorer
+from specbench.errors import UsageError
+from specbench.models.load import (
+    LanguageModel,
+    load_model,
+    wrap_model,
+)
+from specbench.models.rounded_layers import rounded_layers
+from specbench.options import CacheKind, LoadOptions, QuantisedName, quantised
+from specbench.progress import Progress, announce
+from specbench.specs.models import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(repr=False)
+class Target:
+    """The model whose output distribution is kept, ready to decode.
+
+    Several targets may decode side by side, each in a thread of its own with drafters of its own; one target serves one
+    generation at a time.
+
+    Attributes:
+        language_model: The loaded model with its tokenizer and facts.
+        scorer: The same model with its cache.
+        dtype: "int8" or "int4" when that model is the target, else the weights' dtype.
+        packed: Whether its linear layers are packed for the CPU.
+        bit_exact: Whether every pass gives the same logits to the bit. Tried where
+            layers round what they are given to bytes, else false.
+        widths_differ: Why passes of different widths do not, where that was tried and found.
+    """
+
+    language_model: LanguageModel
+    scorer: Scorer
+    dtype: str
+    packed: bool
+    bit_exact: bool = False
+    widths_differ: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Target({self.name!r}, {self.dtype} on {self.scorer.device})"
+
+    @property
+    def name(self) -> str:
+        return self.language_model.name
+
+    @property
+    def rounded(self) -> QuantisedName | None:
+        """What its linear layers are rounded to; ``None`` for nothing."""
+        return quantised(self.dtype)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self.language_model.tokenizer
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self.language_model.end_ids
+
+    @property
+    def vocab_size(self) -> int:
+        return self.language_model.vocab_size
+
+
+def load_target(
+    spec: str | ModelSpec,
+    options: LoadOptions | None = None,
+    *,
+    cache: CacheKind | None = None,
+    progress: Progress | None = None,
+    allow_pickle: bool = False,
+) -> Target:
+    """Load a target.
+
+    Args:
+        spec: Hub id (with ``@revision``), model folder, ``.gguf`` file or built-in name.
+        options: Dtype, device, device map. On a CPU the linear layers are packed, or rounded for "int8" and
+            "int4": then that model is the target and exactness refers to it.
+        cache: The kind of key/value cache; ``None`` for ``default_cache``.
+        progress: Told how far fetching and loading have come.
+        allow_pickle: Load pickled weights if there are no others.
+
+    Returns:
+        The target. Load one after the other; for decoding in threads see ``Target``.
+
+    Raises:
+        UsageError, RunError: See ``specbench.models.load.load_model``.
+    """
+    language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
+    rounded = language_model.quantise is not None
+    kind = cache or default_cache(language_model.model.config, rounded=rounded)
+    return prepare_target(language_model, kind, progress=progress)
+
+
+def default_cache(config: PretrainedConfig, *, rounded: bool) -> CacheKind:
+    """The kind of a target's cache where none is asked for.
+
+    Rounding activations to bytes makes much of a last bit, so an int8 or int4 target needs passes that are the same to
+    the bit: these take the preallocated kind. Whatever that cannot hold gets the dynamic kind, as all other targets do.
+
+    Args:
+        config: The model's.
+        rounded: Whether its linear layers are int8 or int4 ones.
+    """
+    if rounded:
+        with suppress(UsageError):
+            make_cache("preallocated", config)
+            return "preallocated"
+    return "dynamic"
+
+
+def wrap_target(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    name: str | None = None,
+    cache: CacheKind = "dynamic",
+    pack: bool = True,
+) -> Target:
+    """A target made of ``transformers`` objects you hold.
+
+    For decoding in threads see ``Target``.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer; ``None`` if prompts are token ids.
+        name: What results call it.
+        cache: The kind of key/value cache.
+        pack: Make its layers fast, in place. It goes on working with ``transformers``, hooks and all, and
+            ``save_pretrained`` writes the weights it came with.
+
+    Raises:
+        UsageError: The model cannot be decoded speculatively, or not with this cache.
+    """
+    return prepare_target(wrap_model(model, tokenizer, name), cache, pack=pack)
+
+
+def prepare_target(
+    language_model: LanguageModel,
+    cache: CacheKind,
+    *,
+    pack: bool = True,
+    progress: Progress | None = None,
+) -> Target:
+    model, dtype = language_model.model, language_model.dtype
+    if pack:
+        fold_attention(model)
+    make_cache(cache, model.config)  # can refuse, before the layers change
+    if language_model.quantise is not None:
+        quantise(language_model, language_model.quantise, progress=progress)
+    elif pack:
+        announce(progress, f"packing {language_model.name}")
+        pack_linears(model)
+    dtype = kind_of_rounding(model) or dtype
+    announce(progress, f"trying out passes of {language_model.name}")
+    scorer = Scorer(model, cache, context_limit=language_model.context_limit)
+    tried = scorer.rounding == torch.int8
+    widths_differ = scorer.why_not_bit_exact() if tried else None
+    return Target(
+        language_model,
+        scorer,
+        dtype,
+        holds(model, PackedLinear),
+        tried and widths_differ is None,
+        widths_differ,
+    )
+
+
+def quantise(
+    language_model: LanguageModel, rounded: QuantisedName, *, alike: bool = True, progress: Progress | None
+) -> None:
+    """Round the linear layers of a model, in place, or take what is kept of them; for ``alike`` see ``Int8Linear``."""
+    with rounded_layers(language_model, rounded, progress) as layers:
+        if rounded == "int8":
+            quantise_linears(language_model.model, alike=alike, layers=layers)
+        else:
+            round_linears(language_model.model, layers=layers)

@@ -1,0 +1,127 @@
+"""Tokenizers of folders: making one, telling whether it changed, and the tokens that end an output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from specbench.decoding.stops import special_tokens
+from specbench.errors import RunError, UsageError
+from specbench.models.chat_templates import TemplateError, render_chat, start_renderer
+from specbench.models.checkpoints import (
+    custom_code,
+    text_config,
+)
+from specbench.models.hub import HubModel
+from specbench.progress import quiet_transformers
+from specbench.textsafe import excerpt
+
+_TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+
+_OF_THE_MODEL = (".index.json", "generation_config.json")
+"""Ends of names of files that have nothing to do with it."""
+
+TEMPLATE = "chat_template.jinja"
+
+_TOKENIZER_SETTINGS = ("model_type", "tokenizer_class")
+"""What a model's configuration says of its tokenizer."""
+
+
+def tokenizer_digest(folder: Path) -> str | None:
+    """Of all files that a tokenizer may be made of, less its template; ``None`` where one cannot be read."""
+    digest = hashlib.sha256()
+    if (folder / "additional_chat_templates").exists():
+        return None
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.suffix not in _TOKENIZER_SUFFIXES or path.name.endswith(_OF_THE_MODEL):
+                continue
+            content = b"" if path.name == TEMPLATE else path.read_bytes()
+            if path.name == "config.json":
+                config = json.loads(content)
+                content = repr([config.get(setting) for setting in _TOKENIZER_SETTINGS]).encode()
+            digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return digest.hexdigest()
+
+
+def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    if hub is not None:
+        where = {"pretrained_model_name_or_path": hub.repository, "revision": hub.revision}
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(trust_remote_code=False, **where)
+        except Exception as error:  # the many ways in which tokenizer files can be absent, odd or damaged
+            if "trust_remote_code" in str(error):
+                raise custom_code(f"The tokenizer of {name}") from error
+            raise RunError(
+                f"The tokenizer of {name} cannot be loaded: {excerpt(error).rstrip('.')}.",
+                "A model folder needs its tokenizer files beside the weights.",
+            ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise RunError(f"The model {name} has no tokenizer.", "A model folder needs its tokenizer files.")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
+    tokenizer.name_or_path = name
+    if tokenizer.chat_template:
+        start_renderer()
+    return tokenizer
+
+
+def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every token id that ends a text, ascending.
+
+    From the generation config, the configuration, the tokenizer's end-of-text token, and the token with which
+    the chat template closes an assistant's turn.
+
+    Raises:
+        UsageError: A configuration names something else than token ids.
+    """
+    named: list[Any] = [
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        getattr(text_config(model.config), "eos_token_id", None),
+    ]
+    if tokenizer is not None:
+        named += [tokenizer.eos_token_id, end_of_turn(tokenizer)]
+    ids: set[int] = set()
+    for value in named:
+        values: Iterable[Any] = value if isinstance(value, list | tuple) else (value,)
+        for each in values:
+            if isinstance(each, int):
+                ids.add(int(each))
+            elif each is not None:
+                raise UsageError(
+                    "The model's eos_token_id is neither a token id nor a list of them.",
+                    "Correct its config.json or generation_config.json.",
+                )
+    return tuple(sorted(ids))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that follows an assistant's message in the chat template, if one does."""
+    if not tokenizer.chat_template:
+        return None
+    marker = "An answer that ends here"
+    conversation = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": marker}]
+    try:
+        text = render_chat(tokenizer, conversation)
+    except (
+        TemplateError
+    ):  # templates are programs: they refuse what they like, and this one then tells us nothing
+        return None
+    _, found, rest = text.rpartition(marker)
+    if not found:
+        return None
+    rest = rest.lstrip()
+    special = special_tokens(tokenizer)
+    closing = max((token for token in special if rest.startswith(token)), key=len, default=None)
+    return None if closing is None else special[closing]

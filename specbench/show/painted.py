@@ -1,0 +1,23 @@
+"""Text for a terminal in the style of where its tokens came from."""
+
+from __future__ import annotations
+
+from specbench.decoding.origins import Origin
+from specbench.textsafe import terminal_safe
+
+# Codes of SGR: what tells the origins apart without colour, and the colour.
+_TERMINAL: dict[Origin, tuple[str, str]] = {
+    "accepted": ("4", "32"),
+    "sibling": ("1;4", "36"),
+    "corrected": ("1", "33"),
+    "bonus": ("3", "35"),
+}
+
+
+def painted(text: str, origin: Origin, encoding: str = "utf-8", *, colour: bool = True) -> str:
+    """Text for a terminal, safe and in the style of its origin; without ``colour`` underlined, bold or italic only."""
+    safe = terminal_safe(text, encoding)
+    if not safe or origin not in _TERMINAL:
+        return safe
+    attributes, hue = _TERMINAL[origin]
+    return f"\x1b[{attributes}{f';{hue}' if colour else ''}m{safe}\x1b[0m"
