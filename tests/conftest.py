@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 
 from cli_runs import Cli, Result  # noqa: E402
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--snapshot-update", action="store_true", help="write what `snapshot` compares with")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,3 +62,20 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Result(run(given), *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """``snapshot(text)``: the text is that of ``snapshots/MODULE/TEST.txt``, but for blanks at ends of lines."""
+    name = re.sub(r"\W+", "-", request.node.name.removeprefix("test_")).strip("-")
+    file = SNAPSHOTS / request.path.stem.removeprefix("test_") / f"{name}.txt"
+
+    def compare(text: str) -> None:
+        text = "".join(line.rstrip() + "\n" for line in text.splitlines())
+        if request.config.getoption("--snapshot-update"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert file.exists(), f"no {file}: --snapshot-update writes it"
+        assert text == file.read_text(encoding="utf-8"), f"--snapshot-update renews {file}"
+
+    return compare

@@ -243,7 +243,9 @@ def can_fail(function: ast.FunctionDef, name: str, seen: set[ast.FunctionDef]) -
             return True
         if isinstance(node, ast.Call):
             word = ast.unparse(node.func).removeprefix("pytest.")
-            if word in {"raises", "warns", "fail"} or word.rpartition(".")[2].startswith("assert_"):
+            if word in {"raises", "warns", "fail", "snapshot"} or word.rpartition(".")[2].startswith(
+                "assert_"
+            ):
                 return True
             if any(can_fail(other, file, seen) for file, other in called(node, name) if other not in seen):
                 return True
@@ -313,3 +315,9 @@ def test_nothing_tells_where_it_was_written() -> None:
             if match := FOREIGN.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
     assert not found
+
+
+def test_every_snapshot_has_its_test() -> None:
+    for file in sorted((ROOT / "tests" / "snapshots").rglob("*.txt")):
+        text = (ROOT / "tests" / f"test_{file.parent.name}.py").read_text(encoding="utf-8")
+        assert f"def test_{file.stem.partition('-')[0]}(" in text, file

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import math
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -69,82 +70,36 @@ def told(report: Report) -> str:
 # --- The answer -----------------------------------------------------------------------------------
 
 
+MANY = dict(zip("abcd", (30.0, 12.0, 40.0, 20.0), strict=True))
+ALMOST = {p: [speed * (1.01 if i % 2 else 0.98) for speed in times(2.0)[p]] for i, p in enumerate(PROMPTS)}
+OUTCOMES: dict[str, dict[str, Any]] = {  # speeds besides those of plain decoding
+    "the fastest, with its categories": {"d@2": times(1.2), "d@5": times(2.0, code=1.5)},
+    "of many categories the lowest and the highest": {
+        "plain": {f"{name}-{i}": [10.0] for name in MANY for i in (1, 2)},
+        "d@1": {f"{name}-{i}": [speed] for name, speed in MANY.items() for i in (1, 2)},
+    },
+    "a single configuration was not chosen": {"d@2": times(2.0, 0.0)},
+    "nothing is faster": {"d@2": times(0.8), "d@5": times(0.9)},
+    "cannot tell": {"d@2": times(1.01, 0.2)},
+    "cannot tell, and another is slower": {"d@2": times(1.01, 0.2), "d@5": times(0.5)},
+    "a sure gain before a greater unsure one": {"d@2": times(1.2), "d@5": times(1.5, 1.0)},
+    "one prompt": {"plain": {"chat-01": [10.0, 10.0]}, "d@2": {"chat-01": [20.0, 21.0]}},
+    "one run of one prompt": {"plain": {"chat-01": [10.0]}, "d@2": {"chat-01": [20.0]}},
+    "plain decoding alone": {},
+    "an unfinished baseline": {"plain": {"chat-01": [None]}, "d@2": {"chat-01": [20.0]}},
+    "as good as the best, and chosen among many": {"d@2": times(2.0), "d@3": ALMOST, "d@4": times(1.5)},
+    "transformers beside it": {"d@2": times(2.0), "transformers": times(0.6, 0.0)},
+}
+
+
 @pytest.mark.usefixtures("unpictured")
 class TestAnswer:
     @pytest.mark.smoke
-    def test_the_fastest_with_its_categories(self, tmp_path: Path) -> None:
-        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(1.2), "d@5": times(2.0, code=1.5)})
-        assert headline(report) == (
-            "d with γ = 5: 2.45× [1.94, 3.09] over plain decoding; chat 2.00× [1.90, 2.10], code 3.00× [2.85, 3.15];"
-            " with the time to the first token 1.64× [1.48, 1.83]."
-        )
-        assert report.answers[0].verdict == "faster"
-
-    def test_of_many_categories_the_lowest_and_the_highest(self, tmp_path: Path) -> None:
-        prompts = {
-            f"{name}-{i}": speed for name, speed in zip("abcd", (30, 12, 40, 20), strict=True) for i in (1, 2)
-        }
-        speeds = {
-            "plain": {name: [10.0] for name in prompts},
-            "d@1": {name: [float(x)] for name, x in prompts.items()},
-        }
-        assert "; from b 1.20× [1.20, 1.20] to c 4.00× [4.00, 4.00]; with the time" in headline(
-            reported(tmp_path, speeds)
-        )
-
-    def test_nothing_is_faster(self, tmp_path: Path) -> None:
-        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(0.8), "d@5": times(0.9)})
-        assert headline(report) == (
-            "Speculation does not pay here: the best of what was measured is d with γ = 5, 0.90× [0.88, 0.92] over"
-            " plain decoding; with the time to the first token 0.93× [0.92, 0.94]."
-        )
-        assert report.answers[0].verdict == "slower"
-
-    @pytest.mark.parametrize("more", [{}, {"d@5": times(0.5)}])
-    def test_it_cannot_be_told(self, tmp_path: Path, more: Any) -> None:
-        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(1.01, 0.2), **more})
-        assert headline(report).startswith("It cannot be told whether speculation pays here.")
-        assert "d with γ = 2, 1.01× [0.8" in headline(report)
-        assert report.answers[0].verdict == "cannot tell"
-
-    def test_a_sure_gain_goes_before_an_unsure_greater_one(self, tmp_path: Path) -> None:
-        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(1.2), "d@5": times(1.5, 1.0)})
-        assert headline(report).startswith("d with γ = 2: 1.20×")
-        assert re.search(
-            r"d with γ = 5 measures more, 1\.50× \[.*\], but cannot be told from plain", told(report)
-        )
-
-    def test_one_prompt_is_no_answer(self, tmp_path: Path) -> None:
-        report = reported(tmp_path, {"plain": {"chat-01": [10.0, 10.0]}, "d@2": {"chat-01": [20.0, 21.0]}})
-        assert headline(report).startswith("It cannot be told whether speculation pays")
-        assert re.search(
-            r"2\.05× \[1\.\d\d, 2\.\d\d\]\* over plain decoding; with .* 1\.52× ", headline(report)
-        )
-        assert "Only one prompt was measured" in told(report)
-
-    def test_one_run_is_no_answer(self, tmp_path: Path) -> None:
-        report = reported(tmp_path, {"plain": {"chat-01": [10.0]}, "d@2": {"chat-01": [20.0]}})
-        assert "d with γ = 2, 2.00× [too few to say] over plain decoding; with" in headline(report)
-        assert "Too few prompts or repeats for an interval" in told(report)
-
-    def test_without_speculation_there_is_the_speed_of_plain_decoding(self, tmp_path: Path) -> None:
-        report = reported(tmp_path, {"plain": PLAIN})
-        assert headline(report) == (
-            "No speculative decoding was measured to its end; plain decoding runs at 10.0 tokens/s [10.0, 10.0]."
-        )
-        assert report.answers[0].verdict is None
-
-    def test_without_a_finished_baseline(self, tmp_path: Path) -> None:
-        report = reported(tmp_path, {"plain": {"chat-01": [None]}, "d@2": {"chat-01": [20.0]}})
-        assert "nothing of plain decoding has finished" in headline(report)
-
-    def test_what_is_as_good_and_the_choice_among_many_are_said(self, tmp_path: Path) -> None:
-        slightly = {
-            p: [speed * (1.01 if i % 2 else 0.98) for speed in times(2.0)[p]] for i, p in enumerate(PROMPTS)
-        }
-        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0), "d@3": slightly, "d@4": times(1.5)})
-        assert report.answers[0].rivals == "These cannot be told from it: d γ=3."
-        assert "As the best of 3" in told(report)
+    @pytest.mark.parametrize("case", OUTCOMES)
+    def test_answers(self, tmp_path: Path, case: str, snapshot: Callable[[str], None]) -> None:
+        report = reported(tmp_path, {"plain": PLAIN} | OUTCOMES[case])
+        (answer,) = report.answers
+        snapshot("\n".join([f"verdict: {answer.verdict}", answer.headline, answer.rivals, *answer.details]))
 
     def test_the_best_of_all_stands_out(self, tmp_path: Path) -> None:
         report = reported(
@@ -250,17 +205,6 @@ class TestAnswer:
         assert found == f'specbench generate {command} "Your prompt"'
         assert generate_command(None, config) == ""
 
-    def test_a_single_configuration_was_not_chosen(self, tmp_path: Path) -> None:
-        assert "best" not in told(reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}))
-
-    def test_speeds_steps_and_outputs_are_told(self, tmp_path: Path) -> None:
-        details = told(reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0, 0.0)}))
-        assert (
-            "decodes at 20.0 tokens/s [20.0, 20.0], plain decoding at 10.0 tokens/s [10.0, 10.0]" in details
-        )
-        assert "A step emits 2.00 tokens; 50% of the drafted tokens are accepted." in details
-        assert "The outputs are token for token those of plain decoding." in details
-
     @pytest.mark.parametrize(
         ("ties", "dtype", "said"),
         [
@@ -304,12 +248,6 @@ class TestAnswer:
         )
         assert said in told(report)
         assert said in " ".join(tables.notes(report.summary))
-
-    def test_transformers_is_told_for_comparison(self, tmp_path: Path) -> None:
-        details = told(
-            reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0), "transformers": times(0.6, 0.0)})
-        )
-        assert "over the same plain decoding: transformers 0.60× [0.60, 0.60]." in details
 
     def test_each_temperature_has_its_answer(self, tmp_path: Path) -> None:
         warm = {"temperature": 0.7, "baseline": "plain-warm"}

@@ -537,97 +537,41 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 # --- The view -------------------------------------------------------------------------------------
 
 
-def test_header_and_prefill() -> None:
-    assert shown(header(), prefill()) == block("""
-        ── trace ───────────────────────────────────────────────────────────────────────
-          target     org/target (bfloat16)
-          drafter    org/drafter, int8
-          options    gamma 3  temperature 0.8  stop ["\\n\\n\\n"]  seed 0
-          prompt     37 tokens: Why is the sky blue?⏎
-          verdict    a draft is accepted if r < p/q
-          legend     accepted  ⟨corrected⟩  ⟨+bonus⟩  ⟨=target⟩
-
-        ── prefill · 37 tokens · 120.3 ms ──────────────────────────────────────────────
-          target     The  with probability 0.8123 from p₁
-
-        """)
+NOTHING = end_event(
+    finish_reason=None, new_tokens=0, steps=0, tokens_per_step=None, drafted=0, accepted=0, acceptance_rate=None,
+    tokens_per_second=None,
+)  # fmt: skip
 
 
-def test_every_draft_accepted() -> None:
-    assert last(header(), prefill(), event(ACCEPTED_ALL)) == block("""
-        ── step 1 · position 38 · γ 3 · accepted 3/3 · 135.2 ms ────────────────────────
-                  i  token                       q       p     p/q       r    verdict
-                  1  ␣sky                   0.9123  0.9530  1.0446  0.3124  ✓ accepted
-                  2  ␣is                    0.6400  0.5120  0.8000  0.1133  ✓ accepted
-                  3  ␣blue                  0.0020  0.9700  485.00  0.9900  ✓ accepted
-          bonus      ␣because  with probability 0.6140 from p₄
-          time       draft prefill 100.0  draft 12.1  verify 20.3  accept 0.40
-                     rollback 0.10  other 2.3 ms
-          policy     H_norm 0.1235  gamma 3
-          text       ⟨=The⟩ sky is blue ⟨+because⟩
-
-        """)
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([header(), prefill()], id="header and prefill"),
+        pytest.param([prefill(None)], id="no first target pass"),
+        pytest.param([header(greedy=True), event(GREEDY)], id="greedy"),
+        pytest.param([SUMMARY], id="end"),
+        pytest.param([NOTHING], id="interrupted"),
+    ],
+)
+def test_view(snapshot: Callable[[str], None], events: list[dict[str, Any]]) -> None:
+    snapshot(shown(*events))
 
 
-def test_rejection() -> None:
-    assert last(header(), event(REJECTION)) == block("""
-        ── step 2 · position 42 · γ 3 · accepted 1/3 · 35.2 ms ─────────────────────────
-                  i  token                       q       p     p/q       r    verdict
-                  1  ␣air                   0.5000  0.2500  0.5000  0.4000  ✓ accepted
-                  2  ⏎⏎                     0.7000   3e-07   4e-07  0.1133  ✗ rejected
-                  3  ␣is                     1e-09       –       –       –  · untested
-          corrected  ␣scatters  with probability 0.0314 from norm(max(0, p₂ − q₂))
-          time       draft 12.1  verify 20.3  accept 0.40  rollback 0.10  other 2.3 ms
-          text        air ⟨scatters⟩
-
-        """)
-
-
-def test_nothing_drafted() -> None:
-    assert last(header(), event(NOTHING_DRAFTED)) == block("""
-        ── step 12 · position 44 · γ 0 · nothing drafted · 20.3 ms ─────────────────────
-          target     ␣light  with probability 0.5000 from p₁
-          stop       length
-          time       draft 0.20  verify 20.1  accept 0.00  rollback 0.00  other 0.00 ms
-          text        ⟨=light⟩
-
-        """)
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([prefill(), event(ACCEPTED_ALL)], id="every draft accepted"),
+        pytest.param([event(REJECTION)], id="rejection"),
+        pytest.param([event(NOTHING_DRAFTED)], id="nothing drafted"),
+        pytest.param([event(REJECTION), event(STOP_CUT)], id="stop inside the accepted drafts"),
+    ],
+)
+def test_view_of_the_last_step(snapshot: Callable[[str], None], events: list[dict[str, Any]]) -> None:
+    snapshot(last(header(), *events))
 
 
-def test_stop_inside_the_accepted_drafts() -> None:
-    assert last(header(), event(REJECTION), event(STOP_CUT)) == block("""
-        ── step 3 · position 44 · γ 3 · accepted 2/3 · 35.2 ms ─────────────────────────
-                  i  token                       q       p     p/q       r    verdict
-                  1  ␣light                 1.0000  0.9000  0.9000  0.2000  ✓ accepted
-                  2  <|im_end|>             1.0000  0.9500  0.9500  0.1000  ✓ accepted
-                  3  The                    1.0000       –       –       –  · untested
-          stop       eos, inside the accepted drafts: nothing behind it counts
-          time       draft 12.1  verify 20.3  accept 0.40  rollback 0.10  other 2.3 ms
-          text        air ⟨scatters⟩ light<|im_end|>
-
-        """)
-
-
-def test_greedy() -> None:
-    assert shown(header(greedy=True), event(GREEDY)) == block("""
-        ── trace ───────────────────────────────────────────────────────────────────────
-          target     org/target (bfloat16)
-          drafter    org/drafter, int8
-          options    gamma 3  temperature 0.8  stop ["\\n\\n\\n"]  seed 0
-          prompt     37 tokens: Why is the sky blue?⏎
-          verdict    a draft is accepted if it is the argmax of p
-          note       greedy: p and q are of the untempered softmax and decide nothing
-          legend     accepted  ⟨corrected⟩  ⟨+bonus⟩  ⟨=target⟩
-
-        ── step 1 · position 38 · γ 2 · accepted 1/2 · 35.2 ms ─────────────────────────
-                  i  token                       q       p     p/q       r    verdict
-                  1  ␣sky                   0.9123  0.9530  1.0446       –  ✓ accepted
-                  2  ␣is                    0.6000  0.3000  0.5000       –  ✗ rejected
-          corrected  ␣blue  argmax of p₂, probability 0.6100
-          time       draft 12.1  verify 20.3  accept 0.40  rollback 0.10  other 2.3 ms
-          text        sky ⟨blue⟩
-
-        """)
+def test_view_in_ascii_at_60_columns(snapshot: Callable[[str], None]) -> None:
+    snapshot(shown(header(), event(REJECTION), event(NOTHING_DRAFTED), width=60, encoding="ascii"))
 
 
 def test_adjustment_off() -> None:
@@ -637,77 +581,10 @@ def test_adjustment_off() -> None:
     assert "norm" not in text
 
 
-def test_end() -> None:
-    assert shown(SUMMARY) == block("""
-        ── end · eos ───────────────────────────────────────────────────────────────────
-          output     9 tokens  3 steps  2.67 tokens/step
-          drafts     6 of 9 accepted (66.7%)
-          speed      31.2 tokens/s
-        """)
-
-
-def test_end_of_an_interrupted_plain_run() -> None:
-    nothing = end_event(
-        finish_reason=None,
-        new_tokens=0,
-        steps=0,
-        tokens_per_step=None,
-        drafted=0,
-        accepted=0,
-        acceptance_rate=None,
-        tokens_per_second=None,
-    )
-    assert shown(nothing) == block("""
-        ── end · interrupted ───────────────────────────────────────────────────────────
-          output     0 tokens  0 steps
-          drafts     none
-        """)
-
-
-def test_no_first_target_pass() -> None:
-    assert shown(prefill(None)) == block("""
-        ── prefill · 37 tokens · 120.3 ms ──────────────────────────────────────────────
-          target     no first-target pass: the first step reads the prompt
-
-        """)
-
-
 def test_no_room() -> None:
     assert "  stop       context-limit\n" in shown(
         prefill_event(Prefill(37, None, 0.0, "context-limit"), str)
     )
-
-
-def test_ascii_at_60_columns() -> None:
-    assert shown(header(), event(REJECTION), event(NOTHING_DRAFTED), width=60, encoding="ascii") == block("""
-        -- trace ---------------------------------------------------
-          target     org/target (bfloat16)
-          drafter    org/drafter, int8
-          options    gamma 3  temperature 0.8  stop ["\\n\\n\\n"]
-                     seed 0
-          prompt     37 tokens: Why is the sky blue?\\n
-          verdict    a draft is accepted if r < p/q
-          legend     accepted  [corrected]  [+bonus]  [=target]
-
-        -- step 2, position 42, gamma 3, accepted 1/3, 35.2 ms -----
-           i  token          q       p     p/q       r    verdict
-           1  _air      0.5000  0.2500  0.5000  0.4000  + accepted
-           2  \\n\\n      0.7000   3e-07   4e-07  0.1133  x rejected
-           3  _is        1e-09       -       -       -  . untested
-          corrected  _scatters  with probability 0.0314 from
-                     norm(max(0, p_2 - q_2))
-          time       draft 12.1  verify 20.3  accept 0.40
-                     rollback 0.10  other 2.3 ms
-          text        air [scatters]
-
-        -- step 12, position 44, gamma 0, nothing drafted, 20.3 ms -
-          target     _light  with probability 0.5000 from p_1
-          stop       length
-          time       draft 0.20  verify 20.1  accept 0.00
-                     rollback 0.00  other 0.00 ms
-          text        air [scatters] [=light]
-
-        """)
 
 
 @pytest.mark.smoke
