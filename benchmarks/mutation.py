@@ -1103,6 +1103,20 @@ MUTANTS = (
         ("tests/test_serve.py", "-k", "consumer_that_fails"),
     ),
     Mutant(
+        "a wide tree is read in one pass whatever its bits",
+        "backends/torch/scorer.py:Scorer._feed_tree",
+        "self.cache.widest_pass or len(fed)",
+        "len(fed)",
+        ("tests/test_bitexact.py", "-k", "tree"),
+    ),
+    Mutant(
+        "a pass in which nobody drafted divides by none",
+        "lengths/load.py:SharedCosts.verify_s",
+        "max(0, load.drafters - (self._rows > 1)) + 1",
+        "load.drafters - (self._rows > 1) + 1",
+        ("tests/test_load.py", "-k", "catches_up"),
+    ),
+    Mutant(
         "what drafts cost long ago is believed for ever",
         "lengths/load.py:Load.took",
         "self._forget()",

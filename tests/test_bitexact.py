@@ -214,6 +214,21 @@ def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it() ->
         assert torch.equal(rows[:1], alone), length
 
 
+def test_a_tree_wider_than_a_short_pass_is_read_in_parts() -> None:
+    """A long chain with siblings of its first node: more rows than have the bits of single ones."""
+    scorer = scorer_of(tiny_llama().to(torch.bfloat16))
+    if scorer.why_not_bit_exact() is not None:
+        pytest.skip("not bit-exact here")
+    context, chain = list(range(1, 12)), [7 * place % 30 for place in range(LONGEST_PASS + 4)]
+    tokens, parents = [*chain[:1], 40, 41, *chain[1:]], [-1, -1, -1, 0, *range(3, len(chain) + 1)]
+    scorer.begin()
+    alone = [scorer.logits([*context, *chain[:end]])[0] for end in range(len(chain) + 1)]
+    scorer.begin()
+    rows = scorer.score(Pass(scorer, context, tokens, parents)).logits
+    found = rows[[0, 1, *range(4, len(chain) + 3)]]
+    assert all(map(torch.equal, found, alone))
+
+
 def test_what_is_not_bit_exact_says_so() -> None:
     reason = scorer_of(tiny_llama(), "dynamic").why_not_bit_exact()
     assert reason is not None

@@ -360,16 +360,23 @@ class Scorer:
         elif self.cache.length < len(context) - 1:
             before.append(self._feed(context[:-1], (), 1, layers))
         past = len(context) - 1
-        held = self.cache.length - past
-        fed = [context[-1], *tokens][held:]
-        tree = self._forward(
-            fed,
-            min(rows, len(fed)),
-            layers,
-            attention_mask=tree_mask(past, parents, self.cache.keys(len(fed)), self.device)[..., held:, :],
-            position_ids=tree_positions(past, parents, self.device)[:, held:],
-        )
-        return _joined([*before, tree], rows) if before else tree
+        fed = [context[-1], *tokens]
+        first, widest = self.cache.length - past, self.cache.widest_pass or len(fed)
+        while first < len(fed):
+            end = min(first + widest, len(fed))
+            seen = parents[: end - 1]  # of the nodes read so far
+            part = self._forward(
+                fed[first:end],
+                min(end - first, max(1, rows - (len(fed) - end))),
+                layers,
+                attention_mask=tree_mask(past, seen, self.cache.keys(end - first), self.device)[
+                    ..., first:, :
+                ],
+                position_ids=tree_positions(past, seen, self.device)[:, first:],
+            )
+            before.append(part)
+            first = end
+        return _joined(before, rows)
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
