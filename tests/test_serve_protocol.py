@@ -28,13 +28,7 @@ def text(**fields: Any) -> TextAsked:
 
 def test_what_is_left_out_is_the_servers_own() -> None:
     asked = chat()
-    assert (asked.stops, asked.most_tokens, asked.transforms, asked.seed, asked.wants_usage) == (
-        None,
-        None,
-        {},
-        None,
-        False,
-    )
+    assert (asked.decoding, asked.transforms, asked.seed, asked.wants_usage) == ({}, {}, None, False)
     assert not asked.stream
 
 
@@ -47,10 +41,11 @@ def test_what_is_given_is_read() -> None:
     assert asked.transforms == {
         "temperature": 1, "top_p": 0.5, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1
     }  # fmt: skip
-    assert (asked.stops, asked.most_tokens, asked.seed, asked.wants_usage) == (["x"], 3, 2**64 - 1, True)
+    assert asked.decoding == {"max_new_tokens": 3, "stop": ["x"]}
+    assert (asked.seed, asked.wants_usage) == (2**64 - 1, True)
     assert text(max_tokens=5, stop=["a", "b"], n=None).most_tokens == 5
     assert [text(seed=seed).own_seed for seed in (None, 7, -1, 2**64 - 1)] == [None, 7, 2**64 - 1, 2**64 - 1]
-    assert text(stop=[]).stops == []
+    assert text(stop=[]).decoding == {"stop": []}
     assert (
         text(max_tokens=None, seed=None, stop=None, stream_options=None, logprobs=None, n=None).most_tokens
         is None
