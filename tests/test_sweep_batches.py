@@ -49,7 +49,7 @@ from specbench.results.rows import to_frame
 from specbench.results.run import RunConfig
 from specbench.results.store import RunStore
 from specbench.results.summary import SummaryRow, categorize, summarize
-from specbench.show import tables
+from specbench.show import document, tables
 from specbench.show.answer import find_answers, where_it_stops
 from specbench.show.plots import draw_figures, save_figure
 from specbench.show.report import write_report
@@ -583,7 +583,7 @@ def test_percentiles_are_those_of_all_requests(tmp_path: Path) -> None:
                 expected = ordered[below] + (place - below) * (ordered[above] - ordered[below])
                 assert row[f"{name}_p{percent}"] == pytest.approx(expected)
                 assert row[f"{name}_p{percent}"] == pytest.approx(np.percentile(values, percent))
-    text = tables.to_markdown(tables.request_sheet(request_rows(frame)))
+    text = document.to_markdown(tables.request_sheet(request_rows(frame)))
     assert "ms/token p99" in text
     assert "99th percentile of fewer than 100 requests" in text
     assert request_rows(load_results(write_batches(tmp_path / "none", batches=(), turns=None))) == []

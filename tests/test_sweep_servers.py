@@ -41,9 +41,10 @@ from specbench.serve.app import Defaults
 from specbench.serve.engine import Engine
 from specbench.serve.server import Server
 from specbench.show.answer import find_answers
+from specbench.show.document import to_markdown
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
-from specbench.show.tables import position_sheet, to_markdown
+from specbench.show.tables import position_sheet
 from specbench.specs.servers import ServerSpec, parse_server, parse_servers
 
 pytestmark = pytest.mark.timeout(180)  # whatever a socket is waited for

@@ -29,7 +29,7 @@ from specbench.results.results import Results, load_results
 from specbench.results.rows import to_frame
 from specbench.results.run import Environment, Run, RunConfig, TargetModel
 from specbench.results.summary import Categories, Summary, categorize, summarize
-from specbench.show import tables
+from specbench.show import document, tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
 
@@ -375,7 +375,7 @@ class TestOtherFrames:
 def shown(figures: Summary | Categories, width: int = 80, encoding: str = "utf-8") -> str:
     raw = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=raw, width=width, color_system=None, legacy_windows=False)
-    tables.render_terminal(sheet(figures), console)
+    document.show(console, sheet(figures))
     raw.flush()
     raw.seek(0)
     return raw.read()
@@ -455,7 +455,7 @@ class TestRendering:
         )
         text = shown(frame, 120)
         assert "[bold]\\x1b[31m|<b>&`*_$ #x" in text
-        markdown = tables.to_markdown(sheet(frame))
+        markdown = document.to_markdown(sheet(frame))
         line = next(line for line in markdown.splitlines() if "bold" in line)
         assert line.startswith(r"| \[bold\]\\x1b\[31m\|&lt;b&gt;&amp;\`\*\_\$ \#x | ")
         assert "\x1b" not in markdown
@@ -496,7 +496,7 @@ class TestRendering:
         for frame in (summarize(df), categorize(df)):
             assert "2.00 [too few to say]" in shown(frame)
             assert "Too few to say: one run of one prompt, or an interval whose ends" in " ".join(
-                tables.to_markdown(sheet(frame)).split()
+                document.to_markdown(sheet(frame)).split()
             )
         assert one(summarize(df), "x")["verdict"] == "cannot tell"
 
@@ -517,7 +517,7 @@ class TestRendering:
         assert set(categorize(frame_of(*rows)).frame["verdict"]) == {"cannot tell"}
         said = "Verdicts are provisional: others used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
-        assert ("fastest measured, provisional" in tables.to_markdown(sheet(frame))) == (busy == 5)
+        assert ("fastest measured, provisional" in document.to_markdown(sheet(frame))) == (busy == 5)
 
     @pytest.mark.parametrize(
         ("low", "high", "verdict"),
@@ -557,7 +557,7 @@ class TestRendering:
         assert "x: no generation of its baseline to compare with." in tables.notes(frame)
 
     def test_markdown_has_every_column(self, small: Summary) -> None:
-        lines = tables.to_markdown(sheet(small)).splitlines()
+        lines = document.to_markdown(sheet(small)).splitlines()
         assert lines[0].startswith("| configuration | tokens/s | speedup | verdict | with TTFT | pooled | ")
         assert lines[1].startswith("| --- | ---: | ")
         assert lines[2].startswith("| plain | 10.0 | 1 (baseline) | – | 1 (baseline) | ")
@@ -565,14 +565,14 @@ class TestRendering:
         assert lines[-1].startswith("- Speedups are geometric means over prompts")
 
     def test_other_frames_as_markdown(self, made: Results) -> None:
-        assert tables.to_markdown(sheet(categorize(made))).startswith(
+        assert document.to_markdown(sheet(categorize(made))).startswith(
             "| configuration | chat | question-answering |"
         )
-        by_position = tables.to_markdown(tables.position_sheet(positions(made)))
+        by_position = document.to_markdown(tables.position_sheet(positions(made)))
         assert "| accepted/tested | accepted/drafted |" in by_position
 
     def test_a_live_table(self, small: Summary) -> None:
-        table = tables.terminal_table(sheet(small), 80)
+        table = document.terminal_table(sheet(small), 80)
         assert table.row_count == 2
 
     @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from specbench.bench.grid import Config, Sweep
 from specbench.bench.runner import Begun, CellDone, CellStarted, CostsDone, Event
-from specbench.show.tables import spelled_out
+from specbench.show.answer import answer_parts
+from specbench.show.document import show
 from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
@@ -32,12 +33,7 @@ def duration(seconds: float) -> str:
 
 def show_answer(answer: Answer, console: Console) -> None:
     """Print what a sweep came to, and the command to copy; an empty line behind it."""
-    console.print(Text(spelled_out(answer.headline, console.encoding), style="bold"))
-    if answer.rivals:
-        console.print(Text(spelled_out(answer.rivals, console.encoding)))
-    if answer.command:
-        command = terminal_safe(answer.command, console.encoding)
-        console.print(Text(f"\n    {command}"), soft_wrap=True)  # whole, to be copied
+    show(console, *answer_parts(answer))
     console.print()
 
 

@@ -316,20 +316,19 @@ class SweepJob(RunJob):
         from specbench.results.requests import request_rows
         from specbench.results.summary import categorize, summarize
         from specbench.show import tables
-        from specbench.show.answer import answer_markdown, find_answers
+        from specbench.show.answer import answer_parts, find_answers
+        from specbench.show.document import Part, show, to_markdown
 
         summary, categories, requests = summarize(results), categorize(results), request_rows(results)
-        shown = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
-        paragraphs = [
-            part for each in find_answers(results, summary, categories) for part in answer_markdown(each)
-        ]
-        paragraphs += [tables.to_markdown(each) for each in shown]
+        shown: list[Part] = [tables.summary_sheet(summary)]
+        shown += [tables.request_sheet(requests)] if requests else []
+        answers = find_answers(results, summary, categories)
+        said = [part for each in answers for part in answer_parts(each)]
         try:
-            self.write_summary(summary, "\n\n".join(paragraphs))
+            self.write_summary(summary, to_markdown(*said, *shown))
         finally:
             console = Console(highlight=False)
             more = ["--no-config"] if Path(FILE_NAME).is_file() else []
             for answer in find_answers(results, summary, categories, self.recipes, more):
                 show_answer(answer, console)
-            for each in shown:
-                tables.render_terminal(each, console)
+            show(console, *shown)

@@ -36,7 +36,6 @@ from specbench.options import (
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.bench.grid import Sweep
@@ -387,12 +386,12 @@ class _Job(RunJob):
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
         from specbench.show import tables
-        from specbench.show.tables import spelled_out
+        from specbench.show.document import spelled_out, to_markdown
         from specbench.tune.answer import as_json, as_markdown, as_text, exports, exports_json, exports_text
 
         results = load_results(self.folder)
         summary = summarize(results)
-        table = tables.to_markdown(tables.summary_sheet(summary))
+        table = to_markdown(tables.summary_sheet(summary))
         self.write_summary(summary, "\n".join([as_markdown(answer), table]))
         written = self._write_configuration(answer, out, cache)
         exported = exports(results, self.folder) if found.race.verdict == "faster" else []
@@ -409,7 +408,7 @@ class _Job(RunJob):
             if found.race.verdict == "faster":
                 text += f"\n{exports_text(exported)}"
             encoding = sys.stdout.encoding or "utf-8"
-            write_out(terminal_safe(spelled_out(_wrapped(text), encoding), encoding))
+            write_out(spelled_out(_wrapped(text), encoding))
         for warning in found.warnings:
             self.warn(warning)
         if written:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,8 @@ from specbench.results.requests import Line, RequestRow, batch_of, is_closed, li
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, PLAIN, RunConfig, TuningAnswer, stored_recipes
 from specbench.results.summary import Categories, CategoryRow, Summary, SummaryRow
-from specbench.show.tables import identity_text, markdown_text
+from specbench.show.document import Code, Paragraph, Part
+from specbench.show.tables import identity_text
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
 
@@ -447,15 +447,14 @@ def _rule_word(config: RunConfig) -> str:
     return ""
 
 
-# --- Text -------------------------------------------------------------------------------------------
+# --- As a document -------------------------------------------------------------------------------------------
 
 
-def answer_markdown(answer: Answer) -> list[str]:
-    """The answer as paragraphs; the command is code to be copied, if there is nothing in it that could be HTML."""
-    parts = [f"**{markdown_text(answer.headline)}**"]
+def answer_parts(answer: Answer) -> list[Part]:
+    """The answer as the parts of a document, without what qualifies it."""
+    parts: list[Part] = [Paragraph(answer.headline, "bold")]
     if answer.rivals:
-        parts.append(markdown_text(answer.rivals))
+        parts.append(Paragraph(answer.rivals))
     if answer.command:
-        command = one_line(answer.command)
-        parts.append(markdown_text(command) if re.search("[<>&]", command) else f"    {command}")
+        parts.append(Code(answer.command))
     return parts

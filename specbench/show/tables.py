@@ -1,14 +1,11 @@
-"""Rows of figures as tables for terminals and Markdown."""
+"""Rows of figures as tables of a document (``specbench.show.document``)."""
 
 from __future__ import annotations
 
-import dataclasses
-import html
 import math
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from specbench.decoding.records import PARTS
 from specbench.record import NO_FIGURE, Estimate
@@ -18,40 +15,11 @@ from specbench.results.heads import PLACES, HeadRow, TrainingRow
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN, RunConfig
 from specbench.results.summary import Categories, Summary, SummaryRow
-from specbench.textsafe import counted, one_line, terminal_safe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from specbench.show.document import Sheet
+from specbench.textsafe import counted, one_line
 
 Row = TypeVar("Row")
 _NAN = float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A table as text, not escaped for anything yet.
-
-    Attributes:
-        headings: One per column; the first column names the rows, the others hold figures.
-        rows: Cells, one list per row.
-        values: What to sort the cells by, shaped as ``rows``: text in the first column, numbers elsewhere (NaN: none).
-        ranks: How soon a column may be left out where there is no room: the highest first, 0 never.
-        notes: Sentences to stand below.
-        marked: Rows that stand out, by number.
-    """
-
-    headings: list[str]
-    rows: list[list[str]]
-    values: list[list[Any]]
-    ranks: list[int]
-    notes: list[str]
-    marked: frozenset[int] = frozenset()
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether all of its columns matter alike, so that several tables show those that do not fit into one."""
-        return not any(self.ranks)
 
 
 def _too_few(one: str) -> str:
@@ -403,7 +371,7 @@ def category_sheet(categories: Categories) -> Sheet:
     if any(speedup.basis == "repeats" for speedup in speedups.values()):
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
     headings = ["configuration", *map(one_line, names)]
-    return Sheet(headings, rows, values, [0] * len(headings), said)
+    return Sheet(headings, rows, values, notes=said, matrix=True)
 
 
 _FOR_P95, _FOR_P99 = 20, 100
@@ -467,190 +435,3 @@ def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
         ),
     ]
     return _sheet(rows, _TRAINING_COLUMNS, said)
-
-
-# --- Terminal and Markdown ------------------------------------------------------------------------
-
-_LABEL_CELLS = 28  # a longer name takes several lines
-_VERDICT_CELLS = 12
-_INDENT = "  "  # of a name's other lines
-_BREAKS = " ,:/+"  # signs of a name behind which a line may end
-_BETWEEN = 2  # cells between columns, one of them the box's own
-
-
-def terminal_table(sheet: Sheet, width: int = 80, encoding: str = "utf-8") -> Table:
-    """A sheet as a table for a console of that many cells, with the columns that matter least left out as needed.
-
-    A matrix of categories keeps as many of them as there is room for; ``render_terminal`` shows the others below.
-    """
-    sheet = _encoded(sheet, encoding)
-    return _table(sheet, _kept_columns(sheet, width), width)
-
-
-def render_terminal(sheet: Sheet, console: Console) -> None:
-    """Print a sheet on a console, readable from 60 columns up, with its notes below."""
-    from rich.text import Text
-
-    sheet = _encoded(sheet, console.encoding)
-    kept = _kept_columns(sheet, console.width)
-    console.print(_table(sheet, kept, console.width))
-    if sheet.is_matrix:
-        while (begin := kept[-1] + 1) < len(sheet.headings):
-            kept = _fitting(sheet, begin, console.width)
-            console.print(_table(sheet, kept, console.width))
-    else:
-        hidden = [heading for i, heading in enumerate(sheet.headings) if i not in kept]
-        if hidden:
-            sheet.notes.append(
-                f"{counted(len(hidden), 'more column')}: in summary.md, or on a wider terminal."
-            )
-    for note in sheet.notes:
-        console.print(Text(note, style="dim"), soft_wrap=False)
-
-
-def to_markdown(sheet: Sheet) -> str:
-    """A sheet as a Markdown table with its notes below, all of its columns in it."""
-    lines = [
-        markdown_row(sheet.headings),
-        f"| --- | {' | '.join('---:' for _ in sheet.headings[1:])} |",
-        *map(markdown_row, sheet.rows),
-    ]
-    if sheet.notes:
-        lines += ["", *(f"- {markdown_text(note)}" for note in sheet.notes)]
-    return "\n".join(lines) + "\n"
-
-
-def markdown_row(cells: Iterable[str]) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(map(markdown_text, cells))} |"
-
-
-_MARKDOWN = str.maketrans({each: "\\" + each for each in "\\`*_{}[]|#~$"})
-
-
-def markdown_text(text: str) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no way out of its cell or line."""
-    return html.escape(one_line(text).translate(_MARKDOWN), quote=False)
-
-
-def spelled_out(text: str, encoding: str) -> str:
-    """Text for a console: signs that its encoding lacks become words."""
-    if encoding.lower().startswith("utf"):
-        return text
-    for sign, word in {
-        "γ": "gamma",
-        "α": "alpha",
-        "–": "-",
-        "…": "...",
-        "∞": "inf",
-        "×": "x",
-        "≥": ">=",
-    }.items():
-        text = text.replace(sign, word)
-    return terminal_safe(text, encoding)
-
-
-def _encoded(sheet: Sheet, encoding: str) -> Sheet:
-    """Signs that the console lacks are spelled out, and long verdicts take several lines."""
-
-    def said(text: str) -> str:
-        return spelled_out(text, encoding)
-
-    def cell(heading: str, text: str) -> str:
-        return textwrap.fill(said(text), _VERDICT_CELLS) if heading == "verdict" else said(text)
-
-    return dataclasses.replace(
-        sheet,
-        headings=[*map(said, sheet.headings)],
-        rows=[[*map(cell, sheet.headings, row)] for row in sheet.rows],
-        notes=[*map(said, sheet.notes)],
-    )
-
-
-def shortened(text: str, cells: int) -> str:
-    """Text in no more than so many cells of a terminal: a longer one loses its middle."""
-    from rich.cells import cell_len, chop_cells
-
-    if cell_len(text) <= cells:
-        return text
-    head = chop_cells(text, (cells - 1) // 2)[0]
-    tail = chop_cells(text[::-1], cells - 1 - cell_len(head))[0][::-1]
-    return f"{head}…{tail}"
-
-
-def _in_lines(text: str, cells: int) -> str:
-    """A name in lines of at most so many cells, broken where its parts end, all but the first indented."""
-    from rich.cells import cell_len, chop_cells
-
-    lines: list[str] = []
-    while text:
-        indent = _INDENT if lines else ""
-        line = chop_cells(text, cells - len(indent))[0]
-        if cell_len(text) > cells - len(indent):
-            end = max(line.rfind(sign) for sign in _BREAKS) + 1
-            line = line[:end] if end > len(line) // 2 else line
-        lines.append(indent + line.rstrip())
-        text = text[len(line) :]
-    return "\n".join(lines)
-
-
-def _widths(sheet: Sheet) -> list[int]:
-    from rich.cells import cell_len
-
-    headings = [max(map(cell_len, _broken(heading).split("\n"))) for heading in sheet.headings]
-    columns = ["\n".join(column).split("\n") for column in zip(*sheet.rows, strict=True)]
-    cells = [max(map(cell_len, lines)) for lines in columns] or headings
-    widths = [max(pair) for pair in zip(headings, cells, strict=True)]
-    return [min(widths[0], _LABEL_CELLS), *widths[1:]]
-
-
-def _broken(heading: str) -> str:
-    """A long heading in two lines, broken at a space or before a slash."""
-    if len(heading) <= 7:
-        return heading
-    return heading.replace(" ", "\n", 1) if " " in heading else heading.replace("/", "\n/", 1)
-
-
-def _kept_columns(sheet: Sheet, width: int) -> list[int]:
-    """The columns to show, in order: the least important go until the rest fits; a matrix keeps its first ones."""
-    if sheet.is_matrix:
-        return _fitting(sheet, 1, width)
-    widths = _widths(sheet)
-    kept = list(range(len(widths)))
-    while sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
-        last = max(sheet.ranks[i] for i in kept)
-        if not last:
-            break
-        kept = [i for i in kept if sheet.ranks[i] < last]  # columns of one rank belong together
-    return kept
-
-
-def _fitting(sheet: Sheet, begin: int, width: int) -> list[int]:
-    """The first column and as many from ``begin`` on as fit, at least one."""
-    widths = _widths(sheet)
-    kept, used = [0], widths[0]
-    for i in range(begin, len(widths)):
-        used += _BETWEEN + widths[i]
-        if used > width and len(kept) > 1:
-            break
-        kept.append(i)
-    return kept
-
-
-def _table(sheet: Sheet, kept: Sequence[int], width: int) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    widths = _widths(sheet)
-    over = max(0, sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width)
-    label_cells = max(8, widths[0] - over)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
-    for i in kept:
-        heading = Text(_broken(sheet.headings[i]))
-        table.add_column(heading, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
-    for number, row in enumerate(sheet.rows):
-        cells = [_in_lines(row[0], label_cells), *(row[i] for i in kept[1:])]
-        # As Text: what looks like markup in a name stays as it is.
-        table.add_row(*map(Text, cells), style="bold" if number in sheet.marked else "")
-    return table

@@ -18,7 +18,7 @@ from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
-from specbench.show.tables import markdown_row, markdown_text, shortened
+from specbench.show.document import Items, Paragraph, Part, Sheet, to_markdown, to_text
 from specbench.textsafe import counted, one_line
 from specbench.tune.race import MARGIN, Race
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 _NAMED = 5
 """How many configurations a sentence names."""
-
-_WIDTH = 80
-"""Cells of a terminal that the table fits into."""
 
 
 @dataclass(frozen=True)
@@ -303,18 +300,10 @@ _HEADINGS = ("raced", "blocks", "× plain", "at most × the first")
 _BOUNDS = "At most: bounds that hold for all rows together, so they reach beyond single intervals."
 
 
-def _rows(answer: Answer) -> list[tuple[str, ...]]:
+def _rows(answer: Answer) -> list[list[str]]:
     """What was raced, a row each."""
-    return [
-        (
-            each.label,
-            str(each.blocks),
-            _over_plain(each),
-            each.outcome,
-        )
-        for each in answer.tried
-        if each.blocks is not None
-    ]
+    raced = [each for each in answer.tried if each.blocks is not None]
+    return [[each.label, str(each.blocks), _over_plain(each), each.outcome] for each in raced]
 
 
 def _over_plain(tried: Tried) -> str:
@@ -339,39 +328,26 @@ def _by_category(answer: Answer) -> Iterator[str]:
         yield f"{name}: {stats.ratio_text(ratio, ' ×')}, {counted(ratio.prompts, 'prompt')}"
 
 
+def _parts(answer: Answer) -> list[Part]:
+    """The answer, its categories and the table of what was raced."""
+    raced = Sheet(list(_HEADINGS), _rows(answer), left=frozenset(range(len(_HEADINGS))))
+    return [
+        Paragraph(answer.headline, "bold"),
+        *map(Paragraph, answer.details),
+        Items(list(_by_category(answer)), "By category:"),
+        raced,
+        *map(Paragraph, [_BOUNDS, *_not_raced(answer)]),
+    ]
+
+
 def as_text(answer: Answer) -> str:
-    """The answer, its categories and the table of what was raced, as lines."""
-    rows = [_HEADINGS, *_rows(answer)]
-    _, *rest = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    longest = max(12, _WIDTH - sum(rest) - 2 * len(rest))
-    rows = [(shortened(label, longest), *cells) for label, *cells in rows]
-    widths = [max(len(row[0]) for row in rows), *rest]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    categories = [f"  {line}" for line in _by_category(answer)]
-    paragraphs = [
-        [answer.headline, *answer.details],
-        ["By category:", *categories] if categories else [],
-        table,
-        [_BOUNDS, *_not_raced(answer)],
-    ]
-    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+    """The answer as lines of text, its table in 80 columns."""
+    return to_text(*_parts(answer))
 
 
 def as_markdown(answer: Answer) -> str:
     """The same as Markdown."""
-    rows = [_HEADINGS, *_rows(answer)]
-    table = "\n".join([markdown_row(rows[0]), f"|{' --- |' * len(_HEADINGS)}", *map(markdown_row, rows[1:])])
-    categories = "\n".join(f"- {markdown_text(line)}" for line in _by_category(answer))
-    paragraphs = [
-        f"**{markdown_text(answer.headline)}**",
-        *map(markdown_text, answer.details),
-        categories,
-        table,
-        *map(markdown_text, [_BOUNDS, *_not_raced(answer)]),
-    ]
-    return "\n\n".join(part for part in paragraphs if part) + "\n"
+    return to_markdown(*_parts(answer))
 
 
 def stored(answer: Answer, found: Found) -> TuningAnswer:

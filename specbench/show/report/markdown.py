@@ -2,70 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import replace
 
-from specbench.show import tables
-from specbench.show.answer import answer_markdown
+from specbench.show import document, tables
+from specbench.show.answer import answer_parts
+from specbench.show.document import Heading, Image, Items, Part, Sheet
 from specbench.show.report.content import COST_HEADINGS, LONG_TABLE, Report, alternative, missing_figures
-from specbench.show.tables import markdown_row, markdown_text
 
 _SUMMARY = ("Speed", "Acceptance and time")  # one table here
 
 
 def to_markdown(report: Report) -> str:
     """The report as Markdown; its figures are linked as ``plots/<name>.png``."""
-    parts = [f"# {markdown_text(report.name)}"]
+    return document.to_markdown(*_parts(report))
+
+
+def _parts(report: Report) -> Iterator[Part]:
+    yield Heading(report.name, 1)
     for answer in report.answers:
-        parts += [*answer_markdown(answer), *_items(answer.details)]
+        yield from (*answer_parts(answer), Items(answer.details))
     if report.warnings:
         warnings = [f"{each.severity}: {each.message} {each.advice}" for each in report.warnings]
-        parts += ["## Warnings", *_items(warnings)]
-    parts += ["## Summary", tables.to_markdown(tables.summary_sheet(report.summary)).rstrip()]
+        yield from (Heading("Warnings"), Items(warnings))
+    yield from (Heading("Summary"), tables.summary_sheet(report.summary))
     if report.requests:
-        parts += [
-            "## Requests side by side",
-            tables.to_markdown(tables.request_sheet(report.requests)).rstrip(),
-        ]
+        yield from (Heading("Requests side by side"), tables.request_sheet(report.requests))
     if report.categories.rows:
-        parts += ["## By category", tables.to_markdown(tables.category_sheet(report.categories)).rstrip()]
+        yield from (Heading("By category"), tables.category_sheet(report.categories))
     if report.heads:
-        parts += ["## Trained heads", tables.to_markdown(tables.head_sheet(report.heads)).rstrip()]
+        yield from (Heading("Trained heads"), tables.head_sheet(report.heads))
     if report.training:
-        parts += [
-            "## Training",
-            *_folded(tables.to_markdown(tables.training_sheet(report.training)).rstrip()),
-        ]
+        yield from (Heading("Training"), _folded(tables.training_sheet(report.training)))
     if report.pictures:
-        parts += ["## Figures"]
-        parts += [
-            f"![{markdown_text(alternative(each, dict.fromkeys(_SUMMARY, 'Summary')))}](plots/{each.name}.png)"
-            for each in report.pictures
-        ]
-    if report.missing:
-        parts += _items(missing_figures(report))
+        yield Heading("Figures")
+    renamed = dict.fromkeys(_SUMMARY, "Summary")
+    yield from (Image(alternative(each, renamed), f"plots/{each.name}.png") for each in report.pictures)
+    yield Items(missing_figures(report))
     if report.positions:
-        parts += [
-            "## Acceptance by position",
-            *_folded(tables.to_markdown(tables.position_sheet(report.positions)).rstrip()),
-        ]
-    parts += ["## How it was measured", *_items(f"{name}: {text}" for name, text in report.method)]
+        yield from (Heading("Acceptance by position"), _folded(tables.position_sheet(report.positions)))
+    yield from (Heading("How it was measured"), Items([f"{name}: {text}" for name, text in report.method]))
     if report.costs:
-        heading = [markdown_row(COST_HEADINGS), "| --- | ---: | ---: |"]
-        parts += ["\n".join([*heading, *map(markdown_row, report.costs)])]
+        yield Sheet(COST_HEADINGS, report.costs)
     for group, facts in report.facts.items():
-        parts += [
-            f"## {group}",
-            "\n".join([markdown_row(["", ""]), "| --- | --- |", *map(markdown_row, facts)]),
-        ]
-    return "\n\n".join(parts) + "\n"
+        yield from (Heading(group), Sheet(["", ""], [*map(list, facts)], left=frozenset({1})))
 
 
-def _folded(table: str) -> list[str]:
+def _folded(sheet: Sheet) -> Sheet:
     """A table, behind its number of rows if it is long."""
-    rows = table.count("\n") - 1
-    return [f"<details><summary>{rows} rows</summary>", table, "</details>"] if rows > LONG_TABLE else [table]
-
-
-def _items(texts: Iterable[str]) -> list[str]:
-    lines = [f"- {markdown_text(text)}" for text in texts]
-    return ["\n".join(lines)] if lines else []
+    return replace(sheet, folded=len(sheet.rows) > LONG_TABLE)

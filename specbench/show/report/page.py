@@ -21,6 +21,7 @@ from specbench.results import stats
 from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show import tables
 from specbench.show.answer import Answer
+from specbench.show.document import Sheet
 from specbench.show.report.content import (
     COST_HEADINGS,
     LONG_TABLE,
@@ -181,7 +182,7 @@ class _Table:
     notes: list[str] = field(default_factory=list)
 
 
-def _table(title: str, sheet: tables.Sheet, columns: Sequence[int] | None = None) -> _Table:
+def _table(title: str, sheet: Sheet, columns: Sequence[int] | None = None) -> _Table:
     """Some columns of a sheet, the first of them the rows' names."""
     first, *others = range(len(sheet.headings)) if columns is None else columns
     rows = [
@@ -201,7 +202,7 @@ def _sort_value(value: Any) -> str | None:
     return None if value is None or math.isnan(value) else repr(float(value))
 
 
-def _speed_table(title: str, summary: Summary, sheet: tables.Sheet) -> _Table:
+def _speed_table(title: str, summary: Summary, sheet: Sheet) -> _Table:
     """The summary but for what is told of the steps: speedups first, each drawn beside its figure."""
     place = {heading: i for i, heading in enumerate(sheet.headings)}
     first = [place[heading] for heading in ("configuration", "speedup", "verdict") if heading in place]
@@ -254,7 +255,7 @@ class _Scale:
         }
 
 
-def _noted_table(title: str, sheet: tables.Sheet) -> _Table:
+def _noted_table(title: str, sheet: Sheet) -> _Table:
     table = _table(title, sheet)
     table.notes = sheet.notes
     return table
@@ -284,4 +285,4 @@ def _cost_table(title: str, lines: list[list[str]]) -> _Table | None:
     if not lines:
         return None
     values = [[what, float(ms), float(times.split("= ")[1])] for what, ms, times in lines]
-    return _table(title, tables.Sheet(COST_HEADINGS, lines, values, [0, 0, 0], []))
+    return _table(title, Sheet(COST_HEADINGS, lines, values))
