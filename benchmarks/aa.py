@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.bench.engines.engine import Engine, Outcome
+from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.environment import describe_environment
-from specbench.bench.grid import Config, Sweep, SweepOptions
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt, load_prompts
@@ -95,14 +95,14 @@ def pause(until: float) -> None:
 class WithoutCosts:
     """An engine that times no single passes: nothing here is predicted."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: BenchEngine) -> None:
         self.engine = engine
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
         return self.engine.encode(prompt, answers)
 
     def generate(
-        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         return self.engine.generate(config, prompt, decoding, seed=seed)
 
@@ -130,9 +130,9 @@ def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Names
     )
 
 
-def _config(name: str, arguments: argparse.Namespace) -> Config:
+def _config(name: str, arguments: argparse.Namespace) -> SweepConfig:
     plain = name == PLAIN
-    return Config(
+    return SweepConfig(
         id=name,
         label=name,
         kind="plain" if plain else "speculative",
@@ -151,7 +151,7 @@ class TimeUpError(Exception):
 
 def run_one(
     sweep: Sweep,
-    engine: Engine,
+    engine: BenchEngine,
     target: dict[str, Any],
     folder: Path,
     until: float = math.inf,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
-from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.prompts import Prompt
@@ -50,12 +50,12 @@ class ScriptedEngine:
     def __init__(
         self,
         *,
-        fails: Callable[[Config, Sequence[int]], BaseException | None] = lambda config, prompt: None,
-        spoils: Callable[[Config], bool] = lambda config: False,
+        fails: Callable[[SweepConfig, Sequence[int]], BaseException | None] = lambda config, prompt: None,
+        spoils: Callable[[SweepConfig], bool] = lambda config: False,
         pause_s: float = 0.0,
         tie: bool | None = None,
         reference_s: float = 0.02,
-        slower: Callable[[Config, Sequence[int]], float] = lambda config, prompt: 1.0,
+        slower: Callable[[SweepConfig, Sequence[int]], float] = lambda config, prompt: 1.0,
     ) -> None:
         self.reference_s, self.slower = reference_s, slower
         self.fails, self.spoils, self.pause_s, self.tie = fails, spoils, pause_s, tie
@@ -71,7 +71,7 @@ class ScriptedEngine:
         return [*ids, *(token for answer in answers for token in answer)]
 
     def generate(
-        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         tokens_asked = decoding.max_new_tokens
         self.calls.append((config.id, tuple(prompt), tokens_asked))
@@ -95,7 +95,7 @@ class ScriptedEngine:
             peak_memory_bytes=1000,
         )
 
-    def serve(self, config: Config, load: Load, decoding: DecodingOptions) -> GroupOutcome:
+    def serve(self, config: SweepConfig, load: Load, decoding: DecodingOptions) -> GroupOutcome:
         self.loads.append((config.id, load))
         served = []
         for number, asked in enumerate(load.requests):
@@ -145,7 +145,7 @@ class ScriptedEngine:
         )
 
 
-def _steps(config: Config, tokens: Sequence[int]) -> tuple[Step, ...]:
+def _steps(config: SweepConfig, tokens: Sequence[int]) -> tuple[Step, ...]:
     """Steps in which every draft is accepted."""
     steps = []
     at = 0

@@ -33,7 +33,7 @@ from tiny import save_tiny, tiny_llama
 
 from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import Config
+from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
 from specbench.decoding.prospects import Scores
@@ -191,7 +191,7 @@ class SlowedEngine(ScriptedEngine):
         self.share = share
 
     def generate(
-        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         outcome = super().generate(config, prompt, decoding, seed=seed)
         noise = 1.0 + 0.03 * math.sin(len(self.calls) + sum(prompt))

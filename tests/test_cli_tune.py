@@ -25,7 +25,7 @@ import specbench.results.advice
 import specbench.tune.answer
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.grid import Config
+from specbench.bench.grid import SweepConfig
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import load_prompts
 from specbench.cli import run
@@ -77,7 +77,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
     """Have every generation take what is said, whatever it does, and every pass as long; all that there is is raced."""
     generate = ModelEngine.generate
 
-    def timed(self: Any, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def timed(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = generate(self, config, prompt, *options, **named)
         tokens = max(1, len(outcome.token_ids) - 1)
         took = seconds * tokens / factors.get(config.id, 1.0) * (1 + prompt[-1] % 5 / 100)
@@ -287,7 +287,7 @@ def test_advice_about_the_results_folder_names_the_option_for_it(tune: Tune, tmp
 def test_an_interrupted_search_goes_on(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate, calls = ModelEngine.generate, 0
 
-    def stop(self: Any, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def stop(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         nonlocal calls
         calls += 1
         if calls == 15:
@@ -435,7 +435,7 @@ def differing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what drafts be much faster on some prompts and slower on others."""
     generate = ModelEngine.generate
 
-    def noisy(self: Any, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def noisy(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = generate(self, config, prompt, *options, **named)
         factor = (0.4, 3.0)[sum(prompt) // 2 % 2]  # both in either category
         return outcome if config.kind == "plain" else replace(outcome, decode_s=outcome.decode_s * factor)
@@ -490,7 +490,7 @@ def test_an_interrupted_race_gives_what_is_best_so_far(
 ) -> None:
     generate, calls = ModelEngine.generate, 0
 
-    def stop(self: Any, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def stop(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         nonlocal calls
         calls += 1
         if calls == 35:
@@ -510,7 +510,7 @@ def test_an_interrupted_race_gives_what_is_best_so_far(
 def test_a_generation_that_fails_is_told(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = ModelEngine.generate
 
-    def fail(self: Any, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def fail(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         if config.drafter == "self:int8":
             raise RunError("There was not enough memory for this configuration.")
         return generate(self, config, prompt, *options, **named)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 import specbench.models.drafters
 import specbench.models.prepare
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
-from specbench.bench.grid import Config, SweepOptions, build_configs
+from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
 from specbench.bench.serving import Asked, Load
@@ -56,12 +56,12 @@ def engine_of(**asked: Any) -> ModelEngine:
     )
 
 
-def grid(temperature: float = 0.0, **options: Any) -> list[Config]:
+def grid(temperature: float = 0.0, **options: Any) -> list[SweepConfig]:
     made = SweepOptions(gammas=(3,), temperatures=(temperature,), transformers=True, assisted=True, **options)
     return build_configs(made, specs_of("lookup", "self:int8", "small"), {"small": "f"})
 
 
-def run(engine: ModelEngine, config: Config, **changed: Any) -> Any:
+def run(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Any:
     prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
     return engine.generate(config, prompt, DECODING.but(**changed), seed=seed)
 

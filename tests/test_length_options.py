@@ -19,7 +19,7 @@ import specbench.drafters.model
 import specbench.generate
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.grid import Config, SweepOptions, build_configs, parse_policies
+from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, parse_policies
 from specbench.bench.manifest import changes
 from specbench.cli import run
 from specbench.decoding.records import LONGEST_DRAFT
@@ -248,13 +248,13 @@ def plain(engine: ModelEngine) -> Sequence[int]:
     return autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
 
 
-def decode(engine: ModelEngine, config: Config, **changed: Any) -> Outcome:
+def decode(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Outcome:
     prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
     decoding = DecodingOptions(**{"max_new_tokens": 24, "ignore_eos": True, **changed})
     return engine.generate(config, prompt, decoding, seed=seed)
 
 
-def config_of(drafter: str, rule: str, temperature: float = 0.0) -> Config:
+def config_of(drafter: str, rule: str, temperature: float = 0.0) -> SweepConfig:
     options = SweepOptions(policies=(rule,), gammas=(3,), temperatures=(temperature,))
     return build_configs(options, specs_of(drafter))[1]
 

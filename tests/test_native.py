@@ -528,9 +528,9 @@ def test_rows_attend_to_what_their_requests_hold(level: int) -> None:
     seen = torch.rand(2, 50, generator=choice) < 0.5
     seen[:, 0] = True
     asked = [
-        native.Request(1, 130, places=order[:131]),
-        native.Request(3, 0, places=order[131:134]),
-        native.Request(2, 40, seen, order[134:176]),
+        native.NativeRequest(1, 130, places=order[:131]),
+        native.NativeRequest(3, 0, places=order[131:134]),
+        native.NativeRequest(2, 40, seen, order[134:176]),
     ]
     query = torch.randn(6, 6, 32, generator=choice)
     for dtype in (torch.float32, torch.bfloat16):

@@ -20,7 +20,7 @@ from msgspec import structs
 from scripted_engine import TARGET, ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
 from stored_runs import read_lines, run_json, run_of
 
-from specbench.bench.grid import Config, SweepOptions, build_configs, parse_baselines, parse_gammas, plan
+from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, parse_baselines, parse_gammas, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt
@@ -423,7 +423,7 @@ def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path: Path) -> 
     sweep = make_sweep()
     calls = 0
 
-    def stop(config: Config, prompt: Any) -> BaseException | None:
+    def stop(config: SweepConfig, prompt: Any) -> BaseException | None:
         nonlocal calls
         calls += 1
         return KeyboardInterrupt() if calls == 8 else None

@@ -23,8 +23,8 @@ from tiny import tiny_llama, tiny_tokenizer
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import (
-    Config,
     Sweep,
+    SweepConfig,
     SweepOptions,
     build_configs,
     check_batches,
@@ -282,7 +282,7 @@ def test_a_clock_that_is_put_forward() -> None:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def falling(config: Config, prompt: Sequence[int]) -> float:
+def falling(config: SweepConfig, prompt: Sequence[int]) -> float:
     """Everything takes longer with more requests, speculation all the more; prompts differ a little."""
     batch = config.batch or 1
     own = 1.0 + 0.002 * (prompt[0] % 10) * (config.kind == "speculative")
@@ -388,7 +388,7 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path: Path) -> None:
     sweep = batched(4, batches=(2,), repeats=1, warmup=0)
     errors = iter([None, RuntimeError("no room")])
 
-    def fails(config: Config, prompt: Sequence[int]) -> Exception | None:
+    def fails(config: SweepConfig, prompt: Sequence[int]) -> Exception | None:
         return next(errors, None) if config.kind == "speculative" else None
 
     with new_store(tmp_path, sweep) as store:
@@ -494,7 +494,7 @@ def test_prompts_that_come_while_others_are_under_way() -> None:
 class Mixed(ScriptedEngine):
     """Drafts less for every other prompt."""
 
-    def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def generate(self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         fewer = config.gamma is not None and prompt[0] % 2 == 1
         return super().generate(replace(config, gamma=1) if fewer else config, prompt, *options, **named)
 

@@ -17,10 +17,10 @@ from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
 from stored_runs import run_json, step_lists
 
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import find_differences
-from specbench.config import Config as Configuration
+from specbench.config import SweepConfig as Configuration
 from specbench.config import config_of
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
@@ -240,7 +240,7 @@ class TimedEngine(ScriptedEngine):
         self.speeds, self.clock, self.noise = speeds, clock, noise
         self.drafters_s = {"d": 0.002, "e": 0.2}
 
-    def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def generate(self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = super().generate(config, prompt, *options, **named)
         wobble = 1 + self.noise * (prompt[0] * (1 + len(config.id)) % 7) / 6
         seconds = 0.01 * (len(outcome.token_ids) - 1) * wobble / self.speeds.get(config.id, 1.0)
@@ -304,7 +304,9 @@ def test_what_held_a_generation_up_is_taken_off(tmp_path: Path) -> None:
     """The fastest takes four times as long on every third prompt, and so do its passes of the target."""
 
     class Disturbed(TimedEngine):
-        def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+        def generate(
+            self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any
+        ) -> Outcome:
             outcome = super().generate(config, prompt, *options, **named)
             if config.id != "d@auto" or tuple(prompt) not in held:
                 return outcome
@@ -506,7 +508,9 @@ def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
     }
 
     class Noisy(TimedEngine):
-        def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+        def generate(
+            self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any
+        ) -> Outcome:
             self.speeds = {config.id: noisy.get(config.id, (1.0, 1.0))[prompt[0] % 2]}
             return super().generate(config, prompt, *options, **named)
 
@@ -556,7 +560,9 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path: Path) 
     """The machine becomes so slow when the race begins that not even one block fits."""
 
     class Slowing(TimedEngine):
-        def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+        def generate(
+            self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any
+        ) -> Outcome:
             outcome = super().generate(config, prompt, *options, **named)
             if len(self.cost_calls):
                 self.clock.seconds += 1000.0
@@ -583,7 +589,7 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path: Path) 
 def test_where_everything_that_drafts_fails_plain_decoding_is_provisional(tmp_path: Path) -> None:
     clock, sweep = FakeClock(), grid("d")
 
-    def fails(config: Config, _: object) -> Exception | None:
+    def fails(config: SweepConfig, _: object) -> Exception | None:
         raced = len(engine.cost_calls) > 0 and config.kind != "plain"
         return RunError("no memory") if raced else None
 
@@ -607,7 +613,7 @@ def test_going_on_without_time_says_what_was_found(tmp_path: Path) -> None:
 class Disturbed(TimedEngine):
     """`d@auto` takes four times as long on every third prompt, and so do its passes of the target."""
 
-    def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def generate(self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = super().generate(config, prompt, *options, **named)
         if config.id != "d@auto" or prompt[0] % 3:
             return outcome

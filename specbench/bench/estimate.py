@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.bench.grid import WARMUP_TOKENS, Config, Sweep, turns_of
+from specbench.bench.grid import WARMUP_TOKENS, Sweep, SweepConfig, turns_of
 from specbench.decoding.theory import PassCosts
 from specbench.options import quantised
 from specbench.specs.drafters import DrafterSpec, SelfForm
@@ -164,7 +164,7 @@ def _stored_speeds(folder: Path, name: str) -> tuple[dict[str, tuple[float, floa
     return None
 
 
-def _from_speeds(sweep: Sweep, config: Config, speeds: Mapping[str, tuple[float, float]]) -> float:
+def _from_speeds(sweep: Sweep, config: SweepConfig, speeds: Mapping[str, tuple[float, float]]) -> float:
     first, token = speeds.get(config.id, speeds["plain"])
     batch = config.batch or 1
     share = 1 / batch if config.id in speeds else _share(batch)
@@ -202,7 +202,7 @@ def _calibrated(
     return weights / rate + layers_s, drafters
 
 
-def _from_passes(sweep: Sweep, config: Config, token_s: float, draft_s: Mapping[str, float]) -> float:
+def _from_passes(sweep: Sweep, config: SweepConfig, token_s: float, draft_s: Mapping[str, float]) -> float:
     passes, drafted = _drafted(config)
     verify_s = PassCosts({1: token_s}).target_pass_s(1 + drafted)
     step_s = verify_s + passes * draft_s.get(config.drafter, 0.0)
@@ -214,7 +214,7 @@ def _from_passes(sweep: Sweep, config: Config, token_s: float, draft_s: Mapping[
     )
 
 
-def _drafted(config: Config) -> tuple[int, int]:
+def _drafted(config: SweepConfig) -> tuple[int, int]:
     """In a step, passes of the drafter and tokens that are verified behind the context; about, where a rule decides."""
     if config.drafter == "none":
         return 0, 0

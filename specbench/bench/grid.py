@@ -48,7 +48,7 @@ another one for each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class SweepConfig:
     """One way of decoding that a sweep compares.
 
     Attributes:
@@ -329,7 +329,7 @@ def build_configs(
     *,
     base: Recipe | None = None,
     dtypes: Mapping[str, str] | None = None,
-) -> list[Config]:
+) -> list[SweepConfig]:
     """The grid: plain decoding at every temperature and batch, and drafters × rules × draft lengths beside it.
 
     A rule that reads distributions is left out with drafters that have none.
@@ -354,7 +354,7 @@ def build_configs(
     return grid if base is None else [replace(each, recipe=_recipe(each, base, drafting)) for each in grid]
 
 
-def _recipe(config: Config, base: Recipe, drafters: Mapping[str, DrafterSpec]) -> Recipe | None:
+def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpec]) -> Recipe | None:
     """The recipe of a configuration for specbench's own loop."""
     if config.kind not in ("plain", "speculative"):
         return None
@@ -377,7 +377,7 @@ def _configs_at(
     fingerprints: Mapping[str, str],
     fitted: Callable[[RuleSpec, str, float], RuleSpec],
     dtypes: Mapping[str, str],
-) -> Iterator[Config]:
+) -> Iterator[SweepConfig]:
     """The configurations of one temperature and load, plain decoding first."""
     grid: list[tuple[Kind, str, str, str, int | None, str]] = [
         ("plain", "plain", "plain", "none", None, "none")
@@ -411,7 +411,7 @@ def _configs_at(
     end, label_end = _ends(temperature, load)
     batch, arrivals = load or (None, None)
     for kind, identifier, label, drafter, gamma, policy in grid:
-        yield Config(
+        yield SweepConfig(
             id=identifier + end,
             label=label + label_end,
             kind=kind,
@@ -441,7 +441,7 @@ def _ends(temperature: float, load: tuple[int, Arrivals] | None) -> tuple[str, s
     return end, label_end
 
 
-def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[Config]:
+def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[SweepConfig]:
     """Every server at every temperature and batch; the first is the baseline of the others.
 
     Args:
@@ -449,7 +449,7 @@ def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[Co
         names: Of the servers.
     """
     return [
-        Config(
+        SweepConfig(
             id=name + end,
             label=name + label_end,
             kind="server",
@@ -546,7 +546,7 @@ class Cell:
         return self.config, self.prompt, self.turn, self.repeat, self.warmup
 
 
-def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Config]) -> Iterator[Cell]:
+def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[SweepConfig]) -> Iterator[Cell]:
     """Everything there is to measure, in order; the same arguments give the same plan.
 
     First the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations back to back in a
@@ -556,7 +556,12 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Con
     """
 
     def block(
-        name: str, turn: int, repeat: int, warmup: bool, mine: Sequence[Config], group: Group | None = None
+        name: str,
+        turn: int,
+        repeat: int,
+        warmup: bool,
+        mine: Sequence[SweepConfig],
+        group: Group | None = None,
     ) -> Iterator[Cell]:
         reverse = bool(options.servers) and repeat % 2 == 1
         begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
@@ -601,7 +606,7 @@ class Sweep:
 
     options: SweepOptions
     prompts: tuple[Prompt, ...]
-    configs: tuple[Config, ...]
+    configs: tuple[SweepConfig, ...]
 
     def plan(self) -> list[Cell]:
         """See ``plan``."""

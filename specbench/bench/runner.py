@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-from specbench.bench.engines.engine import Engine, Outcome
-from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Sweep
+from specbench.bench.engines.engine import BenchEngine, Outcome
+from specbench.bench.grid import WARMUP_TOKENS, Cell, Sweep, SweepConfig
 from specbench.bench.grid import Group as PromptGroup
 from specbench.bench.manifest import now
 from specbench.bench.passes import ABREAST, PassTimes, SharedTimes, cost_widths, shared_widths
@@ -25,7 +25,7 @@ from specbench.errors import RunError, UsageError
 from specbench.options import DecodingOptions
 from specbench.record import Json, rounded
 from specbench.results.advice import during, review
-from specbench.results.lines import Generation, Group, Line, Measurement, Request, StepLists
+from specbench.results.lines import Generation, Group, Line, Measurement, RequestLine, StepLists
 from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
@@ -61,7 +61,7 @@ class CellStarted:
     """A generation begins."""
 
     cell: Cell
-    config: Config
+    config: SweepConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class CellDone:
     """
 
     cell: Cell
-    config: Config
+    config: SweepConfig
     measurement: Measurement
     seconds: float
     done: int
@@ -149,7 +149,7 @@ class TimeLeft:
 def run_sweep(
     sweep: Sweep,
     store: RunStore,
-    engine: Engine[Encoded],
+    engine: BenchEngine[Encoded],
     *,
     clock: Clock | None = None,
     on_event: Callable[[Event], None] | None = None,
@@ -234,7 +234,11 @@ class CellRunner(Generic[Encoded]):
     """
 
     def __init__(
-        self, sweep: Sweep, store: RunStore, engine: Engine[Encoded], snapshot: Callable[[], LoadSnapshot]
+        self,
+        sweep: Sweep,
+        store: RunStore,
+        engine: BenchEngine[Encoded],
+        snapshot: Callable[[], LoadSnapshot],
     ) -> None:
         self.configs = {config.id: config for config in sweep.configs}
         self._prompts = {prompt.id: prompt for prompt in sweep.prompts}
@@ -297,7 +301,7 @@ class CellRunner(Generic[Encoded]):
         )
         return Measurement(line, result)
 
-    def _generated(self, cell: Cell, config: Config, decoding: DecodingOptions) -> Generation:
+    def _generated(self, cell: Cell, config: SweepConfig, decoding: DecodingOptions) -> Generation:
         """Decode a turn of a prompt."""
         answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
         history = [answers.get(turn) for turn in range(cell.turn)]
@@ -314,7 +318,9 @@ class CellRunner(Generic[Encoded]):
             answers[cell.turn] = outcome.token_ids
         return Generation(**_measured(outcome), peak_memory_bytes=outcome.peak_memory_bytes)
 
-    def _served(self, cell: Cell, config: Config, group: PromptGroup, decoding: DecodingOptions) -> Group:
+    def _served(
+        self, cell: Cell, config: SweepConfig, group: PromptGroup, decoding: DecodingOptions
+    ) -> Group:
         """Decode the prompts of a group side by side."""
         load = config.load
         assert load is not None
@@ -342,7 +348,7 @@ class CellRunner(Generic[Encoded]):
             peak_memory_bytes=served.peak_memory_bytes,
             speculation=served.speculation,
             requests=[
-                Request(
+                RequestLine(
                     **_measured(each.outcome),
                     prompt=name,
                     category=self._prompts[name].category,
@@ -434,7 +440,7 @@ def _message(error: Exception) -> str:
 def finish_run(
     sweep: Sweep,
     store: RunStore,
-    engine: Engine[Encoded],
+    engine: BenchEngine[Encoded],
     *,
     in_time: Callable[[], bool] = lambda: True,
 ) -> tuple[RunWarning, ...]:
@@ -448,7 +454,7 @@ def finish_run(
 def find_differences(
     sweep: Sweep,
     measurements: Iterable[Measurement],
-    engine: Engine[Encoded],
+    engine: BenchEngine[Encoded],
     *,
     in_time: Callable[[], bool] = lambda: True,
 ) -> list[Mismatch]:
@@ -509,7 +515,7 @@ def _first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int:
 
 
 def _difference(
-    engine: Engine[Encoded] | None,
+    engine: BenchEngine[Encoded] | None,
     prompt: Prompt,
     history: Sequence[Sequence[int]],
     tokens: Sequence[int],

@@ -23,7 +23,7 @@ from specbench.specs.rules import default_rule
 from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
-    from specbench.export.engine import Engine, Export
+    from specbench.export.engine import Export, ExportEngine
     from specbench.export.setting import Setting
 
 EngineName = Literal["transformers", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "mlx-lm", "openvino"]
@@ -81,7 +81,7 @@ def export(
 
 
 def _exported(
-    engine: Engine, source: Path, wanted: str | None, gamma: int | None
+    engine: ExportEngine, source: Path, wanted: str | None, gamma: int | None
 ) -> tuple[Setting, Export, str]:
     """The setting that is meant, its export, and what it is from."""
     from specbench.config import PROVISIONAL, read_config

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from specbench.bench.grid import Config, Sweep
+from specbench.bench.grid import Sweep, SweepConfig
 from specbench.bench.runner import Begun, CellDone, CellStarted, CostsDone, Event
 from specbench.show.answer import answer_parts
 from specbench.show.document import show
@@ -163,7 +163,7 @@ class SweepDisplay:
 class _Speeds:
     """Geometric means of speeds and of ratios to plain decoding, as they come in."""
 
-    def __init__(self, configs: Sequence[Config]) -> None:
+    def __init__(self, configs: Sequence[SweepConfig]) -> None:
         self._configs = {config.id: config for config in configs}
         self._speeds: dict[tuple[str, str, int, int], float] = {}
         self._sums: dict[str, list[float]] = {}  # logs of speeds, runs, logs of ratios, pairs
@@ -192,7 +192,7 @@ class _Speeds:
             self._sums[config][2] += math.log(speed / self._speeds[plain])
             self._sums[config][3] += 1
 
-    def rows(self) -> list[tuple[Config, float, float | None, int]]:
+    def rows(self) -> list[tuple[SweepConfig, float, float | None, int]]:
         """Configuration, tokens/s, ratio to plain decoding (1 for itself, ``None`` before a pair), and runs."""
         found = []
         for config in self._configs.values():

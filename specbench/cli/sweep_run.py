@@ -20,7 +20,7 @@ from specbench.textsafe import terminal_safe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.bench.engines.engine import Engine
+    from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.estimate import TimeNeed
     from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt
@@ -185,7 +185,7 @@ class RunJob:
     advice: str
     """What to do about a run in the folder that was made otherwise."""
 
-    def __init__(self, sweep: Sweep, engine: Engine[Any], folder: Path, quiet: bool) -> None:
+    def __init__(self, sweep: Sweep, engine: BenchEngine[Any], folder: Path, quiet: bool) -> None:
         from rich.console import Console
 
         self.sweep, self.engine, self.folder, self.quiet = sweep, engine, folder, quiet

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from specbench.recipe import Recipe
     from specbench.results.results import Results
     from specbench.results.store import RunStore
-    from specbench.tune.answer import Answer
+    from specbench.tune.answer import TuneAnswer
     from specbench.tune.loading import Loaded
     from specbench.tune.race import Race
     from specbench.tune.search import Found
@@ -344,7 +344,7 @@ class _Job(RunJob):
             f" {self.folder} --resume --overwrite."
         )
 
-    def answer(self, found: Found, store: RunStore) -> Answer:
+    def answer(self, found: Found, store: RunStore) -> TuneAnswer:
         """What the search came to, which is stored for everything that shows the run."""
         from msgspec.structs import replace
 
@@ -375,7 +375,7 @@ class _Job(RunJob):
 
     def tell(
         self,
-        answer: Answer,
+        answer: TuneAnswer,
         found: Found,
         out: Path,
         cache: str | None,
@@ -426,7 +426,7 @@ class _Job(RunJob):
         (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
         return f"\nDecode like that:\n    {answer.command}\n" if answer.command else ""
 
-    def _write_configuration(self, answer: Answer, out: Path, cache: str | None) -> bool:
+    def _write_configuration(self, answer: TuneAnswer, out: Path, cache: str | None) -> bool:
         """The configuration, if one can say the answer; what it cannot say is told."""
         from specbench.config import config_of, write_config
         from specbench.files import reason

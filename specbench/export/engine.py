@@ -43,7 +43,7 @@ class Export:
     check: str
 
 
-class Engine(Protocol):
+class ExportEngine(Protocol):
     """One way to deploy.
 
     Attributes:
@@ -69,7 +69,7 @@ class Engine(Protocol):
         ...
 
 
-def kinds(engine: Engine) -> str:
+def kinds(engine: ExportEngine) -> str:
     """The drafters that it has, in words."""
     names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
     have = (KINDS[kind] for kind, there in HEADS[engine.name].items() if isinstance(there, Has))
@@ -78,7 +78,7 @@ def kinds(engine: Engine) -> str:
     return ", ".join([*found, f"heads ({heads})"] if heads else found)
 
 
-def head_of(engine: Engine, setting: Setting) -> Has | None:
+def head_of(engine: ExportEngine, setting: Setting) -> Has | None:
     """The trained head in a setting as an engine has it; ``None`` without one.
 
     Raises:
@@ -105,7 +105,7 @@ def head_of(engine: Engine, setting: Setting) -> Has | None:
 _SERVE = " `specbench serve` serves it."
 
 
-def refuse(engine: Engine, setting: Setting) -> UsageError:
+def refuse(engine: ExportEngine, setting: Setting) -> UsageError:
     """The error for a drafter that an engine does not have."""
     head = "" if setting.head is None else ", with a trained head"
     what = f"{engine.title} cannot express the drafter {setting.drafter}{head}; it has {kinds(engine)}."
@@ -120,7 +120,9 @@ def _refusal(what: str, advice: str) -> UsageError:
     )
 
 
-def without_counterpart(engine: Engine, setting: Setting, verifications: Sequence[str] = ()) -> Iterator[str]:
+def without_counterpart(
+    engine: ExportEngine, setting: Setting, verifications: Sequence[str] = ()
+) -> Iterator[str]:
     """What an engine lacks of rule, drafter and dtypes, whatever it is.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from specbench._version import __version__
 from specbench.errors import UsageError
-from specbench.export.engine import Engine, Export, head_of, kinds, refuse
+from specbench.export.engine import Export, ExportEngine, head_of, kinds, refuse
 from specbench.export.llama_cpp import LlamaCpp
 from specbench.export.mlx_lm import MlxLm
 from specbench.export.openvino import OpenVino
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     pass
 
-ENGINES: Mapping[str, Engine] = {
+ENGINES: Mapping[str, ExportEngine] = {
     engine.name: engine
     for engine in (Transformers(), VLLM(), SGLang(), LlamaCpp(), TensorRTLLM(), MlxLm(), OpenVino())
 }
 """In the order in which listings have them."""
 
 
-def export_setting(engine: Engine, setting: Setting) -> Export:
+def export_setting(engine: ExportEngine, setting: Setting) -> Export:
     """A setting in an engine's words.
 
     Raises:
@@ -47,7 +47,7 @@ def export_setting(engine: Engine, setting: Setting) -> Export:
     return replace(made, needs=[*made.needs, there.needs]) if there is not None and there.needs else made
 
 
-def expresses(engine: Engine, drafter: DrafterSpec, story: HeadStory | None = None) -> bool:
+def expresses(engine: ExportEngine, drafter: DrafterSpec, story: HeadStory | None = None) -> bool:
     """Whether an engine has a drafter.
 
     Args:
@@ -63,7 +63,9 @@ def expresses(engine: Engine, drafter: DrafterSpec, story: HeadStory | None = No
     return True
 
 
-def export_fastest(engine: Engine, settings: Sequence[Setting], results: Results) -> tuple[Setting, Export]:
+def export_fastest(
+    engine: ExportEngine, settings: Sequence[Setting], results: Results
+) -> tuple[Setting, Export]:
     """The fastest setting that an engine has, with the fastest of all beside it, and its export.
 
     In place of the fastest of all, a setting whose rule the engine lacks is exported only where no fixed γ was measured
@@ -95,7 +97,7 @@ def export_fastest(engine: Engine, settings: Sequence[Setting], results: Results
     raise UsageError(what, "Measure a setting with one of these, or export to another engine.")
 
 
-def as_file(engine: Engine, setting: Setting, export: Export, source: str) -> str:
+def as_file(engine: ExportEngine, setting: Setting, export: Export, source: str) -> str:
     """What to run, with all that is to be known as comments before and behind it."""
     head = [
         f"Made for {engine.title} {engine.version} by specbench {__version__}, from {source}.",
@@ -137,7 +139,7 @@ def _comments(notes: list[str]) -> str:
     return "".join(f"{wrapped.fill(one_line(note))}\n" for note in notes)
 
 
-def as_json(engine: Engine, setting: Setting, export: Export, source: str) -> Json:
+def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str) -> Json:
     """The same as data; an interval is ``None`` where there is none."""
     measured = setting.measured
     return {

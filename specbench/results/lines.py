@@ -253,7 +253,7 @@ class Generation(Measured):
         return ratio(rest, self.decode_s) if rest > 0 else math.nan
 
 
-class Request(Measured):
+class RequestLine(Measured):
     """One of several outputs that were decoded side by side."""
 
     prompt: Annotated[str, doc("which it was")]
@@ -274,7 +274,7 @@ class Pool(Record):
 class Group(Record):
     """Outputs that were decoded side by side. If one of its requests fails, all of it has failed."""
 
-    requests: Annotated[list[Request], doc("in the order in which they came")]
+    requests: Annotated[list[RequestLine], doc("in the order in which they came")]
     clients: Annotated[Count | None, doc("of a closed loop; `null` where requests came by the clock")]
     seconds: Annotated[
         Seconds, doc("from when the first request could be sent to the end of the last of `requests`")
@@ -322,7 +322,7 @@ class Measurement:
         """Decode tokens/s, of a group its throughput; NaN without any."""
         return math.nan if self.result is None else self.result.speed
 
-    def outputs(self) -> Iterator[tuple[str, Generation | Request]]:
+    def outputs(self) -> Iterator[tuple[str, Generation | RequestLine]]:
         """The outputs of the line, with the prompt of each; none if it failed."""
         if isinstance(self.result, Generation):
             yield self.line.prompt, self.result

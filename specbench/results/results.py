@@ -25,7 +25,7 @@ from specbench.results.lines import (
     Line,
     Measured,
     Measurement,
-    Request,
+    RequestLine,
     ServerAnswer,
     Speculation,
     StepLists,
@@ -58,7 +58,7 @@ _LINE = _columns(Line, "schema", "warmup", "warnings")
 _CONFIG = _columns(RunConfig, "id")
 _MEASURED = {
     **_columns(Generation, "token_ids", "steps", "server"),
-    **_columns(Request, *Measured.__struct_fields__, "prompt", "category"),
+    **_columns(RequestLine, *Measured.__struct_fields__, "prompt", "category"),
 }
 _ANSWER = _columns(ServerAnswer)
 _FIGURES = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
@@ -213,7 +213,7 @@ class _Tables:
                 self._add(self.answers, {"generation": len(self.generations["config"]), **told})
             cells = of_all | _output_cells(output) | _step_cells(output, told)
             cells["prompt"] = intern(prompt)
-            if isinstance(output, Request) and isinstance(result, Group):
+            if isinstance(output, RequestLine) and isinstance(result, Group):
                 peak = result.peak_memory_bytes
                 cells["category"] = output.category
                 cells["peak_memory_bytes"] = _NAN if peak is None else peak
@@ -225,7 +225,7 @@ class _Tables:
             values.append(cells[name])
 
 
-def _output_cells(output: Generation | Request | None) -> dict[str, Any]:
+def _output_cells(output: Generation | RequestLine | None) -> dict[str, Any]:
     """What was measured of an output; nothing of one that failed."""
     return {
         **_cells(output, _MEASURED),
@@ -247,7 +247,7 @@ def step_columns(steps: StepLists) -> dict[str, Any]:
     return cells
 
 
-def _step_cells(output: Generation | Request, told: Mapping[str, Any]) -> dict[str, float]:
+def _step_cells(output: Generation | RequestLine, told: Mapping[str, Any]) -> dict[str, float]:
     """Figures of the steps of an output; docs/metrics.md defines them.
 
     Args:
@@ -272,7 +272,7 @@ def _step_cells(output: Generation | Request, told: Mapping[str, Any]) -> dict[s
     }
 
 
-def _answer_cells(output: Generation | Request, server: ServerAnswer) -> dict[str, Any]:
+def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> dict[str, Any]:
     """What a server reported, and what follows from that; docs/metrics.md defines it.
 
     After the first token every step emits what it keeps and one token more, so that tokens and kept drafts give the

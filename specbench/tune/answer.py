@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench.bench.grid import Config as GridConfig
+from specbench.bench.grid import SweepConfig
 from specbench.errors import UsageError
 from specbench.export.engines import ENGINES, export_fastest
 from specbench.export.setting import Measured, Setting, settings_of_run
@@ -50,7 +50,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TuneAnswer:
     """Which way to decode.
 
     Attributes:
@@ -65,7 +65,7 @@ class Answer:
 
     headline: str
     details: tuple[str, ...]
-    winner: GridConfig
+    winner: SweepConfig
     provisional: bool
     speedup: Estimate
     categories: Mapping[str, Estimate]
@@ -75,7 +75,7 @@ class Answer:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def find_answer(found: Found, configs: Sequence[GridConfig], results: Results) -> Answer:
+def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) -> TuneAnswer:
     """The answer of a search.
 
     Args:
@@ -117,7 +117,7 @@ def find_answer(found: Found, configs: Sequence[GridConfig], results: Results) -
             f"{what} over plain decoding: the best so far, a provisional setting. It is not sure yet that it is faster"
             " than plain decoding."
         )
-    return Answer(
+    return TuneAnswer(
         headline,
         tuple(_details(found, by_id, disturbed)),
         by_id[race.plain] if verdict in ("equal", "plain") else by_id[leader],
@@ -128,7 +128,7 @@ def find_answer(found: Found, configs: Sequence[GridConfig], results: Results) -
     )
 
 
-def _predicted(found: Found, configs: Sequence[GridConfig], disturbed: str) -> Answer:
+def _predicted(found: Found, configs: Sequence[SweepConfig], disturbed: str) -> TuneAnswer:
     """The answer where the time was up before all had decoded one prompt."""
     race, by_id = found.race, {config.id: config for config in configs}
     best = next(iter(race.names[1:]), race.plain)
@@ -145,7 +145,9 @@ def _predicted(found: Found, configs: Sequence[GridConfig], disturbed: str) -> A
         )
     details = [f"{_sentence(disturbed)} A quiet machine takes less time."] if disturbed else []
     details.append("More time compares them: --resume --overwrite --minutes N.")
-    return Answer(headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tuple(_tried(found, configs)))
+    return TuneAnswer(
+        headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tuple(_tried(found, configs))
+    )
 
 
 def _sentence(text: str) -> str:
@@ -169,7 +171,7 @@ def _near(race: Race) -> list[str]:
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
-def _details(found: Found, by_id: Mapping[str, GridConfig], disturbed: str) -> Iterator[str]:
+def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> Iterator[str]:
     race = found.race
     near = [
         f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader), ' ×')})"
@@ -232,7 +234,7 @@ def _time_wanted(found: Found) -> str:
     return f"About {counted(minutes, 'minute')} more would tell: --resume --overwrite --minutes {minutes}."
 
 
-def _described(config: GridConfig) -> str:
+def _described(config: SweepConfig) -> str:
     if config.kind == "plain":
         return "plain decoding"
     rule = f"γ = {config.gamma}" if config.gamma is not None else config.policy
@@ -254,7 +256,7 @@ def _extremes(categories: Mapping[str, Estimate]) -> str:
     return f"; from {low} to {high}"
 
 
-def _tried(found: Found, configs: Sequence[GridConfig]) -> Iterator[Tried]:
+def _tried(found: Found, configs: Sequence[SweepConfig]) -> Iterator[Tried]:
     race, by_id = found.race, {config.id: config for config in configs}
     failed = [name for name in race.names if not race.measured(name)]
     for name in (*(race.ranking if race.blocks else ()), *failed):
@@ -300,7 +302,7 @@ _HEADINGS = ("raced", "blocks", "× plain", "at most × the first")
 _BOUNDS = "At most: bounds that hold for all rows together, so they reach beyond single intervals."
 
 
-def _rows(answer: Answer) -> list[list[str]]:
+def _rows(answer: TuneAnswer) -> list[list[str]]:
     """What was raced, a row each."""
     raced = [each for each in answer.tried if each.blocks is not None]
     return [[each.label, str(each.blocks), _over_plain(each), each.outcome] for each in raced]
@@ -312,7 +314,7 @@ def _over_plain(tried: Tried) -> str:
     return stats.ratio_text(tried.speedup, "")
 
 
-def _not_raced(answer: Answer) -> Iterator[str]:
+def _not_raced(answer: TuneAnswer) -> Iterator[str]:
     """What was not, a sentence for each reason."""
     reasons: dict[str, list[str]] = {}
     for each in answer.tried:
@@ -323,12 +325,12 @@ def _not_raced(answer: Answer) -> Iterator[str]:
         yield f"Not raced: {first}{more} ({reason.rstrip('.')})."
 
 
-def _by_category(answer: Answer) -> Iterator[str]:
+def _by_category(answer: TuneAnswer) -> Iterator[str]:
     for name, ratio in sorted(answer.categories.items(), key=lambda each: -each[1].value):
         yield f"{name}: {stats.ratio_text(ratio, ' ×')}, {counted(ratio.prompts, 'prompt')}"
 
 
-def _parts(answer: Answer) -> list[Part]:
+def _parts(answer: TuneAnswer) -> list[Part]:
     """The answer, its categories and the table of what was raced."""
     raced = Sheet(list(_HEADINGS), _rows(answer), left=frozenset(range(len(_HEADINGS))))
     return [
@@ -340,17 +342,17 @@ def _parts(answer: Answer) -> list[Part]:
     ]
 
 
-def as_text(answer: Answer) -> str:
+def as_text(answer: TuneAnswer) -> str:
     """The answer as lines of text, its table in 80 columns."""
     return to_text(*_parts(answer))
 
 
-def as_markdown(answer: Answer) -> str:
+def as_markdown(answer: TuneAnswer) -> str:
     """The same as Markdown."""
     return to_markdown(*_parts(answer))
 
 
-def stored(answer: Answer, found: Found) -> TuningAnswer:
+def stored(answer: TuneAnswer, found: Found) -> TuningAnswer:
     """The answer as ``run.json`` keeps it, for everything that shows the run."""
     race = found.race
     measured = [name for name in race.names if name != race.plain and race.measured(name)]
@@ -374,7 +376,7 @@ def stored(answer: Answer, found: Found) -> TuningAnswer:
     )
 
 
-def as_json(answer: Answer, found: Found) -> Json:
+def as_json(answer: TuneAnswer, found: Found) -> Json:
     """The same as data; ``None`` where there is no figure."""
     return {
         "headline": answer.headline,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from specbench.bench.grid import Config
+from specbench.bench.grid import SweepConfig
 from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
 from specbench.results.lines import StepLists
 from specbench.specs.drafters import (
@@ -93,7 +93,7 @@ def is_tried(rule: RuleSpec, drafter: DrafterSpec) -> bool:
     return drafter.has_logits or rule != parse_rule(_TOGETHER)
 
 
-def probes_of(configs: Sequence[Config]) -> list[Config]:
+def probes_of(configs: Sequence[SweepConfig]) -> list[SweepConfig]:
     """Those of the configurations that are tried for a few tokens: of each drafter the longest chain, and a tree."""
     return [
         config
@@ -161,7 +161,9 @@ def _speedup(tokens: float, passes: float, c: float, drafts: Sequence[int], cost
     return predicted_speedup(tokens, passes, c, sum(costs.v(drafted + 1) for drafted in drafts))
 
 
-def predict(configs: Sequence[Config], probes: Mapping[str, Probe], costs: PassCosts) -> dict[str, float]:
+def predict(
+    configs: Sequence[SweepConfig], probes: Mapping[str, Probe], costs: PassCosts
+) -> dict[str, float]:
     """Predicted speedups over plain decoding, by id; configurations whose drafter was not tried are left out.
 
     ``auto`` is taken for the best length, and ``auto-tree`` for the better of that and the tree that was tried.
@@ -219,7 +221,7 @@ class Chosen:
 
 
 def choose(
-    configs: Sequence[Config],
+    configs: Sequence[SweepConfig],
     predicted: Mapping[str, float],
     *,
     plain_s: float,

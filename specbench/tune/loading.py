@@ -35,7 +35,7 @@ from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
 
 if TYPE_CHECKING:
-    from specbench.bench.grid import Config, Sweep, SweepOptions
+    from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
     from specbench.options import CacheKind, ModelOptions
     from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
@@ -134,7 +134,7 @@ def _packaged(target: ModelSpec) -> list[DrafterSpec]:
     ]
 
 
-def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[Config]:
+def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
     """The grid of everything that is loaded; a static tree of it only where one is calibrated."""
 
     def fitted(rule: RuleSpec, drafter: str, temperature: float) -> RuleSpec:
@@ -146,7 +146,7 @@ def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> 
     return [each for each in grid if each.kind == "plain" or is_tried(each.rule, engine.specs[each.drafter])]
 
 
-def exportable(configs: Iterable[Config], engine: ModelEngine) -> list[set[str]]:
+def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[str]]:
     """For each engine that settings are exported to the ids of those configurations whose drafters it has."""
     groups = []
     for other in ENGINES.values():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from specbench.bench.grid import Cell, Config, Sweep
+from specbench.bench.grid import Cell, Sweep, SweepConfig
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
@@ -30,7 +30,7 @@ from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
 from specbench.tune.race import Block, Ending, Race, Timing, run_race, slowness
 
 if TYPE_CHECKING:
-    from specbench.bench.engines.engine import Engine
+    from specbench.bench.engines.engine import BenchEngine
     from specbench.decoding.clocks import Clock
     from specbench.progress import Progress
     from specbench.results.run import RunWarning
@@ -108,7 +108,7 @@ class Search:
         self,
         sweep: Sweep,
         store: RunStore,
-        engine: Engine[Sequence[int]],
+        engine: BenchEngine[Sequence[int]],
         *,
         clock: Clock,
         seconds: float,
@@ -239,7 +239,7 @@ class Search:
             raise self._too_late()
         return {name: Probe.of(each) for name, each in steps.items() if each}, failed
 
-    def _try(self, config: Config, prompt: int) -> Cell:
+    def _try(self, config: SweepConfig, prompt: int) -> Cell:
         name = self._sweep.prompts[prompt].id
         return Cell(config.id, name, 0, 0, 0, warmup=True, seed=self._sampling_seed(name, "try"))
 

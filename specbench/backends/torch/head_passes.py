@@ -168,7 +168,7 @@ class NativeHeadPass(HeadPass):
         self._empty = torch.empty(1, config.num_key_value_heads, 0, config.head_dim)
 
     def __call__(self, readings: Sequence[Reading]) -> list[HeadRows]:
-        requests: list[native.Request] = []
+        requests: list[native.NativeRequest] = []
         for each in readings:
             past, tokens = each.caches[0].used, len(each.embedded)
             held = Held.of([*each.caches], range(len(each.caches)), tokens, NATIVE_ENTRIES, self._empty)
@@ -178,7 +178,7 @@ class NativeHeadPass(HeadPass):
                         cache.keep(request.past)
                 return super().__call__(readings)
             mask = None if each.mask is None else each.mask[0, 0]
-            requests.append(native.Request(tokens, past, mask, entries=native.Entries(held.entries)))
+            requests.append(native.NativeRequest(tokens, past, mask, entries=native.Entries(held.entries)))
         entries = requests[0].entries
         assert entries is not None
         x = torch.cat([each.features for each in readings]).float()  # not those that others hold

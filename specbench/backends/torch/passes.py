@@ -24,7 +24,7 @@ from specbench.backends.torch.kernels.llama_layers import (
     short_layers,
     spread_rotation,
 )
-from specbench.backends.torch.kernels.native import Entries, Request, Stack
+from specbench.backends.torch.kernels.native import Entries, NativeRequest, Stack
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import Joined, KVPool
 from specbench.decoding.protocols import Rows
@@ -317,7 +317,7 @@ class NativePass(ShortPass):
         for first in range(0, tokens, _AT_ONCE):
             part = slice(first, min(first + _AT_ONCE, tokens))
             mask = None if attention_mask is None else attention_mask[0, 0, part]
-            request = Request(part.stop - first, past + first, mask)
+            request = NativeRequest(part.stop - first, past + first, mask)
             wanted = range(max(0, tokens - rows - first), part.stop - first)
             own_rows = (x, cosines, sines) if tokens <= _AT_ONCE else (x[part], cosines[part], sines[part])
             parts.append(stack(*own_rows, entries, [request], wanted, layers))

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from specbench.backends.torch.blocks import Blocks, Mark, PoolUse, Reach, Store, Table, reach_of
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, Ragged, Span
-from specbench.backends.torch.kernels.native import Request, attends
+from specbench.backends.torch.kernels.native import NativeRequest, attends
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ class Joined:
 
     def lengthened(
         self, layers: Sequence[int], dtypes: Sequence[torch.dtype], empty: torch.Tensor
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Request]] | None:
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[NativeRequest]] | None:
         """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.Held``.
 
         Args:
@@ -468,10 +468,10 @@ class Joined:
         return Span(rows, len(group), torch.from_numpy(mask).to(self._device), spread), reach
 
 
-def _request(part: Part) -> Request:
+def _request(part: Part) -> NativeRequest:
     """Its rows, as native passes and native attention know them."""
     seen = None if part.seen is None else torch.from_numpy(part.seen)
-    return Request(len(part.positions), part.slot.length, seen, part.slot.places(0, part.end).int())
+    return NativeRequest(len(part.positions), part.slot.length, seen, part.slot.places(0, part.end).int())
 
 
 def _first_seen(part: Part, window: int | None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from specbench.bench.grid import Config
+from specbench.bench.grid import SweepConfig
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.serving import Encoded, Load
 from specbench.decoding.records import Step
@@ -95,7 +95,7 @@ class GroupOutcome:
     speculation: Speculation | None = None
 
 
-class Engine(Protocol[Encoded]):
+class BenchEngine(Protocol[Encoded]):
     """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
@@ -116,11 +116,13 @@ class Engine(Protocol[Encoded]):
         """
         ...
 
-    def generate(self, config: Config, prompt: Encoded, decoding: DecodingOptions, *, seed: int) -> Outcome:
+    def generate(
+        self, config: SweepConfig, prompt: Encoded, decoding: DecodingOptions, *, seed: int
+    ) -> Outcome:
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def serve(self, config: Config, load: Load[Encoded], decoding: DecodingOptions) -> GroupOutcome:
+    def serve(self, config: SweepConfig, load: Load[Encoded], decoding: DecodingOptions) -> GroupOutcome:
         """Decode requests side by side, in the batch of the configuration; any exception means that all failed."""
         ...
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.watch import finish_reason, watch_generate
-from specbench.bench.grid import LOOKUP_TOKENS, Config, SweepOptions
+from specbench.bench.grid import LOOKUP_TOKENS, SweepConfig, SweepOptions
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
 from specbench.bench.serving import Answered, Asked, Load, SkippingClock, serve
 from specbench.decoding.records import Step
@@ -149,7 +149,7 @@ class ModelEngine:
             return encode_messages(tokenizer, messages)
 
     def generate(
-        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
@@ -165,7 +165,9 @@ class ModelEngine:
             outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
         return outcome
 
-    def serve(self, config: Config, load: Load[Sequence[int]], decoding: DecodingOptions) -> GroupOutcome:
+    def serve(
+        self, config: SweepConfig, load: Load[Sequence[int]], decoding: DecodingOptions
+    ) -> GroupOutcome:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
         from specbench.generate_many import GenerationRuns
@@ -245,7 +247,7 @@ class ModelEngine:
         return drafter
 
     def _run(
-        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, seed: int
+        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> GenerationRun:
         from specbench.decoding.sampling import Sampling
         from specbench.generate import GenerationRun
@@ -260,7 +262,9 @@ class ModelEngine:
             decoding=decoding,
         )
 
-    def _decode(self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, seed: int) -> Outcome:
+    def _decode(
+        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
+    ) -> Outcome:
         from specbench.decoding.metrics import time_split
 
         run = self._run(config, prompt, decoding, seed)
@@ -279,7 +283,7 @@ class ModelEngine:
             steps=_with_costs(generation.steps, generation.costs),
         )
 
-    def _policy(self, config: Config) -> DraftPolicy:
+    def _policy(self, config: SweepConfig) -> DraftPolicy:
         """The draft-length rule of a configuration: the one it had last time if its state is to be kept."""
         from specbench.lengths import build_policy, parse_costs
 
@@ -294,7 +298,7 @@ class ModelEngine:
         return policy
 
     def _decode_with_transformers(
-        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, seed: int
+        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> Outcome:
         """``generate`` with the settings, end tokens and seed that specbench's own loop gets, and no others."""
         import torch

@@ -63,7 +63,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineAnswer:
     """A whole answer.
 
     Attributes:
@@ -138,7 +138,7 @@ class Count:
     problem: str | None = None
 
 
-def count_tokens(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) -> Count:
+def count_tokens(answer: EngineAnswer, tokenizer: PreTrainedTokenizerBase | None) -> Count:
     """Count the tokens of an answer by the best witness there is, and hold the others against it.
 
     Args:
@@ -281,7 +281,7 @@ class ServerClient:
 
     async def ask(
         self, model: str, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]
-    ) -> Answer:
+    ) -> EngineAnswer:
         """One answer, as a stream. Cancelling it closes the connection, which tells the server to stop.
 
         Args:
@@ -338,7 +338,7 @@ class ServerClient:
             return None
         return speculation_counters(response.text) if response.status_code == 200 else None
 
-    async def _read(self, response: httpx2.Response, began: float) -> Answer:
+    async def _read(self, response: httpx2.Response, began: float) -> EngineAnswer:
         pieces: list[Piece] = []
         facts: Json = {}
         reason, ended_s = None, 0.0
@@ -360,7 +360,7 @@ class ServerClient:
             facts |= _facts(body, choice)
         if reason is None:
             raise ServerError(f"The answer of the server {self.name} broke off before its end.")
-        return Answer(tuple(pieces), reason, ended_s, **facts)
+        return EngineAnswer(tuple(pieces), reason, ended_s, **facts)
 
     def _refused(self, response: httpx2.Response) -> ServerError:
         status, said = response.status_code, self._message(_object(response.text))
@@ -436,7 +436,7 @@ def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
-    """What an event tells of counts, by the names of ``Answer``.
+    """What an event tells of counts, by the names of ``EngineAnswer``.
 
     ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's, under older names and
     newer ones.

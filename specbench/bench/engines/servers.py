@@ -21,14 +21,14 @@ import httpx2
 
 from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.server import (
-    Answer,
+    EngineAnswer,
     ListedModel,
     ServerClient,
     ServerError,
     SpeculationCounters,
     count_tokens,
 )
-from specbench.bench.grid import Config, Salt
+from specbench.bench.grid import Salt, SweepConfig
 from specbench.bench.serving import Asked, Load
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.stories import HeadStory
@@ -128,13 +128,13 @@ class MeasuredServer:
     def dialect(self) -> _Dialect:
         return _DIALECTS.get(self.owner, _UNKNOWN)
 
-    def drafted(self, answer: Answer) -> tuple[int | None, int | None]:
+    def drafted(self, answer: EngineAnswer) -> tuple[int | None, int | None]:
         """Tokens drafted for an answer and kept; ``None`` if it does not say."""
         if answer.drafted is None and self.dialect.tells:
             return 0, 0
         return answer.drafted, answer.accepted
 
-    def speculation(self, answer: Answer, meanwhile: SpeculationCounters | None) -> Speculation:
+    def speculation(self, answer: EngineAnswer, meanwhile: SpeculationCounters | None) -> Speculation:
         """What was drafted for an answer: what it says itself, and where it does not, what was counted meanwhile.
 
         Places are left out where they are not those of the answer: somebody else has been asking.
@@ -261,7 +261,7 @@ class ServerEngine:
             raise self._explained(error, spec, listed) from error
         return MeasuredServer(spec, model, owner, has_counters, tuple(self._notes(spec, answer)))
 
-    def _notes(self, spec: ServerSpec, answer: Answer) -> list[str]:
+    def _notes(self, spec: ServerSpec, answer: EngineAnswer) -> list[str]:
         count = count_tokens(answer, self._tokenizer)
         if count.tokens is None:
             raise UsageError(
@@ -310,11 +310,11 @@ class ServerEngine:
         return "\n\n".join(part for part in (prompt.system, prompt.turns[0]) if part)
 
     def generate(
-        self, config: Config, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
+        self, config: SweepConfig, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         return self._loop.run(self._alone(config, Asked(prompt, seed), decoding))
 
-    def serve(self, config: Config, load: Load[ServerPrompt], decoding: DecodingOptions) -> GroupOutcome:
+    def serve(self, config: SweepConfig, load: Load[ServerPrompt], decoding: DecodingOptions) -> GroupOutcome:
         return self._loop.run(self._side_by_side(config, load, decoding))
 
     def measure_costs(
@@ -356,7 +356,9 @@ class ServerEngine:
 
     # -- asking --------------------------------------------------------------------------------------
 
-    async def _alone(self, config: Config, asked: Asked[ServerPrompt], decoding: DecodingOptions) -> Outcome:
+    async def _alone(
+        self, config: SweepConfig, asked: Asked[ServerPrompt], decoding: DecodingOptions
+    ) -> Outcome:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
         answer, attempts = await self._answer(config, asked, decoding)
@@ -364,12 +366,12 @@ class ServerEngine:
         return self._outcome(answer, attempts, server.speculation(answer, meanwhile))
 
     async def _side_by_side(
-        self, config: Config, load: Load[ServerPrompt], decoding: DecodingOptions
+        self, config: SweepConfig, load: Load[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
 
-        async def answer(asked: Asked[ServerPrompt]) -> tuple[Answer, int]:
+        async def answer(asked: Asked[ServerPrompt]) -> tuple[EngineAnswer, int]:
             return await self._answer(config, asked, decoding)
 
         crowd = _Crowd(load, answer, self._clock, self._pause)
@@ -398,15 +400,15 @@ class ServerEngine:
         )
 
     async def _answer(
-        self, config: Config, asked: Asked[ServerPrompt], decoding: DecodingOptions
-    ) -> tuple[Answer, int]:
+        self, config: SweepConfig, asked: Asked[ServerPrompt], decoding: DecodingOptions
+    ) -> tuple[EngineAnswer, int]:
         server = self._by_name[config.drafter]
         settings = self._settings(server, config.temperature, decoding, asked.seed)
         return await self._ask(server, self._salted(config, asked), settings)
 
     async def _ask(
         self, server: MeasuredServer, prompt: ServerPrompt, settings: Mapping[str, Any]
-    ) -> tuple[Answer, int]:
+    ) -> tuple[EngineAnswer, int]:
         """An answer, and how often the server was asked for it; what broke off in its middle is not asked again."""
         client, attempt = self._clients[server.spec.name], 1
         while True:
@@ -431,7 +433,7 @@ class ServerEngine:
             **({dialect.salt: secrets.token_hex(16)} if dialect.salt else {}),
         }
 
-    def _salted(self, config: Config, asked: Asked[ServerPrompt]) -> ServerPrompt:
+    def _salted(self, config: SweepConfig, asked: Asked[ServerPrompt]) -> ServerPrompt:
         """The prompt, behind a line that is new to the server where its cache has to be defeated so."""
         if self.salt == "none":
             return asked.prompt
@@ -457,7 +459,7 @@ class ServerEngine:
         except RunError as error:
             raise RunError(f"{server.spec.name}: {error.message}") from error
 
-    def _outcome(self, answer: Answer, attempts: int, speculation: Speculation) -> Outcome:
+    def _outcome(self, answer: EngineAnswer, attempts: int, speculation: Speculation) -> Outcome:
         count = count_tokens(answer, self._tokenizer)
         if count.tokens is None:
             raise RunError(count.problem or "Nothing tells how many tokens the answer has.")
@@ -487,7 +489,7 @@ class ServerEngine:
             ),
         )
 
-    def _first_tokens(self, answer: Answer, tokens: int) -> int:
+    def _first_tokens(self, answer: EngineAnswer, tokens: int) -> int:
         """Tokens of the first piece; 1 where nothing tells."""
         first = answer.first
         if first is None or len(answer.pieces) == 1:
@@ -505,7 +507,7 @@ class ServerEngine:
 class _Served:
     """An answer among others, when it was asked for, and how often."""
 
-    answer: Answer
+    answer: EngineAnswer
     attempts: int
     arrived_s: float
 
@@ -523,7 +525,7 @@ class _Crowd:
     """
 
     load: Load[ServerPrompt]
-    ask: Callable[[Asked[ServerPrompt]], Awaitable[tuple[Answer, int]]]
+    ask: Callable[[Asked[ServerPrompt]], Awaitable[tuple[EngineAnswer, int]]]
     clock: Callable[[], float]
     pause: Callable[[float], Awaitable[object]]
     answered: dict[int, _Served] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specbench.backends.torch.kernels.native import Attention, Request
+from specbench.backends.torch.kernels.native import Attention, NativeRequest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -171,7 +171,7 @@ class NativeSpan:
         requests: Whose they are.
     """
 
-    def __init__(self, rows: slice, requests: Sequence[Request]) -> None:
+    def __init__(self, rows: slice, requests: Sequence[NativeRequest]) -> None:
         self._rows, self._attention = rows, Attention(requests)
 
     def attend(

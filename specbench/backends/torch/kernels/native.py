@@ -311,7 +311,7 @@ class Layer(NamedTuple):
         return (self.projections, self.output, self.gates, self.down)
 
 
-class Request(NamedTuple):
+class NativeRequest(NamedTuple):
     """Rows of a pass that attend to what one request holds.
 
     Attributes:
@@ -447,7 +447,7 @@ class Stack:
         cosines: torch.Tensor,
         sines: torch.Tensor,
         entries: Entries,
-        requests: Sequence[Request],
+        requests: Sequence[NativeRequest],
         wanted: Sequence[int],
         layers: Sequence[int] = (),
         embedded: torch.Tensor | None = None,
@@ -516,7 +516,7 @@ class _Told:
         rows: How many they have in all.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[NativeRequest]) -> None:
         self._kept: list[torch.Tensor | Entries | None] = []
         self.given, self.rows = array(CRequest, len(requests))(), 0
         for place, request in enumerate(requests):
@@ -554,7 +554,7 @@ class Attention:
         requests: Whose the rows are, one behind the other.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[NativeRequest]) -> None:
         self._requests = _Told(requests)
 
     def __call__(
