@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -353,6 +354,13 @@ class TestLooks:
                 wide = min(first.x1, second.x1) - max(first.x0, second.x0)
                 high = min(first.y1, second.y1) - max(first.y0, second.y0)
                 assert wide < 1 or high < 1, f"{name}: {one!r} and {other!r}"
+
+    def test_letters_of_another_size_at_saving_cut_nothing_off(self) -> None:
+        stored = Path(__file__).parents[1] / "results" / "qwen2.5-coder-all-rules"
+        figure = plots.draw_figures(load_results(stored), ["speedup"]).figures["speedup"]
+        plots.figure_bytes(figure, "png")
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        assert all(axes.get_tightbbox(renderer).x0 >= 0 for axes in figure.findobj(Axes))
 
     def test_a_name_that_matplotlib_would_hide_is_in_the_legend(self, tmp_path: Path) -> None:
         hidden = (Drafter("_nolegend_", 0.5, 0.1), Drafter("b", 0.4, 0.1))

@@ -16,7 +16,9 @@ from pkgutil import iter_modules
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
 
 from specbench.errors import UsageError
 from specbench.files import explained, write_bytes
@@ -83,12 +85,19 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
 
 
 def _settled(figure: Figure) -> Figure:
-    """Lay it out for good: done anew at every saving, the layout would wander a little each time."""
+    """Lay it out for good: done anew at every saving, the layout would wander a little each time.
+
+    Its ticks stay too: matplotlib chooses as many as fit letters of the size that is in force, and saving has another.
+    """
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)
     engine.execute(figure)  # once more, with the ticks that go with the room there is
     figure.set_layout_engine("none")
+    for axes in figure.findobj(Axes):
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(FixedLocator([*axis.get_majorticklocs()]))
+            axis.set_minor_locator(FixedLocator([*axis.get_minorticklocs()]))
     return figure
 
 
