@@ -17,9 +17,10 @@ from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
 import specbench.generate
+from specbench.bench.axes import parse_policies
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, parse_policies
+from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import changes
 from specbench.cli import run
 from specbench.decoding.records import LONGEST_DRAFT

@@ -20,7 +20,8 @@ from msgspec import structs
 from scripted_engine import TARGET, ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
 from stored_runs import read_lines, run_json, run_of
 
-from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, parse_baselines, parse_gammas, plan
+from specbench.bench.axes import parse_baselines, parse_gammas
+from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt

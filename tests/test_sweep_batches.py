@@ -21,16 +21,9 @@ from stored_runs import read_lines, run_json, run_of
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench.bench.axes import parse_batches
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import (
-    Sweep,
-    SweepConfig,
-    SweepOptions,
-    build_configs,
-    check_batches,
-    groups_of,
-    parse_batches,
-)
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs, check_batches, groups_of
 from specbench.bench.manifest import changes
 from specbench.bench.passes import SharedTimes, time_shared_passes
 from specbench.bench.prompts import Prompt

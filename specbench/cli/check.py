@@ -188,7 +188,7 @@ def check(
 
 def _asked_rules(rules: opt.RulesOptions, length: LengthOptions, recipe: Recipe) -> list[LengthRule]:
     """The draft-length rules to check with."""
-    from specbench.bench.grid import parse_gammas
+    from specbench.bench.axes import parse_gammas
 
     named, shared = with_trees(rules.length_policy, rules.tree, length.given)
     return length_rules(

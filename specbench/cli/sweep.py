@@ -138,13 +138,8 @@ def _compared_models(
     keep_policy_state: bool,
 ) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
     """The options of a sweep over models, its drafters, and what there is to say of rules that do not apply to them."""
-    from specbench.bench.grid import (
-        SweepOptions,
-        parse_baselines,
-        parse_batches,
-        parse_gammas,
-        parse_policies,
-    )
+    from specbench.bench.axes import parse_baselines, parse_batches, parse_gammas, parse_policies
+    from specbench.bench.grid import SweepOptions
 
     chained = opt.chained(base.models, base.caching)
     temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))

@@ -59,9 +59,10 @@ def sweep_servers(
     start: LoadSnapshot,
 ) -> None:
     """A sweep of servers in place of models."""
+    from specbench.bench.axes import parse_batches
     from specbench.bench.engines.own import load_engine
     from specbench.bench.engines.servers import ServerEngine
-    from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, parse_batches
+    from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
     from specbench.models.load import load_tokenizer
     from specbench.results.store import RunStore
 

@@ -157,8 +157,9 @@ def tune(
     tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read; a provisional one where
     the time was too short to be sure. Exit code 1: there is no setting at all.
     """
+    from specbench.bench.axes import parse_policies
     from specbench.bench.engines.own import check_engine
-    from specbench.bench.grid import Sweep, SweepOptions, parse_policies
+    from specbench.bench.grid import Sweep, SweepOptions
     from specbench.bench.prompts import load_prompts
     from specbench.decoding.clocks import WallClock
     from specbench.decoding.sampling import Sampling
