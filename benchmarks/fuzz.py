@@ -52,7 +52,7 @@ from specbench.lengths import build_policy
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, load_target, wrap_target
-from specbench.options import LoadOptions, quantised
+from specbench.options import LoadOptions, quantized
 from specbench.progress import quiet_transformers
 from specbench.specs.drafters import Cascade, parse_drafter
 
@@ -162,7 +162,7 @@ def draw(number: int) -> Case:
     own = r.choice(("self:int8", "self:layers=1", "self:layers=1,int8", "self:skip=1"))
     if case.shape.get("num_hidden_layers") == 1:
         own = "self:int8"
-    if quantised(case.dtype):
+    if quantized(case.dtype):
         own = own.replace(",int8", "").replace("self:int8", "self:layers=1")
     if roll < 0.2:
         case.drafter = r.choice(FREE)
@@ -245,10 +245,10 @@ def steer(model: Any, place: str) -> None:
 
 def build_target(case: Case) -> Target:
     model = build_model(case)
-    hook_first = case.hook_first and not quantised(case.dtype)
+    hook_first = case.hook_first and not quantized(case.dtype)
     if case.hook is not None and hook_first:
         steer(model, case.hook)
-    if quantised(case.dtype):
+    if quantized(case.dtype):
         with tempfile.TemporaryDirectory() as folder, quiet_transformers():
             model.save_pretrained(folder)
             TOKENIZER.save_pretrained(folder)
@@ -390,8 +390,8 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
             continue
         if found == expected:
             continue
-        penalised = Sampling(repetition_penalty=case.penalty)
-        difference = find_difference(target.scorer, prompt, found, expected, penalised)
+        penalized = Sampling(repetition_penalty=case.penalty)
+        difference = find_difference(target.scorer, prompt, found, expected, penalized)
         if exact and difference is not None and difference.numerical_tie:
             seen.ties += 1
             continue

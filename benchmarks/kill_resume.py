@@ -3,7 +3,7 @@
     python benchmarks/kill_resume.py [--kills 25] [--seed 0]
 
 The sweep runs over a scripted engine, so that the moments fall into everything around the models: starting, locking,
-writing, synchronising. After every kill the results must be readable; at the end every key is there once, in the same
+writing, synchronizing. After every kill the results must be readable; at the end every key is there once, in the same
 order and with the same tokens. Ends with one line of JSON; exit code 1 if anything differs.
 """
 

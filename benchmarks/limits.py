@@ -48,7 +48,7 @@ from transformers import PreTrainedModel
 
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.surgery import quantise_linears
+from specbench.backends.torch.kernels.surgery import quantize_linears
 from specbench.backends.torch.passes import Forward, NativePass, ShortPass
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.environment import describe_environment
@@ -83,7 +83,7 @@ def load_form(name: str, form: str) -> PreTrainedModel:
         return load_target(name, LoadOptions(dtype=form, device="cpu")).scorer.model
     model = load_model(name, LoadOptions(device="cpu"), tokenizer=False).model
     fold_attention(model)
-    quantise_linears(model, alike=False)
+    quantize_linears(model, alike=False)
     return model
 
 

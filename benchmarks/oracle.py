@@ -398,7 +398,7 @@ def _figures(
     rows = [row for each in units.values() for row in each]
     steps = [step for row in rows for step in steps_of(row)]
     drafted, nodes, emitted = (sum(step[name] for step in steps) for name in ("drafted", "nodes", "emitted"))
-    modelled = sum(
+    modeled = sum(
         costs.of(_rows(step) - 1, int(step["passes"])) + costs.reading(step["draft_prefill_s"])
         for step in steps
     )
@@ -410,7 +410,7 @@ def _figures(
         "tokens_per_step": emitted / len(steps),
         "drafted_per_token": nodes / emitted,
         "wasted": 1 - sum(step["accepted"] for step in steps) / drafted if drafted else 0.0,
-        "fit": modelled / sum(row["decode_s"] for row in rows),
+        "fit": modeled / sum(row["decode_s"] for row in rows),
         "prompts": len(units),
     }
 

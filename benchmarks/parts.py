@@ -1,4 +1,4 @@
-"""What benchmarks share: progress kept in a file, a busy neighbour, and the command line's settings of torch.
+"""What benchmarks share: progress kept in a file, a busy neighbor, and the command line's settings of torch.
 
 Import it before torch, which reads them when it is loaded.
 """

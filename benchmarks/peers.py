@@ -6,7 +6,7 @@
 Each is installed with pip, where `--peer-python` says, or beside specbench. `ctranslate2` (tried: 4.8.5) and
 `onnxruntime-genai` (0.18.0; its conversion needs `onnx`, `onnx-ir`, `torch` and `transformers` beside it) convert a
 model of `transformers` themselves; on a CPU neither computes in bfloat16, so they get the weights in float32, or, when
-asked for, quantised in their own way: then it is another model, and its tokens differ. `openvino-genai` (2026.4.1)
+asked for, quantized in their own way: then it is another model, and its tokens differ. `openvino-genai` (2026.4.1)
 takes an exported folder (what exports for it, `optimum-intel`, wants an older `transformers`), or a GGUF file.
 `xllamacpp` is llama.cpp, and takes GGUF files.
 

@@ -201,7 +201,7 @@ def choice_of(race: Race) -> str:
 
 
 def simulated(number: int) -> Simulated:
-    """The simulated run of that number: other candidates, spreads, noise, drift and neighbours than the others."""
+    """The simulated run of that number: other candidates, spreads, noise, drift and neighbors than the others."""
     random = np.random.default_rng([7, number])
     truth = {f"c-{n}": float(random.normal(0.15, 0.2)) for n in range(int(random.integers(4, 14)))}
     return Simulated(

@@ -77,7 +77,7 @@ def kept_in_turn(draft: Draft, p: Rows, node: int = -1) -> float:
         chance = min(1.0, float(here[token] / q[token].clamp_min(TINY)))
         expected += left * chance * (1 + kept_in_turn(draft, p, child))
         left *= 1 - chance
-        here, q = _normalised((here - q).clamp_min(0), here), _without(q, token)
+        here, q = _normalized((here - q).clamp_min(0), here), _without(q, token)
     return expected
 
 
@@ -102,12 +102,12 @@ def kept_from_below(draft: Draft, p: Rows, node: int = -1, chance: float = 1.0) 
         failed *= 1 - below
         rest = (chance * here - q).clamp_min(0)
         total = float(rest.sum())
-        here, q = _normalised(rest, here), _without(q, token)
+        here, q = _normalized(rest, here), _without(q, token)
         chance = total / (total + 1 - chance) if chance < 1 else 1.0
     return kept + failed * chance, expected
 
 
-def _normalised(rest: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+def _normalized(rest: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
     total = rest.sum()
     return rest / total if float(total) > TINY else otherwise
 
@@ -115,7 +115,7 @@ def _normalised(rest: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
 def _without(q: torch.Tensor, token: int) -> torch.Tensor:
     rest = q.clone()
     rest[token] = 0
-    return _normalised(rest, rest)
+    return _normalized(rest, rest)
 
 
 KEPT: dict[str, Callable[[Draft, Rows], float]] = {

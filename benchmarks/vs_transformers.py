@@ -46,7 +46,7 @@ from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target
-from specbench.options import LoadOptions, quantised
+from specbench.options import LoadOptions, quantized
 from specbench.progress import quiet_transformers
 from specbench.results import stats
 from specbench.results.stats import ratio_text
@@ -126,7 +126,7 @@ def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
 
     Args:
         spec: The model.
-        backend: "torch", torch's own dynamic quantisation, which no option of `transformers` names; or "quanto", one
+        backend: "torch", torch's own dynamic quantization, which no option of `transformers` names; or "quanto", one
             of its backends (`optimum-quanto`, installed apart).
     """
     if backend == "quanto":
@@ -136,8 +136,8 @@ def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
         found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec, quantization_config=settings)
         return found.eval()
     model = load_model(spec, LoadOptions(dtype="float32", device="cpu"), tokenizer=False).model
-    quantised: PreTrainedModel = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
-    return quantised
+    quantized: PreTrainedModel = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
+    return quantized
 
 
 def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions) -> tuple[str, Way]:
@@ -322,7 +322,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if GENERATE in given.without:
         parser.error(f"{GENERATE!r} is what the others are compared with")
-    if quantised(given.dtype) is not None and PLAIN in given.without:
+    if quantized(given.dtype) is not None and PLAIN in given.without:
         parser.error(f"with --dtype {given.dtype}, {PLAIN!r} is what outputs are compared with")
     for setting in given.setting:
         drafter, _, rule = setting.rpartition("@")
@@ -376,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     )
     judged = [line for line in lines if line["name"] not in others]
-    if quantised(given.dtype) is not None:
+    if quantized(given.dtype) is not None:
         judged = [line for line in judged if line["name"].startswith(OURS)]
     if any(line["differs"] for line in judged):
         return 1

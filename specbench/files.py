@@ -79,7 +79,7 @@ def refuse_link(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file or folder survive a power cut. Windows opens no folders and needs none synchronised."""
+    """Make a file or folder survive a power cut. Windows opens no folders and needs none synchronized."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -15,7 +15,7 @@ from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
-from specbench.decoding.stops import LabelledText, StopRules
+from specbench.decoding.stops import LabeledText, StopRules
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
@@ -103,7 +103,7 @@ def loaded_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | N
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a conversation up to where the assistant's next answer begins, by the chat template."""
     try:
-        # The template writes the special tokens itself: tokenising its text the usual way would add a second BOS.
+        # The template writes the special tokens itself: tokenizing its text the usual way would add a second BOS.
         text = render_chat(tokenizer, messages, add_generation_prompt=True)
     except TemplateError as error:
         raise UsageError(
@@ -278,10 +278,10 @@ class GenerationRun:
         else:
             self._steps.append(record)
 
-    def text_stream(self) -> LabelledText[Origin] | None:
+    def text_stream(self) -> LabeledText[Origin] | None:
         """A stream that turns this run's tokens into its text; ``None`` without a tokenizer."""
         return (
-            None if self.target.tokenizer is None else LabelledText(self.target.tokenizer, self.decoding.stop)
+            None if self.target.tokenizer is None else LabeledText(self.target.tokenizer, self.decoding.stop)
         )
 
     def result(self) -> Generation:

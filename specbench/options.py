@@ -18,7 +18,7 @@ from specbench.errors import UsageError
 from specbench.specs.verification import VERIFICATIONS, VerificationName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
-QuantisedName = Literal["int8", "int4"]
+QuantizedName = Literal["int8", "int4"]
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
@@ -35,7 +35,7 @@ def _check_seed(seed: int) -> int:
     return seed
 
 
-def quantised(dtype: str) -> QuantisedName | None:
+def quantized(dtype: str) -> QuantizedName | None:
     """What the linear layers of a model in this dtype are rounded to; ``None`` for nothing."""
     if dtype == "int8":
         return "int8"
@@ -49,7 +49,7 @@ class LoadOptions:
     Attributes:
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a half-precision checkpoint if the
             processor computes in it, otherwise float32. "int8" and "int4" load as "auto" does and ask the caller
-            to quantise.
+            to quantize.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         device_map: One of accelerate's strategies, or the path of a JSON file from module names to devices;
             excludes ``device``.

@@ -51,14 +51,14 @@ class _Bar:
 
 @contextmanager
 def quiet_transformers(
-    progress: Progress | None = None, stage: str = "", dequantising: str = ""
+    progress: Progress | None = None, stage: str = "", dequantizing: str = ""
 ) -> Iterator[None]:
     """Within, `transformers` and the hub client write nothing.
 
     Args:
         progress: Told of their bars.
         stage: What these count.
-        dequantising: What the bar of the reader of GGUF files counts.
+        dequantizing: What the bar of the reader of GGUF files counts.
     """
     from huggingface_hub import utils
     from transformers import modeling_gguf_pytorch_utils
@@ -68,7 +68,7 @@ def quiet_transformers(
         return _Bar(progress, stage, iterable, total)
 
     def gguf_bar(tensors: Any, **_: Any) -> _Bar:
-        return _Bar(progress, dequantising, tensors, None)
+        return _Bar(progress, dequantizing, tensors, None)
 
     hub: Any = utils  # its bar functions are exported at run time only
     loggers: list[Any] = [logging, hub.logging]

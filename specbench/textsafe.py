@@ -1,4 +1,4 @@
-"""Text of prompts and models made safe to show: it is data, and must neither colour nor move a terminal."""
+"""Text of prompts and models made safe to show: it is data, and must neither color nor move a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def visible(text: str, encoding: str = "utf-8") -> str:
 
     A space becomes ``␣``, a newline ``⏎`` and a tab ``⇥``. Whatever else has no shape of its own (controls,
     ANSI escapes, direction switches, zero-width characters, exotic spaces, lone surrogates) and U+FFFD become
-    escapes such as ``\x1b`` or ``\u202e``. A mark at the beginning, which would settle on its neighbour, gets
+    escapes such as ``\x1b`` or ``\u202e``. A mark at the beginning, which would settle on its neighbor, gets
     a dotted circle. Backslashes stay single: text that spells out an escape looks like one.
 
     Args:

@@ -16,7 +16,7 @@ from tiny import tiny_llama
 from specbench.backends.torch import pools
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.kernels import attention
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, quantise_linears
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, quantize_linears
 from specbench.backends.torch.passes import ShortPass
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
@@ -145,7 +145,7 @@ def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind: PoolKind) -> None:
         short.keep(len(context) - 1)
 
 
-def test_neighbours_in_a_slotted_pool_attend_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = loaded("llama")
     batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
     calls: list[int] = []
@@ -243,7 +243,7 @@ def test_why_some_are_not_read_together() -> None:
     assert "grows" in (BatchedModel(whole, None).why_apart or "")
     assert BatchedModel(whole, None).open().logits([1, 2]).shape == (1, VOCAB)
     model = tiny_llama(vocab_size=VOCAB)
-    quantise_linears(model)
+    quantize_linears(model)
     int8 = Scorer(model, "preallocated")
     if int8.rounding == torch.int8:
         assert "bytes" in (BatchedModel(int8, pool_of(int8, "paged")).why_apart or "")

@@ -412,10 +412,10 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(
 def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(
     compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantised: list[Any] = []
+    quantized: list[Any] = []
     honest = vs_transformers.int8_assistant
     monkeypatch.setattr(
-        vs_transformers, "int8_assistant", lambda *given: quantised.append(honest(*given)) or quantised[-1]
+        vs_transformers, "int8_assistant", lambda *given: quantized.append(honest(*given)) or quantized[-1]
     )
     more = ["--limit", "1", "--assistant-int8", "torch", "--without", "prompt lookup"]
     assert vs_transformers.main([*compared[:-2], *more]) == 0
@@ -428,7 +428,7 @@ def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(
     best = max(row["over_generate"][0] for name, row in rows.items() if name.startswith("assisted"))
     plain = rows["specbench plain"]
     assert plain["over_best_assisted"][0] == pytest.approx(plain["over_generate"][0] / best, rel=0.01)
-    (assistant,) = quantised
+    (assistant,) = quantized
     linears = [module for module in assistant.modules() if type(module).__name__ == "Linear"]
     assert linears
     assert {type(module).__module__ for module in linears} == {"torch.ao.nn.quantized.dynamic.modules.linear"}
@@ -482,7 +482,7 @@ def test_what_a_verdict_expects_to_keep_is_what_it_keeps(seed: int) -> None:
         for node in range(-1, len(parents)):
             children = parents.count(node)
             if children:
-                tree.add(node, without_replacement(Scores(q[node + 1], normalised=True), children, random))
+                tree.add(node, without_replacement(Scores(q[node + 1], normalized=True), children, random))
         draft = tree
         for way in ("naive", "recursive", "traversal"):
             found = enumerate_outcomes(partial(_kept_by, METHODS[way], draft, p))

@@ -27,7 +27,7 @@ from specbench.lengths import FixedLength
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
-from specbench.options import LoadOptions, QuantisedName
+from specbench.options import LoadOptions, QuantizedName
 
 
 def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -41,9 +41,9 @@ def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def rounded_target(model: Any, rounded: QuantisedName = "int8") -> Target:
+def rounded_target(model: Any, rounded: QuantizedName = "int8") -> Target:
     """The model in int8 or int4, as ``load_target`` makes a target of it."""
-    loaded = wrap_model(model, None, "tiny", quantise=rounded)
+    loaded = wrap_model(model, None, "tiny", quantize=rounded)
     return prepare_target(loaded, default_cache(model.config, rounded=True))
 
 
@@ -80,7 +80,7 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rounded", [None, "int8", "int4"])
 def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
-    rounded: QuantisedName | None, dtype: torch.dtype, groups: int, edge: int
+    rounded: QuantizedName | None, dtype: torch.dtype, groups: int, edge: int
 ) -> None:
     if not can_pack(dtype, "cpu") or (rounded == "int4" and not native.available()):
         pytest.skip("no packed layers here, or no native ones")
@@ -104,7 +104,7 @@ def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
 
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
 def test_a_rounded_target_is_bit_exact_or_says_why_not(
-    rounded: QuantisedName, monkeypatch: pytest.MonkeyPatch
+    rounded: QuantizedName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_pack(torch.float32, "cpu") or (rounded == "int4" and not native.available()):
         pytest.skip("no packed layers here, or no native ones")
@@ -114,14 +114,14 @@ def test_a_rounded_target_is_bit_exact_or_says_why_not(
     assert target.widths_differ is None
     assert target.scorer.rounding == torch.int8
     assert not target.scorer.takes_trees
-    loaded = wrap_model(tiny_llama(), None, "tiny", quantise=rounded)
+    loaded = wrap_model(tiny_llama(), None, "tiny", quantize=rounded)
     grown = prepare_target(loaded, "dynamic")
     assert not grown.bit_exact
     assert "preallocated" in (grown.widths_differ or "")
     assert not wrap_target(tiny_llama(), name="tiny").bit_exact
     # Where rows are not rounded, nothing is made of a last bit.
     monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(linear, "_prepack_int8", lambda quantised: None)
+    monkeypatch.setattr(linear, "_prepack_int8", lambda quantized: None)
     coarse = rounded_target(tiny_llama(), rounded)
     assert coarse.dtype == rounded
     assert coarse.scorer.rounding == torch.float32
@@ -263,7 +263,7 @@ def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPat
 # -- rounded targets ---------------------------------------------------------------------------------
 
 
-def bit_exact_target(rounded: QuantisedName) -> Target:
+def bit_exact_target(rounded: QuantizedName) -> Target:
     target = rounded_target(grouped_llama(2, torch.bfloat16), rounded)
     if not target.bit_exact:
         pytest.skip(target.widths_differ or "activations are not rounded here")
@@ -272,7 +272,7 @@ def bit_exact_target(rounded: QuantisedName) -> Target:
 
 @pytest.mark.parametrize("spec", ["lookup", "ngram", "self:layers=1", "lookup+self:skip=1"])
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
-def test_drafts_change_nothing_of_a_rounded_targets_output(rounded: QuantisedName, spec: str) -> None:
+def test_drafts_change_nothing_of_a_rounded_targets_output(rounded: QuantizedName, spec: str) -> None:
     target = bit_exact_target(rounded)
     for prompt in ([5, 6, 7] * 4, list(range(40)), [9] * 30):
         plain = speculative_generate(prompt, target, None, max_new_tokens=40)
@@ -284,7 +284,7 @@ def test_drafts_change_nothing_of_a_rounded_targets_output(rounded: QuantisedNam
 
 
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
-def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded: QuantisedName) -> None:
+def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded: QuantizedName) -> None:
     scorer = bit_exact_target(rounded).scorer
     context = list(range(40))
     found = []
@@ -320,7 +320,7 @@ def test_the_trial_finds_what_depends_on_hidden_states(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("layers", [(1, 1, 2), (2, 0, 2)])
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
 def test_a_head_that_reads_a_layer_twice_changes_nothing_of_a_rounded_targets_output(
-    rounded: QuantisedName, layers: tuple[int, ...], tmp_path: Path
+    rounded: QuantizedName, layers: tuple[int, ...], tmp_path: Path
 ) -> None:
     """EAGLE-3's own layers 2, n/2 and n - 3 coincide in targets of up to six layers."""
     config = LlamaConfig(

@@ -109,11 +109,11 @@ def write_as_gguf(
         )
         if heads:  # llama.cpp keeps the two halves of each rotated head interleaved
             data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
-        quantisation = gguf.GGMLQuantizationType[kind if data.ndim == 2 else "F32"]
+        quantization = gguf.GGMLQuantizationType[kind if data.ndim == 2 else "F32"]
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight",)),
-            gguf.quants.quantize(np.ascontiguousarray(data), quantisation),
-            raw_dtype=quantisation,
+            gguf.quants.quantize(np.ascontiguousarray(data), quantization),
+            raw_dtype=quantization,
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -205,7 +205,7 @@ def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, cache, mon
     assert progress.stages == [
         "fetching tiny",
         "converting tiny, which later starts need not",
-        "dequantising tiny",
+        "dequantizing tiny",
         "filling the layers of tiny",
         "writing the copy of tiny",
         "loading tiny",
@@ -380,7 +380,7 @@ def test_large_files_are_checked_in_full_when_loading_fails(tiny_gguf, monkeypat
     weights.write_bytes(b"\xff" * len(original))
     progress = Recorder()
     assert same_logits(load_model(str(tiny_gguf), CPU, progress=progress).model)
-    assert "dequantising tiny.gguf" in progress.stages
+    assert "dequantizing tiny.gguf" in progress.stages
     assert weights.read_bytes() == original
 
 
@@ -431,7 +431,7 @@ def test_what_a_killed_process_left_is_removed(tiny_gguf, cache):
 
 def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache):
     def interrupt(stage: str, done: int, total: int | None) -> None:
-        if stage.startswith("dequantising") and done:
+        if stage.startswith("dequantizing") and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

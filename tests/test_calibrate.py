@@ -295,7 +295,7 @@ def test_later_rounds_try_the_best_of_earlier_ones() -> None:
 def test_precisions_are_judged_side_by_side() -> None:
     judge = Judge(lambda form: (1.5 if form.int8 else 1.6) - 0.1 * len(form.skip) * form.int8)
     path, _ = search(judge, kinds=(True, False))
-    assert path[0].form == SelfForm(int8=True), "the whole target in int8 is a form, unquantised it is none"
+    assert path[0].form == SelfForm(int8=True), "the whole target in int8 is a form, unquantized it is none"
     assert not any(form == SelfForm() for form in judge.asked)
     assert [c.form.int8 for c in path[1:3]] == [False, False]
     assert sum(not form.int8 for form in judge.asked) == len(path) - 1, "one look at what was found"
@@ -359,12 +359,12 @@ def test_int8_is_considered_where_it_may_pay() -> None:
         for wanted in (None, True, False)
     ]
     assert kinds == [(True, False), (True, False), (False,)]
-    quantised = target_of()
+    quantized = target_of()
     for dtype in ("int8", "int4"):
-        quantised.dtype = dtype
-        assert calibration._possible(quantised, CalibrationSettings())[0] == (False,)
+        quantized.dtype = dtype
+        assert calibration._possible(quantized, CalibrationSettings())[0] == (False,)
         with pytest.raises(UsageError, match=f"{dtype} already"):
-            calibration._possible(quantised, CalibrationSettings(int8=True))
+            calibration._possible(quantized, CalibrationSettings(int8=True))
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:

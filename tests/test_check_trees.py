@@ -170,7 +170,7 @@ def p_stays(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.T
     return p
 
 
-def not_renormalised(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
+def not_renormalized(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
     return verdicts._less(p, q, token)
 
 
@@ -207,7 +207,7 @@ def once_each(p: torch.Tensor, candidates: Sequence[Draws], random: Any) -> verd
 
 BIASES: dict[str, tuple[str | None, VerificationName, str, Any]] = {
     "p is not lowered after a rejection": ("static", "recursive", "remainder", p_stays),
-    "the residual is not renormalised": ("static", "recursive", "remainder", not_renormalised),
+    "the residual is not renormalized": ("static", "recursive", "remainder", not_renormalized),
     "q keeps a token that was drawn": ("static", "recursive", "_without", q_stays),
     "q keeps it under traversal": ("static", "traversal", "_without", q_stays),
     "the residual of the tail": ("static", "greedy-draft", "remainder", p_stays),

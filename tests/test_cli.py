@@ -475,7 +475,7 @@ SGR = re.compile("\x1b\\[[0-9;]*m")
 
 
 @pytest.mark.parametrize("shown", [(), ("--no-stream",), ("--debug",), ("--stop", "zebra", "--quiet")])
-def test_accepted_drafts_are_coloured_and_the_text_stays(
+def test_accepted_drafts_are_colored_and_the_text_stays(
     tiny: Cli, monkeypatch: pytest.MonkeyPatch, shown: tuple[str, ...]
 ) -> None:
     arguments = ("the thing", "-n", 40, "--drafter", "self:layers=1", "--gamma", 4, *shown)
@@ -486,7 +486,7 @@ def test_accepted_drafts_are_coloured_and_the_text_stays(
     assert SGR.sub("", result.out) == plain
     assert "\x1b[4;32m" in result.out
     assert "\x1b[1;33m" in result.out
-    assert ("colours " in SGR.sub("", result.err)) is ("--quiet" not in shown)
+    assert ("colors " in SGR.sub("", result.err)) is ("--quiet" not in shown)
     monkeypatch.setenv("NO_COLOR", "1")
     bare = tiny(*arguments, "--show-accepted").out
     assert "\x1b[4m" in bare
@@ -494,7 +494,7 @@ def test_accepted_drafts_are_coloured_and_the_text_stays(
     assert SGR.sub("", bare) == plain
 
 
-def test_colours_need_a_terminal(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_need_a_terminal(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny("the", "--show-accepted").refused(2, "on a terminal", "--debug shows it")
     tiny("the", "--show-accepted", "--json").refused(2, "--show-accepted and --json")
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -52,7 +52,7 @@ def endless(folder: Path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def plain_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -316,7 +316,7 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping
     )
     assert code == 0, output
     if "NO_COLOR" in more:
-        assert not re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output), "a colour"
+        assert not re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output), "a color"
         # What stays is rich's own: bold and dim, and the progress bar's moves.
         output = re.sub("\x1b\\[([0-9;]*m|[0-9]*[AK]|\\?25[lh])", "", output).replace("\r", "")
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", output)
@@ -347,7 +347,7 @@ def test_a_terminal_gets_the_text(folder: Path, options: tuple[str, ...]) -> Non
     assert len(re.sub("\x1b\\[[0-9;]*m", "", output).strip()) > 4
 
 
-def test_a_terminal_gets_colour_and_80_columns(folder: Path) -> None:
+def test_a_terminal_gets_color_and_80_columns(folder: Path) -> None:
     command = [
         "generate",
         "the thing",

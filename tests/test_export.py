@@ -289,7 +289,7 @@ def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for() -> N
     assert any("Σ p·q" in each for each in exported("mlx-lm", "org/small", **hot).differs)
 
 
-def test_revisions_and_names_without_an_organisation() -> None:
+def test_revisions_and_names_without_an_organization() -> None:
     changes = {"target": Model("org/big", "v2")}
     assert exported("vllm", "org/small@v1", **changes).options["--revision"] == "v2"
     assert exported("vllm", "org/small@v1").options["--speculative-config"]["revision"] == "v1"
@@ -794,7 +794,7 @@ def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(
     tokens, *_ = performed(text.replace("'small-1b'", repr(str(pair / "small"))))
     assert tokens == plainly(pair)
     text = exported("transformers", "lookup", target=Model("smollm2-135m")).text
-    assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # what smollm2-135m was quantised from\n" in text
+    assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # what smollm2-135m was quantized from\n" in text
     assert f"TARGET = {HUB.name!r}\n" in exported("transformers", "lookup").text
 
 

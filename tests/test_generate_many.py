@@ -32,7 +32,7 @@ from specbench.lengths import build_policy
 from specbench.lengths.load import Load
 from specbench.models.drafters import join_cascade
 from specbench.models.target import Target, prepare_target
-from specbench.options import quantised
+from specbench.options import quantized
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",
@@ -109,7 +109,7 @@ def test_outputs_are_those_alone(batch: int, most: int, tokens: int | None, kind
 
 
 @pytest.mark.smoke
-def test_a_seed_gives_the_same_tokens_whatever_the_neighbours() -> None:
+def test_a_seed_gives_the_same_tokens_whatever_the_neighbors() -> None:
     settings = {"sampling": Multinomial(0.9)}
     seeds = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
     together = GenerationRuns(
@@ -137,8 +137,8 @@ def test_rules_learn_from_their_own_request_alone(rule: str) -> None:
 @pytest.mark.parametrize("kind", ["preallocated", "none", "int8", "int4"])
 def test_other_caches_are_one_for_each_request(kind: str) -> None:
     language_model = tiny_language_model()
-    language_model.quantise = quantised(kind)
-    other = prepare_target(language_model, "preallocated" if quantised(kind) else kind)
+    language_model.quantize = quantized(kind)
+    other = prepare_target(language_model, "preallocated" if quantized(kind) else kind)
     own = load_drafter("lookup+self:layers=1", other)
     many = speculative_generate_many(prompts()[:5], other, own, gamma=3, max_new_tokens=NEW, max_batch=4)
     assert many.seats is not None

@@ -957,7 +957,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "an MTP layer": ({"speculators_model_type": "mtp"}, {}, "not read: MTP."),
     "EAGLE-1 with norms": (
-        eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalises what it reads, as HASS does"
+        eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalizes what it reads, as HASS does"
     ),
     "EAGLE-1 without its layer": (
         eagle_one_settings(), without(eagle_one_tensors(), "layers.0.self_attn.q_proj.weight"),

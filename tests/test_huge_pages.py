@@ -16,7 +16,7 @@ from torch import nn
 from specbench.backends.torch.kernels import huge_pages
 from specbench.backends.torch.kernels.huge_pages import huge_page_setting, in_huge_pages
 from specbench.backends.torch.kernels.linear import can_pack
-from specbench.backends.torch.kernels.surgery import quantise_linears
+from specbench.backends.torch.kernels.surgery import quantize_linears
 
 MEBIBYTE = 1 << 20
 SIZE = 32 * MEBIBYTE
@@ -94,14 +94,14 @@ import sys
 import torch
 from torch import nn
 from specbench.backends.torch.kernels import huge_pages
-from specbench.backends.torch.kernels.surgery import pack_linears, quantise_linears
+from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears
 
 kind, collapse, laid = sys.argv[1], huge_pages._collapse, []
 huge_pages._collapse = lambda blocks, size: (laid.append(len(blocks) * size), collapse(blocks, size))
 model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).requires_grad_(False)
 x = torch.randn(3, 2048)
 expected = model(x)
-done = pack_linears(model) if kind == "packed" else quantise_linears(model, alike=kind == "int8")
+done = pack_linears(model) if kind == "packed" else quantize_linears(model, alike=kind == "int8")
 assert done and type(model[0]) is not nn.Linear
 assert (model(x) - expected).abs().max() <= 0.05 * expected.abs().max()
 print(sum(laid))
@@ -134,7 +134,7 @@ def test_small_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("specbench.backends.torch.kernels.surgery.in_huge_pages", refuse)
     model = nn.Sequential(nn.Linear(64, 64))
-    assert quantise_linears(model)  # type: ignore[arg-type]
+    assert quantize_linears(model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

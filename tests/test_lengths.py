@@ -44,7 +44,7 @@ from specbench.lengths import (
     read_costs,
 )
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import confidence, entropy, is_free, normalised_entropy
+from specbench.lengths.base import confidence, entropy, is_free, normalized_entropy
 from specbench.lengths.costs import GivenCosts, MeasuredCosts
 from specbench.lengths.outcomes import best_threshold
 from specbench.specs import rules
@@ -448,9 +448,9 @@ def test_entropy_is_in_nats_of_the_untempered_softmax() -> None:
     assert entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(math.log(2))
     assert entropy(logits_of(0.75, 0.25)) == pytest.approx(0.562335)
     assert entropy(logits_of(1.0, 0.0).bfloat16()) == 0.0
-    assert normalised_entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(0.5)
-    assert normalised_entropy(torch.zeros(7)) == pytest.approx(1.0)
-    assert normalised_entropy(torch.zeros(1)) == 0.0
+    assert normalized_entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(0.5)
+    assert normalized_entropy(torch.zeros(7)) == pytest.approx(1.0)
+    assert normalized_entropy(torch.zeros(1)) == 0.0
 
 
 def test_confidence_is_the_probability_of_the_token_that_was_drawn() -> None:

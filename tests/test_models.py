@@ -151,7 +151,7 @@ def test_what_a_mistyped_drafter_is_taken_for_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, option: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for before in ("", "an/organisation|", "lookup+"):
+    for before in ("", "an/organization|", "lookup+"):
         mistyped = f"{before}{word}{word[-1]}:{option}"
         if before == "lookup+" and word != "self":
             parsed = parse_drafter(f"{before}{word}{word[-1]}")
@@ -278,7 +278,7 @@ def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, ask
     loaded = load_model(str(tmp_path / "m"), LoadOptions(dtype=asked, device="cpu"), tokenizer=False)
     half = computes and stored is torch.bfloat16  # which does not hold the values of float16
     assert loaded.dtype == ("bfloat16" if half else "float32")
-    assert loaded.quantise == (None if asked == "auto" else asked)
+    assert loaded.quantize == (None if asked == "auto" else asked)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -563,7 +563,7 @@ def test_a_pickle_that_runs_code_is_refused_even_then(folder, tmp_path):
 def test_not_enough_memory(folder, monkeypatch):
     size = sum(weight.nbytes for weight in load_file(folder / "model.safetensors").values())
     config = checkpoints.read_config(folder, "tiny")
-    _, peak = checkpoints.weight_memory(config, size // 4, torch.float32, torch.float32, quantise=None)
+    _, peak = checkpoints.weight_memory(config, size // 4, torch.float32, torch.float32, quantize=None)
     assert size < peak
     monkeypatch.setattr(checkpoints, "available_memory", lambda device: peak - 1)
     message = refusal(load_model, str(folder), CPU, kind=RunError)
@@ -577,14 +577,14 @@ def test_memory_while_loading():
     """Weights that are converted are all there before the first is packed; those of the file's dtype never are."""
     config = LlamaConfig(vocab_size=1000, hidden_size=10, num_attention_heads=1, intermediate_size=20)
     table, of = 1000 * 10, partial(checkpoints.weight_memory, config, 50_000, torch.bfloat16)
-    assert of(torch.float32, quantise=None) == (200_000, 200_000 + 4 * table)
-    assert of(torch.bfloat16, quantise=None) == (100_000, 100_000 + 2 * table)
-    assert of(torch.bfloat16, quantise="int8") == (50_000 + table, 50_000 + table + 2 * table)
-    assert of(torch.float32, quantise="int8") == (50_000 + 3 * table, 200_000 + 4 * table)
+    assert of(torch.float32, quantize=None) == (200_000, 200_000 + 4 * table)
+    assert of(torch.bfloat16, quantize=None) == (100_000, 100_000 + 2 * table)
+    assert of(torch.bfloat16, quantize="int8") == (50_000 + table, 50_000 + table + 2 * table)
+    assert of(torch.float32, quantize="int8") == (50_000 + 3 * table, 200_000 + 4 * table)
     narrow = int(50_000 * 0.625 + table * (2 - 0.625)) if native.available() else 100_000
-    assert of(torch.bfloat16, quantise="int4") == (narrow, narrow + 2 * table)
+    assert of(torch.bfloat16, quantize="int4") == (narrow, narrow + 2 * table)
     config.intermediate_size = 300  # two layers of that width, joined and packed, are more than the head
-    assert of(torch.float32, quantise=None) == (200_000, 200_000 + 4 * 4 * 300 * 10)
+    assert of(torch.float32, quantize=None) == (200_000, 200_000 + 4 * 4 * 300 * 10)
 
 
 def test_memory_that_runs_out_in_the_middle(folder, monkeypatch):

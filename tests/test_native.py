@@ -35,7 +35,7 @@ from specbench.backends.torch.kernels.surgery import (
     int4_copy,
     int8_copy,
     pack_linears,
-    quantise_linears,
+    quantize_linears,
     round_linears,
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
@@ -587,7 +587,7 @@ def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(
 def rounded_target(kind: str, bits: int, dtype: torch.dtype = torch.float32, **more: Any) -> Target:
     """A model in int8 or int4 as ``load_target`` makes a target of it."""
     model = build(kind, dtype, **more)
-    loaded = wrap_model(model, None, "tiny", quantise="int8" if bits == 8 else "int4")
+    loaded = wrap_model(model, None, "tiny", quantize="int8" if bits == 8 else "int4")
     return prepare_target(loaded, default_cache(model.config, rounded=True))
 
 
@@ -857,7 +857,7 @@ def head_of(bits: int, sizes: Mapping[str, Any] | None = None, **shape: Any) -> 
         for name, parameter in head.named_parameters():
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     head.eval().requires_grad_(False)
-    (quantise_linears if bits == 8 else round_linears)(cast("Any", head))
+    (quantize_linears if bits == 8 else round_linears)(cast("Any", head))
     return head
 
 

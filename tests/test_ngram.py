@@ -295,7 +295,7 @@ def test_sampling_looks_at_the_longest_known_context_only() -> None:
     assert result.q.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
 
 
-def test_sampling_draws_from_the_normalised_counts_and_keeps_them() -> None:
+def test_sampling_draws_from_the_normalized_counts_and_keeps_them() -> None:
     drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])

@@ -13,7 +13,7 @@ from specbench import load_drafter, speculative_generate, wrap_target
 from specbench.decoding.origins import ORIGINS, as_html
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 from specbench.decoding.sampling import Multinomial
-from specbench.decoding.stops import LabelledText, TextStream
+from specbench.decoding.stops import LabeledText, TextStream
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength, build_policy
 from specbench.models.target import Target
@@ -66,16 +66,16 @@ def test_the_first_token_is_the_targets() -> None:
 
 
 @pytest.mark.parametrize("stops", [(), ("ing the",), ("zebra", "t")])
-def test_labelled_text_is_the_stream_with_the_labels_of_its_tokens(stops: tuple[str, ...]) -> None:
+def test_labeled_text_is_the_stream_with_the_labels_of_its_tokens(stops: tuple[str, ...]) -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer("thing 👩‍👧 and the thing in the ring the end")["input_ids"]
-    stream, labelled = TextStream(tokenizer, stops), LabelledText[int](tokenizer, stops)
+    stream, labeled = TextStream(tokenizer, stops), LabeledText[int](tokenizer, stops)
     pieces: list[tuple[int, str]] = []
     for number, token in enumerate(ids):
-        found = labelled.push(token, number)
+        found = labeled.push(token, number)
         assert "".join(text for _, text in found) == stream.push(token)
         pieces += found
-    last = labelled.finish(len(ids) - 1)
+    last = labeled.finish(len(ids) - 1)
     assert "".join(text for _, text in last) == stream.finish()
     pieces += last
     assert "".join(text for _, text in pieces) == stream.text
@@ -102,11 +102,11 @@ def test_a_generation_knows_which_pieces_of_its_text_were_drafted(target: Target
 def test_painted_text_is_the_text_without_power_when_stripped() -> None:
     text = "a\x1b[31m b\n\u202e<c>"
     for origin in ORIGINS:
-        for colour in (True, False):
-            shown = painted(text, origin, colour=colour)
+        for color in (True, False):
+            shown = painted(text, origin, color=color)
             assert re.sub("\x1b\\[[0-9;]*m", "", shown) == "a\\x1b[31m b\n\\u202e<c>"
-            assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", shown)) is (colour and origin != "target")
-    assert len({painted("x", origin, colour=False) for origin in ORIGINS}) == len(ORIGINS)
+            assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", shown)) is (color and origin != "target")
+    assert len({painted("x", origin, color=False) for origin in ORIGINS}) == len(ORIGINS)
     assert painted("", "accepted") == ""
 
 

@@ -20,7 +20,7 @@ from specbench.backends.torch.kernels import linear as module
 from specbench.backends.torch.kernels import native, surgery
 from specbench.backends.torch.kernels.instructions import has_vnni
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantize_linears
 from specbench.errors import UsageError
 from specbench.models.target import wrap_target
 
@@ -73,7 +73,7 @@ def _with_and_without_operators(request: pytest.FixtureRequest, monkeypatch: pyt
     elif not native.available():
         pytest.skip("no native library here")
     if request.param == "fallback":
-        monkeypatch.setattr(module, "_prepack_int8", lambda quantised: None)
+        monkeypatch.setattr(module, "_prepack_int8", lambda quantized: None)
 
 
 # -- packed layers --------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_packing_twice_changes_nothing() -> None:
     assert torch.equal(logits(model), expected)
 
 
-@pytest.mark.parametrize("replace", [pack_linears, quantise_linears])
+@pytest.mark.parametrize("replace", [pack_linears, quantize_linears])
 def test_a_layer_is_gone_before_the_next_is_replaced(
     replace: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,12 +166,12 @@ def test_a_layer_is_gone_before_the_next_is_replaced(
     assert there == [4, 3, 2, 1]
 
 
-def test_rows_are_quantised_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_rows(10, 7)
-    quantised, scales = module.rounded(weight)
-    assert torch.equal(quantised, (weight / scales[:, None]).round().to(torch.int8))
+    quantized, scales = module.rounded(weight)
+    assert torch.equal(quantized, (weight / scales[:, None]).round().to(torch.int8))
     monkeypatch.setattr(module, "_ROUNDED_AT_ONCE", 4 * 7)
-    assert all(map(torch.equal, module.rounded(weight), (quantised, scales)))
+    assert all(map(torch.equal, module.rounded(weight), (quantized, scales)))
 
 
 @needs_packing
@@ -225,7 +225,7 @@ def test_a_packed_model_is_saved_as_it_was(
 
 def test_an_int8_model_is_not_saved(tmp_path: Path) -> None:
     model = llama()
-    quantise_linears(model)
+    quantize_linears(model)
     for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(
             UsageError, match=r"int8 model cannot be saved.* Load the model again, in another"
@@ -243,7 +243,7 @@ def test_a_model_that_is_wrapped_again_is_told_for_what_it_is() -> None:
         True,
         True,
     ]
-    quantise_linears(model)
+    quantize_linears(model)
     again = wrap_target(model, name="one")
     assert not again.packed
     assert again.dtype == "int8"
@@ -278,7 +278,7 @@ class Reading(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("replace", [pack_linears, quantise_linears])
+@pytest.mark.parametrize("replace", [pack_linears, quantize_linears])
 def test_layers_that_read_the_same_input_are_one_product(
     replace: Callable[[Any], bool], bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +312,7 @@ def test_layers_that_do_not_fit_together_stay_apart() -> None:
     model: Any = Reading(True, torch.float32)
     model.v_proj = linear(64, 32, False)
     expected = model(random_rows(3, 64))
-    quantise_linears(model)
+    quantize_linears(model)
     assert {type(layer) for layer in model.children()} == {Int8Linear}
     assert relative_error(model(random_rows(3, 64)), expected) < 0.02
 
@@ -331,7 +331,7 @@ class Sharing(nn.Module):
 
 
 @needs_packing
-@pytest.mark.parametrize(("replace", "kind"), [(pack_linears, PackedLinear), (quantise_linears, Int8Linear)])
+@pytest.mark.parametrize(("replace", "kind"), [(pack_linears, PackedLinear), (quantize_linears, Int8Linear)])
 def test_shared_layers_stay_shared(replace: Callable[[Any], bool], kind: type) -> None:
     model: Any = Sharing()
     expected = model(random_rows(3, 4))
@@ -361,10 +361,10 @@ def test_an_int8_layer_is_close(
     inputs: int, outputs: int, bias: bool, dtype: torch.dtype, alike: bool
 ) -> None:
     layer = linear(inputs, outputs, bias, dtype)
-    quantised = Int8Linear(layer.weight, layer.bias, alike=alike)
+    quantized = Int8Linear(layer.weight, layer.bias, alike=alike)
     for shape in ((1,), (9,), (1, 7), (2, 3, 4)):
         x = random_rows(*shape, inputs, dtype=dtype)
-        found = quantised(x)
+        found = quantized(x)
         assert found.dtype == dtype
         assert found.shape == layer(x).shape
         assert relative_error(found, layer(x)) < 0.02
@@ -382,25 +382,25 @@ def test_channels_have_scales_of_their_own() -> None:
 
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
     layer = linear(100, 257, True)
-    quantised = Int8Linear(layer.weight, layer.bias)
-    if not quantised.rounds_rows:
+    quantized = Int8Linear(layer.weight, layer.bias)
+    if not quantized.rounds_rows:
         pytest.skip("without oneDNN's operators float additions may come in another order")
     x = random_rows(17, 100)
     x[4] *= 1e4  # an outlier beside them
-    together = quantised(x)
+    together = quantized(x)
     for i in range(17):
-        assert torch.equal(quantised(x[i : i + 1])[0], together[i])
-    assert torch.equal(quantised(x[3:9]), together[3:9])
+        assert torch.equal(quantized(x[i : i + 1])[0], together[i])
+    assert torch.equal(quantized(x[3:9]), together[3:9])
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
 @pytest.mark.parametrize("alike", [True, False])
 def test_one_row_of_zeros_or_extremes_gives_no_nan(alike: bool) -> None:
     layer = linear(6, 4, True)
-    quantised = Int8Linear(layer.weight, layer.bias, alike=alike)
-    assert torch.equal(quantised(torch.zeros(1, 6)), layer.bias[None])
+    quantized = Int8Linear(layer.weight, layer.bias, alike=alike)
+    assert torch.equal(quantized(torch.zeros(1, 6)), layer.bias[None])
     for scale in (1e-44, 1e-35, 1e30):
-        assert bool(quantised(torch.full((1, 6), scale)).isfinite().all())
+        assert bool(quantized(torch.full((1, 6), scale)).isfinite().all())
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
@@ -437,10 +437,10 @@ def test_sums_do_not_overflow_without_vnni(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_quantised_model_is_close(tied: bool) -> None:
+def test_a_quantized_model_is_close(tied: bool) -> None:
     model = llama(tie_word_embeddings=tied)
     expected = logits(model)
-    assert quantise_linears(model)
+    assert quantize_linears(model)
     assert 0 < relative_error(logits(model), expected) < MODEL_CLOSE
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert model.get_output_embeddings().weight.shape[0] == VOCAB
@@ -481,7 +481,7 @@ def test_the_first_layers_share_every_weight(packed: bool) -> None:
     assert model.config.num_hidden_layers == len(model.model.layers) == 3
     assert torch.equal(logits(model), expected)
     pack_linears(short)
-    quantise_linears(short)
+    quantize_linears(short)
     assert torch.equal(logits(model), expected)
 
 

@@ -36,7 +36,7 @@ BATCHES = {"batches", "latency"}
 SERVERS = {"servers"}
 HEADS = {"training"}
 CHAINS = [name for name in plots.FIGURES if name not in TREES | BATCHES | SERVERS | HEADS]
-LONG = Drafter("an-organisation/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
+LONG = Drafter("an-organization/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +373,7 @@ class TestLooks:
         assert "$" in figure.get_suptitle()
         assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
 
-    def test_series_differ_in_colour_and_marker(self, drawn: plots.Drawn) -> None:
+    def test_series_differ_in_color_and_marker(self, drawn: plots.Drawn) -> None:
         lines = [line for line in drawn.figures["speedup"].axes[0].lines if len(line.get_xdata()) == 4]
         assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 4
 
@@ -395,13 +395,13 @@ class TestLooks:
             (line.get_color(), line.get_marker()) for line in lines
         ], "each name has the mark of its line"
 
-    def test_colours_of_several_drafters_are_theirs(self, drawn: plots.Drawn, df: Results) -> None:
+    def test_colors_of_several_drafters_are_theirs(self, drawn: plots.Drawn, df: Results) -> None:
         series = canvas.Run(df, plots.Look()).series
         colors = {each.name: each.color for each in series}
         assert colors["Qwen2.5-Coder-0.5B-Instruct, egag"] == colors["Qwen2.5-Coder-0.5B-Instruct"]
         assert len(set(colors.values())) == 4
 
-    def test_the_colour_blind_tell_the_colours_apart(self) -> None:
+    def test_the_color_blind_tell_the_colors_apart(self) -> None:
         # Machado, Oliveira and Fernandes 2009, severity 1: no red, green or blue cones.
         blindness = [
             np.eye(3),

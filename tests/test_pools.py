@@ -164,7 +164,7 @@ def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted: bo
     assert bool(adopted) is not slotted
 
 
-def test_neighbours_are_taken_as_long_as_there_are_any() -> None:
+def test_neighbors_are_taken_as_long_as_there_are_any() -> None:
     blocks = Blocks(32, 4)
     tables = [Table() for _ in range(4)]
     for end in range(4, 33, 4):  # all of them grow in turn

@@ -85,7 +85,7 @@ def test_no_text_occurs_twice_in_the_sets() -> None:
     assert [turn for turn, count in turns.items() if count > 1] == []
 
 
-def test_the_texts_to_summarise_are_of_the_promised_length() -> None:
+def test_the_texts_to_summarize_are_of_the_promised_length() -> None:
     for prompt in load_prompts(["summarisation"]):
         _, text = prompt.turns[0].split("\n\n", 1)
         assert 120 <= len(text.split()) <= 250, prompt.id

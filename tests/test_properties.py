@@ -50,7 +50,7 @@ INFINITY = math.inf
 # -- arbitrary input -------------------------------------------------------------------------------
 
 WEIGHTS = (0.0, 0.0, 1.0, 1.0, 2.0, 5.0, 1e-3, 1e-7, 1e-30, 1e-44)
-"""Zeros, ties, and what underflows when it is normalised."""
+"""Zeros, ties, and what underflows when it is normalized."""
 
 LOGITS = (-INFINITY, 0.0, 0.0, 1.0, 1.0, -2.0, 3.5, -30.0, 90.0, -1e30)
 """Impossible tokens, ties, and more than a float32 softmax can tell apart."""
@@ -160,7 +160,7 @@ def test_expected_acceptance_is_the_mean_chance_of_being_kept(
 
 
 @st.composite
-def judgements(
+def judgments(
     draw: st.DrawFn, values: Sequence[float] = LOGITS
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
     """Drafted tokens, q and the target's logits, for γ from 0 to 4."""
@@ -171,7 +171,7 @@ def judgements(
 
 
 @settings(max_examples=300, deadline=None)
-@given(judgements())
+@given(judgments())
 def test_greedy_keeps_the_beginning_that_the_target_would_have_written(made: Any) -> None:
     tokens, _, logits = made
     best = [max(range(len(row)), key=row.__getitem__) for row in logits.tolist()]
@@ -184,7 +184,7 @@ def test_greedy_keeps_the_beginning_that_the_target_would_have_written(made: Any
 
 
 @settings(max_examples=300, deadline=None)
-@given(judgements(), SAMPLINGS, st.integers(0, 2**32), st.booleans())
+@given(judgments(), SAMPLINGS, st.integers(0, 2**32), st.booleans())
 def test_a_sampled_verdict_is_sound(made: Any, sampling: Sampling, seed: int, certain: bool) -> None:
     tokens, q, logits = made
     draft = Draft(tokens, None if certain or not tokens else q)
@@ -207,7 +207,7 @@ def test_a_sampled_verdict_is_sound(made: Any, sampling: Sampling, seed: int, ce
 
 
 @settings(max_examples=200, deadline=None)
-@given(judgements((*LOGITS, INFINITY, math.nan)), SAMPLINGS | st.just(Greedy()))
+@given(judgments((*LOGITS, INFINITY, math.nan)), SAMPLINGS | st.just(Greedy()))
 def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made: Any, sampling: Sampling) -> None:
     tokens, q, logits = made
     draft = Draft(tokens, q if tokens else None)
@@ -275,8 +275,8 @@ def test_a_penalty_goes_by_its_own_context_whatever_came_before(
         assert torch.equal(found, Multinomial(repetition_penalty=1.7).scores(rows, context, drafted))
         for row, (was, scores) in enumerate(zip(rows.tolist(), found.tolist(), strict=True)):
             seen = {*context, *drafted[:row]}
-            penalised = [x if t not in seen else x * 1.7 if x < 0 else x / 1.7 for t, x in enumerate(was)]
-            assert scores == pytest.approx(penalised, rel=1e-6)
+            penalized = [x if t not in seen else x * 1.7 if x < 0 else x / 1.7 for t, x in enumerate(was)]
+            assert scores == pytest.approx(penalized, rel=1e-6)
 
 
 # -- randomness ------------------------------------------------------------------------------------

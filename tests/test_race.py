@@ -51,7 +51,7 @@ def new(*names: str, limit: int = 100) -> Race:
 
 @pytest.mark.parametrize("number", range(10))
 def test_the_choice_is_within_5_percent_of_the_best(number: int) -> None:
-    """Ten runs with other speeds, prompts, drift and neighbours each."""
+    """Ten runs with other speeds, prompts, drift and neighbors each."""
     made = simulated(number)
     race, _ = made.race()
     assert made.regret(race) <= MARGIN

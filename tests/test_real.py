@@ -29,7 +29,7 @@ MODEL, NEW, MANY = "smollm2-135m", 24, 40
 PROMPTS = (
     "Rename `x` to `total`:\n\ndef add(xs):\n    x = 0\n    for each in xs:\n        x = x + each\n    return x\n",
     "Tell me a story about a lighthouse.",
-    "List three colours as a JSON array.",
+    "List three colors as a JSON array.",
 )
 CACHES = ("dynamic", "preallocated")
 FLOAT32 = LoadOptions(dtype="float32", device="cpu")

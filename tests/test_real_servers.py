@@ -35,7 +35,7 @@ CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
 PATIENCE_S = 180.0
 NEW = 48
 PROMPTS = (
-    "The three primary colours are",
+    "The three primary colors are",
     "def fibonacci(n):\n    ",
     "Once upon a time there was a king who",
     "Water boils at a lower temperature on a mountain because",

@@ -134,7 +134,7 @@ def test_logits_that_cannot_be_written_to() -> None:
 # -- the repetition penalty's context --------------------------------------------------------------
 
 
-def test_every_row_is_penalised_by_its_own_context() -> None:
+def test_every_row_is_penalized_by_its_own_context() -> None:
     sampling = Sampling(temperature=1.0, repetition_penalty=2.0)
     scores = sampling.scores(torch.tensor([[1.0, -1.0, 4.0, 8.0]] * 3), [0], [1, 2])
     assert scores.tolist() == [[0.5, -1.0, 4.0, 8.0], [0.5, -2.0, 4.0, 8.0], [0.5, -2.0, 2.0, 8.0]]
@@ -150,7 +150,7 @@ def test_the_last_row_stands_behind_every_draft() -> None:
             assert torch.equal(alone[0], together[i])
 
 
-def test_a_token_that_occurred_twice_is_penalised_once() -> None:
+def test_a_token_that_occurred_twice_is_penalized_once() -> None:
     scores = Greedy(2.0).scores(torch.tensor([[8.0, 8.0]]), [0, 0, 0])
     assert scores.tolist() == [[4.0, 8.0]]
 

@@ -262,7 +262,7 @@ def test_a_chat_template_writes_what_its_tokenizer_writes() -> None:
 
 
 def test_a_tokenizer_names_no_files_outside_its_folder(tmp_path: Path) -> None:
-    """What its configuration says about files is passed over in favour of the folder's own."""
+    """What its configuration says about files is passed over in favor of the folder's own."""
     folder = save_tiny(tmp_path / "model")
     secret = tmp_path / "secret.json"
     secret.write_text("{")

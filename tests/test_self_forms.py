@@ -17,7 +17,7 @@ from torch import nn
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.kernels.linear import Int8Linear
-from specbench.backends.torch.kernels.surgery import pack_linears, quantise_linears
+from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
@@ -123,16 +123,16 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept: tuple[int, ...], pack
         pack_linears(source)
     expected = whole(source, [5, 6, 7, 8])
     form: Any = cheaper_form(source, kept, int8=True)
-    quantised = [module for module in form.modules() if isinstance(module, Int8Linear)]
+    quantized = [module for module in form.modules() if isinstance(module, Int8Linear)]
     outputs = 2 * 32 + 2 * 16 + 2 * 64 + 32  # query and output, key and value, gate and up, down
-    assert sum(module.out_features for module in quantised) == outputs * len(kept) + source.config.vocab_size
+    assert sum(module.out_features for module in quantized) == outputs * len(kept) + source.config.vocab_size
     assert form.get_input_embeddings().weight is source.get_input_embeddings().weight
     places = {tensor.data_ptr() for tensor in (*source.parameters(), *source.buffers())}
     assert {parameter.data_ptr() for parameter in form.parameters()} <= places
     assert not any(isinstance(module, Int8Linear) for module in source.modules())
     assert torch.equal(whole(source, [5, 6, 7, 8]), expected)
     plain = cheaper_form(source, kept, int8=False)
-    quantise_linears(plain, alike=False)
+    quantize_linears(plain, alike=False)
     assert torch.equal(whole(form, [5, 6, 7, 8]), whole(plain, [5, 6, 7, 8]))
 
 
@@ -228,7 +228,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) 
 
 @pytest.mark.smoke
 def test_every_draft_of_the_whole_target_is_accepted() -> None:
-    """Sampled: a form that leaves nothing out and is not quantised has the target's own distributions."""
+    """Sampled: a form that leaves nothing out and is not quantized has the target's own distributions."""
     target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), pack=False)
     drafter = SelfDrafter(
         Scorer(cheaper_form(target.language_model.model, range(3), int8=False), target.scorer.cache), "whole"

@@ -19,7 +19,7 @@ from specbench.backends.torch.kernels import llama_layers, native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_attention, fold_mask
 from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
 from specbench.backends.torch.kernels.llama_layers import short_layers
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass
 from specbench.generate import speculative_generate
@@ -63,7 +63,7 @@ def build(
         return model
     fold_attention(model)
     if int8:
-        quantise_linears(model)
+        quantize_linears(model)
     else:
         pack_linears(model)
     return model
@@ -174,7 +174,7 @@ def test_products_that_are_replaced_later_are_noticed() -> None:
     scorer = Scorer(model)
     packed = passes(scorer)
     for each in (fresh, model):
-        quantise_linears(each)
+        quantize_linears(each)
     assert identical(passes(scorer), passes(Scorer(fresh)))
     assert not identical(passes(scorer), packed)
 
@@ -602,7 +602,7 @@ def test_only_quick_products_are_read_in_float32(monkeypatch: pytest.MonkeyPatch
     assert {layer._carried for layer in short_layers(alike) or ()} == {torch.bfloat16}
     if quick_here():
         quick = build("Llama", torch.bfloat16, packed=False)
-        quantise_linears(quick, alike=False)
+        quantize_linears(quick, alike=False)
         assert {layer._carried for layer in short_layers(quick) or ()} == {torch.float32}
 
 

@@ -537,7 +537,7 @@ def test_outputs_that_part_are_found_and_judged(
     assert judged.code == 0, judged.err
     differences = run_json(tmp_path / "run")["differences"]
     assert all(each["gap"] > 0 and each["numerical_tie"] is False for each in differences)
-    assert "compare their weights, quantisation and sampling" in judged.err
+    assert "compare their weights, quantization and sampling" in judged.err
 
 
 @pytest.mark.parametrize(

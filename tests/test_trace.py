@@ -668,13 +668,13 @@ def test_hostile_text_stays_text() -> None:
     shown(*hostile_events(), width=60, encoding="ascii")
 
 
-def test_colour_changes_no_character(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_changes_no_character(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [header(lossless=False), prefill(), *map(event, (ACCEPTED_ALL, REJECTION, STOP_CUT)), SUMMARY]
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = shown(*events, force_terminal=True, color_system="standard")
-    assert "\x1b[31m" in coloured  # a rejected draft is red
+    colored = shown(*events, force_terminal=True, color_system="standard")
+    assert "\x1b[31m" in colored  # a rejected draft is red
     assert shown(*events, force_terminal=True, color_system="standard", no_color=True).count("\x1b[31m") == 0
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(*events)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == shown(*events)
 
 
 # --- The command ----------------------------------------------------------------------------------

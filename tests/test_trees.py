@@ -443,7 +443,7 @@ def test_the_largest_of_a_row_are_those_of_a_sort(quick: int, monkeypatch: pytes
 
 def test_prospects_of_scores_are_their_softmax() -> None:
     row = torch.tensor([0.5, 2.0, -torch.inf, 1.0])
-    scores, q = Scores(row, normalised=False), Scores(row.softmax(-1), normalised=True)
+    scores, q = Scores(row, normalized=False), Scores(row.softmax(-1), normalized=True)
     for each in (scores, q):
         assert each.best(4) == [1, 3, 0]
         assert each.chances(2) == pytest.approx([float(row.softmax(-1)[1]), float(row.softmax(-1)[3])])
@@ -468,7 +468,7 @@ def optimal_acceptance(p: torch.Tensor, draws: Mapping[tuple[int, ...], float]) 
 
 def acceptance_at_a_node(method: Method, p: torch.Tensor, q: torch.Tensor, count: int) -> tuple[float, float]:
     """The chance that one of so many candidates is kept, over all draws and tosses; and the most that can be."""
-    prospects = Scores(q, normalised=True)
+    prospects = Scores(q, normalized=True)
 
     def run(dice: Any) -> tuple[int, ...]:
         tree = GrowingTree()

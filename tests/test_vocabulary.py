@@ -183,8 +183,8 @@ def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impos
             found, expected = few.likeliest(count, least), known.likeliest(count, least)
             assert {token for _, token in found} == {token for _, token in expected}
             assert all(chance == pytest.approx(few.log_chance(token), abs=1e-5) for chance, token in found)
-    own = Scores.of(values.clone(), normalised=False, vocabulary=vocabulary)
-    for each, whole in zip(own, Scores.of(spread.clone(), normalised=False), strict=True):
+    own = Scores.of(values.clone(), normalized=False, vocabulary=vocabulary)
+    for each, whole in zip(own, Scores.of(spread.clone(), normalized=False), strict=True):
         assert each.best(3) == whole.best(3)
         assert each.chances(3) == pytest.approx(whole.chances(3), abs=1e-5)
         torch.testing.assert_close(each.q, whole.q)
@@ -220,10 +220,10 @@ def test_a_vocabulary_that_cannot_be() -> None:
     counted(target)
     with pytest.raises(UsageError, match=f"vocab={target.vocab_size} keeps all of them"):
         wrap_drafter(tiny_language_model(1), target, vocab=target.vocab_size)
-    quantised = tiny_language_model(1)
-    wrap_drafter(quantised, target, int8=True)
+    quantized = tiny_language_model(1)
+    wrap_drafter(quantized, target, int8=True)
     with pytest.raises(UsageError, match="no plain linear layer"):
-        wrap_drafter(quantised, target, vocab=5)
+        wrap_drafter(quantized, target, vocab=5)
     trimmed = tiny_language_model(1)
     wrap_drafter(trimmed, target, vocab=5)
     with pytest.raises(UsageError, match="cut to other tokens"):

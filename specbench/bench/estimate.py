@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.bench.grid import WARMUP_TOKENS, Sweep, SweepConfig, turns_of
 from specbench.decoding.theory import PassCosts
-from specbench.options import quantised
+from specbench.options import quantized
 from specbench.specs.drafters import DrafterSpec, SelfForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from specbench.options import LoadOptions, QuantisedName
+    from specbench.options import LoadOptions, QuantizedName
     from specbench.progress import Progress
     from specbench.recipe import Recipe
     from specbench.specs.models import ModelSpec
@@ -267,7 +267,7 @@ def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
 
 
 def _weights(
-    size: _Size, options: LoadOptions, *, rounded: QuantisedName | None = None
+    size: _Size, options: LoadOptions, *, rounded: QuantizedName | None = None
 ) -> tuple[tuple[int, int], int]:
     """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside rounded layers."""
     from specbench.models.checkpoints import weight_memory
@@ -278,8 +278,8 @@ def _weights(
     if resolve_device(options.device).type != "cpu":
         return (size.parameters * loaded.itemsize,) * 2, loaded.itemsize
     stored: Any = size.config.dtype
-    rounded = quantised(options.dtype) or rounded
-    return weight_memory(size.config, size.parameters, stored, loaded, quantise=rounded), loaded.itemsize
+    rounded = quantized(options.dtype) or rounded
+    return weight_memory(size.config, size.parameters, stored, loaded, quantize=rounded), loaded.itemsize
 
 
 def _drafter_weights(
@@ -292,7 +292,7 @@ def _drafter_weights(
         return kept, kept + max(most - end for end, most in added)
     if spec.own_model is None:
         return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
-    rounded: QuantisedName | None = "int8" if options.dtype == "auto" else None
+    rounded: QuantizedName | None = "int8" if options.dtype == "auto" else None
     return _weights(_size(spec.own_model, progress), options, rounded=rounded)[0]
 
 
@@ -302,7 +302,7 @@ def _bytes_per_number(options: LoadOptions) -> float:
     from specbench.backends.torch.kernels.linear import rounded_bytes
     from specbench.models.devices import resolve_device
 
-    rounded = quantised(options.dtype)
+    rounded = quantized(options.dtype)
     if rounded is None and options.dtype != "auto":
         return 4 if options.dtype == "float32" else 2
     wide = 2 if resolve_device(options.device).type != "cpu" or has_bfloat16() else 4
@@ -316,7 +316,7 @@ def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progres
     own = spec.model_part
     if isinstance(
         own, SelfForm
-    ):  # unquantised layers share the target's weights; a calibrated form may be int8
+    ):  # unquantized layers share the target's weights; a calibrated form may be int8
         if own.int4:
             return int(target * rounded_bytes("int4", 2))
         return target if own.int8 or own.calibrated else 0

@@ -78,7 +78,7 @@ def _drafted(draft: Draft, i: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def total_variation(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Half the sum of absolute differences of two distributions, [vocab] each, normalised here; 1 if one is none."""
+    """Half the sum of absolute differences of two distributions, [vocab] each, normalized here; 1 if one is none."""
     first, second = first.double(), second.double()
     distance = float((first / first.sum() - second / second.sum()).abs().sum() / 2)
     return 1.0 if math.isnan(distance) else distance
@@ -123,8 +123,8 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
     for random in _every_way():
         tree = GrowingTree()
         beside = 2 if verification.takes_trees else 1
-        tree.add(-1, verification.drawing(Scores(q[0], normalised=True), beside, random))
-        tree.add(0, verification.drawing(Scores(q[1], normalised=True), 1, random))
+        tree.add(-1, verification.drawing(Scores(q[0], normalized=True), beside, random))
+        tree.add(0, verification.drawing(Scores(q[1], normalized=True), 1, random))
         draft: Draft = tree
         if not verification.takes_trees:
             draft = Draft(draft.tokens, q=q[: len(draft.tokens)])  # the form in which chains come

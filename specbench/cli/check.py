@@ -23,7 +23,7 @@ from specbench.options import (
     LengthOptions,
     ModelOptions,
     SamplingOptions,
-    quantised,
+    quantized,
     require,
 )
 from specbench.recipe import Recipe
@@ -284,7 +284,7 @@ class _DecodingJob:
             request.note(note)
         check_models(request.recipe.target, self.drafters, request.recipe.models, progress=progress)
         self._say_what_has_no_effect()
-        rounded = quantised(request.recipe.models.dtype)
+        rounded = quantized(request.recipe.models.dtype)
         prompts: list[tuple[str, list[int]]] = []
         references: list[Any] = []
 

@@ -54,7 +54,7 @@ class _Shown:
         bool,
         opt.output(
             "--show-accepted",
-            help="Colour the text by where it came from: accepted drafts, corrected tokens, the target's own.",
+            help="Color the text by where it came from: accepted drafts, corrected tokens, the target's own.",
         ),
     ] = False
     stream: Annotated[bool, opt.output("--stream/--no-stream", help="Show text as it comes.")] = True
@@ -204,10 +204,10 @@ def _paint(json_output: bool) -> Paint:
         raise UsageError("--show-accepted and --json are both given.", "Give one of them.")
     if not console.is_terminal or console.is_dumb_terminal:
         raise UsageError(
-            "--show-accepted colours the text on a terminal, and the output goes to none that can.",
+            "--show-accepted colors the text on a terminal, and the output goes to none that can.",
             "Leave it out: --json counts what was accepted, and --debug shows it.",
         )
-    return partial(painted, encoding=console.encoding, colour=not console.no_color)
+    return partial(painted, encoding=console.encoding, color=not console.no_color)
 
 
 def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:
@@ -354,13 +354,13 @@ def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec)
     if job.sampling.greedy and rule.word != "auto":
         found["rule"] = "--length-policy auto"
     # A copy costs next to nothing, a model drafts where there is nothing to copy.
-    can_quantise = job.target.rounded is None and job.target.scorer.device.type == "cpu"
+    can_quantize = job.target.rounded is None and job.target.scorer.device.type == "cpu"
     if isinstance(drafter, Cascade):
         other = "lookup"
     elif drafter.own_model is not None:
         other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
     else:
-        other = "lookup+self:int8" if can_quantise else ""
+        other = "lookup+self:int8" if can_quantize else ""
     if other and rule.applies(parse_drafter(other)):
         found["command"] = opt.command_with(ctx, drafter=other, costs=None)
     return found

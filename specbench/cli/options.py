@@ -22,7 +22,7 @@ from specbench.options import (
     PROMPT,
     CacheOptions,
     ModelOptions,
-    quantised,
+    quantized,
 )
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
@@ -388,7 +388,7 @@ def chained(models: ModelOptions, caching: CacheOptions) -> str | None:
     """What on the command line asks for passes that are the same to the bit, so that drafts have no siblings."""
     if caching.bit_exact:
         return "--bit-exact"
-    return None if quantised(models.dtype) is None else f"--dtype {models.dtype}"
+    return None if quantized(models.dtype) is None else f"--dtype {models.dtype}"
 
 
 def widths_differ(target: Target) -> str | None:
@@ -420,7 +420,7 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
         return "compiled"
     if caching.bit_exact:
         return "preallocated"
-    if quantised(models.dtype) is not None and not chosen and not (ctx.default_map or {}).get("cache"):
+    if quantized(models.dtype) is not None and not chosen and not (ctx.default_map or {}).get("cache"):
         from specbench.models.load import load_config
         from specbench.models.target import default_cache
 

@@ -56,7 +56,7 @@ def show_legend(paint: Callable[[str, Origin], str]) -> None:
     console = _console()
     if console.is_terminal:
         names = [Text.from_ansi(paint(name, origin)) for origin, name in ORIGINS.items()]
-        console.print(Text(f"{'colours':{_LABEL}}", "dim").append_text(Text(", ").join(names)))
+        console.print(Text(f"{'colors':{_LABEL}}", "dim").append_text(Text(", ").join(names)))
         console.print()
 
 

@@ -289,7 +289,7 @@ class SweepJob(RunJob):
         results = load_results(self.folder)
         try:
             if len(results.done):
-                self._summarise(results)
+                self._summarize(results)
         finally:  # also when nobody takes the table
             for warning in warnings:
                 self.warn(warning)
@@ -307,7 +307,7 @@ class SweepJob(RunJob):
             return exit_code_of_interrupt()
         return 1 if failed else 0
 
-    def _summarise(self, results: Results) -> None:
+    def _summarize(self, results: Results) -> None:
         """The answer and the table in two files, and then on stdout, which may be closed."""
         from rich.console import Console
 

@@ -16,7 +16,7 @@ from specbench.cli import options as opt
 from specbench.cli.progress import starting
 from specbench.cli.watchers import write_out
 from specbench.errors import UsageError
-from specbench.options import MODELS, PROMPT, ModelOptions, quantised
+from specbench.options import MODELS, PROMPT, ModelOptions, quantized
 from specbench.specs.models import parse_model
 from specbench.textsafe import terminal_safe
 
@@ -184,7 +184,7 @@ def train(
         compact=compact,
         start=None if begun is None else begun.fingerprint,
     )
-    if quantised(models.dtype) is not None:
+    if quantized(models.dtype) is not None:
         raise UsageError(
             f"A head is not trained on an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
         )

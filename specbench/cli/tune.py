@@ -31,7 +31,7 @@ from specbench.options import (
     CacheName,
     DecodingOptions,
     ModelOptions,
-    quantised,
+    quantized,
 )
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
@@ -191,7 +191,7 @@ def tune(
         )
     kind: Any = asked.cache if stored is None else stored.configs[0].cache
     rules = parse_policies(
-        rules_to_try(greedy=asked.temperature == 0, chained=quantised(models.dtype) is not None)
+        rules_to_try(greedy=asked.temperature == 0, chained=quantized(models.dtype) is not None)
     )
     options = SweepOptions(
         gammas=GAMMAS,
@@ -434,7 +434,7 @@ class _Job(RunJob):
 
         recipe = answer.winner.recipe
         assert recipe is not None
-        usual = "dynamic" if quantised(recipe.models.dtype) is None else "preallocated"
+        usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
         try:
             config, note = config_of(recipe, provisional=answer.provisional)
         except UsageError as error:

@@ -185,7 +185,7 @@ def _write_pieces(pieces: Iterable[tuple[Origin, str]], paint: Paint | None) -> 
 
 
 class WordWrap(Generic[_Label]):
-    """Text that comes in labelled pieces, its lines broken between words where a terminal would break them anywhere.
+    """Text that comes in labeled pieces, its lines broken between words where a terminal would break them anywhere.
 
     A word is held back until it is whole, or fills a line of its own. Wide letters, as of Chinese, are words.
     """

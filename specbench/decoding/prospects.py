@@ -46,24 +46,24 @@ class Scores:
 
     Args:
         row: Float32 [vocab].
-        normalised: Whether it is a distribution.
+        normalized: Whether it is a distribution.
     """
 
-    def __init__(self, row: torch.Tensor, *, normalised: bool) -> None:
-        self._rows, self._place = _Rows(row[None].clone(), normalised, None), 0
+    def __init__(self, row: torch.Tensor, *, normalized: bool) -> None:
+        self._rows, self._place = _Rows(row[None].clone(), normalized, None), 0
 
     @classmethod
     def of(
-        cls, rows: torch.Tensor, *, normalised: bool, vocabulary: DraftVocabulary | None = None
+        cls, rows: torch.Tensor, *, normalized: bool, vocabulary: DraftVocabulary | None = None
     ) -> list[Scores]:
         """Each of several rows: what is looked for in one of them is looked for in all, in the same few operators.
 
         Args:
             rows: Float32 [rows, tokens]. They are written to, and scores become distributions when somebody asks.
-            normalised: Whether they are distributions.
+            normalized: Whether they are distributions.
             vocabulary: Whose tokens they are; ``None``: the first is the target's first.
         """
-        together = _Rows(rows, normalised, vocabulary)
+        together = _Rows(rows, normalized, vocabulary)
         made = [cls.__new__(cls) for _ in range(rows.shape[0])]
         for place, each in enumerate(made):
             each._rows, each._place = together, place
@@ -86,8 +86,8 @@ class Scores:
 class _Rows:
     """What ``Scores`` of one pass have in common; for the arguments see there."""
 
-    def __init__(self, rows: torch.Tensor, normalised: bool, vocabulary: DraftVocabulary | None) -> None:
-        self._rows, self._normalised, self._vocabulary = rows, normalised, vocabulary
+    def __init__(self, rows: torch.Tensor, normalized: bool, vocabulary: DraftVocabulary | None) -> None:
+        self._rows, self._normalized, self._vocabulary = rows, normalized, vocabulary
         self._count = 0
         self._best: list[list[int]] = []
         self._spread: dict[int, torch.Tensor] = {}
@@ -96,7 +96,7 @@ class _Rows:
         """Of every row at least so many of the largest that are possible at all, by falling value."""
         if count > self._count or not self._best:
             self._count = count
-            self._best = largest(self._rows, count, above=0.0 if self._normalised else -math.inf)
+            self._best = largest(self._rows, count, above=0.0 if self._normalized else -math.inf)
             if self._vocabulary is not None:
                 self._best = [[self._vocabulary.ids[place] for place in best] for best in self._best]
         return self._best
@@ -115,10 +115,10 @@ class _Rows:
 
     @property
     def _distributions(self) -> torch.Tensor:
-        if not self._normalised:  # a softmax takes little longer than the sum it divides by
+        if not self._normalized:  # a softmax takes little longer than the sum it divides by
             for row in self._rows.split(1):  # of several torch calls up other threads
                 torch.softmax(row, dim=-1, out=row)
-            self._normalised = True
+            self._normalized = True
         return self._rows
 
     @cached_property

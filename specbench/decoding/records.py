@@ -238,7 +238,7 @@ class SharedPass:
 class Generation:
     """One finished (or interrupted) output with everything that was recorded on the way.
 
-    A notebook shows its text with the tokens coloured by where they came from.
+    A notebook shows its text with the tokens colored by where they came from.
 
     Attributes:
         token_ids: The emitted tokens, with the end token or every token up to the one completing a stop string.

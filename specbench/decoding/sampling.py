@@ -182,7 +182,7 @@ class Sampling:
             scores = scores.clone()
         seen: _Seen = self._seen.and_more(context, scores)  # type: ignore[attr-defined]
         object.__setattr__(self, "_seen", seen)
-        self._penalise(scores, seen.ids)
+        self._penalize(scores, seen.ids)
         fresh = [
             (place, token)
             for place, token in enumerate(drafted)
@@ -191,7 +191,7 @@ class Sampling:
         for row, drafts in enumerate(range(len(drafted) - len(scores) + 1, len(drafted) + 1)):
             ids = [token for place, token in fresh if place < drafts]
             if ids:
-                self._penalise(scores[row : row + 1], torch.tensor(ids, device=scores.device))
+                self._penalize(scores[row : row + 1], torch.tensor(ids, device=scores.device))
         return scores
 
     def rules_out_all(
@@ -204,13 +204,13 @@ class Sampling:
         """
         return self.defaults is not None and bool((self.scores(logits, context, drafted) == -math.inf).all())
 
-    def _penalise(self, scores: torch.Tensor, ids: torch.Tensor) -> None:
-        """Penalise some tokens in all rows, in place. An id that is given twice is read and written alike twice."""
+    def _penalize(self, scores: torch.Tensor, ids: torch.Tensor) -> None:
+        """Penalize some tokens in all rows, in place. An id that is given twice is read and written alike twice."""
         values = scores.index_select(-1, ids)
-        penalised = torch.where(
+        penalized = torch.where(
             values < 0, values * self.repetition_penalty, values / self.repetition_penalty
         )
-        scores.index_copy_(-1, ids, penalised)
+        scores.index_copy_(-1, ids, penalized)
 
     def choose(self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()) -> list[int]:
         """The greedy choice of every row: indices of the largest scores (the first of equals). See ``scores``.

@@ -179,7 +179,7 @@ class TextStream:
         return 0
 
 
-class LabelledText(Generic[Label]):
+class LabeledText(Generic[Label]):
     """What a ``TextStream`` releases, in pieces with the labels of the tokens that they came from.
 
     Characters that several tokens make go with the last of them.
@@ -200,14 +200,14 @@ class LabelledText(Generic[Label]):
         if self._at_once is None:
             return [(label, text)] if text else []
         self._waiting.append((label, len(self._at_once.push(token))))
-        return self._labelled(text, label)
+        return self._labeled(text, label)
 
     def finish(self, label: Label) -> list[tuple[Label, str]]:
         """Release what was held back; ``label`` is the last token's."""
         text = self._stream.finish()
-        return self._labelled(text, label)
+        return self._labeled(text, label)
 
-    def _labelled(self, text: str, last: Label) -> list[tuple[Label, str]]:
+    def _labeled(self, text: str, last: Label) -> list[tuple[Label, str]]:
         pieces: list[tuple[Label, str]] = []
         while text:
             label, length = self._waiting.popleft() if self._waiting else (last, len(text))

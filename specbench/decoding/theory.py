@@ -260,7 +260,7 @@ def _prolonged(points: Mapping[int, float], n: float) -> float:
 
 
 def interpolate(points: Mapping[int, float], n: float) -> float:
-    """The value at ``n``, straight between neighbours and level beyond the ends; 0 without points. Keys ascend."""
+    """The value at ``n``, straight between neighbors and level beyond the ends; 0 without points. Keys ascend."""
     below, above = None, None
     for width, value in points.items():
         if width == n:

@@ -36,7 +36,7 @@ class Walked(NamedTuple):
     Attributes:
         path: The nodes kept, root to leaf.
         token: The one behind them.
-        distribution: What that was drawn from, [vocab], not normalised.
+        distribution: What that was drawn from, [vocab], not normalized.
     """
 
     path: list[int]

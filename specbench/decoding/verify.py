@@ -33,7 +33,7 @@ class Verdict:
         path: The drafts kept, root to leaf; the first so many in a chain.
         tokens: These, and the token behind them: ``len(path) + 1`` ids.
         p: The target's distributions, float32 [drafts + 1, vocab]; ``None`` in greedy decoding, which needs none.
-        closing_distribution: What the last token was drawn from, [vocab], not normalised; ``None`` in greedy mode.
+        closing_distribution: What the last token was drawn from, [vocab], not normalized; ``None`` in greedy mode.
         r: The uniform numbers the drafts were tested with; empty in greedy decoding.
         rows: Of a tree the target's distributions behind the nodes that were looked at, -1 for the context: [vocab].
     """
@@ -217,7 +217,7 @@ def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
 
 
 def residual(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
-    """``max(0, p_i - q_i)``, float32 [vocab], not normalised: what a corrected token at position i is drawn from.
+    """``max(0, p_i - q_i)``, float32 [vocab], not normalized: what a corrected token at position i is drawn from.
 
     Where nothing is left (p <= q everywhere, by rounding) it is p_i itself.
     """

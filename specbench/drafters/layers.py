@@ -78,12 +78,12 @@ def cheaper_form(
 ) -> PreTrainedModel:
     """A model of some layers of the given one, with its embeddings, final norm and head.
 
-    What stays as it is is shared; quantised layers are made one by one, and none of those that are left out.
+    What stays as it is is shared; quantized layers are made one by one, and none of those that are left out.
 
     Args:
         model: Packed or not; it is left alone.
         kept: The decoder layers to use, ascending. Each keeps its own place in a cache of the whole model.
-        int8, int4: Quantise the linear layers.
+        int8, int4: Quantize the linear layers.
         layers: Where those of the whole model, rounded so, are found and kept.
 
     Raises:

@@ -172,7 +172,7 @@ class ModelDrafter(BaseDrafter):
             scores = sampling.scores(logits, context, out=rows)
             if scores is not rows:
                 rows.copy_(scores)
-            return dict(zip(nodes, Scores.of(rows, normalised=False, vocabulary=vocabulary), strict=True))
+            return dict(zip(nodes, Scores.of(rows, normalized=False, vocabulary=vocabulary), strict=True))
         ruled_out = set[int]()
         for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
             behind = [*context, *tree.branch(node)] if sampling.looks_back else context
@@ -182,7 +182,7 @@ class ModelDrafter(BaseDrafter):
                 into.copy_(sampling.scores(row, behind))
             else:
                 sampling.probabilities(row, behind, out=into)
-        every = Scores.of(rows, normalised=not sampling.greedy, vocabulary=vocabulary)
+        every = Scores.of(rows, normalized=not sampling.greedy, vocabulary=vocabulary)
         return {node: each for node, each in zip(nodes, every, strict=True) if node not in ruled_out}
 
     def _as_seen(

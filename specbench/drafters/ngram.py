@@ -113,7 +113,7 @@ class NGramDrafter(FreeDrafter):
         return None
 
     def _distribution(self, known: _Continuations) -> torch.Tensor:
-        """The normalised counts, float32 [vocab]."""
+        """The normalized counts, float32 [vocab]."""
         counts = torch.tensor(list(known.counts.values()), dtype=torch.float32)
         tokens = torch.tensor(list(known.counts), device=self._device)
         q = torch.zeros(self._vocabulary or 0, device=self._device)

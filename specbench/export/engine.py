@@ -146,7 +146,7 @@ def without_counterpart(
             dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
             yield (
                 f"The drafter's {dtype}: there it runs as its checkpoint is stored, so that drafts cost more than"
-                " measured unless you name a quantised one."
+                " measured unless you name a quantized one."
             )
     if setting.dtype in ("int8", "int4"):
         yield f"The target's {setting.dtype}, which is specbench's own: there it runs as its checkpoint is stored."

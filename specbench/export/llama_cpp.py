@@ -79,7 +79,7 @@ class LlamaCpp:
             options,
             [
                 "Models as GGUF files, with one vocabulary; those of the checkpoints that were measured accept alike,"
-                " other quantisations of them nearly so."
+                " other quantizations of them nearly so."
             ],
             missing,
             differs,

@@ -46,7 +46,7 @@ class Model:
 
     @property
     def is_hub_id(self) -> bool:
-        """Whether it names an organisation, so that an engine finds it by itself."""
+        """Whether it names an organization, so that an engine finds it by itself."""
         return "/" in self.name
 
     @property

@@ -38,7 +38,7 @@ class SGLang:
                 "--speculative-draft-model-quantization": "unquant",
             }
             differs += [
-                "Without --speculative-draft-model-quantization the drafter inherits the target's quantisation; with"
+                "Without --speculative-draft-model-quantization the drafter inherits the target's quantization; with"
                 " unquant it is as its checkpoint is.",
                 engine.GREEDY_DRAFTS,
             ]

@@ -130,7 +130,7 @@ def _named(variable: str, model: Model) -> str:
     """The variable for a model: its hub id, or a name to fill in."""
     builtin = BUILTIN_MODELS.get(model.name)
     if builtin is not None:
-        return f"{variable} = {builtin.hub_id!r}  # what {builtin.alias} was quantised from"
+        return f"{variable} = {builtin.hub_id!r}  # what {builtin.alias} was quantized from"
     return f"{variable} = {model.name!r}{'' if model.is_hub_id else '  # a local folder or hub id: fill in'}"
 
 

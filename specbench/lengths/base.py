@@ -138,7 +138,7 @@ def entropy(logits: torch.Tensor) -> float:
     return max(0.0, float(torch.special.entr(logits.float().softmax(dim=-1)).sum()))
 
 
-def normalised_entropy(logits: torch.Tensor) -> float:
+def normalized_entropy(logits: torch.Tensor) -> float:
     """Entropy over that of the uniform distribution on as many tokens: 0 to 1."""
     return entropy(logits) / math.log(logits.shape[-1]) if logits.shape[-1] > 1 else 0.0
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.logits import Logits
 from specbench.errors import UsageError
-from specbench.lengths.base import Rule, entropy, normalised_entropy
+from specbench.lengths.base import Rule, entropy, normalized_entropy
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -74,7 +74,7 @@ class EntropyGuidedLength(Rule):
         if not self._notes:
             logits = expected[0]
             assert isinstance(logits, Logits)
-            h = normalised_entropy(logits.values)
+            h = normalized_entropy(logits.values)
             past = h if self._average is None else self._average
             self._average = self.ema_beta * past + (1 - self.ema_beta) * h
             fall = (self.gamma_max - self.gamma_min) * min(1.0, self._average / self.scale)

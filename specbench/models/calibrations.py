@@ -33,7 +33,7 @@ class Choice:
     Attributes:
         target: The target's name.
         layers: How many decoder layers the target has.
-        int8: Whether the drafter's linear layers are quantised.
+        int8: Whether the drafter's linear layers are quantized.
         skip: The layers it leaves out, counted from 0, ascending.
         accepted: Share of one-token drafts that were the target's greedy choice, on prompts that had no part in the
             choice.

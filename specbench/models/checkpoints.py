@@ -26,7 +26,7 @@ from specbench.backends.torch.kernels.linear import rounded_bytes
 from specbench.errors import RunError, UsageError
 from specbench.files import reason
 from specbench.models.memory import available_memory
-from specbench.options import QuantisedName
+from specbench.options import QuantizedName
 from specbench.progress import quiet_transformers
 from specbench.record import Record, wrong_field
 from specbench.textsafe import excerpt
@@ -358,7 +358,7 @@ def weight_memory(
     stored: torch.dtype | None,
     loaded: torch.dtype,
     *,
-    quantise: QuantisedName | None,
+    quantize: QuantizedName | None,
 ) -> tuple[int, int]:
     """Bytes a model's weights take on a CPU in the end, and at most while they are loaded and packed.
 
@@ -370,12 +370,12 @@ def weight_memory(
         numbers: How many numbers the weights are.
         stored: Their dtype in the file; ``None`` if there are several, or it is not known.
         loaded: Their dtype in memory.
-        quantise: What the linear layers are rounded to; ``None`` for nothing.
+        quantize: What the linear layers are rounded to; ``None`` for nothing.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
     words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
-    linear = loaded.itemsize if quantise is None else rounded_bytes(quantise, loaded.itemsize)
+    linear = loaded.itemsize if quantize is None else rounded_bytes(quantize, loaded.itemsize)
     kept = int(numbers * linear + words * width * (loaded.itemsize - linear))
     # Two layers that become one product are there three times for a moment, a single one twice.
     working = max(words, 4 * (inner or 4 * width)) * width * loaded.itemsize

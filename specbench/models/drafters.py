@@ -22,7 +22,7 @@ from specbench.backends.torch.head_scorers import (
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import (
     pack_linears,
-    quantise_linears,
+    quantize_linears,
     round_linears,
     trim_head,
 )
@@ -45,8 +45,8 @@ from specbench.models.heads import TrainedHead, load_head
 from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
 from specbench.models.pairing import translation_of
 from specbench.models.rounded_layers import rounded_layers
-from specbench.models.target import Target, quantise
-from specbench.options import CacheKind, LoadOptions, QuantisedName, quantised
+from specbench.models.target import Target, quantize
+from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.progress import Progress, announce
 from specbench.specs.drafters import (
     Cascade,
@@ -249,7 +249,7 @@ def wrap_drafter(
     vocab: int | None = None,
     progress: Progress | None = None,
 ) -> ModelDrafter:
-    """A drafter of a loaded model; its linear layers are quantised or packed in place.
+    """A drafter of a loaded model; its linear layers are quantized or packed in place.
 
     With another tokenizer than the target's it drafts the tokens that both have, and its head is cut to these.
 
@@ -257,7 +257,7 @@ def wrap_drafter(
         language_model: The drafter.
         target: What it drafts for.
         cache: The kind of its own cache.
-        int8: Quantise if it is on a CPU. (Always done if the model was loaded with the dtype "int8" or "int4".)
+        int8: Quantize if it is on a CPU. (Always done if the model was loaded with the dtype "int8" or "int4".)
         vocab: Draft so many tokens only, those that the target writes most often; ``None`` for all.
         progress: Told what is being done.
 
@@ -275,9 +275,9 @@ def wrap_drafter(
         _cut_head(language_model, tuple(translation.shared[token] for token in draftable))
     else:
         _cut_head(language_model, draftable)
-    rounded = language_model.quantise or ("int8" if int8 and model.device.type == "cpu" else None)
+    rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
     if rounded is not None:
-        quantise(language_model, rounded, alike=False, progress=progress)
+        quantize(language_model, rounded, alike=False, progress=progress)
         dtype = rounded
     else:
         announce(progress, f"packing {language_model.name}")
@@ -328,17 +328,17 @@ def wrap_head(
     own_head = partial(_head_of, target)
     medusa = head.files.kind == "medusa"
     module: Any = head.medusa(own_head) if medusa else head.with_layers(config, own_head)
-    rounded = quantised(options.dtype)
-    quantise = rounded is not None or options.dtype == "auto"
-    dtype = embeddings.weight.dtype if quantise else resolve_dtype(options, config, Counter())
+    rounded = quantized(options.dtype)
+    quantize = rounded is not None or options.dtype == "auto"
+    dtype = embeddings.weight.dtype if quantize else resolve_dtype(options, config, Counter())
     device = target.scorer.device
     module.to(device=device, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
     if rounded == "int4":
         round_linears(module)
         name = "int4"
-    elif quantise and device.type == "cpu":
-        quantise_linears(module, alike=False)
+    elif quantize and device.type == "cpu":
+        quantize_linears(module, alike=False)
         name = "int8"
     else:
         pack_linears(module)
@@ -464,7 +464,7 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
             "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
         )
     model, kept = target.language_model, form.kept(target.language_model.layers)
-    rounded: QuantisedName | None = "int8" if form.int8 else "int4" if form.int4 else None
+    rounded: QuantizedName | None = "int8" if form.int8 else "int4" if form.int4 else None
     whole = rounded is not None and len(kept) == model.layers
     try:
         with rounded_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:

@@ -39,7 +39,7 @@ class GgufHeader:
         architecture: llama.cpp's name, such as "llama" or "qwen2".
         pre_tokenizer: llama.cpp's name for how the text is split; ``None`` when the file does not say.
         elements: Numbers in all tensors.
-        dtype: The converted copy's, as torch calls it: the file's own, or bfloat16 for quantised files.
+        dtype: The converted copy's, as torch calls it: the file's own, or bfloat16 for quantized files.
     """
 
     architecture: str
@@ -152,7 +152,7 @@ def convert_gguf(
 ) -> None:
     """Write a GGUF file as an ordinary model folder: config, safetensors, tokenizer, generation config.
 
-    Quantised weights become bfloat16: its rounding is small beside that of 4 to 8 bits, and the copy takes
+    Quantized weights become bfloat16: its rounding is small beside that of 4 to 8 bits, and the copy takes
     half the space that an exact one in float32 would.
 
     Args:
@@ -170,7 +170,7 @@ def convert_gguf(
     # An empty folder as the model's: other files beside the GGUF are none of its business.
     with (
         tempfile.TemporaryDirectory(dir=folder.parent) as empty,
-        quiet_transformers(progress, f"filling the layers of {name}", f"dequantising {name}"),
+        quiet_transformers(progress, f"filling the layers of {name}", f"dequantizing {name}"),
     ):
         place: dict[str, Any] = {
             "pretrained_model_name_or_path": empty,

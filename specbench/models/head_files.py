@@ -259,7 +259,7 @@ class HeadFiles:
         elif self.is_eagle and (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
             odd = "it takes the last hidden state alone"
         elif self.settings.get("layernorms") or self.settings.get("add_para_norm"):
-            odd = "it normalises what it reads, as HASS does"
+            odd = "it normalizes what it reads, as HASS does"
         elif self.kind == "dflash":
             plain = (None, False, 1.0, "dflash")
             odd = next(

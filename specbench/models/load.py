@@ -46,7 +46,7 @@ from specbench.models.dtypes import (
 from specbench.models.hub import HubModel
 from specbench.models.memory import available_memory
 from specbench.models.tokenizers import TEMPLATE, end_ids_of, make_tokenizer, tokenizer_digest
-from specbench.options import LoadOptions, QuantisedName, quantised
+from specbench.options import LoadOptions, QuantizedName, quantized
 from specbench.progress import Progress, announce, quiet_transformers
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.textsafe import excerpt
@@ -83,7 +83,7 @@ class LanguageModel:
         vocab_size: Width of the logits, padding included.
         context_limit: Positions the model has been made for; ``None`` if its configuration sets no limit.
         end_ids: Every token id that ends a text, ascending; see `end_ids_of`.
-        quantise: What the linear layers are to be rounded to, if that was asked for; it is the caller's to do.
+        quantize: What the linear layers are to be rounded to, if that was asked for; it is the caller's to do.
         head_rows: Which of its logits the model still computes, in this order; ``None`` for all.
         defaults: Settings of generation that the model's own file carries.
         dtype_choice: How the dtype was measured; ``None`` where it was not.
@@ -101,7 +101,7 @@ class LanguageModel:
     vocab_size: int
     context_limit: int | None
     end_ids: tuple[int, ...]
-    quantise: QuantisedName | None = None
+    quantize: QuantizedName | None = None
     head_rows: tuple[int, ...] | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     identity: str = ""
@@ -190,7 +190,7 @@ def wrap_model(
     tokenizer: PreTrainedTokenizerBase | None,
     name: str | None = None,
     *,
-    quantise: QuantisedName | None = None,
+    quantize: QuantizedName | None = None,
 ) -> LanguageModel:
     """A `LanguageModel` of objects you already hold; the model goes into evaluation mode, without gradients.
 
@@ -213,7 +213,7 @@ def wrap_model(
         vocab_size=int(width),
         context_limit=_context_limit(model.config),
         end_ids=end_ids_of(model, tokenizer),
-        quantise=quantise,
+        quantize=quantize,
         defaults=ModelDefaults.of(getattr(model, "generation_config", None)),
         identity=_fingerprint(model, torch.bfloat16),
     )
@@ -297,7 +297,7 @@ def _load_folder(
                 del model
                 model = read(others[0])
     model.config.name_or_path = name
-    loaded = wrap_model(model, tokenizer, name, quantise=quantised(options.dtype))
+    loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     loaded.dtype_choice, loaded.notes, loaded.tokenizer_files = choice, notes, tokenizer_files
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
@@ -385,7 +385,7 @@ def resolve_dtype(
 
     ``counts``, of what the file holds, speak where the configuration names none.
     """
-    if options.dtype != "auto" and quantised(options.dtype) is None:
+    if options.dtype != "auto" and quantized(options.dtype) is None:
         chosen: torch.dtype = getattr(torch, options.dtype)
         return chosen
     own = config.dtype or getattr(text_config(config), "dtype", None)
@@ -424,7 +424,7 @@ def _placement(
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)
         return {"": device}
-    _, peak = weight_memory(config, numbers, stored, loaded, quantise=quantised(options.dtype))
+    _, peak = weight_memory(config, numbers, stored, loaded, quantize=quantized(options.dtype))
     check_memory(peak, name=name, device=device)
     return None
 
@@ -487,7 +487,7 @@ def _fingerprint(model: PreTrainedModel, rounded: torch.dtype | None = None) -> 
     """16 hex digits over the configuration and each tensor's name, shape, dtype, first and last 64 values.
 
     Args:
-        model: Its weights, before they are packed or quantised.
+        model: Its weights, before they are packed or quantized.
         rounded: Take every tensor as if it were of this dtype.
     """
     config = {

@@ -37,7 +37,7 @@ from specbench.progress import Progress, announce
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import RoundedLayers
     from specbench.models.load import LanguageModel, WeightFiles
-    from specbench.options import QuantisedName
+    from specbench.options import QuantizedName
 
 MOST_BYTES = 8 << 30
 """What all entries may take; those that were not used for longest go first."""
@@ -45,8 +45,8 @@ MOST_BYTES = 8 << 30
 _WORTH_KEEPING = 1 << 25
 """Numbers of a model below which rounding them takes no time."""
 
-_FORMAT = 2
-"""Version of an entry. 1: bytes in rows alone."""
+_FORMAT = 3
+"""Version of an entry. 1: bytes in rows alone; 2: tensors under other names."""
 _MANIFEST = "manifest.json"
 _HASHERS = 2
 _ABANDONED_S = 86_400
@@ -55,9 +55,9 @@ _ABANDONED_S = 86_400
 
 @contextmanager
 def rounded_layers(
-    model: LanguageModel, kind: QuantisedName, progress: Progress | None = None
+    model: LanguageModel, kind: QuantizedName, progress: Progress | None = None
 ) -> Iterator[RoundedLayers | None]:
-    """Where quantising finds and keeps a model's rounded weights; ``None`` where they cannot be kept.
+    """Where quantizing finds and keeps a model's rounded weights; ``None`` where they cannot be kept.
 
     Args:
         model: Its files are known, and it is on a CPU. It is told of an entry that had to be made anew.
@@ -141,7 +141,7 @@ def _tensors(weight: RoundedWeight) -> dict[str, torch.Tensor]:
     """What a file holds of a weight."""
     if isinstance(weight, native.Panels):
         return {"panels": weight.data, "sizes": torch.tensor([weight.bits, weight.outputs, weight.inputs])}
-    return {"quantised": weight.quantised, "scales": weight.scales}
+    return {"quantized": weight.quantized, "scales": weight.scales}
 
 
 class _Found:
@@ -156,7 +156,7 @@ class _Found:
             return None
         tensors = load_file(path)
         if "panels" not in tensors:
-            return Rounded(tensors["quantised"], tensors["scales"])
+            return Rounded(tensors["quantized"], tensors["scales"])
         bits, outputs, inputs = tensors["sizes"].tolist()
         return native.Panels.of_data(bits, outputs, inputs, tensors["panels"])
 

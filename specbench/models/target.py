@@ -15,7 +15,7 @@ from specbench.backends.torch.kernels.surgery import (
     holds,
     kind_of_rounding,
     pack_linears,
-    quantise_linears,
+    quantize_linears,
     round_linears,
 )
 from specbench.backends.torch.scorer import Scorer
@@ -26,7 +26,7 @@ from specbench.models.load import (
     wrap_model,
 )
 from specbench.models.rounded_layers import rounded_layers
-from specbench.options import CacheKind, LoadOptions, QuantisedName, quantised
+from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.progress import Progress, announce
 from specbench.specs.models import ModelSpec
 
@@ -66,9 +66,9 @@ class Target:
         return self.language_model.name
 
     @property
-    def rounded(self) -> QuantisedName | None:
+    def rounded(self) -> QuantizedName | None:
         """What its linear layers are rounded to; ``None`` for nothing."""
-        return quantised(self.dtype)
+        return quantized(self.dtype)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -108,7 +108,7 @@ def load_target(
         UsageError, RunError: See ``specbench.models.load.load_model``.
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
-    rounded = language_model.quantise is not None
+    rounded = language_model.quantize is not None
     kind = cache or default_cache(language_model.model.config, rounded=rounded)
     return prepare_target(language_model, kind, progress=progress)
 
@@ -167,8 +167,8 @@ def prepare_target(
     if pack:
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
-    if language_model.quantise is not None:
-        quantise(language_model, language_model.quantise, progress=progress)
+    if language_model.quantize is not None:
+        quantize(language_model, language_model.quantize, progress=progress)
     elif pack:
         announce(progress, f"packing {language_model.name}")
         pack_linears(model)
@@ -187,12 +187,12 @@ def prepare_target(
     )
 
 
-def quantise(
-    language_model: LanguageModel, rounded: QuantisedName, *, alike: bool = True, progress: Progress | None
+def quantize(
+    language_model: LanguageModel, rounded: QuantizedName, *, alike: bool = True, progress: Progress | None
 ) -> None:
     """Round the linear layers of a model, in place, or take what is kept of them; for ``alike`` see ``Int8Linear``."""
     with rounded_layers(language_model, rounded, progress) as layers:
         if rounded == "int8":
-            quantise_linears(language_model.model, alike=alike, layers=layers)
+            quantize_linears(language_model.model, alike=alike, layers=layers)
         else:
             round_linears(language_model.model, layers=layers)

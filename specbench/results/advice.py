@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.options import quantised
+from specbench.options import quantized
 from specbench.record import Estimate, builtins
 from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
 from specbench.textsafe import counted
@@ -250,7 +250,7 @@ def tokens_differ(
                 " there, more than rounding explains."
             )
             advice = (
-                "One of the two is not what the target says: compare their weights, quantisation and sampling."
+                "One of the two is not what the target says: compare their weights, quantization and sampling."
                 if servers
                 else "Please report it: the output should be the same."
             )
@@ -390,7 +390,7 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
     differences: dict[str, list[Mismatch]] = {}
     for entry in run.differences or ():
         differences.setdefault(labels.get(entry.config, entry.config), []).append(entry)
-    rounded = quantised(run.target.dtype or "")
+    rounded = quantized(run.target.dtype or "")
     found += tokens_differ(differences, prompts, rounded=rounded, over=summary.over)
     if summary.over != PLAIN:
         found += server_warnings(results, summary)

@@ -21,7 +21,7 @@ PERCENTILES = ("p50", "p95", "p99")
 class RequestRow:
     """Requests of one configuration.
 
-    Latencies are percentiles of all requests, interpolated between neighbours in rank, by the names of
+    Latencies are percentiles of all requests, interpolated between neighbors in rank, by the names of
     ``PERCENTILES``.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Results on disk: a folder per run that a crash at any moment leaves readable, and its reader.
 
 A run is described once, in ``run.json``; every finished generation is one line of ``generations.jsonl``,
-written in one piece and synchronised before the next one begins. docs/results-format.md describes the fields.
+written in one piece and synchronized before the next one begins. docs/results-format.md describes the fields.
 """
 
 from __future__ import annotations

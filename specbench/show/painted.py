@@ -5,7 +5,7 @@ from __future__ import annotations
 from specbench.decoding.origins import Origin
 from specbench.textsafe import terminal_safe
 
-# Codes of SGR: what tells the origins apart without colour, and the colour.
+# Codes of SGR: what tells the origins apart without color, and the color.
 _TERMINAL: dict[Origin, tuple[str, str]] = {
     "accepted": ("4", "32"),
     "sibling": ("1;4", "36"),
@@ -14,10 +14,10 @@ _TERMINAL: dict[Origin, tuple[str, str]] = {
 }
 
 
-def painted(text: str, origin: Origin, encoding: str = "utf-8", *, colour: bool = True) -> str:
-    """Text for a terminal, safe and in the style of its origin; without ``colour`` underlined, bold or italic only."""
+def painted(text: str, origin: Origin, encoding: str = "utf-8", *, color: bool = True) -> str:
+    """Text for a terminal, safe and in the style of its origin; without ``color`` underlined, bold or italic only."""
     safe = terminal_safe(text, encoding)
     if not safe or origin not in _TERMINAL:
         return safe
     attributes, hue = _TERMINAL[origin]
-    return f"\x1b[{attributes}{f';{hue}' if colour else ''}m{safe}\x1b[0m"
+    return f"\x1b[{attributes}{f';{hue}' if color else ''}m{safe}\x1b[0m"

@@ -92,7 +92,7 @@ _ASCII = _Signs(
 class TraceView:
     """Shows a trace on a console, event by event: a rule and a few lines for each, from 60 columns up.
 
-    Tokens of the text so far are told apart by marks and, where the console has colours, by styles: accepted
+    Tokens of the text so far are told apart by marks and, where the console has colors, by styles: accepted
     drafts stand plain; a corrected token, a bonus token and the target's own (of the prefill and of steps
     without a draft) stand in marks that the header explains.
 

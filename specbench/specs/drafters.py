@@ -198,7 +198,7 @@ class NGram(FreeSpec):
             logits prefer in its place. It is itself counted once, among them or not. It passes for the last one seen,
             and the others for seen the earlier the less probable they are. The window forgets them all together. With
             1 only the emitted token is counted.
-        sample: Draw from the normalised counts of the longest known context instead, and keep them as q; the sampling
+        sample: Draw from the normalized counts of the longest known context instead, and keep them as q; the sampling
             transforms do not apply to them. In greedy decoding, and before the first commit has shown how large the
             vocabulary is, the most frequent token is taken all the same.
         min: Shortest context that counts, in tokens: 1 to ``order - 1``; before a model 2 if nothing is said.
@@ -270,7 +270,7 @@ class SelfForm(DrafterSpec):
     """The target's own weights in a cheaper form.
 
     Attributes:
-        int8, int4: Its linear layers quantised.
+        int8, int4: Its linear layers quantized.
         layers: Its first so many decoder layers; ``None`` for all.
         skip: Those left out, counted from 0, ascending.
         calibrated: What was chosen by ``specbench calibrate``; excludes the others.
@@ -487,7 +487,7 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
     model, given = _model_options(text)
     if (meant := _mistyped(model, offered)) is not None:
         raise UsageError(
-            f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organisation."
+            f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organization."
         )
     return SmallModel(parse_model(model), **read_options("a model", given, SmallModel.options()))
 
@@ -521,7 +521,7 @@ def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
 def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None:
     """A drafter or a folder here that a spec nearly is, which the hub need not be asked about then.
 
-    What names an organisation, as models on the hub do, and what exists, is taken at its word. Options that the drafter
+    What names an organization, as models on the hub do, and what exists, is taken at its word. Options that the drafter
     lacks are left out.
     """
     name, colon, options = text.partition(":")

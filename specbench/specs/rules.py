@@ -120,7 +120,7 @@ RULES: tuple[RuleWord, ...] = (
             _number(
                 "ema_beta", "beta=B", 0.0, "weight of earlier steps in the average of the entropy, 0 for none"
             ),
-            _number("scale", "scale=H", 0.3, "normalised entropy that counts as uncertain"),
+            _number("scale", "scale=H", 0.3, "normalized entropy that counts as uncertain"),
         ),
         needs_logits=True,
     ),

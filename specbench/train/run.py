@@ -553,7 +553,7 @@ class Training:
                 "fingerprint": target.language_model.identity,
                 "dtype": target.dtype,
             },
-            "derived": f"{words}: the target's licence applies to it, and asks for attribution where it does so.",
+            "derived": f"{words}: the target's license applies to it, and asks for attribution where it does so.",
             "settings": settings.facts(),
             "start": None if self._start is None else earlier(self._start),
             "data": {

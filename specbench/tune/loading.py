@@ -27,7 +27,7 @@ from specbench.models.drafters import choice_key
 from specbench.models.prepare import Proposer, prepare, prepare_drafters
 from specbench.models.stories import is_packaged
 from specbench.models.target import Target, default_cache
-from specbench.options import quantised
+from specbench.options import quantized
 from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel, parse_drafter
@@ -175,7 +175,7 @@ def _small_models(proposers: Iterable[Proposer]) -> list[DrafterSpec]:
 
 def _own_forms(models: ModelOptions) -> list[SelfForm]:
     """Forms of the target that are tried without calibration; int4 only where its passes are quicker for it."""
-    if resolve_device(models.device).type != "cpu" or quantised(models.dtype) is not None:
+    if resolve_device(models.device).type != "cpu" or quantized(models.dtype) is not None:
         return []
     return [_INT8, _INT4] if available() else [_INT8]
 

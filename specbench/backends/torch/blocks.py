@@ -155,7 +155,7 @@ class Blocks:
         return blake2b(before + part.tobytes(), digest_size=16).digest()
 
     def _take(self, before: int | None) -> int:
-        """A free block: the one behind ``before`` if it can be, for neighbours are read without copying them."""
+        """A free block: the one behind ``before`` if it can be, for neighbors are read without copying them."""
         block = -1 if before is None else before + 1
         if not 0 < block < self.count or self._holders[block]:
             block = self._lonely()

@@ -39,10 +39,10 @@ class EagleShape:
         layers: How many there are.
         embeds: Whether it has embeddings of its own, and does not take the target's.
         biases: Names of the linear layers that have one, such as ``fc`` and ``q_proj``.
-        head_norms: Whether queries and keys are normalised by head, as Qwen3's are.
+        head_norms: Whether queries and keys are normalized by head, as Qwen3's are.
         norm_before_residual: Whether what the layer adds to is the feature behind its norm, and not before it.
-        norm_before_fc: Whether all states together are normalised first (EAGLE-3.1).
-        fc_norm: Whether each state is normalised first (EAGLE-3.1).
+        norm_before_fc: Whether all states together are normalized first (EAGLE-3.1).
+        fc_norm: Whether each state is normalized first (EAGLE-3.1).
         norm_output: Whether what recurs is the layer's output behind the final norm (EAGLE-3.1).
     """
 

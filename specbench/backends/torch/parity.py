@@ -44,7 +44,7 @@ def epsilon(dtype: torch.dtype) -> float:
 
 
 def rounding_unit(value: float, dtype: torch.dtype) -> float:
-    """Distance between neighbouring numbers of ``dtype`` at the size of ``value``."""
+    """Distance between neighboring numbers of ``dtype`` at the size of ``value``."""
     if value == 0 or not math.isfinite(value):
         return torch.finfo(torch.float32 if dtype == torch.int8 else dtype).tiny
     return float(2.0 ** math.floor(math.log2(abs(value))) * epsilon(dtype))

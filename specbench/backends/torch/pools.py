@@ -2,7 +2,7 @@
 
 A pool is cut up into blocks of positions, and a request holds a list of them (``Blocks``). *Paged*: blocks are short,
 so that little is held and not used, and requests that begin alike share those they have in common. *Slotted*: a block
-is as long as the longest request, and each holds one; then attention takes neighbours in one call, as they are.
+is as long as the longest request, and each holds one; then attention takes neighbors in one call, as they are.
 """
 
 from __future__ import annotations
@@ -402,8 +402,8 @@ class Joined:
         }
 
     def _groups(self, natively: bool) -> list[list[Part]]:
-        """Those that attend in one call: neighbours in the pass with few rows each where that is a native one, else
-        neighbours in the pool, where it wastes little to see them as equally long."""
+        """Those that attend in one call: neighbors in the pass with few rows each where that is a native one, else
+        neighbors in the pool, where it wastes little to see them as equally long."""
         groups: list[list[Part]] = []
         for part in self._parts:
             few = groups and max(len(each.positions) for each in (groups[-1][-1], part)) <= LONGEST_PASS

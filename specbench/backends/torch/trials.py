@@ -54,7 +54,7 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
     """The quickest way through a model that comes out right.
 
     Args:
-        model: As it will decode: packed, quantised, cut to some of its layers. What is changed later is noticed by the
+        model: As it will decode: packed, quantized, cut to some of its layers. What is changed later is noticed by the
             pass when the next context begins.
         cache: Its keys and values.
         shared: Whether another model of the same layers has been tried on this cache.

@@ -17,7 +17,7 @@ from specbench.bench.serving import Answered, Asked, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.stories import HeadStory
-from specbench.options import DecodingOptions, quantised
+from specbench.options import DecodingOptions, quantized
 from specbench.results.lines import Pool
 from specbench.results.run import DtypeMeasured, TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
@@ -493,17 +493,17 @@ def check_engine(
 
     Raises:
         UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8 or
-            int4 target beside transformers, which would decode with the unquantised one.
+            int4 target beside transformers, which would decode with the unquantized one.
     """
     from specbench.models.drafters import refuse_keep
     from specbench.models.prepare import check_models
 
     options = options or SweepOptions()
     check_models(base.target, drafters, base.models, progress=progress)
-    rounded = quantised(base.models.dtype)
+    rounded = quantized(base.models.dtype)
     if rounded is not None and options.foreign:
         raise UsageError(
-            f"The target is {rounded}, and transformers would decode with the unquantised model.",
+            f"The target is {rounded}, and transformers would decode with the unquantized model.",
             f"Leave out --dtype {rounded}, or the rows of transformers.",
         )
     for spec in drafters:

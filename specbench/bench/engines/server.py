@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOLERANCE = 0.02
-"""Share by which retokenised text may differ from what was generated: other tokens can spell the same text."""
+"""Share by which retokenized text may differ from what was generated: other tokens can spell the same text."""
 
 _SAME_BURST = 0.25
 """Share of the usual time between two pieces below which they come from one step."""

@@ -111,7 +111,7 @@ def latency(run: Run) -> Figure:
 
 
 def _served(run: Run, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:
-    """Name, rows by rising batch, colour and marker of plain decoding, and of every drafter and rule beside it.
+    """Name, rows by rising batch, color and marker of plain decoding, and of every drafter and rule beside it.
 
     Of several γ that with the highest throughput; lines are apart by temperature and by how requests come.
     """

@@ -1,6 +1,6 @@
-"""What all figures have in common: registry, the run as it is drawn, letters, colours, axes, legends and captions.
+"""What all figures have in common: registry, the run as it is drawn, letters, colors, axes, legends and captions.
 
-Colours are Okabe and Ito's (2008), with a dark red in place of their yellow, told apart by the colour-blind; markers
+Colors are Okabe and Ito's (2008), with a dark red in place of their yellow, told apart by the color-blind; markers
 carry the same distinction again.
 """
 
@@ -221,7 +221,7 @@ class Run:
 
 
 def _series_of(rows: Sequence[SummaryRow]) -> list[Series]:
-    """Lines of a figure, coloured by what differs most: the drafter, the rule, the temperature or the load."""
+    """Lines of a figure, colored by what differs most: the drafter, the rule, the temperature or the load."""
     keys = list(dict.fromkeys(map(_key, rows)))
     values = [list(dict.fromkeys(column)) for column in zip(*keys, strict=True)]
     several = [len(each) > 1 for each in values]

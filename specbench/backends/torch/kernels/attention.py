@@ -111,7 +111,7 @@ def ragged_attention(
 
 
 class Span:
-    """Neighbouring rows of a pass that attend in one call: those of one request, or as many of each of several.
+    """Neighboring rows of a pass that attend in one call: those of one request, or as many of each of several.
 
     Args:
         rows: Where they are among all rows of the pass.
@@ -164,7 +164,7 @@ class Span:
 
 
 class NativeSpan:
-    """Neighbouring rows of a pass, of any requests, that attend in one native call.
+    """Neighboring rows of a pass, of any requests, that attend in one native call.
 
     Args:
         rows: Where they are among all rows of the pass.

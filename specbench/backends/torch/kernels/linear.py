@@ -1,4 +1,4 @@
-"""Linear layers as fast as a CPU allows: weights packed once for oneDNN, or quantised to int8 or int4.
+"""Linear layers as fast as a CPU allows: weights packed once for oneDNN, or quantized to int8 or int4.
 
 A packed layer computes what ``torch.nn.Linear`` computes, up to the order of float additions; for up to 32 rows a row's
 result does not depend on how many rows there are. An int8 layer is a different (slightly coarser) model: symmetric
@@ -24,7 +24,7 @@ from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
 from specbench.backends.torch.kernels.instructions import allowed, has_bfloat16, has_vnni
 from specbench.errors import UsageError
-from specbench.options import QuantisedName
+from specbench.options import QuantizedName
 
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
@@ -229,25 +229,25 @@ class Rounded(NamedTuple):
     """A weight in bytes.
 
     Attributes:
-        quantised: [out, in], int8.
+        quantized: [out, in], int8.
         scales: [out], float32: what a row is multiplied by.
     """
 
-    quantised: torch.Tensor
+    quantized: torch.Tensor
     scales: torch.Tensor
 
 
 def rounded(weight: torch.Tensor) -> Rounded:
     """Round a weight [out, in], some rows after the others: in float32 all of it takes much memory."""
-    quantised = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     step = max(1, _ROUNDED_AT_ONCE // max(1, weight.shape[1]))
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
         full = weight[rows].float()
         scales[rows] = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        quantised[rows] = (full / scales[rows, None]).round_()
-    return Rounded(quantised, scales)
+        quantized[rows] = (full / scales[rows, None]).round_()
+    return Rounded(quantized, scales)
 
 
 RoundedWeight = Rounded | native.Panels
@@ -258,11 +258,11 @@ def in_bytes(weight: torch.Tensor) -> RoundedWeight:
     """A weight [out, in] as an int8 layer keeps it here."""
     made = rounded(weight)
     if weight.device.type == "cpu" and native.available():
-        return native.Panels.of_bytes(made.quantised, made.scales)
+        return native.Panels.of_bytes(made.quantized, made.scales)
     return made
 
 
-def rounded_bytes(kind: QuantisedName, wide: int) -> float:
+def rounded_bytes(kind: QuantizedName, wide: int) -> float:
     """Bytes of a number in a rounded layer, its share of what a group has in common among them.
 
     Args:
@@ -274,7 +274,7 @@ def rounded_bytes(kind: QuantisedName, wide: int) -> float:
     return 0.5 + 4 / _GROUP if native.available() else wide
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear layer whose weight was rounded to a few bits.
 
     Args:
@@ -288,7 +288,7 @@ class QuantisedLinear(nn.Module):
         rounds_rows: Whether what it is given is rounded to bytes, and not only its weight was.
     """
 
-    kind: QuantisedName
+    kind: QuantizedName
     panels: native.Panels | None = None
     quick = False
     rounds_rows = False
@@ -331,7 +331,7 @@ class QuantisedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
 
 
-class Int8Linear(QuantisedLinear):
+class Int8Linear(QuantizedLinear):
     """A linear layer with int8 weights (one scale per output channel) and int8 activations (one scale per row).
 
     Args:
@@ -342,7 +342,7 @@ class Int8Linear(QuantisedLinear):
             and not ten, as oneDNN's do.
     """
 
-    kind: QuantisedName = "int8"
+    kind: QuantizedName = "int8"
 
     def __init__(
         self, weight: torch.Tensor | RoundedWeight, bias: torch.Tensor | None, *, alike: bool = True
@@ -352,17 +352,17 @@ class Int8Linear(QuantisedLinear):
             super().__init__(known.outputs, known.inputs, bias)
             self._take(known)
             return
-        quantised, scales = known
-        outputs, inputs = quantised.shape
+        quantized, scales = known
+        outputs, inputs = quantized.shape
         super().__init__(outputs, inputs, bias)
         self.register_buffer("scales", scales, persistent=False)
         self.scales: torch.Tensor
-        self._quick = None if alike else _pack_quick(quantised, scales)
+        self._quick = None if alike else _pack_quick(quantized, scales)
         self.quick = self._quick is not None
-        self._prepacked = None if self.quick else _prepack_int8(quantised)
+        self._prepacked = None if self.quick else _prepack_int8(quantized)
         self.rounds_rows = packed = self.quick or self._prepacked is not None
-        self.register_buffer("quantised", None if packed else quantised, persistent=False)
-        self.quantised: Any
+        self.register_buffer("quantized", None if packed else quantized, persistent=False)
+        self.quantized: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
         # Without VNNI instructions pairs of products are added up in 16 bits, which bytes in full would overflow.
         self._levels = 127 if has_vnni() else 63
@@ -371,14 +371,14 @@ class Int8Linear(QuantisedLinear):
         if self._quick is not None:
             return self._quick_product(x)
         if self._prepacked is None:
-            return nn.functional.linear(x, self.quantised.to(x.dtype)) * self.scales.to(x.dtype)
+            return nn.functional.linear(x, self.quantized.to(x.dtype)) * self.scales.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
         steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_LEAST).div_(self._levels)
         # Unsigned, zero in the middle; adding another half before the cut rounds to nearest.
         zero = self._levels + 1
-        quantised = (rows / steps).add_(zero + 0.5).to(torch.uint8)
+        quantized = (rows / steps).add_(zero + 0.5).to(torch.uint8)
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            quantised, 1.0, zero, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            quantized, 1.0, zero, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
         return out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
@@ -404,7 +404,7 @@ _LINES = tuple((steps, 0.0) for steps in range(15, 7, -1)) + tuple((15, 0.02 * c
 """Steps from a group's lowest number to its highest, and the share of that range that is cut off at both ends."""
 
 
-class Int4Linear(QuantisedLinear):
+class Int4Linear(QuantizedLinear):
     """A linear layer with weights in 4 bits, see ``rounded_to_4_bits``, and int8 activations (one scale per row).
 
     Where there are no native products its weights are as wide as they were and activations stay what they are: that is
@@ -415,7 +415,7 @@ class Int4Linear(QuantisedLinear):
         bias: [out] or ``None``.
     """
 
-    kind: QuantisedName = "int4"
+    kind: QuantizedName = "int4"
 
     def __init__(self, weight: torch.Tensor | native.Panels, bias: torch.Tensor | None) -> None:
         if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and native.available():
@@ -459,26 +459,26 @@ def rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
     return best.reshape(outputs, -1)[:, :inputs]
 
 
-def _prepack_int8(quantised: torch.Tensor) -> torch.Tensor | None:
+def _prepack_int8(quantized: torch.Tensor) -> torch.Tensor | None:
     """oneDNN's packed form of an int8 weight, or ``None`` where its operators are missing."""
-    if quantised.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if quantized.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     if not (hasattr(torch.ops.onednn, "qlinear_prepack") and hasattr(torch.ops.onednn, "qlinear_pointwise")):
         return None
-    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(quantised, None)
+    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(quantized, None)
     return packed
 
 
 _one_engine = threading.Lock()
-"""Held while the process's engine for quantised layers is another one than usual."""
+"""Held while the process's engine for quantized layers is another one than usual."""
 
 
-def _pack_quick(quantised: torch.Tensor, scales: torch.Tensor) -> Any:
+def _pack_quick(quantized: torch.Tensor, scales: torch.Tensor) -> Any:
     """FBGEMM's packed form of an int8 weight; ``None`` for large layers, and where it is missing or would overflow.
 
     (Without VNNI instructions, pairs of products are added up in 16 bits.)
     """
-    if quantised.device.type != "cpu" or quantised.shape[0] > _QUICK_OUTPUTS:
+    if quantized.device.type != "cpu" or quantized.shape[0] > _QUICK_OUTPUTS:
         return None
     if "fbgemm" not in torch.backends.quantized.supported_engines or not has_vnni():
         return None
@@ -487,8 +487,8 @@ def _pack_quick(quantised: torch.Tensor, scales: torch.Tensor) -> Any:
         engine = torch.backends.quantized.engine
         try:
             torch.backends.quantized.engine = "fbgemm"
-            with warnings.catch_warnings(action="ignore"):  # quantised tensors are on their way out
-                weight = torch._make_per_channel_quantized_tensor(quantised, scales.double(), zeros, 0)
+            with warnings.catch_warnings(action="ignore"):  # quantized tensors are on their way out
+                weight = torch._make_per_channel_quantized_tensor(quantized, scales.double(), zeros, 0)
             return torch.ops.quantized.linear_prepack(weight, None)
         except (AttributeError, RuntimeError):
             return None

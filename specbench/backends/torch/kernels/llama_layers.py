@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import attend
-from specbench.backends.torch.kernels.linear import PackedLinear, QuantisedLinear
+from specbench.backends.torch.kernels.linear import PackedLinear, QuantizedLinear
 from specbench.backends.torch.kernels.surgery import JoinedLinear
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -65,7 +65,7 @@ class ShortLayer:
         self.groups = self.heads // (self._turned - self.heads)
         self.place: int = attention.layer_idx
         self.dtype: torch.dtype = layer.input_layernorm.weight.dtype
-        quick = all(isinstance(product, QuantisedLinear) and product.quick for product in products)
+        quick = all(isinstance(product, QuantizedLinear) and product.quick for product in products)
         self._carried = torch.float32 if quick else self.dtype
 
     def __call__(
@@ -219,7 +219,7 @@ def joined_product(layers: Sequence[Any]) -> native.Product | None:
 
 def native_product(layer: Any) -> native.Product | None:
     """Of a linear layer; ``None`` where it is no native one."""
-    panels = layer.panels if isinstance(layer, PackedLinear | QuantisedLinear) else None
+    panels = layer.panels if isinstance(layer, PackedLinear | QuantizedLinear) else None
     return None if panels is None else native.Product(panels, layer.bias)
 
 
@@ -275,7 +275,7 @@ def _is_known(layer: Any) -> bool:
         and not any("forward" in vars(module) for module in layer.modules())
         and _joined(projections)
         and _joined(gates)
-        and all(isinstance(each, PackedLinear | QuantisedLinear) for each in rest)
+        and all(isinstance(each, PackedLinear | QuantizedLinear) for each in rest)
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
         and isinstance(activation, nn.SiLU | type(_silu()))
     )

@@ -144,7 +144,7 @@ typedef struct {
 } Attention;
 
 typedef struct {
-    void (*quantise)(const float *, const Given *, int);
+    void (*quantize)(const float *, const Given *, int);
     void (*products[FORMS])(const Matrix *, const Given *, int, int, float *, int64_t);
     void (*halve)(const float *, uint16_t *, int); /* where products take halves */
     void (*norm)(const float *, const float *, float, int, float *);
@@ -473,7 +473,7 @@ static void put(const Ways *ways, const float *x, const Given *to, int row, int 
 
 static void give(const Ways *ways, const float *x, const Given *to, int row) {
     if (to->form == IN_BYTES)
-        ways->quantise(x, to, row);
+        ways->quantize(x, to, row);
     else
         put(ways, x, to, row, 0, to->inputs);
 }

@@ -25,7 +25,7 @@ INLINE TARGET VF NAME(exponential)(VF x) {
 }
 
 /* One row of activations to bytes, symmetric, and their sums by groups. */
-TARGET static void NAME(quantise)(const float *x, const Given *to, int row) {
+TARGET static void NAME(quantize)(const float *x, const Given *to, int row) {
     int count = to->inputs, padded = to->padded, i = 0;
     int8_t *bytes = to->bytes + (int64_t)row * padded;
     VF most = F_SET(0.0f);
@@ -429,7 +429,7 @@ TARGET static void NAME(pack)(const Packing *given, int panel) {
 }
 
 static const Ways NAME(ways) = {
-    .quantise = NAME(quantise), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
+    .quantize = NAME(quantize), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
     .rotate = NAME(rotate), .attend = NAME(attend_one), .pack = NAME(pack),
 };
 

@@ -186,16 +186,16 @@ class Panels:
         return made
 
     @classmethod
-    def of_bytes(cls, quantised: torch.Tensor, scales: torch.Tensor) -> Panels:
+    def of_bytes(cls, quantized: torch.Tensor, scales: torch.Tensor) -> Panels:
         """Those of a weight in bytes.
 
         Args:
-            quantised: int8 [out, in], from -127 to 127.
+            quantized: int8 [out, in], from -127 to 127.
             scales: float32 [out].
         """
-        quantised, scales = quantised.contiguous(), scales.float().contiguous()
-        made = cls(8, *quantised.shape)
-        made._pack(0, CPacking(bytes=quantised.data_ptr(), scales=scales.data_ptr(), rows=len(quantised)))
+        quantized, scales = quantized.contiguous(), scales.float().contiguous()
+        made = cls(8, *quantized.shape)
+        made._pack(0, CPacking(bytes=quantized.data_ptr(), scales=scales.data_ptr(), rows=len(quantized)))
         return made
 
     @classmethod

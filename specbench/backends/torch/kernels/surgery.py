@@ -22,14 +22,14 @@ from specbench.backends.torch.kernels.linear import (
     Int4Linear,
     Int8Linear,
     PackedLinear,
-    QuantisedLinear,
+    QuantizedLinear,
     RoundedWeight,
     can_pack,
     in_bytes,
 )
 from specbench.backends.torch.kernels.native import Panels
 from specbench.errors import UsageError
-from specbench.options import QuantisedName
+from specbench.options import QuantizedName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +91,7 @@ class _Join:
     hooks may change what a layer reads, each computes its own.
     """
 
-    def __init__(self, layer: PackedLinear | QuantisedLinear, sizes: Sequence[int]) -> None:
+    def __init__(self, layer: PackedLinear | QuantizedLinear, sizes: Sequence[int]) -> None:
         self.layer, self.sizes = layer, tuple(sizes)
         self.hooks = Hooks(())  # of the layers
         self._input: torch.Tensor | None = None
@@ -175,7 +175,7 @@ class RoundedLayers(Protocol):
         """Keep what was made for a place."""
 
 
-def quantise_linears(
+def quantize_linears(
     model: PreTrainedModel, *, alike: bool = True, layers: RoundedLayers | None = None
 ) -> bool:
     """Replace the linear layers of a model by int8 ones in place: from then on the int8 model is the model.
@@ -186,7 +186,7 @@ def quantise_linears(
         layers: Where rounded weights of this model are found and kept.
     """
 
-    def quantised(place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Int8Linear:
+    def quantized(place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Int8Linear:
         known = None if layers is None else layers.find(place)
         if known is None:
             known = in_bytes(weight().detach())
@@ -194,7 +194,7 @@ def quantise_linears(
                 layers.keep(place, known)
         return Int8Linear(known, bias, alike=alike)
 
-    return _replace(model, quantised)
+    return _replace(model, quantized)
 
 
 def round_linears(model: PreTrainedModel, layers: RoundedLayers | None = None) -> bool:
@@ -202,7 +202,7 @@ def round_linears(model: PreTrainedModel, layers: RoundedLayers | None = None) -
 
     Args:
         model: Changed in place.
-        layers: See ``quantise_linears``. Only what native products read is kept.
+        layers: See ``quantize_linears``. Only what native products read is kept.
     """
 
     def rounded(place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Int4Linear:
@@ -242,15 +242,15 @@ def holds(model: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) for module in model.modules())
 
 
-def kind_of_rounding(model: nn.Module) -> QuantisedName | None:
+def kind_of_rounding(model: nn.Module) -> QuantizedName | None:
     """What linear layers of a model are rounded to; ``None`` for nothing."""
-    return next((each.kind for each in model.modules() if isinstance(each, QuantisedLinear)), None)
+    return next((each.kind for each in model.modules() if isinstance(each, QuantizedLinear)), None)
 
 
 def rounds_to_int8(model: nn.Module) -> bool:
     """Whether layers of a model round what they are given to bytes."""
     products = (module.layer if isinstance(module, JoinedLinear) else module for module in model.modules())
-    return any(isinstance(product, QuantisedLinear) and product.rounds_rows for product in products)
+    return any(isinstance(product, QuantizedLinear) and product.rounds_rows for product in products)
 
 
 def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
@@ -258,10 +258,10 @@ def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> Pr
 
     Args:
         model: Left as it is.
-        layers: See ``quantise_linears``.
+        layers: See ``quantize_linears``.
     """
     clone = _structural_copy(model)
-    quantise_linears(clone, alike=False, layers=layers)
+    quantize_linears(clone, alike=False, layers=layers)
     return clone
 
 
@@ -369,7 +369,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 _Linear = nn.Linear | PackedLinear | JoinedLinear
-_Kind = Callable[[str, Callable[[], torch.Tensor], torch.Tensor | None], PackedLinear | QuantisedLinear]
+_Kind = Callable[[str, Callable[[], torch.Tensor], torch.Tensor | None], PackedLinear | QuantizedLinear]
 
 
 def _packed(_: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> PackedLinear:
