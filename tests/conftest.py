@@ -40,7 +40,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory) -> Path:
     """A folder with a ``target`` and a ``small``er model of its tokenizer, which nobody changes."""
     from tiny import save_tiny  # imports torch, which must find the settings above
 
@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli(capsys, monkeypatch) -> Cli:
     """``cli("sweep", "--gamma", 2)``: a command in this process, its exit code and what it printed."""
     from specbench.cli import run
 
@@ -65,7 +65,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def snapshot(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def snapshot(request) -> Callable[[str], None]:
     """``snapshot(text)``: the text is that of ``snapshots/MODULE/TEST.txt``, but for blanks at ends of lines."""
     name = re.sub(r"\W+", "-", request.node.name.removeprefix("test_")).strip("-")
     file = SNAPSHOTS / request.path.stem.removeprefix("test_") / f"{name}.txt"

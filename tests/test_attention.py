@@ -38,7 +38,7 @@ def causal_mask(length: int, positions: int) -> torch.Tensor:
 @pytest.mark.parametrize("length", [1, 2, 5, 31, 40])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("masked", [True, False])
-def test_it_computes_the_same(length: int, groups: int, masked: bool) -> None:
+def test_it_computes_the_same(length, groups, masked):
     generator = torch.Generator().manual_seed(length)
     positions = 50 if masked or length == 1 else length
     query = torch.randn(1, 2 * groups, length, 8, generator=generator)
@@ -50,7 +50,7 @@ def test_it_computes_the_same(length: int, groups: int, masked: bool) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_pass_of_another_thread_in_between_leaves_the_mask_alone() -> None:
+def test_a_pass_of_another_thread_in_between_leaves_the_mask_alone():
     def attend(mask: torch.Tensor) -> torch.Tensor:
         query, key = torch.ones(1, 4, *mask.shape[-2:]), torch.ones(1, 2, mask.shape[-1], mask.shape[-1])
         return folded_attention(Layer(2), query, key, key, mask, scaling=1.0)[0]
@@ -67,7 +67,7 @@ def test_a_pass_of_another_thread_in_between_leaves_the_mask_alone() -> None:
     assert not at_its_end.alive, "the last pass's mask is let go as soon as there is another"
 
 
-def test_a_position_bias_is_not_lost() -> None:
+def test_a_position_bias_is_not_lost():
     query, key, value = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     bias = torch.randn(1, 4, 1, 6)
     arguments = {"scaling": 0.3, "dropout": 0.0, "position_bias": bias}
@@ -76,7 +76,7 @@ def test_a_position_bias_is_not_lost() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_only_models_with_sdpa_are_switched() -> None:
+def test_only_models_with_sdpa_are_switched():
     shared = tiny_llama()
     ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(0))
     before = shared(input_ids=ids).logits
@@ -89,7 +89,7 @@ def test_only_models_with_sdpa_are_switched() -> None:
     assert eager.config._attn_implementation == "eager"
 
 
-def test_wide_passes_over_a_cache_get_their_mask() -> None:
+def test_wide_passes_over_a_cache_get_their_mask():
     model = tiny_llama()
     ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(1))
     whole = model(input_ids=ids).logits
@@ -102,9 +102,7 @@ def test_wide_passes_over_a_cache_get_their_mask() -> None:
 @pytest.mark.parametrize("start", [440, KEY_BLOCK - 3, 2 * KEY_BLOCK - 20])
 @pytest.mark.parametrize("groups", [1, 2, 3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_position_comes_out_bitwise_the_same_in_every_pass(
-    groups: int, dtype: torch.dtype, start: int
-) -> None:
+def test_a_position_comes_out_bitwise_the_same_in_every_pass(groups, dtype, start):
     generator = torch.Generator().manual_seed(groups)
     room = 3 * KEY_BLOCK
     query = torch.randn(1, 2 * groups, LONGEST_PASS, 64, generator=generator).to(dtype)
@@ -125,7 +123,7 @@ def test_a_position_comes_out_bitwise_the_same_in_every_pass(
         assert all(torch.equal(together[:, i], alone[i]) for i in range(length))
 
 
-def test_a_single_query_does_not_see_the_padding() -> None:
+def test_a_single_query_does_not_see_the_padding():
     model = tiny_llama()
     fold_attention(model)
     ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(2))

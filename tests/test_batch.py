@@ -60,7 +60,7 @@ def tokens_of(choice: random.Random, count: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_every_request_gets_the_rows_it_gets_alone(name: str, kind: PoolKind) -> None:
+def test_every_request_gets_the_rows_it_gets_alone(name, kind):
     """Chains, trees and prompts of any length side by side, over several steps, each rolled back by its own count."""
     scorer, choice = loaded(name), random.Random(0)
     batch = BatchedModel(scorer, pool_of(scorer, kind))
@@ -104,7 +104,7 @@ def branch(asked: Pass, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_hidden_states_places_and_widths_are_each_request_s_own(pack: bool) -> None:
+def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     scorer = loaded("llama", pack)
     batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
     assert issubclass(scorer.way, ShortPass) is pack
@@ -133,7 +133,7 @@ def test_hidden_states_places_and_widths_are_each_request_s_own(pack: bool) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind: PoolKind) -> None:
+def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind):
     scorer, choice = loaded("llama"), random.Random(3)
     batch = BatchedModel(scorer, pool_of(scorer, kind))
     long, short = batch.open(), batch.open()
@@ -145,7 +145,7 @@ def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind: PoolKind) -> None:
         short.keep(len(context) - 1)
 
 
-def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch):
     scorer = loaded("llama")
     batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
     calls: list[int] = []
@@ -165,7 +165,7 @@ def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch: pytest.Monk
     assert calls == [3, 2, 1] * scorer.model.config.num_hidden_layers
 
 
-def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
     scorer = loaded("phi3")
     batch = BatchedModel(scorer, pool_of(scorer, "paged"))
     first, second = batch.open(), batch.open()
@@ -185,7 +185,7 @@ def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch: pytest.
     assert torch.allclose(rows[1].logits, Scorer(scorer.model, "none").logits([4, 5]), atol=1e-4)
 
 
-def test_a_hook_sees_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_sees_every_row(monkeypatch):
     model = build(ZOO["llama"][0], ZOO["llama"][1]())
     scorer = wrap_target(model, name="hooked").scorer
     batch = BatchedModel(scorer, pool_of(scorer, "paged"))
@@ -201,7 +201,7 @@ def test_a_hook_sees_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", APART)
-def test_models_that_cannot_be_read_together_are_read_one_by_one(name: str) -> None:
+def test_models_that_cannot_be_read_together_are_read_one_by_one(name):
     scorer = loaded(name)
     pool = pool_of(scorer, "paged")
     batch = BatchedModel(scorer, pool)
@@ -217,7 +217,7 @@ def test_models_that_cannot_be_read_together_are_read_one_by_one(name: str) -> N
     assert pool.use.used == 2
 
 
-def test_layers_that_no_pool_holds_are_kept_apart() -> None:
+def test_layers_that_no_pool_holds_are_kept_apart():
     class_name, config = ZOO["lfm2"]
     target = wrap_target(build(class_name, config()), name="lfm2", pack=False)
     runs = [GenerationRun(prompt, target, LookupDrafter(), max_new_tokens=9) for prompt in PROMPTS[:3]]
@@ -231,7 +231,7 @@ def test_layers_that_no_pool_holds_are_kept_apart() -> None:
     assert [each.token_ids for each in many.results() if isinstance(each, Generation)] == expected
 
 
-def test_why_some_are_not_read_together() -> None:
+def test_why_some_are_not_read_together():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = hf.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -249,7 +249,7 @@ def test_why_some_are_not_read_together() -> None:
         assert "bytes" in (BatchedModel(int8, pool_of(int8, "paged")).why_apart or "")
 
 
-def test_a_wrong_pass_over_several_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_pass_over_several_is_found_out(monkeypatch):
     """Whatever a model does with its positions: it is tried."""
     scorer = Scorer(tiny_llama(vocab_size=VOCAB))
     pool = pool_of(scorer, "slotted")
@@ -345,14 +345,14 @@ def expected(drafters: tuple[str, ...], sampling: Sampling) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_outputs_side_by_side_are_those_alone(batch: int, kind: PoolKind) -> None:
+def test_outputs_side_by_side_are_those_alone(batch, kind):
     assert_as_alone(kind, DRAFTERS, batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_outputs_with_one_drafter_are_those_alone(drafter: str, kind: PoolKind) -> None:
+def test_outputs_with_one_drafter_are_those_alone(drafter, kind):
     for batch in (2, 5, 16):
         assert_as_alone(kind, (drafter,) * 16, batch)
 
@@ -365,7 +365,7 @@ def assert_as_alone(kind: PoolKind, drafters: tuple[str, ...], batch: int) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_side_by_side_are_those_alone(kind: PoolKind) -> None:
+def test_samples_side_by_side_are_those_alone(kind):
     """An int8 drafter makes much of a sum's last bit: it draws other drafts of the same distribution."""
     drafters = ("none", "lookup", "model", "layers", "model", "model tree", "layers tree", "model siblings")
     found = outputs(Side(kind), drafters, Multinomial(0.8), max_batch=8)
@@ -373,7 +373,7 @@ def test_samples_side_by_side_are_those_alone(kind: PoolKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pool_that_is_too_small_for_all_loses_nothing(kind: PoolKind) -> None:
+def test_a_pool_that_is_too_small_for_all_loses_nothing(kind):
     side = Side(kind, 160 if kind == "paged" else 5 * 60, 5)
     found = outputs(side, DRAFTERS, Greedy(), max_batch=8)
     assert found == expected(DRAFTERS, Greedy())

@@ -12,7 +12,6 @@ from head_files import few_head, few_tokens
 from tiny import tiny_llama
 
 from specbench import load_drafter, wrap_target
-from specbench.backends.torch.pools import PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation
@@ -72,7 +71,7 @@ def cells(folder: Path, target: Target) -> list[Cell]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
-def test_outputs_of_every_drafter_in_every_batch_are_the_targets(tmp_path: Path, pool: PoolKind) -> None:
+def test_outputs_of_every_drafter_in_every_batch_are_the_targets(tmp_path, pool):
     """In each batch every request has another drafter, and over the batches each prompt has them in turn."""
     with torch.random.fork_rng(devices=[]):
         target = wrap_target(few_tokens(), pack=False)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,9 +54,7 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 # --- Passes ---------------------------------------------------------------------------------------
 
 
-def test_passes_over_several_requests_are_timed_beside_one_over_each(
-    models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_passes_over_several_requests_are_timed_beside_one_over_each(models, capsys):
     arguments = [
         "--target",
         str(models / "target"),
@@ -75,9 +72,7 @@ def test_passes_over_several_requests_are_timed_beside_one_over_each(
         assert row["slotted_ratio"] == pytest.approx(row["separate_ms"] / row["slotted_ms"], rel=0.1)
 
 
-def test_ways_to_decode_many_prompts_are_timed_in_turn(
-    models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ways_to_decode_many_prompts_are_timed_in_turn(models, capsys):
     arguments = [
         "--target",
         str(models / "target"),
@@ -99,7 +94,7 @@ def test_ways_to_decode_many_prompts_are_timed_in_turn(
     assert found["requests"]["auto"].keys() == {"all", "chat"}
 
 
-def test_a_soak_accounts_for_every_request(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_soak_accounts_for_every_request(models, capsys):
     arguments = ["--target", str(models / "target"), "--drafters", "none", "lookup", "self:layers=1"]
     sizes = ["--minutes", "0", "--requests", "25", "--rate", "500", "--sigterm", "0", "--cancel", "0.02"]
     assert soak.main([*arguments, *sizes, "--prompts", "6"]) == 0
@@ -109,7 +104,7 @@ def test_a_soak_accounts_for_every_request(models: Path, capsys: pytest.CaptureF
     assert found["ends"]["compared"] > 5
 
 
-def test_a_crowd_of_clients_leaves_nothing_behind(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_crowd_of_clients_leaves_nothing_behind(models, capsys):
     arguments = ["--target", str(models / "target"), "--drafter", "self:layers=1", "--pool-tokens", "2048"]
     assert crowd.main([*arguments, "--requests", "200", "--rounds", "2", "--at-once", "40"]) == 0
     found = last_json(capsys)
@@ -120,9 +115,7 @@ def test_a_crowd_of_clients_leaves_nothing_behind(models: Path, capsys: pytest.C
     assert found["engine"].keys() == {"length", "cancelled"}
 
 
-def test_passes_are_measured_against_memory(
-    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_are_measured_against_memory(models, capsys, monkeypatch):
     monkeypatch.setattr(passes, "BUFFER_BYTES", 1 << 16)
     code = passes.main(
         ["--target", str(models / "target"), "--dtype", "float32", "--contexts", "8", "40", "--rounds", "5"]
@@ -141,7 +134,7 @@ def test_passes_are_measured_against_memory(
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_weights_are_counted_once(pack: bool) -> None:
+def test_weights_are_counted_once(pack):
     model = tiny_llama(vocab_size=100)
     if pack:
         pack_linears(model)
@@ -151,7 +144,7 @@ def test_weights_are_counted_once(pack: bool) -> None:
 # --- Parts ----------------------------------------------------------------------------------------
 
 
-def test_parts_are_kept_and_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
+def test_parts_are_kept_and_a_line_cut_short_is_dropped(tmp_path):
     file = tmp_path / "parts.jsonl"
     parts.Parts(file, {"seed": 1}).add({"n": 1})
     with file.open("a", encoding="utf-8") as stream:
@@ -162,14 +155,14 @@ def test_parts_are_kept_and_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
     assert parts.Parts(file, {"seed": 1}).done == [{"n": 1}, {"n": 3}]
 
 
-def test_parts_of_other_settings_are_refused(tmp_path: Path) -> None:
+def test_parts_of_other_settings_are_refused(tmp_path):
     file = tmp_path / "parts.jsonl"
     parts.Parts(file, {"seed": 1})
     with pytest.raises(SystemExit, match="other settings"):
         parts.Parts(file, {"seed": 2})
 
 
-def test_the_busy_process_ends_with_its_block() -> None:
+def test_the_busy_process_ends_with_its_block():
     import psutil
 
     mine = psutil.Process()
@@ -200,9 +193,7 @@ class SlowedEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.1, "slower"), (0.0, "cannot tell"), (-0.1, "faster")])
-def test_a_slowed_configuration_is_found_and_itself_is_not(
-    tmp_path: Path, share: float, verdict: str
-) -> None:
+def test_a_slowed_configuration_is_found_and_itself_is_not(tmp_path, share, verdict):
     given = aa.parse(["--tokens", "9"])
     sweep = aa.make_sweep(0, load_prompts(["all"]), given)
     judged = aa.run_one(sweep, SlowedEngine(share), TARGET, tmp_path)
@@ -218,7 +209,7 @@ def test_a_slowed_configuration_is_found_and_itself_is_not(
     assert set(results.generations["new_tokens"]) == {9}
 
 
-def test_an_interval_too_wide_to_be_given_misses_nothing() -> None:
+def test_an_interval_too_wide_to_be_given_misses_nothing():
     wide = {"ratio": 1.5, "low": None, "high": None, "verdict": "cannot tell"}
     part = {aa.ITSELF: wide, aa.SLOWED: wide, "failed": 0, "warnings": []}
     figures = aa.summary([part])
@@ -227,7 +218,7 @@ def test_an_interval_too_wide_to_be_given_misses_nothing() -> None:
     assert "covers 1" in aa.line_of(0, part)
 
 
-def test_sweeps_differ_in_prompts_and_order() -> None:
+def test_sweeps_differ_in_prompts_and_order():
     given = aa.parse([])
     prompts = load_prompts(["all"])
     first, again, second = (aa.make_sweep(number, prompts, given) for number in (0, 0, 1))
@@ -235,9 +226,7 @@ def test_sweeps_differ_in_prompts_and_order() -> None:
     assert [prompt.id for prompt in first.prompts] != [prompt.id for prompt in second.prompts]
 
 
-def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(tmp_path, monkeypatch):
     sweep = aa.make_sweep(
         0, load_prompts(["all"]), aa.parse(["--tokens", "5", "--limit", "2", "--repeats", "2"])
     )
@@ -253,7 +242,7 @@ def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(
     assert len(engine.calls) == 16 + 4 + 4  # the warm-ups of a process are its own
 
 
-def test_the_pause_is_a_share_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pause_is_a_share_of_the_step(monkeypatch):
     clock = SimpleNamespace(t=0.0)
 
     def tick() -> float:
@@ -274,11 +263,11 @@ def test_the_pause_is_a_share_of_the_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_aa_runs_and_goes_on_from_its_file(
-    models: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    models,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     common = ["--target", str(models / "target"), "--limit", "2", "--tokens", "5", "--repeats", "1",
               "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
     assert aa.main([*common, "--sweeps", "1"]) in (0, 1)
@@ -298,7 +287,7 @@ def test_aa_runs_and_goes_on_from_its_file(
 # --- A/A over servers ------------------------------------------------------------------------------
 
 
-def test_aa_over_a_server_goes_on_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_aa_over_a_server_goes_on_from_its_file(tmp_path, capsys):
     with ScriptedServer(Manner(owner="llamacpp")) as server:
         common = ["--server", server.url, "--limit", "3", "--tokens", "6", "--repeats", "2",
                   "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
@@ -320,13 +309,13 @@ def test_aa_over_a_server_goes_on_from_its_file(tmp_path: Path, capsys: pytest.C
     assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
 
 
-def test_aa_over_a_server_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+def test_aa_over_a_server_that_is_none_is_one_sentence(tmp_path):
     with ScriptedServer(Manner(models=b"<html>")) as server, pytest.raises(SystemExit) as ended:
         aa_servers.main(["--server", server.url, "--sweeps", "1"])
     assert "does not speak the OpenAI protocol" in str(ended.value)
 
 
-def test_aa_over_servers_counts_intervals_that_cover_1() -> None:
+def test_aa_over_servers_counts_intervals_that_cover_1():
     def part(low: float | None, high: float | None, failed: int = 0) -> dict[str, Any]:
         judged = {"ratio": 1.0, "low": low, "high": high, "verdict": "cannot tell"}
         return {aa.ITSELF: judged, "failed": failed, "warnings": []}
@@ -336,7 +325,7 @@ def test_aa_over_servers_counts_intervals_that_cover_1() -> None:
     assert "MISSES 1" in aa.line_of(0, part(1.01, 1.2))
 
 
-def test_a_server_that_is_started_ends_with_its_block() -> None:
+def test_a_server_that_is_started_ends_with_its_block():
     import psutil
 
     says = (
@@ -356,7 +345,7 @@ def test_a_server_that_is_started_ends_with_its_block() -> None:
 # --- Overhead -------------------------------------------------------------------------------------
 
 
-def test_overhead_measures_steps_that_accept_what_they_should(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overhead_measures_steps_that_accept_what_they_should(capsys):
     arguments = ["--gammas", "0", "2", "--vocabularies", "300", "--contexts", "20", "60", "--seconds", "0.02"]
     assert overhead.main(arguments) == 0
     result = last_json(capsys)
@@ -377,16 +366,14 @@ def test_overhead_measures_steps_that_accept_what_they_should(capsys: pytest.Cap
 
 
 @pytest.fixture
-def compared(models: Path, tmp_path: Path) -> list[str]:
+def compared(models, tmp_path) -> list[str]:
     target, small = str(models / "target"), str(models / "small")
     return ["--target", target, "--assistant", small, "--dtype", "float32", "--limit", "2", "--tokens", "8",
            "--drafter-dtype", "float32", "--setting", f"{small}@3", "--setting", "lookup@heuristic",
            "--resume", str(tmp_path / "vs.jsonl")]  # fmt: skip
 
 
-def test_all_ways_give_the_same_tokens_and_ratios_to_generate(
-    compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, monkeypatch):
     assert vs_transformers.main(compared) == 0
     result = last_json(capsys)
     rows = {row["name"]: row for row in result["rows"]}
@@ -409,9 +396,7 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(
     assert last_json(capsys) == result
 
 
-def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(
-    compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(compared, capsys, monkeypatch):
     quantized: list[Any] = []
     honest = vs_transformers.int8_assistant
     monkeypatch.setattr(
@@ -434,9 +419,7 @@ def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(
     assert {type(module).__module__ for module in linears} == {"torch.ao.nn.quantized.dynamic.modules.linear"}
 
 
-def test_outputs_that_differ_are_told(
-    compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_that_differ_are_told(compared, capsys, monkeypatch):
     honest = vs_transformers.specbench_way
 
     def spoilt(target: Any, drafter: str, rule: str, options: Any) -> tuple[str, Any]:
@@ -455,7 +438,7 @@ def test_outputs_that_differ_are_told(
     assert rows["specbench plain"]["differs"] == 0
 
 
-def test_it_stops_when_the_time_is_over(compared: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_stops_when_the_time_is_over(compared, capsys):
     assert vs_transformers.main([*compared, "--minutes", "0"]) == 3
     assert "Traceback" not in capsys.readouterr().out
 
@@ -463,7 +446,7 @@ def test_it_stops_when_the_time_is_over(compared: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize(
     "arguments", [["--setting", "lookup"], ["--peer", "nobody"], ["--without", "generate"]]
 )
-def test_a_setting_or_peer_that_is_none_is_refused(arguments: list[str]) -> None:
+def test_a_setting_or_peer_that_is_none_is_refused(arguments):
     with pytest.raises(SystemExit) as stopped:
         vs_transformers.parse(arguments)
     assert stopped.value.code == 2
@@ -473,7 +456,7 @@ def test_a_setting_or_peer_that_is_none_is_refused(arguments: list[str]) -> None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_verdict_expects_to_keep_is_what_it_keeps(seed: int) -> None:
+def test_what_a_verdict_expects_to_keep_is_what_it_keeps(seed):
     """Against the verdicts themselves, over all tosses of a drawn tree."""
     generator = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(6, 4, generator=generator).mul(1.5).softmax(-1) for _ in range(2))
@@ -499,7 +482,7 @@ def _kept_by(method: Method, draft: Draft, p: torch.Tensor, dice: Any) -> tuple[
     return (len(method.walk(draft, partial(_row, p), dice).path),)
 
 
-def test_verdicts_are_compared_on_the_same_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdicts_are_compared_on_the_same_drafts(tmp_path, capsys):
     save_tiny(tmp_path / "target")
     save_tiny(tmp_path / "small", seed=1, layers=1)
     arguments = [

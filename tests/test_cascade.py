@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,7 +156,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "sampling", "new"), list(cells()))
-def test_the_output_distribution_is_the_targets(name: str, sampling: str, new: int) -> None:
+def test_the_output_distribution_is_the_targets(name, sampling, new):
     made: list[Any] = []
 
     def build(target: ScriptedScorer) -> CascadeDrafter:
@@ -179,7 +178,7 @@ def test_the_output_distribution_is_the_targets(name: str, sampling: str, new: i
 
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("name", CASCADES)
-def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name: str, new: int) -> None:
+def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name, new):
     found = loop_distribution(CASCADES[name], Multinomial(0.8), 2, first_target=False, new=new)
     assert largest_gap(found, target_distribution(Multinomial(0.8), new=new)) < 1e-6
     found = loop_distribution(CASCADES[name], Multinomial(), 2, end_ids=(2, 3), new=new)
@@ -187,7 +186,7 @@ def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name: str, new
 
 
 @pytest.mark.parametrize("name", ["lookup:min=2+model", "ngram:sample,min=2+self"])
-def test_without_the_residual_adjustment_it_is_not(name: str) -> None:
+def test_without_the_residual_adjustment_it_is_not(name):
     found = loop_distribution(CASCADES[name], Multinomial(), 1, first_target=False, residual_adjustment=False)
     assert largest_gap(found, target_distribution(Multinomial())) > 1e-3
 
@@ -220,9 +219,7 @@ def on_caches() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("spec", "cache", "gammas"), list(on_caches()))
-def test_greedy_tokens_are_those_of_plain_decoding(
-    spec: str, cache: CacheKind, gammas: tuple[int, ...]
-) -> None:
+def test_greedy_tokens_are_those_of_plain_decoding(spec, cache, gammas):
     target, drafter = engine_of(spec, cache)
     expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
     drafts: list[Draft] = []
@@ -244,7 +241,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("policy", [rule.word for rule in RULES if not rule.tree])
-def test_every_length_rule_keeps_the_output(policy: str) -> None:
+def test_every_length_rule_keeps_the_output(policy):
     target, drafter = engine_of("lookup:min=1+MODEL", "dynamic")
     expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
     result = speculative_generate(
@@ -262,7 +259,7 @@ def families() -> Iterator[tuple[str, CacheKind]]:
 
 
 @pytest.mark.parametrize(("family", "kind"), list(families()))
-def test_a_cache_that_follows_lazily_is_right_for_every_family(family: str, kind: CacheKind) -> None:
+def test_a_cache_that_follows_lazily_is_right_for_every_family(family, kind):
     """Of sliding windows and convolution states too, the model's logits are those of recomputing everything."""
     model_class, config = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
@@ -321,7 +318,7 @@ def best(logits: Logits) -> int:
     return logits.likeliest(1, -math.inf)[0][1]
 
 
-def test_where_there_is_a_match_the_model_makes_no_pass() -> None:
+def test_where_there_is_a_match_the_model_makes_no_pass():
     context = [1, 2, 3, 4, 5, 1, 2]
     drafter = cascade([9], len(context))
     draft = propose(drafter, context)
@@ -331,7 +328,7 @@ def test_where_there_is_a_match_the_model_makes_no_pass() -> None:
     assert drafter.model.scorer.passes == []
 
 
-def test_without_a_match_the_model_drafts() -> None:
+def test_without_a_match_the_model_drafts():
     context = [1, 2, 3, 4, 5, 6, 7]
     draft = propose(cascade([8, 9, 10], len(context)), context, FixedLength(3))
     assert draft.tokens == [8, 9, 10]
@@ -341,7 +338,7 @@ def test_without_a_match_the_model_drafts() -> None:
     assert kinds(draft) == "mmm"
 
 
-def test_a_copy_goes_on_from_what_the_model_began() -> None:
+def test_a_copy_goes_on_from_what_the_model_began():
     context = [1, 2, 3, 4, 5, 6, 9]
     drafter = cascade([2, 3, 0], len(context))
     draft = propose(drafter, context)
@@ -350,7 +347,7 @@ def test_a_copy_goes_on_from_what_the_model_began() -> None:
     assert drafter.model.scorer.passes == [7, 1]
 
 
-def test_the_model_goes_on_where_the_counts_end() -> None:
+def test_the_model_goes_on_where_the_counts_end():
     context = [1, 2, 3, 9, 1, 2]
     drafter = Watched(
         NGramDrafter(NGram(order=3, min=2, max=2)), ModelDrafter(scripted([5, 6, 7, 8], 8), "model")
@@ -363,20 +360,20 @@ def test_the_model_goes_on_where_the_counts_end() -> None:
     assert draft.evidence[:2] == [0.5, 0.5]
 
 
-def test_matches_that_are_too_short_do_not_count() -> None:
+def test_matches_that_are_too_short_do_not_count():
     context = [1, 2, 3, 4, 5, 1, 2]
     assert kinds(propose(cascade([9], 7, min_match=3), context, FixedLength(1))) == "m"
     assert kinds(propose(cascade([9], 7, min_match=1), context, FixedLength(1))) == "f"
 
 
-def test_the_longest_match_wins_with_drafts_at_its_end() -> None:
+def test_the_longest_match_wins_with_drafts_at_its_end():
     # Behind 7 1 2 came 3, behind the later 1 2 came 4; the model drafts the 2.
     context = [7, 1, 2, 3, 0, 1, 2, 4, 0, 7, 1]
     drafter = cascade([2, 9], len(context), min_match=3)
     assert propose(drafter, context, FixedLength(2)).tokens == [2, 3]
 
 
-def test_the_most_passes_of_the_model() -> None:
+def test_the_most_passes_of_the_model():
     context = [1, 2, 3, 4, 5, 6, 7]
     drafter = cascade([8, 9, 10], len(context), max_passes=2)
     assert propose(drafter, context).tokens == [8, 9]
@@ -385,7 +382,7 @@ def test_the_most_passes_of_the_model() -> None:
     assert kinds(propose(limited, context)) == "mmffff", "free tokens go on behind the last pass"
 
 
-def test_room_and_rule_limit_both_together() -> None:
+def test_room_and_rule_limit_both_together():
     context = [1, 2, 3, 4, 5, 6, 9]
     assert propose(cascade([2, 3, 0], 7), context, room=3).tokens == [2, 3, 4]
     assert propose(cascade([2, 3, 0], 7), context, FixedLength(5)).tokens == [2, 3, 4, 5, 6]
@@ -398,7 +395,7 @@ def test_room_and_rule_limit_both_together() -> None:
 
 
 @pytest.mark.parametrize("free", [LookupDrafter(Lookup(None, 2)), NGramDrafter(NGram(min=2))])
-def test_a_mixed_draft_has_a_distribution_for_every_token(free: Any) -> None:
+def test_a_mixed_draft_has_a_distribution_for_every_token(free):
     context = [1, 2, 3, 4, 5, 6, 9]
     scorer = scripted([2, 3, 0], len(context))
     draft = propose(
@@ -415,7 +412,7 @@ def test_a_mixed_draft_has_a_distribution_for_every_token(free: Any) -> None:
     assert draft.logits[0].values[2] == 10.0
 
 
-def test_free_tokens_before_the_models_get_theirs_too() -> None:
+def test_free_tokens_before_the_models_get_theirs_too():
     context = [1, 2, 3, 9, 1, 2]
     free = NGramDrafter(NGram(order=3, min=2, max=2))
     drafter = CascadeDrafter(free, ModelDrafter(scripted([5, 6, 7, 8], 8), "model"))
@@ -428,7 +425,7 @@ def test_free_tokens_before_the_models_get_theirs_too() -> None:
     assert [draft.logits[0].log_chance(token) for token in (3, 4)] == [0.0, -math.inf]
 
 
-def test_counts_that_are_drawn_from_keep_their_distribution() -> None:
+def test_counts_that_are_drawn_from_keep_their_distribution():
     context = [1, 2, 3, 1, 2, 4, 9, 1, 2]
     free = NGramDrafter(NGram(order=3, min=2, sample=True, max=1))
     drafter = CascadeDrafter(free, ModelDrafter(scripted([5], 9), "model"))
@@ -441,7 +438,7 @@ def test_counts_that_are_drawn_from_keep_their_distribution() -> None:
     assert draft.logits[0].values.softmax(-1)[[3, 4]].tolist() == [0.5, 0.5]
 
 
-def test_greedy_drafts_need_no_distribution() -> None:
+def test_greedy_drafts_need_no_distribution():
     draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9])
     assert draft.q is None
     assert draft.logits is not None
@@ -467,7 +464,7 @@ class Doubting(FixedLength):
         return (int(self.answer),)
 
 
-def test_a_rule_sees_whether_the_next_token_is_free_before_it_is_drafted() -> None:
+def test_a_rule_sees_whether_the_next_token_is_free_before_it_is_drafted():
     context = [1, 2, 3, 4, 5, 6, 9]
     policy = Doubting(5)
     drafter = cascade([2, 3, 0], 7)
@@ -478,7 +475,7 @@ def test_a_rule_sees_whether_the_next_token_is_free_before_it_is_drafted() -> No
     assert drafter.model.scorer.passes[-1] == 7, "no pass was spent on a token that the rule did not want"
 
 
-def test_a_pass_that_the_rule_turns_down_is_counted() -> None:
+def test_a_pass_that_the_rule_turns_down_is_counted():
     draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], Doubting(9, draws=False))
     assert (draft.tokens, draft.passes) == ([], 1)
     assert draft.logits is None
@@ -498,7 +495,7 @@ class Preferring(FixedLength):
         return len(draft.tokens) >= self.since
 
 
-def test_a_rule_may_have_the_model_draft_where_there_is_a_match() -> None:
+def test_a_rule_may_have_the_model_draft_where_there_is_a_match():
     context = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     policy = Preferring(2)
     draft = propose(cascade([0], len(context)), context, policy)
@@ -513,12 +510,12 @@ def test_a_rule_may_have_the_model_draft_where_there_is_a_match() -> None:
 
 
 @pytest.mark.parametrize("policy", [SvipLength(), EntropyBoundLength(), ConfidenceLength(gamma_max=5)])
-def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy: Policy) -> None:
+def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy):
     draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], policy, room=5)
     assert kinds(draft) == "mmfff"
 
 
-def test_egag_reads_the_models_first_distribution() -> None:
+def test_egag_reads_the_models_first_distribution():
     policy = EntropyGuidedLength(gamma_min=1, gamma_max=5)
     free = NGramDrafter(NGram(order=3, min=2, max=2))
     flat = ScriptedScorer(lambda tokens: torch.zeros(VOCAB), VOCAB)
@@ -530,7 +527,7 @@ def test_egag_reads_the_models_first_distribution() -> None:
 # -- the model follows lazily --------------------------------------------------------------------------
 
 
-def test_what_others_drafted_is_fed_in_one_pass() -> None:
+def test_what_others_drafted_is_fed_in_one_pass():
     """The target repeats 4 5 6 7 8 9; the lookup copies it from the second time on."""
     cycle = [4, 5, 6, 7, 8, 9]
     prompt = [1, 2, 3]
@@ -544,7 +541,7 @@ def test_what_others_drafted_is_fed_in_one_pass() -> None:
     assert [step.accepted for step in steps] == [len(step.drafted) for step in steps]
 
 
-def test_it_catches_up_with_what_it_had_no_part_in() -> None:
+def test_it_catches_up_with_what_it_had_no_part_in():
     """Copying for several steps, then something new: the model reads the stretch between at once, and only once."""
     copied = [4, 5, 6, 7, 8, 9, 10, 11]
     prompt = [1, *copied, 2, 4, 5]
@@ -565,7 +562,7 @@ def test_it_catches_up_with_what_it_had_no_part_in() -> None:
 
 
 @pytest.mark.smoke
-def test_rejected_drafts_are_taken_off_again() -> None:
+def test_rejected_drafts_are_taken_off_again():
     """The model reads free drafts that turn out wrong (Careful checks what it holds in every pass)."""
     generator = torch.Generator().manual_seed(5)
     prompt = torch.randint(0, 4, (30,), generator=generator).tolist()
@@ -582,7 +579,7 @@ def test_rejected_drafts_are_taken_off_again() -> None:
 
 
 @pytest.mark.parametrize("first_target", [True, False])
-def test_a_self_drafter_in_a_cascade_leaves_nothing_in_the_targets_cache(first_target: bool) -> None:
+def test_a_self_drafter_in_a_cascade_leaves_nothing_in_the_targets_cache(first_target):
     cycle = [4, 5, 6, 7, 8, 9]
     target = scripted(cycle, 3, ScriptedScorer)  # asserts that it reads its own entries only
     cheaper = scripted([4, 5, 6, 0, 8, 9], 3, ScriptedScorer, cache=target.cache, own_entries_only=False)
@@ -594,7 +591,7 @@ def test_a_self_drafter_in_a_cascade_leaves_nothing_in_the_targets_cache(first_t
     assert {"m", "f"} <= {kind for draft in drafter.drafts for kind in kinds(draft)}
 
 
-def test_behind_its_context_limit_the_free_drafter_is_alone() -> None:
+def test_behind_its_context_limit_the_free_drafter_is_alone():
     cycle = [4, 5, 6, 7, 8, 9]
     target = scripted(cycle, 3, ScriptedScorer)
     drafter = cascade(cycle, 3, context_limit=6)  # the scorer asserts that it is fed no more
@@ -606,7 +603,7 @@ def test_behind_its_context_limit_the_free_drafter_is_alone() -> None:
     assert made[-2] == "fff"
 
 
-def test_a_free_draft_that_the_model_lacks_ends_its_part() -> None:
+def test_a_free_draft_that_the_model_lacks_ends_its_part():
     context = [1, 11, 2, 11, 1]
     free = NGramDrafter(NGram(order=2, max=1))
     scorer = scripted([5], 5)
@@ -617,7 +614,7 @@ def test_a_free_draft_that_the_model_lacks_ends_its_part() -> None:
     assert propose(drafter, context).tokens == [11]
 
 
-def test_catching_up_with_a_long_stretch_is_timed_apart() -> None:
+def test_catching_up_with_a_long_stretch_is_timed_apart():
     context = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 2, 1, 4, 3]
     drafter = ModelDrafter(scripted([9, 8], 4), "model", Ticking())
     drafter.begin(context)
@@ -632,7 +629,7 @@ def test_catching_up_with_a_long_stretch_is_timed_apart() -> None:
     assert answered(drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0))).prefill_s == 1.0
 
 
-def test_a_new_prompt_starts_afresh() -> None:
+def test_a_new_prompt_starts_afresh():
     drafter = cascade([9], 7)
     assert propose(drafter, [1, 2, 3, 4, 5, 1, 2]).tokens[0] == 3
     drafter.model.scorer.function = fixed_script([8], VOCAB, 2)
@@ -654,9 +651,7 @@ def test_a_new_prompt_starts_afresh() -> None:
         ("self:int8", None),
     ],
 )
-def test_a_cascade_is_told_by_its_first_word(
-    spec: str, parts: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cascade_is_told_by_its_first_word(spec, parts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("models/llama++small", "models/c++small"):  # only a name that exists may hold a plus
         (tmp_path / folder).mkdir(parents=True)
@@ -680,14 +675,14 @@ def test_a_cascade_is_told_by_its_first_word(
         ("lookup:n=3,min=1+self:int8", "lookup:n=3,min=1+self:int8"),
     ],
 )
-def test_a_cascade_is_named_as_it_is_written(spec: str, named: str) -> None:
+def test_a_cascade_is_named_as_it_is_written(spec, named):
     target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
     drafter = load_drafter(spec, target)
     assert drafter.name == named
     assert load_drafter(named, target).name == named
 
 
-def test_defaults_are_others_than_those_of_the_free_drafter_alone() -> None:
+def test_defaults_are_others_than_those_of_the_free_drafter_alone():
     target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
     drafter: Any = load_drafter("lookup+self:int8", target)
     assert (drafter.free.spec.n, drafter.free.spec.min) == (None, 2)
@@ -695,7 +690,7 @@ def test_defaults_are_others_than_those_of_the_free_drafter_alone() -> None:
     assert (alone.spec.n, alone.spec.min) == (3, 1)
 
 
-def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path: Any) -> None:
+def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path):
     target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
     small = save_tiny(tmp_path / "small", seed=1)
     drafter = load_drafter(f"lookup+{small}", target, LoadOptions(dtype="float32", device="cpu"))
@@ -722,13 +717,13 @@ def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path: Any) -> N
         ("self:int8+lookup", "self has no option 'int8+lookup'."),
     ],
 )
-def test_refusals_before_any_weights_are_loaded(spec: str, message: str) -> None:
+def test_refusals_before_any_weights_are_loaded(spec, message):
     with pytest.raises(UsageError) as caught:
         check_drafter(parse_drafter(spec), parse_model("no/such-target"))
     assert caught.value.message == message
     assert caught.value.hint
 
 
-def test_the_most_passes_are_checked_in_python_too() -> None:
+def test_the_most_passes_are_checked_in_python_too():
     with pytest.raises(UsageError, match="at least 1"):
         Cascade(Lookup(), SelfForm(int8=True), 0)

@@ -31,12 +31,12 @@ AGAIN_S = 5.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
-def chat(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def chat(cli, folder, monkeypatch) -> Cli:
     """`specbench chat` with lines that come from no terminal."""
 
     def call(typed: str, *arguments: object) -> Result:
@@ -47,7 +47,7 @@ def chat(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup+self:layers=1"])
-def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter: str) -> None:
+def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter):
     target = wrap_target(tiny_llama(), tiny_tokenizer())
     conversation = Conversation(target, load_drafter(drafter, target), system="Be brief.", max_new_tokens=NEW)
     found, prompts, kept = [], [], []
@@ -75,7 +75,7 @@ def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter:
     )
 
 
-def test_what_cannot_be_a_conversation_is_refused() -> None:
+def test_what_cannot_be_a_conversation_is_refused():
     with pytest.raises(UsageError, match="chat template"):
         Conversation(wrap_target(tiny_llama(), tiny_tokenizer(chat_template=None)))
     with pytest.raises(UsageError, match="chat template"):
@@ -86,7 +86,7 @@ def test_what_cannot_be_a_conversation_is_refused() -> None:
     assert conversation.ask("hi").prompt_tokens < 32
 
 
-def test_lines_are_messages_and_commands(chat: Cli, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_messages_and_commands(chat, folder, capsys):
     typed = "the thing\n/stats\n\n/system Be brief.\nof the\n/reset\nof the\n/what\n/help\n/exit\nthe thing\n"
     told = chat("/stats\n" + typed)
     assert told.code == 0, told.err
@@ -109,31 +109,29 @@ def test_lines_are_messages_and_commands(chat: Cli, folder: Path, capsys: pytest
     assert len(re.findall(r"\d+ of \d+ prompt tokens held from before", told.err)) >= 1
 
 
-def test_quiet_says_nothing_but_answers(chat: Cli) -> None:
+def test_quiet_says_nothing_but_answers(chat):
     told = chat("the thing\n", "--quiet")
     assert (told.code, told.err) == (0, "")
     assert told.out
 
 
-def test_the_end_of_the_lines_ends_it(chat: Cli) -> None:
+def test_the_end_of_the_lines_ends_it(chat):
     assert chat("").code == 0
     assert chat("/exit").out == ""
 
 
-def test_what_is_wrong_ends_it_where_nobody_can_be_asked(chat: Cli) -> None:
+def test_what_is_wrong_ends_it_where_nobody_can_be_asked(chat):
     told = chat("word " * 600 + "\nthe thing\n", "--quiet")
     told.refused(2, "leaves no room for an answer")
 
 
-def test_without_a_chat_template_it_is_refused(tmp_path: Path, chat: Cli, folder: Path) -> None:
+def test_without_a_chat_template_it_is_refused(tmp_path, chat, folder):
     tiny_llama().save_pretrained(tmp_path)
     tiny_tokenizer(chat_template=None).save_pretrained(tmp_path)
     chat("hi\n", "--target", tmp_path, "--quiet").refused(2, "A conversation needs a chat template")
 
 
-def test_bytes_that_are_no_text_and_control_characters_of_an_answer(
-    chat: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bytes_that_are_no_text_and_control_characters_of_an_answer(chat, monkeypatch, folder, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe the\n"), encoding="utf-8"))
     words = ["chat", "--target", str(folder), "--dtype", "float32", "-n", "4", "--quiet"]
     assert run(words) == 0
@@ -190,7 +188,7 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
+def terminal(tmp_path) -> Iterator[Terminal]:
     """With a model that never comes to an end."""
     tiny_llama(context=200_000).save_pretrained(tmp_path / "endless")
     tiny_tokenizer().save_pretrained(tmp_path / "endless")
@@ -201,7 +199,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
-def test_ctrl_c_stops_an_answer_and_not_the_program(terminal: Terminal) -> None:
+def test_ctrl_c_stops_an_answer_and_not_the_program(terminal):
     terminal.until(r"> ")
     terminal.type("the thing")
     terminal.until(r"(?s)the thing\n.{80}")
@@ -225,7 +223,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal: Terminal) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
-def test_sigterm_ends_it_in_the_middle_of_an_answer(terminal: Terminal) -> None:
+def test_sigterm_ends_it_in_the_middle_of_an_answer(terminal):
     terminal.until(r"> ")
     terminal.type("the thing")
     terminal.until(r"(?s)the thing\n.{80}")
@@ -235,7 +233,7 @@ def test_sigterm_ends_it_in_the_middle_of_an_answer(terminal: Terminal) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")
-def test_what_is_pasted_is_one_message_and_what_is_too_long_is_refused(folder: Path) -> None:
+def test_what_is_pasted_is_one_message_and_what_is_too_long_is_refused(folder):
     readline = pytest.importorskip("readline")
     if "libedit" in (readline.__doc__ or ""):
         pytest.skip("libedit takes pasted lines one by one")

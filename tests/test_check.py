@@ -99,7 +99,7 @@ def violated(result: CheckResult) -> set[str]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("first_target", [True, False])
-def test_sound_configurations_pass(drafter: str, first_target: bool) -> None:
+def test_sound_configurations_pass(drafter, first_target):
     result = result_of(setup_of(drafter, first_target=first_target))
     assert result.violations == []
     assert result.verdict == "identical"
@@ -119,14 +119,14 @@ def test_sound_configurations_pass(drafter: str, first_target: bool) -> None:
         Multinomial(0.9, repetition_penalty=1.7),
     ],
 )
-def test_so_they_do_with_every_transform(sampling: Sampling) -> None:
+def test_so_they_do_with_every_transform(sampling):
     for drafter in ("model", "lookup"):
         result = result_of(setup_of(drafter, sampling=sampling))
         assert result.verdict == "identical", result.violations
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampled_tokens_of_sound_configurations_pass(drafter: str) -> None:
+def test_sampled_tokens_of_sound_configurations_pass(drafter):
     test = sampled(setup_of(drafter, sampling=TopK(6, 0.9)))
     assert test.sound, test
     assert test.smallest is not None
@@ -134,7 +134,7 @@ def test_sampled_tokens_of_sound_configurations_pass(drafter: str) -> None:
     assert test.freedom >= 2
 
 
-def test_ends_are_where_they_should_be() -> None:
+def test_ends_are_where_they_should_be():
     for end_ids, limit in (((4,), 40), ((), 5), ((2, 3), 40)):
         setup = setup_of(end_ids=end_ids, max_new_tokens=limit)
         assert result_of(setup).verdict == "identical"
@@ -158,7 +158,7 @@ def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any], **options:
     patch.setattr(specbench.decoding.loop, "verification_of", verification)
 
 
-def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch):
     with_judge(monkeypatch, lambda verdict, *_: verdict, residual_adjustment=False)
     for drafter in DRAFTERS:
         result = result_of(setup_of(drafter))
@@ -170,7 +170,7 @@ def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch: pytest.
         assert not test.sound, (drafter, test)
 
 
-def test_so_is_the_switch_that_turns_it_off() -> None:
+def test_so_is_the_switch_that_turns_it_off():
     result = result_of(setup_of("lookup", residual_adjustment=False))
     assert result.verdict == "wrong"
     assert result.largest_error > 1e-3
@@ -184,13 +184,13 @@ def swapped(draft: Draft, p: torch.Tensor) -> torch.Tensor:
     return (draft.q.gather(-1, tokens) / p[: len(tokens)].gather(-1, tokens)).squeeze(-1).clamp_max(1.0)
 
 
-def test_p_and_q_swapped_in_the_loop_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p_and_q_swapped_in_the_loop_are_found(monkeypatch):
     monkeypatch.setattr(specbench.decoding.verify, "acceptance_probabilities", swapped)
     result = result_of(setup_of("model"))
     assert "chance" in violated(result)
 
 
-def test_and_in_the_function_that_everything_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_and_in_the_function_that_everything_uses(monkeypatch):
     for module in (specbench.decoding.verify, specbench.check.exact, specbench.check.invariants):
         monkeypatch.setattr(module, "acceptance_probabilities", swapped)
     result = result_of(setup_of("model"))
@@ -198,7 +198,7 @@ def test_and_in_the_function_that_everything_uses(monkeypatch: pytest.MonkeyPatc
     assert result.largest_error > 1e-3
 
 
-def test_a_residual_without_the_clamp_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_residual_without_the_clamp_is_found(monkeypatch):
     def broken(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
         assert draft.q is not None
         return (p[i] - draft.q[i]).abs()
@@ -208,9 +208,7 @@ def test_a_residual_without_the_clamp_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("drafter", ["model", "lookup"])
-def test_the_rejected_token_in_place_of_the_corrected_one_is_found(
-    monkeypatch: pytest.MonkeyPatch, drafter: str
-) -> None:
+def test_the_rejected_token_in_place_of_the_corrected_one_is_found(monkeypatch, drafter):
     def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
         if verdict.accepted < len(draft.tokens):
             verdict.tokens[-1] = draft.tokens[verdict.accepted]
@@ -222,7 +220,7 @@ def test_the_rejected_token_in_place_of_the_corrected_one_is_found(
     assert {"choice", "chance"} <= violated(result)
 
 
-def test_an_output_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_is_off_by_one_is_found(monkeypatch):
     def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
         if verdict.accepted == len(draft.tokens) > 0:
             verdict.tokens.pop()  # the bonus token is lost
@@ -257,7 +255,7 @@ def with_records(change: Callable[[Step], Step]) -> Decoder:
     return decoder
 
 
-def test_an_ignored_end_token_is_found() -> None:
+def test_an_ignored_end_token_is_found():
     setup = setup_of(end_ids=(0, 1, 2, 3), decoder=decoder_with(stops=StopRules()))
     result = result_of(setup)
     assert violated(result) == {"stop"}
@@ -266,14 +264,14 @@ def test_an_ignored_end_token_is_found() -> None:
     assert any("ended by length, and should by nothing" in m or "should by eos" in m for m in messages)
 
 
-def test_a_token_too_many_is_found() -> None:
+def test_a_token_too_many_is_found():
     setup = setup_of(decoder=decoder_with(max_new_tokens=NEW + 1))
     result = result_of(setup)
     assert "goes on behind the limit of 12 tokens" in str(result.violations)
     assert violated(result) <= {"stop", "draft"}
 
 
-def test_a_stop_string_that_is_missed_is_found() -> None:
+def test_a_stop_string_that_is_missed_is_found():
     class Letters:
         all_special_tokens, added_tokens_decoder = (), {}
 
@@ -309,7 +307,7 @@ class Proxy:
 
 
 @pytest.mark.parametrize("surplus", [1, 2])
-def test_a_rejected_token_left_in_the_cache_is_found(surplus: int) -> None:
+def test_a_rejected_token_left_in_the_cache_is_found(surplus):
     def decoder(request: Request, watch: Stopwatch) -> Decoding:
         return decode(replace(request, target=Proxy(request.target, surplus)), watch)
 
@@ -332,7 +330,7 @@ def test_a_rejected_token_left_in_the_cache_is_found(surplus: int) -> None:
     assert result.verdict == "wrong"
 
 
-def test_the_deviation_of_logits_shows_what_the_tokens_do_not() -> None:
+def test_the_deviation_of_logits_shows_what_the_tokens_do_not():
     """A cache with a wrong token in it, while the argmax stays what it was."""
 
     def logits(tokens: Sequence[int]) -> torch.Tensor:
@@ -368,7 +366,7 @@ class Discarding(ModelDrafter):
         return draft
 
 
-def test_a_dropped_unlikely_draft_is_found() -> None:
+def test_a_dropped_unlikely_draft_is_found():
     setup = setup_of(drafter=Discarding(ScriptedScorer(DRAFT, VOCAB), "discarding"), policy=FixedLength(1))
     result = result_of(setup)
     assert violated(result) == {"chance"}
@@ -386,12 +384,12 @@ class Peeking(ModelDrafter):
         return draft
 
 
-def test_a_q_that_is_not_what_was_drawn_from_is_found() -> None:
+def test_a_q_that_is_not_what_was_drawn_from_is_found():
     result = result_of(setup_of(drafter=Peeking(ScriptedScorer(DRAFT, VOCAB), "peeking")))
     assert violated(result) == {"chance"}
 
 
-def test_greedy_decoding_that_draws_is_found() -> None:
+def test_greedy_decoding_that_draws_is_found():
     def decoder(request: Request, watch: Stopwatch) -> Decoding:
         def draw(step: Step) -> Step:
             request.random.draw(torch.ones(3))
@@ -416,15 +414,13 @@ def test_greedy_decoding_that_draws_is_found() -> None:
         (lambda step: {"expected_acceptance": (*step.expected_acceptance, 1.0)}, "count"),
     ],
 )
-def test_a_record_that_does_not_say_what_was_is_found(
-    change: Callable[[Step], dict[str, Any]], invariant: str
-) -> None:
+def test_a_record_that_does_not_say_what_was_is_found(change, invariant):
     decoder = with_records(lambda step: replace(step, **change(step)))
     result = result_of(setup_of(decoder=decoder))
     assert invariant in violated(result)
 
 
-def test_records_behind_the_end_are_found() -> None:
+def test_records_behind_the_end_are_found():
     def decoder(request: Request, watch: Stopwatch) -> Decoding:
         last: list[Step] = []
         yield from with_records(lambda step: last.append(step) or step)(request, watch)  # type: ignore[func-returns-value]
@@ -446,7 +442,7 @@ def random_distributions(seed: int, rows: int, *, zeros: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-def test_the_right_rule_emits_p(zeros: bool) -> None:
+def test_the_right_rule_emits_p(zeros):
     p, q = random_distributions(1, 6, zeros=zeros), random_distributions(2, 6, zeros=zeros)
     for certain in (False, True):
         draft = Draft([int(row.argmax()) for row in q], q=None if certain else q)
@@ -457,7 +453,7 @@ def test_the_right_rule_emits_p(zeros: bool) -> None:
             assert total_variation(found, p[i]) < 1e-6
 
 
-def test_without_the_adjustment_it_emits_what_the_formula_says() -> None:
+def test_without_the_adjustment_it_emits_what_the_formula_says():
     p, q = random_distributions(3, 1, zeros=False), random_distributions(4, 1, zeros=False)
     draft = Draft([0], q=q)
     overlap = torch.minimum(p[0], q[0]).double()
@@ -467,11 +463,11 @@ def test_without_the_adjustment_it_emits_what_the_formula_says() -> None:
     assert total_variation(found, p[0]) > 0.01
 
 
-def test_a_distribution_without_mass_counts_as_wholly_wrong() -> None:
+def test_a_distribution_without_mass_counts_as_wholly_wrong():
     assert total_variation(torch.zeros(3), torch.ones(3)) == 1.0
 
 
-def test_the_limit_allows_for_what_a_float32_softmax_is_off() -> None:
+def test_the_limit_allows_for_what_a_float32_softmax_is_off():
     p = random_distributions(5, 2, zeros=False)
     draft = Draft([0, 1], q=1.00002 * p)
     assert error_limit(Draft([0, 1]), p, 0) == pytest.approx(1e-5, abs=1e-6)
@@ -482,7 +478,7 @@ def test_the_limit_allows_for_what_a_float32_softmax_is_off() -> None:
     )  # the bonus
 
 
-def test_forced_rejections_reach_every_position() -> None:
+def test_forced_rejections_reach_every_position():
     """The drafter is the target, so that chance would accept everything."""
     near = lambda tokens: TARGET(tokens) + 0.01 * DRAFT(tokens)  # noqa: E731
     setup = setup_of(drafter=ModelDrafter(ScriptedScorer(near, VOCAB), "near"), max_new_tokens=400)
@@ -510,14 +506,14 @@ def counted(tokens: int, generator: np.random.Generator, bias: float = 0.0) -> T
     return counts
 
 
-def test_the_test_of_samples_keeps_its_level() -> None:
+def test_the_test_of_samples_keeps_its_level():
     generator = np.random.default_rng(0)
     p_values = [counted(200, generator).test()[1] for _ in range(300)]
     assert sum(p_value < 0.1 for p_value in p_values) <= 45  # 30 expected
     assert sum(p_value < 0.01 for p_value in p_values) <= 9
 
 
-def test_a_bias_of_the_stated_size_is_found() -> None:
+def test_a_bias_of_the_stated_size_is_found():
     """What is shifted is counted, so the size is that of the shift itself."""
     generator = np.random.default_rng(1)
     found = 0
@@ -536,19 +532,19 @@ def test_a_bias_of_the_stated_size_is_found() -> None:
     assert found >= 35  # 38 expected, or more: this is not the hardest shift
 
 
-def test_more_samples_find_less() -> None:
+def test_more_samples_find_less():
     few, many = (counted(tokens, np.random.default_rng(2)).smallest_bias for tokens in (500, 4500))
     assert few is not None
     assert many == pytest.approx(few / 3, rel=0.1)
 
 
-def test_what_is_impossible_has_no_chance() -> None:
+def test_what_is_impossible_has_no_chance():
     counts = counted(50, np.random.default_rng(3))
     counts.add([0.5, 0.5, 0, 0, 0, 0], None)
     assert counts.test()[1] == 0.0
 
 
-def test_too_few_samples_say_nothing() -> None:
+def test_too_few_samples_say_nothing():
     counts = TokenCounts(6)
     assert (counts.test(), counts.smallest_bias) == ((0, 1.0), None)
     for _ in range(1000):
@@ -556,7 +552,7 @@ def test_too_few_samples_say_nothing() -> None:
     assert (counts.test(), counts.smallest_bias) == ((0, 1.0), None)
 
 
-def test_sampling_ends_with_its_time() -> None:
+def test_sampling_ends_with_its_time():
     """By a clock that goes on by a second a look, at the first step behind the limit."""
     told: list[float] = []
     times = iter(range(10_000))
@@ -568,7 +564,7 @@ def test_sampling_ends_with_its_time() -> None:
     assert 0 < test.tokens < 40 * 4
 
 
-def test_sampling_ends_when_its_bias_would_be_found() -> None:
+def test_sampling_ends_when_its_bias_would_be_found():
     """Whatever came, for that is told from the probabilities: the same seed gives the same samples."""
     first, second, other = (sampled(setup_of(seed=seed), 0.1) for seed in (0, 0, 1))
     assert replace(first, seconds=0) == replace(second, seconds=0)
@@ -577,7 +573,7 @@ def test_sampling_ends_when_its_bias_would_be_found() -> None:
     assert 0.09 < first.smallest <= 0.1
 
 
-def test_dice_that_are_loaded_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dice_that_are_loaded_are_found(monkeypatch):
     """Every chance and distribution in the records is right, so no formula shows it."""
     fair = specbench.decoding.sampling._at_share
     loaded = lambda p, u: int(p.argmax()) if u < 0.2 else fair(p, u)  # noqa: E731
@@ -587,7 +583,7 @@ def test_dice_that_are_loaded_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert not sampled(setup).sound
 
 
-def test_impossible_tokens_are_found_however_few() -> None:
+def test_impossible_tokens_are_found_however_few():
     def decoder(request: Request, watch: Stopwatch) -> Decoding:
         return decode(replace(request, sampling=replace(request.sampling, top_k=0)), watch)
 
@@ -632,9 +628,7 @@ class Row:
         ((20.0, 1.0, 1.0), (1, 2), torch.bfloat16, False),
     ],
 )
-def test_a_tie_needs_both_tokens_near_the_best(
-    values: tuple[float, ...], tokens: tuple[int, int], dtype: torch.dtype, tie: bool
-) -> None:
+def test_a_tie_needs_both_tokens_near_the_best(values, tokens, dtype, tie):
     difference = find_difference(Row(values, dtype), [0], [1, tokens[0]], [1, tokens[1]], Greedy())  # type: ignore[arg-type]
     assert difference is not None
     assert difference.position == 1
@@ -645,7 +639,7 @@ def test_a_tie_needs_both_tokens_near_the_best(
     assert (difference.gap_units <= tie_units(dtype)) is tie
 
 
-def test_an_output_that_has_ended_is_no_tie() -> None:
+def test_an_output_that_has_ended_is_no_tie():
     difference = find_difference(Row((5.0, 5.0), torch.float32), [0], [1], [1, 0], Greedy())  # type: ignore[arg-type]
     assert difference is not None
     assert difference.tokens == (None, 0)
@@ -653,7 +647,7 @@ def test_an_output_that_has_ended_is_no_tie() -> None:
     assert not difference.numerical_tie
 
 
-def test_a_tie_has_to_be_one_in_the_eyes_of_both_runs() -> None:
+def test_a_tie_has_to_be_one_in_the_eyes_of_both_runs():
     setup = replace(setup_of(), target=Row((20.0, 19.5, 1.0), torch.bfloat16))  # type: ignore[arg-type]
     near = Top((1, 0), (20.0, 19.75))
     far = Top((1, 0), (25.0, 19.0))
@@ -663,7 +657,7 @@ def test_a_tie_has_to_be_one_in_the_eyes_of_both_runs() -> None:
         assert verdict_of(difference) == verdict
 
 
-def test_transformers_own_answers_are_ours() -> None:
+def test_transformers_own_answers_are_ours():
     model = tiny_language_model(seed=5)
     end = tuple(model.end_ids)
     prompt = [10, 20, 30, 40, 50]
@@ -684,7 +678,7 @@ def test_transformers_own_answers_are_ours() -> None:
         assert max(result.deviations) < 1e-5
 
 
-def test_transformers_answers_end_where_ours_do() -> None:
+def test_transformers_answers_end_where_ours_do():
     model = tiny_language_model(seed=5)
     prompt = [10, 20, 30]
     whole = reference_output(model.model, prompt, ReferenceSettings(16))
@@ -699,7 +693,7 @@ def test_transformers_answers_end_where_ours_do() -> None:
     assert reference_output(model.model, prompt, ReferenceSettings(16, context_limit=3)).tokens == ()
 
 
-def test_the_models_generation_settings_stay() -> None:
+def test_the_models_generation_settings_stay():
     model = tiny_language_model(seed=5)
     own = model.model.generation_config
     own.temperature = 0.123
@@ -707,7 +701,7 @@ def test_the_models_generation_settings_stay() -> None:
     assert model.model.generation_config is own
 
 
-def test_bits_of_logits_are_compared_where_the_texts_are_the_same() -> None:
+def test_bits_of_logits_are_compared_where_the_texts_are_the_same():
     sound = result_of(setup_of(sampling=Greedy()))
     assert sound.bitwise == (2 * NEW, 2 * NEW)
 
@@ -727,7 +721,7 @@ def test_bits_of_logits_are_compared_where_the_texts_are_the_same() -> None:
 # --- Deviations -----------------------------------------------------------------------------------
 
 
-def test_clean_rows_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_rows_are_the_same_in_parts(monkeypatch):
     scorer = Scorer(tiny_llama(seed=2))
     prompt, output = [1, 2, 3], list(range(4, 24))
     whole = torch.stack(list(clean_rows(scorer, prompt, output)))
@@ -742,7 +736,7 @@ def test_clean_rows_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.allclose(whole[4], row, atol=1e-4)
 
 
-def test_a_deviation_is_relative_and_knows_no_shift() -> None:
+def test_a_deviation_is_relative_and_knows_no_shift():
     row = torch.randn(200, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(200, generator=torch.Generator().manual_seed(1))
     assert deviation(row, row) == 0.0
@@ -756,14 +750,14 @@ def test_a_deviation_is_relative_and_knows_no_shift() -> None:
     assert deviation(torch.cat([row, torch.zeros(1)]), masked) == math.inf
 
 
-def test_at_most_4096_columns_are_kept() -> None:
+def test_at_most_4096_columns_are_kept():
     for vocab in (1, 8, 4096, 4097, 151936):
         columns = Columns.of(vocab).take(torch.arange(vocab))
         assert min(vocab, 2048) <= len(columns) <= 4096
         assert columns[-1] >= vocab * 0.99 - 1
 
 
-def test_deviations_are_judged_against_plain_decoding() -> None:
+def test_deviations_are_judged_against_plain_decoding():
     plain = [0.02, 0.018, 0.035] * 10
 
     def sound(speculative: Sequence[float], plain: Sequence[float] = plain) -> bool:
@@ -797,7 +791,7 @@ def scripted_target() -> Any:
     return ScriptedScorer(TARGET, VOCAB)
 
 
-def test_the_targets_own_output_is_identical() -> None:
+def test_the_targets_own_output_is_identical():
     for penalty in (1.0, 1.5):
         setup = setup_of(max_new_tokens=9, sampling=Multinomial(1.0, repetition_penalty=penalty))
         output = greedy_output(9, setup)
@@ -808,7 +802,7 @@ def test_the_targets_own_output_is_identical() -> None:
     assert target.passes == [len(PROMPT) + len(output) - 1]  # one pass
 
 
-def test_the_first_token_that_is_not_the_targets_is_named() -> None:
+def test_the_first_token_that_is_not_the_targets_is_named():
     output = list(greedy_output(9))
     context = [*PROMPT, *output[:4]]
     row = TARGET(context)
@@ -823,7 +817,7 @@ def test_the_first_token_that_is_not_the_targets_is_named() -> None:
     assert result.first.logits == (pytest.approx(float(row[other])), pytest.approx(float(row.max())))
 
 
-def test_ties_are_named_and_do_not_hide_what_is_wrong() -> None:
+def test_ties_are_named_and_do_not_hide_what_is_wrong():
     target: Any = Row((20.0, 19.5, 1.0), torch.bfloat16)
     result = check_output(target, given([0, 1, 0, 1]), [0], Greedy())
     assert (result.verdict, result.ties, result.wrong) == ("numerical tie", 2, 0)
@@ -837,12 +831,12 @@ def test_ties_are_named_and_do_not_hide_what_is_wrong() -> None:
     assert coarse.verdict == "numerical tie"
 
 
-def test_two_largest_logits_are_both_the_targets_choice() -> None:
+def test_two_largest_logits_are_both_the_targets_choice():
     target: Any = Row((3.0, 3.0, 1.0), torch.float32)
     assert check_output(target, given([0, 1]), [0], Greedy()).verdict == "identical"
 
 
-def test_an_output_behind_its_end_is_wrong() -> None:
+def test_an_output_behind_its_end_is_wrong():
     output = greedy_output(9)
     result = check_output(scripted_target(), given(output), PROMPT, Greedy(), end_ids=[output[3]])
     assert result.behind_end == output.index(output[3])
@@ -871,7 +865,7 @@ def test_an_output_behind_its_end_is_wrong() -> None:
         (b"1" * 10_000, "It is not JSON that can be read."),
     ],
 )
-def test_bad_lines_are_refused_with_their_number(line: bytes, reason: str) -> None:
+def test_bad_lines_are_refused_with_their_number(line, reason):
     good = b'{"prompt": "a", "token_ids": [3]}'
     found = list(read_outputs([good, b"", line, good]))
     assert [each.line for each in found] == [1, 3, 4]
@@ -880,7 +874,7 @@ def test_bad_lines_are_refused_with_their_number(line: bytes, reason: str) -> No
     assert isinstance(found[2], GivenOutput)
 
 
-def test_lines_are_read_as_described() -> None:
+def test_lines_are_read_as_described():
     lines = [
         b'\xef\xbb\xbf{"id": "x", "prompt": "a", "token_ids": [3], "engine": "other"}\r',
         b'{"prompt": [1, 2], "token_ids": [3, 4]}',
@@ -894,7 +888,7 @@ def test_lines_are_read_as_described() -> None:
     assert len(list(read_outputs([b"", *lines], limit=2))) == 2
 
 
-def test_what_the_target_cannot_score_is_refused() -> None:
+def test_what_the_target_cannot_score_is_refused():
     assert misfit([1], [2, 3], 4, None) is None
     assert "holds 4, and the target has the tokens 0 to 3" in str(misfit([1], [4], 4, None))
     assert '"prompt" holds -1' in str(misfit([-1], [1], 4, None))
@@ -905,7 +899,7 @@ def test_what_the_target_cannot_score_is_refused() -> None:
 # --- The whole ------------------------------------------------------------------------------------
 
 
-def test_a_check_that_breaks_off_keeps_what_it_has() -> None:
+def test_a_check_that_breaks_off_keeps_what_it_has():
     checking = DecodingCheck(setup_of(sampling=Greedy()), [Case("a", PROMPT), Case("b", ())])
     with pytest.raises(Exception, match="The prompt is empty"):
         checking.steps()
@@ -915,7 +909,7 @@ def test_a_check_that_breaks_off_keeps_what_it_has() -> None:
     assert result.to_dict(None)["complete"] is False
 
 
-def test_the_result_is_ready_for_json() -> None:
+def test_the_result_is_ready_for_json():
     import json
 
     for setup in (setup_of(), setup_of("lookup", residual_adjustment=False), setup_of(sampling=Greedy())):
@@ -930,7 +924,7 @@ def test_the_result_is_ready_for_json() -> None:
             assert fields["sampled"]["sound"] == setup.residual_adjustment
 
 
-def test_how_long_a_prompt_took_is_told_behind_the_first() -> None:
+def test_how_long_a_prompt_took_is_told_behind_the_first():
     for sampling in (Greedy(), Multinomial(0.9)):
         checking = DecodingCheck(setup_of(sampling=sampling), [Case("a", PROMPT), Case("b", (3, 3, 6))])
         told: list[tuple[float, float, int]] = []
@@ -943,7 +937,7 @@ def test_how_long_a_prompt_took_is_told_behind_the_first() -> None:
         assert done == 1
 
 
-def test_rules_end_outputs_as_the_loop_does() -> None:
+def test_rules_end_outputs_as_the_loop_does():
     rules = Rules(prompt=3, sampling=Greedy(), max_new_tokens=5, end_ids=frozenset({9}), context_limit=7)
     assert rules.finish_reason([1]) is None
     assert rules.finish_reason([1, 9]) == "eos"

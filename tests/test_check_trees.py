@@ -84,7 +84,7 @@ def enumerated(result: CheckResult) -> float:
 
 @pytest.mark.parametrize("drafter", ["model", "self"])
 @pytest.mark.parametrize("tree", TREES)
-def test_greedy_trees_pass(tree: str, drafter: str) -> None:
+def test_greedy_trees_pass(tree, drafter):
     for first_target in (True, False):
         result = result_of(setup_of(tree, drafter=drafter, sampling=Greedy(), first_target=first_target))
         assert result.violations == []
@@ -100,7 +100,7 @@ def test_greedy_trees_pass(tree: str, drafter: str) -> None:
         *((None, name) for name in ("block", "naive", "recursive", "specinfer", "traversal")),
     ],
 )
-def test_every_way_to_verify_passes(tree: str | None, method: VerificationName) -> None:
+def test_every_way_to_verify_passes(tree, method):
     for sampling in (Multinomial(0.9), TopK(4, 0.8, repetition_penalty=1.3)):
         result = result_of(setup_of(tree, method, sampling=sampling))
         assert result.violations == []
@@ -109,12 +109,12 @@ def test_every_way_to_verify_passes(tree: str | None, method: VerificationName) 
     assert {"first", "enumerated"} <= {place.kind for case in result.exact for place in case.positions}
 
 
-def test_drafts_without_distributions_pass_too() -> None:
+def test_drafts_without_distributions_pass_too():
     for method in ("block", "naive", "recursive"):
         assert result_of(setup_of(None, method, "lookup")).verdict == "identical"  # type: ignore[arg-type]
 
 
-def test_several_drafters_pass() -> None:
+def test_several_drafters_pass():
     models = [ModelDrafter(ScriptedScorer(random_table(seed, VOCAB), VOCAB), str(seed)) for seed in (2, 4)]
     setup = replace(setup_of(None), policy=FixedLength(2), drafter=SeveralDrafters(models))
     result = result_of(setup)
@@ -124,7 +124,7 @@ def test_several_drafters_pass() -> None:
     assert enumerated(result) < 1e-6
 
 
-def test_a_drafter_that_is_watched_learns_from_rejected_drafts() -> None:
+def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
     class Listening(RecycleDrafter):
         heard: ClassVar[list[Sequence[int]]] = []
 
@@ -137,7 +137,7 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts() -> None:
     assert [(), *(step.drafted for step in steps)] == Listening.heard
 
 
-def test_siblings_pass_above_temperature_0() -> None:
+def test_siblings_pass_above_temperature_0():
     policy = DraftPolicy(FixedLength(3), Siblings(4, lambda _: 0.0))
     result = result_of(setup_of(None, policy=policy))
     assert sampled(setup_of(None, policy=policy)).sound
@@ -158,7 +158,7 @@ def test_siblings_pass_above_temperature_0() -> None:
         (None, "traversal", "self"),
     ],
 )
-def test_sampled_tokens_of_trees_pass(tree: str | None, method: VerificationName, drafter: str) -> None:
+def test_sampled_tokens_of_trees_pass(tree, method, drafter):
     test = sampled(setup_of(tree, method, drafter), 0.05)
     assert test.sound, test
 
@@ -219,7 +219,7 @@ BIASES: dict[str, tuple[str | None, VerificationName, str, Any]] = {
 
 
 @pytest.mark.parametrize("bias", BIASES)
-def test_a_planted_bias_is_found(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bias_is_found(bias, monkeypatch):
     tree, method, name, broken = BIASES[bias]
     sound = verdicts.METHODS[method]
     if name == "traverse":
@@ -272,12 +272,12 @@ def other_q(draft: Draft) -> Draft:
 
 
 @pytest.mark.parametrize("change", [without_last, other_q])
-def test_a_tree_that_is_not_what_was_drawn_is_found(change: Callable[[Draft], Draft]) -> None:
+def test_a_tree_that_is_not_what_was_drawn_is_found(change):
     result = result_of(replace(setup_of("static", "recursive"), drafter=Tampering(change)))
     assert "chance" in violated(result)
 
 
-def test_multiplicity_that_is_lost_in_the_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiplicity_that_is_lost_in_the_tree_is_found(monkeypatch):
     whole = GrowingTree.add
 
     def add(self: GrowingTree, parent: int, draws: Sequence[Draws], *rest: Any) -> None:
@@ -289,7 +289,7 @@ def test_multiplicity_that_is_lost_in_the_tree_is_found(monkeypatch: pytest.Monk
     assert enumerated(result) > 1e-3
 
 
-def test_a_draw_shared_by_several_parents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_shared_by_several_parents_is_found(monkeypatch):
     """Every node of a depth gets the tokens that were drawn for the first one."""
     whole = GrowingTree.add
 
@@ -305,7 +305,7 @@ def test_a_draw_shared_by_several_parents_is_found(monkeypatch: pytest.MonkeyPat
     assert "chance" in violated(result_of(setup_of("static", "traversal")))
 
 
-def test_pruning_drawn_nodes_by_their_own_q_is_found() -> None:
+def test_pruning_drawn_nodes_by_their_own_q_is_found():
     class Pruning(StaticTree):
         def prune(self, draft: Draft) -> Sequence[int] | None:
             leaves = set(range(len(draft.tokens))) - set(draft.parents or ())
@@ -332,9 +332,7 @@ def test_pruning_drawn_nodes_by_their_own_q_is_found() -> None:
         (lambda step: {"tokens": (*step.tokens[:-1], step.tokens[-1] ^ 1)}, "chance"),
     ],
 )
-def test_a_record_that_does_not_say_what_was_is_found(
-    change: Callable[[Step], dict[str, Any]], invariant: str
-) -> None:
+def test_a_record_that_does_not_say_what_was_is_found(change, invariant):
     def decoder(*arguments: Any) -> Any:
         records = decode(*arguments)
         answer = None

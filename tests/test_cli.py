@@ -47,12 +47,12 @@ LOADING = (specbench.models.drafters, specbench.models.prepare, specbench.models
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
-def tiny(cli: Cli, folder: Path) -> Cli:
+def tiny(cli, folder) -> Cli:
     """`generate` with the tiny target."""
 
     def call(*arguments: object) -> Result:
@@ -78,7 +78,7 @@ def interrupt_after(records: int, error: BaseException) -> Callable[..., Iterato
 
 
 @pytest.mark.smoke
-def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
+def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny):
     result = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 5)
     figures = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 5, "--json").json()
     assert result.code == 0
@@ -89,7 +89,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
     assert f"{figures['accepted']} of {figures['drafted']} drafts accepted" in result.err
 
 
-def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny: Cli) -> None:
+def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny):
     tree = ("the thing", "-n", 12, "--drafter", "self:layers=1", "--tree", "static:nodes=8,depth=3", "--json")
     sampled = tiny(*tree, "-t", 1)
     figures = sampled.json()
@@ -104,7 +104,7 @@ def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny: Cli) ->
 
 
 @pytest.mark.smoke
-def test_json_is_one_object_with_every_figure(tiny: Cli) -> None:
+def test_json_is_one_object_with_every_figure(tiny):
     figures = tiny("the thing", "-n", 24, "--drafter", "self:layers=1", "--json", "--seed", 3, "-t", 1).json()
     expected: dict[str, type | tuple[type, ...]] = {
         "text": str,
@@ -148,7 +148,7 @@ def test_json_is_one_object_with_every_figure(tiny: Cli) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "self:layers=1", "none"])
-def test_compare_adds_the_plain_run(tiny: Cli, drafter: str) -> None:
+def test_compare_adds_the_plain_run(tiny, drafter):
     figures = tiny("the thing and the thing", "-n", 24, "--drafter", drafter, "--compare", "--json").json()
     plain = figures["plain"]
     assert plain["drafter"] == "none"
@@ -168,14 +168,14 @@ def test_compare_adds_the_plain_run(tiny: Cli, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ngram:keep", "ngram:keep,order=3+self:layers=1"])
-def test_compare_refuses_a_drafter_that_has_learnt_the_answer(tiny: Cli, drafter: str) -> None:
+def test_compare_refuses_a_drafter_that_has_learnt_the_answer(tiny, drafter):
     tiny("the thing", "--drafter", drafter, "--compare").refused(
         2, "remembers its own answers", "Leave keep out"
     )
     assert tiny("the thing", "-n", 4, "--drafter", drafter).code == 0
 
 
-def test_compare_says_it_in_the_summary(tiny: Cli) -> None:
+def test_compare_says_it_in_the_summary(tiny):
     err = tiny("the thing", "-n", 24, "--compare").err
     assert re.search(
         r"^plain +[0-9.]+ tokens/s without a drafter, [0-9.]+×( \[[0-9., ]+\])? with it", err, re.MULTILINE
@@ -183,9 +183,7 @@ def test_compare_says_it_in_the_summary(tiny: Cli) -> None:
     assert re.search("^tokens +identical to plain decoding$", err, re.MULTILINE)
 
 
-def test_the_speeds_and_the_speedup_of_a_comparison_are_of_the_same_pairs(
-    tiny: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_speeds_and_the_speedup_of_a_comparison_are_of_the_same_pairs(tiny, capsys):
     rates = [
         (10.0, 10.0),
         (40.0, 10.0),
@@ -209,7 +207,7 @@ def test_the_speeds_and_the_speedup_of_a_comparison_are_of_the_same_pairs(
     assert re.search(r"^plain +15\.9 tokens/s without a drafter, 1\.26×", err, re.M)
 
 
-def test_how_a_model_was_loaded_is_said_below_the_answer(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_model_was_loaded_is_said_below_the_answer(tiny, monkeypatch):
     prepare = specbench.models.prepare.prepare
 
     def with_a_note(*arguments: Any, **options: Any) -> Any:
@@ -223,7 +221,7 @@ def test_how_a_model_was_loaded_is_said_below_the_answer(tiny: Cli, monkeypatch:
     assert err.count("It was measured.") == 1
 
 
-def test_repeats_are_asked_for(tiny: Cli) -> None:
+def test_repeats_are_asked_for(tiny):
     figures = tiny("the thing", "-n", 8, "--compare", "--repeats", 1, "--json").json()
     assert len(figures["repeats"]) == 1
     assert figures["speedup_interval"] is None
@@ -234,7 +232,7 @@ def test_repeats_are_asked_for(tiny: Cli) -> None:
     tiny("the thing", "--repeats", 2).refused(2, "--repeats is given without --compare")
 
 
-def test_a_pair_whose_tokens_part_is_found_in_any_repeat(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_whose_tokens_part_is_found_in_any_repeat(tiny, monkeypatch):
     whole, runs = specbench.decoding.loop.decode_steps, []
 
     def one_wrong_run(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -281,12 +279,12 @@ def compared(tiny: Cli, **figures: object) -> dict[str, Any]:
     ],
 )
 def test_a_drafter_that_did_not_help_is_called_that(
-    tiny: Cli,
-    capsys: pytest.CaptureFixture[str],
-    speedup: float | None,
-    interval: list[float] | None,
-    said: str | None,
-) -> None:
+    tiny,
+    capsys,
+    speedup,
+    interval,
+    said,
+):
     figures = compared(tiny, speedup=speedup, speedup_interval=interval)
     show_summary(figures, apart=False, advice={"command": "specbench generate 'a  b'"})
     err = capsys.readouterr().err
@@ -311,9 +309,7 @@ def test_a_drafter_that_did_not_help_is_called_that(
         ),
     ],
 )
-def test_what_is_said_of_it_depends(
-    tiny: Cli, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], advice: dict[str, str], said: str
-) -> None:
+def test_what_is_said_of_it_depends(tiny, capsys, changes, advice, said):
     figures = compared(tiny, **{"speedup": 0.5, "speedup_interval": [0.4, 0.6]} | changes)
     show_summary(figures, apart=False, advice=advice)
     err = capsys.readouterr().err
@@ -352,12 +348,12 @@ def test_what_is_said_of_it_depends(
     ],
 )
 def test_a_single_generation_says_what_it_predicts(
-    tiny: Cli,
-    capsys: pytest.CaptureFixture[str],
-    explained: dict[str, Any] | None,
-    changes: dict[str, Any],
-    said: str,
-) -> None:
+    tiny,
+    capsys,
+    explained,
+    changes,
+    said,
+):
     found = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 2, "--json").json()
     assert {*found["explained"]} >= {*EXPLAINED}
     figures = found | {"explained": explained and EXPLAINED | explained} | changes
@@ -379,9 +375,7 @@ def test_a_single_generation_says_what_it_predicts(
         ("none", None),
     ],
 )
-def test_the_command_to_try_is_the_one_given_with_another_drafter(
-    tiny: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, other: str | None
-) -> None:
+def test_the_command_to_try_is_the_one_given_with_another_drafter(tiny, folder, monkeypatch, drafter, other):
     found: list[dict[str, str]] = []
     monkeypatch.setattr(
         "specbench.cli.summary.show_summary", lambda figures, *, apart, advice, notes: found.append(advice)
@@ -415,7 +409,7 @@ def test_the_command_to_try_is_the_one_given_with_another_drafter(
     assert {"--raw", "--compare", "--repeats", "--gamma", "--dtype"} <= {*words}
 
 
-def test_sampled_outputs_are_not_called_different(tiny: Cli) -> None:
+def test_sampled_outputs_are_not_called_different(tiny):
     arguments = ("the", "-n", 12, "-t", 1, "--compare", "--drafter", "self:layers=1")
     figures = tiny(*arguments, "--json").json()
     assert figures["identical"] is None
@@ -423,7 +417,7 @@ def test_sampled_outputs_are_not_called_different(tiny: Cli) -> None:
     assert "by design; their distribution is the same" in tiny(*arguments).err
 
 
-def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny, monkeypatch):
     whole = specbench.decoding.loop.decode_steps
 
     def other_tokens(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -451,7 +445,7 @@ def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny: Cli, monkeypatch
     assert size - 0.01 <= min(difference["logits"]) + difference["gap"] <= 2 * size
 
 
-def test_not_lossless_is_said_before_and_behind_the_text(tiny: Cli) -> None:
+def test_not_lossless_is_said_before_and_behind_the_text(tiny):
     arguments = (
         "the",
         "-n",
@@ -475,9 +469,7 @@ SGR = re.compile("\x1b\\[[0-9;]*m")
 
 
 @pytest.mark.parametrize("shown", [(), ("--no-stream",), ("--debug",), ("--stop", "zebra", "--quiet")])
-def test_accepted_drafts_are_colored_and_the_text_stays(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch, shown: tuple[str, ...]
-) -> None:
+def test_accepted_drafts_are_colored_and_the_text_stays(tiny, monkeypatch, shown):
     arguments = ("the thing", "-n", 40, "--drafter", "self:layers=1", "--gamma", 4, *shown)
     plain = terminal_safe(tiny(*arguments).out)
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -494,7 +486,7 @@ def test_accepted_drafts_are_colored_and_the_text_stays(
     assert SGR.sub("", bare) == plain
 
 
-def test_colors_need_a_terminal(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_need_a_terminal(tiny, monkeypatch):
     tiny("the", "--show-accepted").refused(2, "on a terminal", "--debug shows it")
     tiny("the", "--show-accepted", "--json").refused(2, "--show-accepted and --json")
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -502,20 +494,20 @@ def test_colors_need_a_terminal(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> N
     tiny("the", "--show-accepted").refused(2, "on a terminal")
 
 
-def test_what_keeps_passes_from_being_native_is_said(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_passes_from_being_native_is_said(tiny, monkeypatch):
     why = "there was no C compiler when specbench was installed"
     monkeypatch.setattr(native, "_found", lambda: why)
     assert f"Decoding is slower than it could be, without native passes: {why}." in tiny("the", "-n", 4).err
 
 
-def test_quiet_is_silent(tiny: Cli) -> None:
+def test_quiet_is_silent(tiny):
     result = tiny("the", "-n", 8, "--quiet", "--top-k", 3, "--compare", "--no-residual-adjustment")
     assert result.code == 0
     assert result.out
     assert result.err == ""
 
 
-def test_the_same_seed_gives_the_same_tokens_however_they_are_shown(tiny: Cli, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_tokens_however_they_are_shown(tiny, tmp_path):
     arguments = ("the thing", "-n", 32, "-t", 1, "--seed", 7, "--drafter", "self:layers=1")
     first, again = (tiny(*arguments, "--json").json() for _ in range(2))
     assert first["token_ids"] == again["token_ids"]
@@ -527,7 +519,7 @@ def test_the_same_seed_gives_the_same_tokens_however_they_are_shown(tiny: Cli, t
         assert tiny(*arguments, *shown, "--json").json()["token_ids"] == first["token_ids"]
 
 
-def test_stop_strings_and_limits_end_the_text(tiny: Cli) -> None:
+def test_stop_strings_and_limits_end_the_text(tiny):
     text = tiny("the", "-n", 40, "--json", "--ignore-eos").json()["text"]
     stop = text[12:14]
     figures = tiny("the", "-n", 40, "--json", "--ignore-eos", "--stop", "never seen", "--stop", stop).json()
@@ -538,9 +530,7 @@ def test_stop_strings_and_limits_end_the_text(tiny: Cli) -> None:
     assert "stop string" in result.err
 
 
-def test_the_prompt_comes_from_the_argument_a_file_or_stdin(
-    tiny: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_comes_from_the_argument_a_file_or_stdin(tiny, tmp_path, monkeypatch):
     expected = tiny("the thing\n and", "-n", 8, "--json").json()
     file = tmp_path / "prompt.txt"
     file.write_text("the thing\n and\n", encoding="utf-8")
@@ -564,9 +554,7 @@ def test_the_prompt_comes_from_the_argument_a_file_or_stdin(
         ("a\tb\tcd", "a       b\ncd"),
     ],
 )
-def test_text_on_a_terminal_breaks_between_words(
-    monkeypatch: pytest.MonkeyPatch, text: str, shown: str, piece: int
-) -> None:
+def test_text_on_a_terminal_breaks_between_words(monkeypatch, text, shown, piece):
     monkeypatch.setenv("COLUMNS", "10")
     wrap = WordWrap[str]()
     out = [
@@ -575,7 +563,7 @@ def test_text_on_a_terminal_breaks_between_words(
     assert "".join(each for _, each in [*out, *wrap.push([], last=True)]) == shown
 
 
-def test_text_is_held_back_for_no_longer_than_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_held_back_for_no_longer_than_a_word(monkeypatch):
     monkeypatch.setenv("COLUMNS", "10")
     wrap = WordWrap[str]()
 
@@ -586,7 +574,7 @@ def test_text_is_held_back_for_no_longer_than_a_word(monkeypatch: pytest.MonkeyP
     assert written("日", "本", "0123456", "789", "a") == ["日", "本", "\n0123456", "789", "a"]
 
 
-def test_text_on_a_terminal_keeps_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_on_a_terminal_keeps_its_labels(monkeypatch):
     monkeypatch.setenv("COLUMNS", "10")
     wrap = WordWrap[str]()
     assert wrap.push([("a", "one tw"), ("b", "o"), ("c", " three four")], last=True) == [
@@ -596,7 +584,7 @@ def test_text_on_a_terminal_keeps_its_labels(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_chat_is_the_default_where_there_is_a_template(tiny: Cli) -> None:
+def test_chat_is_the_default_where_there_is_a_template(tiny):
     default, chat, raw, system = (
         tiny("the", "-n", 2, "--json", *more).json()["prompt_tokens"]
         for more in ((), ("--chat",), ("--raw",), ("--system", "and"))
@@ -604,7 +592,7 @@ def test_chat_is_the_default_where_there_is_a_template(tiny: Cli) -> None:
     assert raw < default == chat < system
 
 
-def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny: Cli) -> None:
+def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
     result = tiny("the thing", "-n", 12, "--drafter", "self:layers=1", "--debug")
     assert "── step 1 " in result.err
     assert result.err.index("── end ") < result.err.index("\nmodel ")
@@ -627,9 +615,7 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny: Cli) 
         ("self:layers=1", ["--tree", "dynamic:nodes=6"], "by naive,"),
     ],
 )
-def test_the_trace_tells_the_rule_that_verifies(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch, drafter: str, options: list[object], verdict: str
-) -> None:
+def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, options, verdict):
     used: list[str] = []
 
     def noting(sampling: Sampling, name: VerificationName, **more: bool) -> Verification:
@@ -650,7 +636,7 @@ def test_the_trace_tells_the_rule_that_verifies(
     assert "a draft is accepted if it is the argmax of p" in " ".join(greedy.split())
 
 
-def test_a_trace_file_is_shown_again_by_trace(tiny: Cli, cli: Cli, tmp_path: Path) -> None:
+def test_a_trace_file_is_shown_again_by_trace(tiny, cli, tmp_path):
     file = tmp_path / "trace.jsonl"
     figures = tiny("the thing", "-n", 12, "--drafter", "self:layers=1", "--trace-file", file, "--json").json()
     events = [json.loads(line) for line in file.read_text().splitlines()]
@@ -670,9 +656,7 @@ def test_a_trace_file_is_shown_again_by_trace(tiny: Cli, cli: Cli, tmp_path: Pat
         (),  # the first pass fails
     ],
 )
-def test_a_refused_command_leaves_trace_files_as_they_were(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: tuple[str, ...]
-) -> None:
+def test_a_refused_command_leaves_trace_files_as_they_were(tiny, monkeypatch, tmp_path, refused):
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     assert tiny("the thing", "-n", 12, "--trace-file", old).code == 0
     before = old.read_bytes()
@@ -684,9 +668,7 @@ def test_a_refused_command_leaves_trace_files_as_they_were(
     assert not new.exists()
 
 
-def test_a_trace_takes_the_place_of_a_longer_one_even_when_interrupted(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_trace_takes_the_place_of_a_longer_one_even_when_interrupted(tiny, monkeypatch, tmp_path):
     file = tmp_path / "trace.jsonl"
     assert tiny("the thing", "-n", 12, "--trace-file", file).code == 0
     monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(2, KeyboardInterrupt()))
@@ -697,7 +679,7 @@ def test_a_trace_takes_the_place_of_a_longer_one_even_when_interrupted(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_under_the_trace_costs_no_text(tiny: Cli) -> None:
+def test_a_full_disk_under_the_trace_costs_no_text(tiny):
     whole = tiny("the thing", "-n", 12)
     result = tiny("the thing", "-n", 12, "--trace-file", "/dev/full", "--quiet")
     assert result.out == whole.out
@@ -717,20 +699,18 @@ def test_a_full_disk_under_the_trace_costs_no_text(tiny: Cli) -> None:
         (("--drafter-dtype", "float32"), "--drafter-dtype has no effect: the drafter lookup is no model"),
     ],
 )
-def test_what_has_no_effect_is_said(tiny: Cli, arguments: tuple[object, ...], note: str) -> None:
+def test_what_has_no_effect_is_said(tiny, arguments, note):
     result = tiny("the", "-n", 2, *arguments)
     assert result.code == 0
     assert f"note    {note}" in result.err
 
 
-def test_nothing_is_said_of_options_that_were_not_given_or_do_something(tiny: Cli) -> None:
+def test_nothing_is_said_of_options_that_were_not_given_or_do_something(tiny):
     assert "note" not in tiny("the", "-n", 2, "--drafter", "none").err
     assert "note" not in tiny("the", "-n", 2, "-t", 1, "--top-k", 5, "--seed", 1, "-g", 2).err
 
 
-def test_sampling_defaults_of_the_model_are_ignored_and_said_so(
-    cli: Cli, tmp_path: Path, folder: Path
-) -> None:
+def test_sampling_defaults_of_the_model_are_ignored_and_said_so(cli, tmp_path, folder):
     model = tiny_llama()
     assert model.generation_config is not None
     model.generation_config.update(do_sample=True, temperature=0.7, top_k=20)
@@ -741,7 +721,7 @@ def test_sampling_defaults_of_the_model_are_ignored_and_said_so(
     assert "The model's own settings are not used: do_sample on, temperature 0.7, top_k 20." in result.err
 
 
-def test_help_groups_the_options(cli: Cli) -> None:
+def test_help_groups_the_options(cli):
     out = cli("generate", "--help").out
     headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [
@@ -750,19 +730,17 @@ def test_help_groups_the_options(cli: Cli) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_without_a_command_there_is_help_and_an_error(cli: Cli) -> None:
+def test_without_a_command_there_is_help_and_an_error(cli):
     result = cli()
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("Usage: specbench")
 
 
-def test_version(cli: Cli) -> None:
+def test_version(cli):
     assert re.fullmatch(r"specbench \d+\.\d+\S*\n", cli("--version").out)
 
 
-def test_drafters_lists_every_word_and_option_within_80_columns(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafters_lists_every_word_and_option_within_80_columns(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = cli("drafters").out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -787,7 +765,7 @@ NASTY = [
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_any_text_can_be_a_prompt_and_none_steers_the_terminal(tiny: Cli, text: str) -> None:
+def test_any_text_can_be_a_prompt_and_none_steers_the_terminal(tiny, text):
     result = tiny(text, "-n", 4, "--debug", "--system", text, "--stop", text, "--drafter", "self:layers=1")
     assert result.code == 0, result.err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800-\udfff]", result.err)
@@ -795,7 +773,7 @@ def test_any_text_can_be_a_prompt_and_none_steers_the_terminal(tiny: Cli, text: 
         assert text in result.err
 
 
-def test_errors_quote_text_without_its_power(cli: Cli) -> None:
+def test_errors_quote_text_without_its_power(cli):
     result = cli("generate", "hi", "--target", "/no/\x1b[31m\n[red]\udcff")
     result.refused(2, "There is no such file or folder")
     assert "\x1b" not in result.err
@@ -856,8 +834,8 @@ def test_errors_quote_text_without_its_power(cli: Cli) -> None:
     ],
 )
 def test_impossible_options_are_refused_before_anything_is_loaded(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], fragment: str
-) -> None:
+    cli, folder, monkeypatch, arguments, fragment
+):
     def load_model(*_: object, **__: object) -> None:
         pytest.fail("weights were loaded")
 
@@ -872,14 +850,12 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("word", ["nonsense", "--bogus"])
-def test_unknown_commands_and_options(cli: Cli, word: str) -> None:
+def test_unknown_commands_and_options(cli, word):
     cli(word).refused(2, word, "See `specbench --help`.")
     cli("generate", "hi", "--gamma").refused(2, "Option '--gamma' requires an argument.")
 
 
-def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_loaded(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_loaded(tiny, monkeypatch):
     def load_model(*_: object, **__: object) -> None:
         pytest.fail("weights were loaded")
 
@@ -891,13 +867,11 @@ def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_load
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
-def test_empty_prompts(tiny: Cli, text: str) -> None:
+def test_empty_prompts(tiny, text):
     tiny(text).refused(2, "The prompt is empty.")
 
 
-def test_no_prompt_and_prompt_files_that_are_none(
-    tiny: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_prompt_and_prompt_files_that_are_none(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     tiny().refused(2, "No prompt was given.")
     tiny("--prompt-file", tmp_path / "none").refused(2, "There is no prompt file", "none")
@@ -906,19 +880,19 @@ def test_no_prompt_and_prompt_files_that_are_none(
     tiny("--prompt-file", tmp_path / "latin").refused(2, "is not UTF-8")
 
 
-def test_a_prompt_longer_than_the_context(tiny: Cli) -> None:
+def test_a_prompt_longer_than_the_context(tiny):
     tiny("x" * 600).refused(2, "tokens, and the target's context of 512 leaves no room for an answer.")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory) -> Path:
     """A model without a chat template."""
     folder = save_tiny(tmp_path_factory.mktemp("models") / "base")
     (folder / "chat_template.jinja").unlink()
     return folder
 
 
-def test_what_advises_about_chat_templates_works(cli: Cli, tiny: Cli, base: Path) -> None:
+def test_what_advises_about_chat_templates_works(cli, tiny, base):
     """Whoever does what a message says is not sent back by the next one."""
     generate = ("generate", "hi", "-n", 3, "--target", base)
     cli(*generate, "--chat").refused(2, "no chat template", "Leave --chat out")
@@ -941,14 +915,14 @@ def test_what_advises_about_chat_templates_works(cli: Cli, tiny: Cli, base: Path
     [((), False, "take a chat model"), (("--raw",), True, "leave --raw out"), ((), True, "or try --raw")],
 )
 def test_a_reply_that_ends_at_once_gets_a_hint(
-    cli: Cli,
-    folder: Path,
-    base: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
-    with_template: bool,
-    said: str,
-) -> None:
+    cli,
+    folder,
+    base,
+    monkeypatch,
+    options,
+    with_template,
+    said,
+):
     whole = specbench.decoding.loop.decode_steps
 
     def ends_at_once(*arguments: Any, **others: Any) -> Iterator[Any]:
@@ -965,14 +939,14 @@ def test_a_reply_that_ends_at_once_gets_a_hint(
     assert cli(*generate, "--quiet").err == ""
 
 
-def test_folders_and_files_that_are_no_model(cli: Cli, tmp_path: Path) -> None:
+def test_folders_and_files_that_are_no_model(cli, tmp_path):
     cli("generate", "hi", "--target", tmp_path).refused(2, "is no model: it has no config.json.")
     file = tmp_path / "notes.txt"
     file.write_text("nothing")
     cli("generate", "hi", "--target", file).refused(2, "is neither a model folder nor a .gguf file.")
 
 
-def test_damaged_weights(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_weights(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
     weights = save_tiny(tmp_path / "model") / "model.safetensors"
     whole = weights.read_bytes()
@@ -987,7 +961,7 @@ def test_damaged_weights(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cli("generate", "hi", "--target", gguf).refused(1, "is no GGUF file")
 
 
-def test_no_network_and_nothing_cached(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_and_nothing_cached(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
@@ -999,11 +973,11 @@ def test_no_network_and_nothing_cached(cli: Cli, tmp_path: Path, monkeypatch: py
     )
 
 
-def test_a_hub_model_that_is_not_cached_offline(cli: Cli) -> None:
+def test_a_hub_model_that_is_not_cached_offline(cli):
     cli("generate", "hi", "--target", "no-such-org/no-such-model").refused(1, "is not in the hub's cache")
 
 
-def test_tokenizers_that_share_nothing(tiny: Cli, tmp_path: Path) -> None:
+def test_tokenizers_that_share_nothing(tiny, tmp_path):
     tiny_llama(1, vocab_size=8).save_pretrained(tmp_path)
     words = Tokenizer(WordLevel({word: number for number, word in enumerate(("the", "and", "<end>"))}))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
@@ -1012,7 +986,7 @@ def test_tokenizers_that_share_nothing(tiny: Cli, tmp_path: Path) -> None:
     )
 
 
-def test_another_tokenizer(tiny: Cli, tmp_path: Path) -> None:
+def test_another_tokenizer(tiny, tmp_path):
     other = tiny_tokenizer(special_tokens=("<end>", "<|im_start|>", "<|im_end|>", "<more>"))
     tiny_llama(1, vocab_size=len(other)).save_pretrained(tmp_path)
     other.save_pretrained(tmp_path)
@@ -1028,19 +1002,19 @@ def test_another_tokenizer(tiny: Cli, tmp_path: Path) -> None:
     assert (found["draftable_share"], plain["draftable_share"]) == (1.0, None)
 
 
-def test_encoder_decoder_models(cli: Cli, tiny: Cli, tmp_path: Path) -> None:
+def test_encoder_decoder_models(cli, tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
     cli("generate", "hi", "--target", tmp_path).refused(2, "is an encoder-decoder model")
     tiny("hi", "--drafter", tmp_path).refused(2, "is an encoder-decoder model")
 
 
-def test_too_little_memory(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory(tiny, monkeypatch):
     monkeypatch.setattr(specbench.models.checkpoints, "available_memory", lambda *_: 1000)
     tiny("hi").refused(1, "Loading tiny takes up to", "narrower dtype")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_summaries_of_commands_are_whole(cli: Cli, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_summaries_of_commands_are_whole(cli, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = " ".join(cli("--help").out.split())
     assert "..." not in out.partition("Commands:")[2]
@@ -1056,19 +1030,17 @@ def test_summaries_of_commands_are_whole(cli: Cli, monkeypatch: pytest.MonkeyPat
         ("tinny", "tiny"),
     ],
 )
-def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(
-    tiny: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
-) -> None:
+def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(tiny, folder, monkeypatch, given, meant):
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(specbench.models.target, "load_target", lambda *_, **__: pytest.fail("loaded"))
     tiny("hi", "--drafter", given).refused(2, "There is no drafter", f"Give '{meant}', or")
 
 
-def test_completion_knows_the_rules_there_are() -> None:
+def test_completion_knows_the_rules_there_are():
     assert sorted(complete_rules("")) == sorted(rule_words())
 
 
-def test_a_mistyped_command_is_suggested(cli: Cli) -> None:
+def test_a_mistyped_command_is_suggested(cli):
     asked = cli("generat", "hi")
     asked.refused(2, "No such command 'generat'. Did you mean 'generate'? See `specbench --help`.\n")
 
@@ -1076,7 +1048,7 @@ def test_a_mistyped_command_is_suggested(cli: Cli) -> None:
 # --- What goes wrong in the middle ----------------------------------------------------------------
 
 
-def test_ctrl_c_while_loading(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_loading(tiny, monkeypatch):
     def load_model(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -1086,7 +1058,7 @@ def test_ctrl_c_while_loading(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("shown", ["--stream", "--no-stream", "--debug"])
-def test_ctrl_c_while_decoding_keeps_the_text(tiny: Cli, monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
+def test_ctrl_c_while_decoding_keeps_the_text(tiny, monkeypatch, shown):
     whole = tiny("the thing", "-n", 40, shown).out
     monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(9, KeyboardInterrupt()))
     result = tiny("the thing", "-n", 40, shown)
@@ -1097,9 +1069,7 @@ def test_ctrl_c_while_decoding_keeps_the_text(tiny: Cli, monkeypatch: pytest.Mon
     assert whole.startswith(result.out.rstrip("\n\ufffd"))
 
 
-def test_ctrl_c_while_decoding_leaves_a_partial_object(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_decoding_leaves_a_partial_object(tiny, monkeypatch, tmp_path):
     whole = tiny("the thing", "-n", 40, "--json").json()
     monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(6, KeyboardInterrupt()))
     trace = tmp_path / "trace"
@@ -1116,7 +1086,7 @@ def test_ctrl_c_while_decoding_leaves_a_partial_object(
     assert json.loads(trace.read_text().splitlines()[-1])["finish_reason"] is None
 
 
-def test_ctrl_c_while_comparing_keeps_the_first_run(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_comparing_keeps_the_first_run(tiny, monkeypatch):
     whole = specbench.decoding.loop.decode_steps
 
     def plain_is_interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -1132,9 +1102,7 @@ def test_ctrl_c_while_comparing_keeps_the_first_run(tiny: Cli, monkeypatch: pyte
     assert "plain" not in figures
 
 
-def test_memory_that_runs_out_while_decoding_keeps_the_text(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_while_decoding_keeps_the_text(tiny, monkeypatch):
     error = RuntimeError(
         "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 12 bytes"
     )
@@ -1149,9 +1117,7 @@ def test_memory_that_runs_out_while_decoding_keeps_the_text(
 
 
 @pytest.mark.smoke
-def test_an_unforeseen_error_is_one_sentence_and_traceback_shows_more(
-    tiny: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unforeseen_error_is_one_sentence_and_traceback_shows_more(tiny, monkeypatch):
     monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(0, ZeroDivisionError("oh\nno")))
     result = tiny("hi")
     assert result.code == 1
@@ -1164,7 +1130,7 @@ def test_an_unforeseen_error_is_one_sentence_and_traceback_shows_more(
     assert err.endswith(result.err)
 
 
-def test_traceback_shows_where_a_refusal_came_from(tiny: Cli) -> None:
+def test_traceback_shows_where_a_refusal_came_from(tiny):
     result = tiny("hi", "--top-p", 3, "--traceback")
     assert result.code == 2
     assert "Traceback (most recent call last):" in result.err
@@ -1172,7 +1138,7 @@ def test_traceback_shows_where_a_refusal_came_from(tiny: Cli) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_broken_model_is_one_sentence(cli: Cli, tmp_path: Path, temperature: int) -> None:
+def test_a_broken_model_is_one_sentence(cli, tmp_path, temperature):
     model = tiny_llama()
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
@@ -1187,9 +1153,7 @@ def test_a_broken_model_is_one_sentence(cli: Cli, tmp_path: Path, temperature: i
 @pytest.mark.parametrize(
     ("own", "spins"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_wait_briefly_unless_told(
-    monkeypatch: pytest.MonkeyPatch, own: dict[str, str], spins: str | None
-) -> None:
+def test_threads_wait_briefly_unless_told(monkeypatch, own, spins):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
@@ -1199,7 +1163,7 @@ def test_threads_wait_briefly_unless_told(
 
 
 @pytest.mark.parametrize("own", [None, "1024"])
-def test_few_kernels_are_kept_unless_told(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+def test_few_kernels_are_kept_unless_told(monkeypatch, own):
     for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         monkeypatch.delenv(capacity, raising=False)
         if own is not None:
@@ -1208,7 +1172,7 @@ def test_few_kernels_are_kept_unless_told(monkeypatch: pytest.MonkeyPatch, own: 
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"] == (own or "128")
 
 
-def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny: Cli) -> None:
+def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny):
     tiny("--compile", "--cache", "dynamic", "Hi").refused(
         2, "--compile", "--cache dynamic", "Leave --cache out"
     )
@@ -1218,7 +1182,7 @@ def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny: Cli) -> No
     )
 
 
-def test_bit_exact_passes_are_had_or_refused(tiny: Cli) -> None:
+def test_bit_exact_passes_are_had_or_refused(tiny):
     refused = tiny("--bit-exact", "--cache", "dynamic", "Hi")
     refused.refused(2, "--cache dynamic", "Leave --cache out")
     for arguments in ((), ("--cache", "preallocated")):
@@ -1229,9 +1193,7 @@ def test_bit_exact_passes_are_had_or_refused(tiny: Cli) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(
-    cli: Cli, folder: Path, dtype: str
-) -> None:
+def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, dtype):
     def tiny(*arguments: object) -> Result:
         common = (
             "--dtype",
@@ -1258,16 +1220,14 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(
     assert tiny("--cache", "dynamic").err.count(note) == rounds
 
 
-def test_bit_exact_passes_are_refused_where_they_are_not(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bit_exact_passes_are_refused_where_they_are_not(tiny, monkeypatch):
     monkeypatch.setattr("specbench.models.target.fold_attention", lambda model: False)
     tiny("--bit-exact", "-n", "3", "Hi").refused(
         2, "Bit-exact passes cannot be had here", "Leave --bit-exact out"
     )
 
 
-def test_a_process_that_ends_looks_through_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_looks_through_nothing(capsys, monkeypatch):
     monkeypatch.setattr("specbench.cli.end_cleanly_on_sigterm", lambda: None)
     before = gc.get_freeze_count()
     try:
@@ -1284,9 +1244,7 @@ def test_a_process_that_ends_looks_through_nothing(
 @pytest.mark.parametrize(
     "command", ["generate", "chat", "serve", "sweep", "tune", "check", "report", "export", "cache"]
 )
-def test_a_working_folder_that_is_gone_is_said(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_working_folder_that_is_gone_is_said(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import Cli, Result
+from cli_runs import Result
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -40,12 +40,12 @@ def only(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
     lines = [
         {"id": "one", "category": "a", "turns": ["the thing in the end"]},
@@ -57,7 +57,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def check(cli: Cli, folder: Path, prompts: Path) -> Check:
+def check(cli, folder, prompts) -> Check:
     """`check` with the tiny target, the tiny prompts unless outputs are checked, and ten tokens each."""
 
     def call(*arguments: object, target: Path | None = None) -> Checked:
@@ -86,7 +86,7 @@ def rows(out: str) -> dict[str, str]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("drafter", ["lookup", "self:layers=1", "ngram", "none"])
-def test_a_sound_configuration_passes(check: Check, drafter: str) -> None:
+def test_a_sound_configuration_passes(check, drafter):
     result = check("--drafter", drafter)
     assert result.code == 0, result.out + result.err
     assert f"tiny (float32), drafter {drafter}" in result.out
@@ -98,7 +98,7 @@ def test_a_sound_configuration_passes(check: Check, drafter: str) -> None:
     assert "will take" not in result.err  # it takes less than ten seconds
 
 
-def test_json_has_everything(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_everything(check, monkeypatch):
     monkeypatch.setattr(sys.modules["specbench.cli.check"], "_LONG_S", 0.0)
     result = check("--json", "-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3, "--minutes", 2, "--seed", 4)
     figures = result.json()
@@ -134,7 +134,7 @@ def test_json_has_everything(check: Check, monkeypatch: pytest.MonkeyPatch) -> N
     assert figures["invariants"]["violations"] == []
 
 
-def test_nothing_is_sampled_unless_requested(check: Check) -> None:
+def test_nothing_is_sampled_unless_requested(check):
     """The verdict from p and q of every step comes first, and takes what decoding the prompts takes."""
     result = check("-t", 0.9)
     assert result.code == 0
@@ -143,7 +143,7 @@ def test_nothing_is_sampled_unless_requested(check: Check) -> None:
     assert check("-t", 0.9, "--json").json()["sampled"] is None
 
 
-def test_sampling_says_what_it_can_have_missed(check: Check) -> None:
+def test_sampling_says_what_it_can_have_missed(check):
     result = check("-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3)
     assert rows(result.out)["sampled"] == "sound"
     said = " ".join(result.out.split())
@@ -154,13 +154,13 @@ def test_sampling_says_what_it_can_have_missed(check: Check) -> None:
     assert several.out.count("Samples: a bias that shifts") == 1
 
 
-def test_sampling_ends_with_its_minutes(check: Check) -> None:
+def test_sampling_ends_with_its_minutes(check):
     result = check("-t", 0.9, "--sample", "--bias", 0.001, "--minutes", 1e-4)
     assert result.code == 0
     assert "So few tokens were sampled that no bias would have been found" in result.out
 
 
-def test_it_repeats_with_its_seed(check: Check) -> None:
+def test_it_repeats_with_its_seed(check):
     asked = (
         "--json",
         "-t",
@@ -184,7 +184,7 @@ def test_it_repeats_with_its_seed(check: Check) -> None:
     assert found("--seed", 1) != first
 
 
-def test_without_the_residual_adjustment_it_is_wrong(check: Check) -> None:
+def test_without_the_residual_adjustment_it_is_wrong(check):
     asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1", "--no-residual-adjustment")
     result = check(*asked)
     assert result.code == 1
@@ -200,7 +200,7 @@ def test_without_the_residual_adjustment_it_is_wrong(check: Check) -> None:
     assert figures["exact"]["at"]["kind"] == "corrected"
 
 
-def test_what_has_no_effect_is_said(check: Check) -> None:
+def test_what_has_no_effect_is_said(check):
     result = check("--no-residual-adjustment", "--top-k", 3)
     assert result.code == 0
     assert "--top-k, --no-residual-adjustment have no effect at temperature 0" in result.err
@@ -208,7 +208,7 @@ def test_what_has_no_effect_is_said(check: Check) -> None:
     assert quiet.err == ""
 
 
-def test_options_reach_the_decoding(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_decoding(check, monkeypatch):
     seen = {}
 
     def watch(setup: Any, *arguments: Any, **options: Any) -> Any:
@@ -230,7 +230,7 @@ def test_options_reach_the_decoding(check: Check, monkeypatch: pytest.MonkeyPatc
     assert "1 prompt," in result.out
 
 
-def test_every_drafter_is_checked_with_every_rule(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_drafter_is_checked_with_every_rule(check, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     plain_runs = []
     original = specbench.check.run.run_plain
@@ -255,9 +255,7 @@ def test_every_drafter_is_checked_with_every_rule(check: Check, monkeypatch: pyt
     assert drafted[-1] == 0 < drafted[0] < drafted[1], "each with its own γ"
 
 
-def test_one_wrong_configuration_among_several_is_named(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_wrong_configuration_among_several_is_named(check, monkeypatch):
     judge = GreedyVerification.judge
 
     def off_with_two_drafts(self: Any, draft: Any, logits: Any, *arguments: Any) -> Any:
@@ -280,9 +278,7 @@ def test_one_wrong_configuration_among_several_is_named(
     assert [each["verdict"] for each in figures["configurations"]] == ["identical", "wrong"]
 
 
-def test_an_interrupt_between_configurations_keeps_those_done(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_between_configurations_keeps_those_done(check, monkeypatch):
     original = specbench.check.run.check_greedy
 
     def breaks_with_two(setup: Any, *arguments: Any, **options: Any) -> Any:
@@ -300,7 +296,7 @@ def test_an_interrupt_between_configurations_keeps_those_done(
     ]
 
 
-def test_a_drafter_model_is_checked_too(check: Check, tmp_path: Path) -> None:
+def test_a_drafter_model_is_checked_too(check, tmp_path):
     other = save_tiny(tmp_path / "other", seed=1)
     result = check("--drafter", other, "--drafter-dtype", "float32", "-t", 0.8, "--top-k", 6)
     assert result.code == 0, result.out + result.err
@@ -308,9 +304,7 @@ def test_a_drafter_model_is_checked_too(check: Check, tmp_path: Path) -> None:
     assert rows(result.out)["exact distribution"] == "sound"
 
 
-def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(
-    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(check, tmp_path, monkeypatch):
     other = tmp_path / "other"
     tiny_llama().save_pretrained(other)
     words = Tokenizer(WordLevel({"the": 0}))  # which bytes its tokens stand for is not known
@@ -324,7 +318,7 @@ def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_rounded_target_is_not_compared_with_transformers(check: Check, dtype: str) -> None:
+def test_a_rounded_target_is_not_compared_with_transformers(check, dtype):
     figures = check("--dtype", dtype, "--json", "--drafter", "lookup").json()
     assert figures["greedy"]["against_transformers"] is None
     assert figures["greedy"]["not_compared"] == f"it has no such {dtype} model"
@@ -334,7 +328,7 @@ def test_a_rounded_target_is_not_compared_with_transformers(check: Check, dtype:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_rounded_target_is_checked_bit_by_bit(check: Check, dtype: str) -> None:
+def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
     if dtype == "int4" and not native.available():
         pytest.skip("no native library here")
     result = check("--dtype", dtype, "--json", "--drafter", "lookup")
@@ -351,7 +345,7 @@ def test_a_rounded_target_is_checked_bit_by_bit(check: Check, dtype: str) -> Non
     check("--dtype", dtype, "--siblings", 3).refused(2, f"--dtype {dtype} does not go with siblings")
 
 
-def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:
+def test_bit_exact_passes_are_compared_bit_by_bit(check):
     result = check("--bit-exact", "--dtype", "bfloat16", "--json", "--quiet")
     if result.code == 2:
         pytest.skip(result.err)  # a processor that cannot, and says so
@@ -371,7 +365,7 @@ def broken(**changed: Any) -> Decoder:
     return lambda request, watch: decode(replace(request, **changed), watch)
 
 
-def test_a_broken_decoder_ends_with_1_and_says_where(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_decoder_ends_with_1_and_says_where(check, monkeypatch):
     judge = GreedyVerification.judge
 
     def off_by_one(self: Any, draft: Any, logits: Any, *arguments: Any) -> Any:
@@ -393,7 +387,7 @@ def test_a_broken_decoder_ends_with_1_and_says_where(check: Check, monkeypatch: 
     assert len(difference["texts"]) == 2
 
 
-def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_loses_nothing(check, monkeypatch):
     original = specbench.check.run.check_greedy
     calls = []
 
@@ -436,11 +430,11 @@ def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatc
         (["--costs", "x.json", "--gamma", "2"], ["has no option --costs"]),
     ],
 )
-def test_what_cannot_be_is_refused(check: Check, arguments: list[str], fragments: list[str]) -> None:
+def test_what_cannot_be_is_refused(check, arguments, fragments):
     check(*arguments).refused(2, *fragments)
 
 
-def test_prompts_that_do_not_fit_are_left_out(check: Check, tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_are_left_out(check, tmp_path):
     short = tmp_path / "short"
     tokens = len(encode_prompt(tiny_tokenizer(), "to and to and to", system="be brief"))
     tiny_llama(context=tokens).save_pretrained(short)
@@ -459,7 +453,7 @@ def test_prompts_that_do_not_fit_are_left_out(check: Check, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def outputs(check: Check, tmp_path: Path) -> Callable[..., Path]:
+def outputs(check, tmp_path) -> Callable[..., Path]:
     """A file of the given lines; what is no bytes becomes JSON."""
 
     def write(*lines: object) -> Path:
@@ -475,7 +469,7 @@ def outputs(check: Check, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def own(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def own(folder, tmp_path_factory) -> list[int]:
     """The target's own greedy output behind "the thing"."""
     from specbench import autoregressive_generate, load_target
     from specbench.options import LoadOptions
@@ -484,13 +478,13 @@ def own(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     return list(autoregressive_generate("the thing", target, max_new_tokens=12).token_ids)
 
 
-def test_the_targets_own_outputs_pass(check: Check, outputs: Callable[..., Path], own: list[int]) -> None:
+def test_the_targets_own_outputs_pass(check, outputs, own):
     result = check("--outputs", outputs({"id": "x", "prompt": "the thing", "token_ids": own}))
     assert result.code == 0, result.err
     assert result.out == "1 output with 12 tokens: 1 identical, 0 numerical ties, 0 wrong.\n"
 
 
-def test_a_foreign_token_is_named(check: Check, outputs: Callable[..., Path], own: list[int]) -> None:
+def test_a_foreign_token_is_named(check, outputs, own):
     changed = [*own[:5], (own[5] + 1) % 250, *own[6:]]
     path = outputs(
         {"id": "right", "prompt": "the thing", "token_ids": own},
@@ -512,9 +506,7 @@ def test_a_foreign_token_is_named(check: Check, outputs: Callable[..., Path], ow
     assert len(wrong["first"]["texts"]) == 2
 
 
-def test_prompts_may_be_token_ids_or_raw_text(
-    check: Check, outputs: Callable[..., Path], own: list[int]
-) -> None:
+def test_prompts_may_be_token_ids_or_raw_text(check, outputs, own):
     tokenizer = tiny_tokenizer()
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "the thing"}], add_generation_prompt=True, return_dict=True
@@ -525,9 +517,7 @@ def test_prompts_may_be_token_ids_or_raw_text(
     assert check("--outputs", path, "--system", "be brief").code == 1
 
 
-def test_bad_lines_cost_nothing_but_themselves(
-    check: Check, outputs: Callable[..., Path], own: list[int]
-) -> None:
+def test_bad_lines_cost_nothing_but_themselves(check, outputs, own):
     good = {"prompt": "the thing", "token_ids": own}
     path = outputs(good, b"{", {"prompt": "the thing", "token_ids": [10_000]}, b"", good)
     result = check("--outputs", path)
@@ -541,9 +531,7 @@ def test_bad_lines_cost_nothing_but_themselves(
     assert [each["line"] for each in figures["outputs"]] == [1, 5]
 
 
-def test_an_output_behind_its_end_is_wrong(
-    check: Check, outputs: Callable[..., Path], folder: Path, own: list[int]
-) -> None:
+def test_an_output_behind_its_end_is_wrong(check, outputs, folder, own):
     end = tiny_tokenizer().eos_token_id
     path = outputs({"prompt": "the thing", "token_ids": [*own[:3], end, own[4]]})
     figures = check("--outputs", path, "--json").json(code=1)
@@ -553,9 +541,7 @@ def test_an_output_behind_its_end_is_wrong(
     assert ignored["outputs"][0]["behind_end"] is None  # the end token itself is not the target's choice
 
 
-def test_a_line_whose_scoring_fails_does_not_stop_the_others(
-    check: Check, outputs: Callable[..., Path], own: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_whose_scoring_fails_does_not_stop_the_others(check, outputs, own, monkeypatch):
     import specbench.check.outputs as module
 
     original = module.check_output
@@ -573,9 +559,7 @@ def test_a_line_whose_scoring_fails_does_not_stop_the_others(
     assert "1 output with 12 tokens: 1 identical" in result.out
 
 
-def test_an_interrupt_keeps_what_is_scored(
-    check: Check, outputs: Callable[..., Path], own: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_keeps_what_is_scored(check, outputs, own, monkeypatch):
     import specbench.check.outputs as module
 
     original = module.check_output
@@ -593,17 +577,13 @@ def test_an_interrupt_keeps_what_is_scored(
     assert "Interrupted" in result.out
 
 
-def test_outputs_come_from_standard_input_too(
-    check: Check, own: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_come_from_standard_input_too(check, own, monkeypatch):
     line = json.dumps({"prompt": "the thing", "token_ids": own}).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
     assert check("--outputs", "-").code == 0
 
 
-def test_options_of_decoding_say_nothing_about_given_outputs(
-    check: Check, outputs: Callable[..., Path], own: list[int]
-) -> None:
+def test_options_of_decoding_say_nothing_about_given_outputs(check, outputs, own):
     path = outputs({"prompt": "the thing", "token_ids": own})
     result = check("--outputs", path, "--gamma", 3, "-t", 1)
     assert result.code == 0
@@ -611,7 +591,7 @@ def test_options_of_decoding_say_nothing_about_given_outputs(
     assert check("--outputs", path, "--limit", 1).code == 0
 
 
-def test_files_that_are_none_are_refused(check: Check, outputs: Callable[..., Path], tmp_path: Path) -> None:
+def test_files_that_are_none_are_refused(check, outputs, tmp_path):
     check("--outputs", tmp_path / "missing.jsonl").refused(2, "cannot be read")
     check("--outputs", tmp_path).refused(2, "cannot be read")
     check("--outputs", outputs(b"", b"  ")).refused(2, "There are no outputs")

@@ -16,7 +16,7 @@ TEXTS = {"a": "the thing and the thing", "b": "Hello there", "long": "word " * 6
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
     lines = [
         {"id": name, "category": "x", "turns": [text, "and more"][: 2 if name == "a" else 1]}
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def many(cli: Cli, folder: Path) -> Cli:
+def many(cli, folder) -> Cli:
     """`generate` with the tiny target and its prompts."""
 
     def call(*arguments: object) -> Result:
@@ -42,7 +42,7 @@ def lines(result: Result) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_every_prompt_has_a_line_and_its_own_output(many: Cli, folder: Path, batch: int) -> None:
+def test_every_prompt_has_a_line_and_its_own_output(many, folder, batch):
     result = many(
         "--prompts", folder / "prompts.jsonl", "--batch", batch, "--json", "--drafter", "self:layers=1"
     )
@@ -63,7 +63,7 @@ def test_every_prompt_has_a_line_and_its_own_output(many: Cli, folder: Path, bat
     assert result.err.splitlines()[-1].startswith("specbench: 1 of 4 prompts failed")
 
 
-def test_texts_stand_under_their_names(many: Cli, folder: Path) -> None:
+def test_texts_stand_under_their_names(many, folder):
     result = many("--prompts", folder / "prompts.jsonl", "--quiet")
     alone = many(TEXTS["c"], "--quiet").out
     assert result.out.split("\n\n")[3] == f"== c (x)\n{alone.rstrip()}"
@@ -71,7 +71,7 @@ def test_texts_stand_under_their_names(many: Cli, folder: Path) -> None:
     assert result.err.count("\n") == 1
 
 
-def test_memory_is_bounded_and_reported(many: Cli, folder: Path) -> None:
+def test_memory_is_bounded_and_reported(many, folder):
     prompts = ("--prompts", folder / "prompts.jsonl", "--json")
     found = many(*prompts, "--kv-memory", 1)
     plenty = many(*prompts)
@@ -81,7 +81,7 @@ def test_memory_is_bounded_and_reported(many: Cli, folder: Path) -> None:
     assert "with room for 4096 tokens" in found.err
 
 
-def test_the_pool_and_when_drafts_are_made_can_be_chosen(many: Cli, folder: Path) -> None:
+def test_the_pool_and_when_drafts_are_made_can_be_chosen(many, folder):
     prompts = ("--prompts", folder / "prompts.jsonl", "--json", "--drafter", "ngram", "--gamma", 2)
     usual = lines(many(*prompts))
     for options in (("--kv-pool", "slotted"), ("--kv-pool", "paged")):
@@ -93,9 +93,7 @@ def test_the_pool_and_when_drafts_are_made_can_be_chosen(many: Cli, folder: Path
     assert sum(line.get("drafted", 0) for line in fewer) < sum(line.get("drafted", 0) for line in usual)
 
 
-def test_ctrl_c_prints_what_has_come_to_its_end(
-    many: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_prints_what_has_come_to_its_end(many, folder, monkeypatch):
     whole, ended = Scheduler.step, []
 
     def interrupted(scheduler: Scheduler) -> list[Any]:
@@ -126,8 +124,6 @@ def test_ctrl_c_prints_what_has_come_to_its_end(
         (("--prompts", "nothing.jsonl"), "no prompt file"),
     ],
 )
-def test_what_goes_with_one_prompt_only_is_refused(
-    many: Cli, folder: Path, arguments: tuple[str, ...], said: str
-) -> None:
+def test_what_goes_with_one_prompt_only_is_refused(many, folder, arguments, said):
     words = [str(folder / "prompts.jsonl") if word == "P" else word for word in arguments]
     many(*words).refused(2, said)

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ HEAVY = ("torch", "transformers", "numpy", "pandas", "matplotlib", "scipy")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A model that never comes to an end, and whose tokenizer would complain about any prompt."""
     folder = tmp_path_factory.mktemp("models") / "endless"
     tiny_llama(context=200_000).save_pretrained(folder)
@@ -47,12 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def endless(folder: Path) -> list[str]:
+def endless(folder) -> list[str]:
     return ["generate", "the thing", "--target", str(folder), "--ignore-eos", "--temperature", "5"]
 
 
 @pytest.fixture(autouse=True)
-def plain_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_colors(monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -112,7 +111,7 @@ def in_terminal(words: list[str], **more: str) -> tuple[int, str]:
         ["drafters"],
     ],
 )
-def test_help_and_listings_import_nothing_heavy(arguments: list[str]) -> None:
+def test_help_and_listings_import_nothing_heavy(arguments):
     program = (
         f"import sys; from specbench.cli import run; run({arguments}); print(*sys.modules, file=sys.stderr)"
     )
@@ -123,7 +122,7 @@ def test_help_and_listings_import_nothing_heavy(arguments: list[str]) -> None:
     assert not {*HEAVY} & {*child.stderr.split()}
 
 
-def test_completion_knows_the_commands() -> None:
+def test_completion_knows_the_commands():
     completion = {"_SPECBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "specbench gen", "COMP_CWORD": "1"}
     child = subprocess.run(
         COMMAND, capture_output=True, text=True, timeout=60, env=environment(**completion), check=False
@@ -131,7 +130,7 @@ def test_completion_knows_the_commands() -> None:
     assert child.stdout.split() == ["generate"]
 
 
-def test_a_trace_whose_reader_has_seen_enough_ends_quietly(folder: Path, tmp_path: Path) -> None:
+def test_a_trace_whose_reader_has_seen_enough_ends_quietly(folder, tmp_path):
     trace = str(tmp_path / "trace.jsonl")
     words = ["generate", "the thing", "--target", str(folder), "-n", "4", "--quiet", "--trace-file", trace]
     assert Piped(*words).end()[0] == 0
@@ -142,7 +141,7 @@ def test_a_trace_whose_reader_has_seen_enough_ends_quietly(folder: Path, tmp_pat
     assert child.end() == (141, b"", b"")
 
 
-def test_errors_break_between_words_on_a_terminal() -> None:
+def test_errors_break_between_words_on_a_terminal():
     code, shown = in_terminal(["generate", "hi", "--dtype", "float"])
     lines = shown.splitlines()
     assert code == 2
@@ -153,7 +152,7 @@ def test_errors_break_between_words_on_a_terminal() -> None:
     )
 
 
-def test_a_terminal_gets_text_broken_between_words(endless: list[str]) -> None:
+def test_a_terminal_gets_text_broken_between_words(endless):
     code, shown = in_terminal([*endless, "-n", "60", "--raw", "--quiet"], TERM="dumb")
     assert code == 0
     lines = shown.split("\n")
@@ -164,7 +163,7 @@ def test_a_terminal_gets_text_broken_between_words(endless: list[str]) -> None:
     assert "".join(shown.split()) == "".join(terminal_safe(piped.decode()).split())
 
 
-def test_a_note_does_not_share_a_line_with_the_bar(folder: Path, tmp_path: Path) -> None:
+def test_a_note_does_not_share_a_line_with_the_bar(folder, tmp_path):
     words = ["--target", str(folder), "--prompts", "chat", "--limit", "1", "-n", "2", "--top-k", "3"]
     code, shown = in_terminal(["check", *words], TERM="xterm")
     assert code == 0
@@ -188,9 +187,7 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder: Path, tmp_path: Path)
         ("export run --setting ngram", ["ngram-g2", "ngram-g4"]),
     ],
 )
-def test_completion_knows_values_and_imports_nothing_heavy(
-    words: str, found: list[str], tmp_path: Path
-) -> None:
+def test_completion_knows_values_and_imports_nothing_heavy(words, found, tmp_path):
     write_run(tmp_path / "run", gammas=(2, 4), tokens=4, prompts_per_category=1)
     completion = {
         "_SPECBENCH_COMPLETE": "complete_bash",
@@ -207,7 +204,7 @@ def test_completion_knows_values_and_imports_nothing_heavy(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_text_and_its_exit_code(endless: list[str], number: int) -> None:
+def test_a_signal_leaves_the_text_and_its_exit_code(endless, number):
     child = Piped(*endless, "-n", "150000")
     first = child.out.read(40)
     child.signal(number)
@@ -223,7 +220,7 @@ def test_a_signal_leaves_the_text_and_its_exit_code(endless: list[str], number: 
     assert re.fullmatch("output  [0-9]+ tokens?, interrupted", lines[1])
 
 
-def test_ctrl_c_leaves_a_partial_object(endless: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_partial_object(endless, tmp_path):
     trace = tmp_path / "trace"
     os.mkfifo(trace)  # tells when the run is in its midst
     child = Piped(*endless, "-n", "150000", "--json", "--quiet", "--trace-file", str(trace))
@@ -242,7 +239,7 @@ def test_ctrl_c_leaves_a_partial_object(endless: list[str], tmp_path: Path) -> N
     assert figures["new_tokens"] == len(figures["token_ids"]) >= 5
 
 
-def test_a_closed_pipe_is_141_without_a_word(endless: list[str]) -> None:
+def test_a_closed_pipe_is_141_without_a_word(endless):
     command = " ".join(
         "'" + word.replace("'", "'\\''") + "'" for word in [*COMMAND, *endless, "-n", "150000"]
     )
@@ -257,7 +254,7 @@ def test_a_closed_pipe_is_141_without_a_word(endless: list[str]) -> None:
     assert child.stderr == b""
 
 
-def test_listings_survive_a_closed_pipe() -> None:
+def test_listings_survive_a_closed_pipe():
     """The pipe is closed before the first byte, so that the moment does not matter."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -273,7 +270,7 @@ def test_listings_survive_a_closed_pipe() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_under_the_output() -> None:
+def test_a_full_disk_under_the_output():
     with Path("/dev/full").open("w") as full:
         child = subprocess.run(
             [*COMMAND, "drafters"], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
@@ -283,9 +280,7 @@ def test_a_full_disk_under_the_output() -> None:
 
 
 @pytest.mark.parametrize("what", ["a closed pipe", "a full device"])
-def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(
-    folder: Path, tmp_path: Path, what: str
-) -> None:
+def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(folder, tmp_path, what):
     words = ["--target", str(folder), "--prompts", "chat", "--limit", "1", "-n", "4", "--gamma", "1"]
     if what == "a closed pipe":
         reading, writing = os.pipe()
@@ -308,7 +303,7 @@ def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(
 
 
 @pytest.mark.parametrize("more", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
-def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping[str, str]) -> None:
+def test_neither_prompts_nor_models_steer_a_terminal(folder, more):
     prompt = "\x1b]0;title\x07\x1b[31m[red]x[/] 👩‍👧 שלום \udced\udca0\udc80 \u202e"
     command = ["generate", prompt, "--target", str(folder), "--ignore-eos", "-t", "5", "-n", "60"]
     code, output = in_terminal(
@@ -330,7 +325,7 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping
 @pytest.mark.parametrize(
     "options", [(), ("--no-stream",), ("--show-accepted",), ("--show-accepted", "--no-stream")]
 )
-def test_a_terminal_gets_the_text(folder: Path, options: tuple[str, ...]) -> None:
+def test_a_terminal_gets_the_text(folder, options):
     command = [
         "generate",
         "the thing",
@@ -347,7 +342,7 @@ def test_a_terminal_gets_the_text(folder: Path, options: tuple[str, ...]) -> Non
     assert len(re.sub("\x1b\\[[0-9;]*m", "", output).strip()) > 4
 
 
-def test_a_terminal_gets_color_and_80_columns(folder: Path) -> None:
+def test_a_terminal_gets_color_and_80_columns(folder):
     command = [
         "generate",
         "the thing",

@@ -41,7 +41,7 @@ from specbench.specs.rules import parse_rule
 
 
 @pytest.fixture
-def sweep(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def sweep(cli, models, tmp_path, monkeypatch) -> Cli:
     """The command with a small grid and two short prompts, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there"], "talk-b": ["One", "Two"]})
@@ -55,7 +55,7 @@ def sweep(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.smoke
-def test_a_sweep_from_beginning_to_end(sweep: Cli, tmp_path: Path, models: Path) -> None:
+def test_a_sweep_from_beginning_to_end(sweep, tmp_path, models):
     code, out, err = sweep(
         "--drafter", models / "small", "--baseline", "transformers", "--assisted", "transformers"
     )
@@ -98,7 +98,7 @@ def test_a_sweep_from_beginning_to_end(sweep: Cli, tmp_path: Path, models: Path)
     assert "warning: 2 prompts say little about others." in err
 
 
-def test_the_answer_comes_with_a_command_that_works(sweep: Cli, models: Path, tmp_path: Path) -> None:
+def test_the_answer_comes_with_a_command_that_works(sweep, models, tmp_path):
     folder = write_exact(
         tmp_path / "run",
         {
@@ -129,9 +129,7 @@ def test_the_answer_comes_with_a_command_that_works(sweep: Cli, models: Path, tm
     assert run([*words[1:], "-n", "3", "--quiet"]) == 0
 
 
-def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(models, tmp_path, capsys):
     def stored(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
         given = ["sweep", "--target", str(models / "target"), "--dtype", "int8", "--length-policy", "auto"]
         given += ["-p", "chat", "--limit", "1", "-n", "4", "--repeats", "1", "--out", str(tmp_path / name)]
@@ -146,7 +144,7 @@ def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(
     assert said.count("outputs of this int8 target may part") == 1
 
 
-def test_a_stopped_sweep_goes_on(sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
     generate = specbench.bench.engines.own.ModelEngine.generate
     calls = 0
 
@@ -181,9 +179,7 @@ def test_a_stopped_sweep_goes_on(sweep: Cli, tmp_path: Path, monkeypatch: pytest
     assert len(list((tmp_path / "results").iterdir())) == 2
 
 
-def test_resuming_without_a_run_of_this_sweep_is_refused(
-    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_without_a_run_of_this_sweep_is_refused(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     sweep("--resume").refused(2, "no unfinished run of this sweep in results/. Name", "--out")
     with new_store(tmp_path / "results" / "other", make_sweep()):
@@ -194,14 +190,12 @@ def test_resuming_without_a_run_of_this_sweep_is_refused(
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["other"]
 
 
-def test_resuming_begins_where_there_is_nothing(sweep: Cli, tmp_path: Path) -> None:
+def test_resuming_begins_where_there_is_nothing(sweep, tmp_path):
     assert sweep("--resume", "--out", tmp_path / "new")[0] == 0
     assert len(load_results(tmp_path / "new").generations) == 6
 
 
-def test_another_option_set_or_machine_is_refused_until_accepted(
-    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_option_set_or_machine_is_refused_until_accepted(sweep, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert sweep("--out", out)[0] == 0
     before = (out / "generations.jsonl").read_bytes()
@@ -225,7 +219,7 @@ def test_another_option_set_or_machine_is_refused_until_accepted(
     sweep("--resume", "--accept-changes").refused(2, "needs --out")
 
 
-def test_what_would_make_outputs_incomparable_is_not_accepted(sweep: Cli, tmp_path: Path) -> None:
+def test_what_would_make_outputs_incomparable_is_not_accepted(sweep, tmp_path):
     """Of pairs of longer and shorter outputs, each stored once, every one would count as a difference."""
     out = tmp_path / "out"
     assert sweep("--out", out)[0] == 0
@@ -242,9 +236,7 @@ def test_what_would_make_outputs_incomparable_is_not_accepted(sweep: Cli, tmp_pa
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(
-    sweep: Cli, tmp_path: Path, models: Path
-) -> None:
+def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(sweep, tmp_path, models):
     drafter, out = tmp_path / "small", tmp_path / "out"
     shutil.copytree(models / "small", drafter)
     assert sweep("--out", out, "--drafter", drafter)[0] == 0
@@ -257,9 +249,7 @@ def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(
     )
 
 
-def test_failures_are_told_and_tried_again(
-    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_told_and_tried_again(sweep, tmp_path, monkeypatch):
     generate = specbench.bench.engines.own.ModelEngine.generate
 
     def fail(self: Any, config: Any, *arguments: Any, **options: Any) -> Any:
@@ -280,9 +270,7 @@ def test_failures_are_told_and_tried_again(
     assert (load_results(out).generations["status"] == "ok").all()
 
 
-def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
-    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     with new_store(tmp_path / "out", make_sweep()):
         sweep("--out", tmp_path / "out", "--resume").refused(2, "Another sweep is writing")
@@ -290,7 +278,7 @@ def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
     sweep("--out", tmp_path / "file").refused(2, "is no folder")
 
 
-def test_several_baselines_are_rows_of_a_sweep(sweep: Cli, tmp_path: Path) -> None:
+def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
     asked = (
         "--out",
         tmp_path / "run",
@@ -356,9 +344,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep: Cli, tmp_path: Path) -> No
         (("--device", "tpu"), ("Unknown device 'tpu'",)),
     ],
 )
-def test_bad_input(
-    sweep: Cli, tmp_path: Path, arguments: tuple[str, ...], fragments: tuple[str, ...]
-) -> None:
+def test_bad_input(sweep, tmp_path, arguments, fragments):
     sweep(*arguments).refused(2, *fragments)
     assert not (tmp_path / "results").exists()
 
@@ -366,12 +352,12 @@ def test_bad_input(
 @pytest.mark.parametrize(
     ("content", "fragment"), [("", "no prompts"), ("{}\n{", "Line 1"), ('{"id": 1', "Line 1")]
 )
-def test_bad_prompt_files(sweep: Cli, tmp_path: Path, content: str, fragment: str) -> None:
+def test_bad_prompt_files(sweep, tmp_path, content, fragment):
     (tmp_path / "mine.jsonl").write_text(content)
     sweep().refused(2, fragment)
 
 
-def test_duplicate_prompt_ids(sweep: Cli, tmp_path: Path) -> None:
+def test_duplicate_prompt_ids(sweep, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"id": "x", "category": "c", "turns": ["a"]}\n' * 2)
     sweep().refused(2, "Two prompts have the id 'x'")
 
@@ -379,9 +365,7 @@ def test_duplicate_prompt_ids(sweep: Cli, tmp_path: Path) -> None:
 # -- dry run ---------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_says_what_would_run_and_leaves_nothing(
-    sweep: Cli, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(sweep, tmp_path, models, monkeypatch):
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     code, out, err = sweep(
         "--dry-run", "--drafter", models / "small", "--gamma", "1..3", "--baseline", "transformers"
@@ -402,9 +386,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(
     ("arguments", "prompts"),
     [((), 12), (("--limit", "5"), 5), (("--prompts", "code"), 13), (("--category", "chat"), 12)],
 )
-def test_twelve_prompts_are_taken_unless_sets_are_named(
-    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], prompts: int
-) -> None:
+def test_twelve_prompts_are_taken_unless_sets_are_named(models, capsys, arguments, prompts):
     assert run(["sweep", "--target", str(models / "target"), "--dry-run", *arguments]) == 0
     assert f"\n{prompts} prompts: " in capsys.readouterr().out
 
@@ -419,22 +401,20 @@ def test_twelve_prompts_are_taken_unless_sets_are_named(
         (("--length-policy", "auto:max=4"), "plain, lookup auto:max=4\n"),
     ],
 )
-def test_what_generate_does_by_default_is_measured(
-    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], rules: str
-) -> None:
+def test_what_generate_does_by_default_is_measured(models, capsys, arguments, rules):
     assert run(["sweep", "--target", str(models / "target"), "--dry-run", *arguments]) == 0
     grid = capsys.readouterr().out.partition("configurations: ")[2]
     assert grid.startswith(rules)
 
 
-def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep: Cli, tmp_path: Path) -> None:
+def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep, tmp_path):
     assert sweep("--out", tmp_path / "results" / "first")[0] == 0
     code, out, _ = sweep("--dry-run", "--gamma", "2,3")
     assert code == 0
     assert "from the speeds measured in first" in out
 
 
-def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_breaks_no_word_on_a_terminal(sweep, monkeypatch):
     plain = sweep("--dry-run", "--gamma", "1..8")[1].split()
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "60")
@@ -452,9 +432,7 @@ def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Cli, monkeypatch: pytest.
         (10.0, "takes 1 s to 6 s, for the machine is busy (a load of 10.0 on 2 cores), roughly"),
     ],
 )
-def test_on_a_busy_machine_a_dry_run_gives_a_range(
-    sweep: Cli, monkeypatch: pytest.MonkeyPatch, load: float | None, said: str
-) -> None:
+def test_on_a_busy_machine_a_dry_run_gives_a_range(sweep, monkeypatch, load, said):
     now = replace(specbench.results.load.load_snapshot(), load_average=load, cores=2)
     monkeypatch.setattr(specbench.results.load, "load_snapshot", lambda: now)
     monkeypatch.setattr(
@@ -463,7 +441,7 @@ def test_on_a_busy_machine_a_dry_run_gives_a_range(
     assert f"\n{said}" in sweep("--dry-run")[1]
 
 
-def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_needed_counts_the_warm_ups(tmp_path, monkeypatch):
     environment = specbench.bench.environment.describe_environment()
     write_exact(
         tmp_path / "run",
@@ -492,9 +470,7 @@ def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest
         ("auto-tree", 5, 16),
     ],
 )
-def test_the_time_of_a_tree_goes_by_its_depth_and_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, passes: int, verified: int
-) -> None:
+def test_the_time_of_a_tree_goes_by_its_depth_and_nodes(tmp_path, monkeypatch, policy, passes, verified):
     monkeypatch.setattr(specbench.bench.estimate, "_calibrated", lambda *_: (1.0, {"d": 0.25}))
     measured = make_sweep(prompts(1), policies=(policy,), repeats=1, warmup=0, max_new_tokens=10)
     letters = len(measured.prompts[0].turns[0])
@@ -516,7 +492,7 @@ def _display(console: Console, folder: Path, **options: Any) -> SweepDisplay:
     return display
 
 
-def test_off_a_terminal_it_writes_plain_lines(tmp_path: Path) -> None:
+def test_off_a_terminal_it_writes_plain_lines(tmp_path):
     out = StringIO()
     _display(Console(file=out, width=80), tmp_path)
     lines = out.getvalue().splitlines()
@@ -526,7 +502,7 @@ def test_off_a_terminal_it_writes_plain_lines(tmp_path: Path) -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def test_on_a_terminal_it_shows_progress_and_the_table_so_far(tmp_path: Path) -> None:
+def test_on_a_terminal_it_shows_progress_and_the_table_so_far(tmp_path):
     out = StringIO()
     console = Console(file=out, width=100, height=30, force_terminal=True, color_system=None)
     display = _display(console, tmp_path)
@@ -544,7 +520,7 @@ def test_on_a_terminal_it_shows_progress_and_the_table_so_far(tmp_path: Path) ->
     assert "many-0 turn 2 · repeat 1 of 2" in out.getvalue()
 
 
-def test_what_is_stored_is_shown_from_the_beginning(tmp_path: Path) -> None:
+def test_what_is_stored_is_shown_from_the_beginning(tmp_path):
     sweep = make_sweep(prompts(2), gammas=(1,), repeats=2)
     engine = ScriptedEngine(
         fails=lambda c, p: KeyboardInterrupt() if len(engine.calls) == 7 else None  # two of them warm up
@@ -569,13 +545,13 @@ def test_what_is_stored_is_shown_from_the_beginning(tmp_path: Path) -> None:
     assert re.search(r"plain +100\.0 +1\.00 +2 *\n", pictures[0])
 
 
-def test_quiet_shows_nothing(tmp_path: Path) -> None:
+def test_quiet_shows_nothing(tmp_path):
     out = StringIO()
     _display(Console(file=out, force_terminal=True), tmp_path, quiet=True)
     assert out.getvalue() == ""
 
 
-def test_more_rows_than_the_terminal_has(tmp_path: Path) -> None:
+def test_more_rows_than_the_terminal_has(tmp_path):
     console = Console(file=StringIO(), width=60, height=8, force_terminal=True, color_system=None)
     display = _display(console, tmp_path)
     display._speeds._configs = {f"{n}": c for n, c in enumerate(list(display._speeds._configs.values()) * 3)}
@@ -587,5 +563,5 @@ def test_more_rows_than_the_terminal_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0, "0 s"), (59.4, "59 s"), (61, "1 min"), (7100, "118 min"), (7300, "2 h 02 min")]
 )
-def test_durations_are_said_shortly(seconds: float, said: str) -> None:
+def test_durations_are_said_shortly(seconds, said):
     assert duration(seconds) == said

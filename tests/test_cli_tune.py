@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import regret
-from cli_runs import Cli, Result, write_prompts
+from cli_runs import Result, write_prompts
 from stored_runs import run_json
 
 import specbench.bench.engines.own
@@ -48,7 +48,7 @@ Tune = Callable[..., Result]
 
 
 @pytest.fixture
-def tune(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
+def tune(cli, models, tmp_path, monkeypatch) -> Tune:
     """The command with two short prompts in a folder of its own; `lookup` with `auto` is twice as fast as all else.
 
     Of the drafters without a model only `lookup` is tried, and no cascades, unless all are asked for.
@@ -96,7 +96,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
     monkeypatch.setattr(candidates, "BEHIND", 0.0)
 
 
-def test_from_nothing_to_a_configuration(tune: Tune, tmp_path: Path, models: Path) -> None:
+def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     said = tune("--drafter", models / "small", drafters=drafters_to_try)
     assert said.code == 0, said.err
     assert said.out.startswith("lookup with auto: 2.00 × [2.00, 2.00] over plain decoding")
@@ -128,9 +128,7 @@ def test_from_nothing_to_a_configuration(tune: Tune, tmp_path: Path, models: Pat
     assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()
 
 
-def test_int4_is_tried_where_its_passes_are_quicker(
-    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int4_is_tried_where_its_passes_are_quicker(tune, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "available", lambda: True)
     said = tune(drafters=drafters_to_try)
     assert said.code == 0, said.err
@@ -138,9 +136,7 @@ def test_int4_is_tried_where_its_passes_are_quicker(
     assert tried >= {"self:int8", "self:int4", "lookup+self:int4", "suffix+self:int4"}
 
 
-def test_small_models_are_tried_in_int4_too(
-    tune: Tune, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "available", lambda: True)
 
     def of_small(given: Any, _: object) -> Any:
@@ -155,7 +151,7 @@ def test_small_models_are_tried_in_int4_too(
     assert said.out.startswith("lookup+small (int4) with auto: 3.0")
 
 
-def test_above_temperature_0_chains_are_verified_together_too(tune: Tune, tmp_path: Path) -> None:
+def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
     speeds_of = {"self:int8@auto:siblings=0,verification=block,t=1": 2.0}
     said = tune("--temperature", 1, factors=speeds_of)
     assert said.code == 0, said.err
@@ -165,7 +161,7 @@ def test_above_temperature_0_chains_are_verified_together_too(tune: Tune, tmp_pa
     assert not any("block" in config["policy"] for config in configs if config["drafter"] == "lookup")
 
 
-def test_what_no_other_engine_has_is_served_here(tune: Tune) -> None:
+def test_what_no_other_engine_has_is_served_here(tune):
     said = tune(factors={"self:int8@auto": 2.0})
     assert said.out.startswith("self:int8 with auto: 2.00")
     assert (
@@ -174,9 +170,7 @@ def test_what_no_other_engine_has_is_served_here(tune: Tune) -> None:
     )
 
 
-def test_what_is_written_is_read_and_what_is_printed_runs(
-    tune: Tune, tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models, capsys):
     said = tune()
     assert run(["generate", "--target", str(models / "target"), "Hello", "-n", "3"]) == 0
     assert "specbench.toml sets --drafter lookup, --length-policy auto" in capsys.readouterr().err
@@ -192,12 +186,12 @@ def test_what_is_written_is_read_and_what_is_printed_runs(
 
 
 def test_the_command_of_the_answer_names_models_as_they_were_typed(
-    tune: Tune,
-    tmp_path: Path,
-    models: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tune,
+    tmp_path,
+    models,
+    monkeypatch,
+    capsys,
+):
     """A cascade behind a drafter that was given has its folder too; nothing stored has any."""
     small, target = f"{models / 'small'}/", str(models / "target")
     monkeypatch.setattr(sys, "argv", ["specbench", "tune", "--target", target, "--drafter", small])
@@ -220,7 +214,7 @@ def test_the_command_of_the_answer_names_models_as_they_were_typed(
 
 
 @pytest.mark.smoke
-def test_json(tune: Tune) -> None:
+def test_json(tune):
     facts = tune("--json", "--quiet").json()
     assert (facts["winner"], facts["verdict"], facts["configuration"]) == (
         "lookup@auto",
@@ -231,7 +225,7 @@ def test_json(tune: Tune) -> None:
     assert facts["exports"]
 
 
-def test_where_speculation_does_not_pay(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_speculation_does_not_pay(tune, tmp_path, monkeypatch):
     speeds(
         monkeypatch, {"plain": 1.5, "lookup@auto": 0.5}
     )  # by the factor of the fixture too, one half and 1.5
@@ -242,9 +236,7 @@ def test_where_speculation_does_not_pay(tune: Tune, tmp_path: Path, monkeypatch:
     assert "specbench export" not in said.out
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tune: Tune, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tune, monkeypatch):
     monkeypatch.setattr(loading, "load_candidates", lambda *_, **__: pytest.fail("loaded"))
     said = tune("--out", "missing/tuned.toml")
     assert said.code == 2
@@ -253,9 +245,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     )
 
 
-def test_what_is_there_is_never_overwritten_silently(
-    cli: Cli, tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_is_never_overwritten_silently(cli, tune, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_candidates", lambda *_, **__: pytest.fail("loaded"))
         (tmp_path / "specbench.toml").write_text("version = 1\n")
@@ -273,7 +263,7 @@ def test_what_is_there_is_never_overwritten_silently(
     assert read_config(tmp_path / "specbench.toml").drafter == "lookup"
 
 
-def test_advice_about_the_results_folder_names_the_option_for_it(tune: Tune, tmp_path: Path) -> None:
+def test_advice_about_the_results_folder_names_the_option_for_it(tune, tmp_path):
     (tmp_path / "taken").mkdir()
     other = try_lock(tmp_path / "taken" / ".lock")
     assert other is not None
@@ -284,7 +274,7 @@ def test_advice_about_the_results_folder_names_the_option_for_it(tune: Tune, tmp
     assert told.err.endswith("Give other --results.\n")
 
 
-def test_an_interrupted_search_goes_on(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     generate, calls = ModelEngine.generate, 0
 
     def stop(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
@@ -313,7 +303,7 @@ def test_an_interrupted_search_goes_on(tune: Tune, tmp_path: Path, monkeypatch: 
     assert tune("--resume", "--overwrite", "--results", folder).code == 0
 
 
-def test_a_search_with_other_options_is_another_one(tune: Tune, tmp_path: Path) -> None:
+def test_a_search_with_other_options_is_another_one(tune, tmp_path):
     out = tmp_path / "run"
     assert tune("--results", out).code == 0
     again = ("--results", out, "--resume", "--overwrite")
@@ -322,7 +312,7 @@ def test_a_search_with_other_options_is_another_one(tune: Tune, tmp_path: Path) 
     tune(*again, "--drafter", "ngram").refused(2, "option drafters: none → ngram")
 
 
-def test_the_time_is_kept_to(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_is_kept_to(tune, monkeypatch):
     tune("--minutes", 0.01).refused(1, "The time was up before anything could be tried", "--resume")
     tune("--minutes", 0, "--results", "other").refused(2, "The time is 0 minutes.")
 
@@ -342,21 +332,17 @@ def test_the_time_is_kept_to(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> Non
         (("--resume",), ("no results of `specbench tune` in results/",)),
     ],
 )
-def test_bad_input(
-    tune: Tune, tmp_path: Path, arguments: tuple[str, ...], fragments: tuple[str, ...]
-) -> None:
+def test_bad_input(tune, tmp_path, arguments, fragments):
     tune(*arguments).refused(2, *fragments)
     assert not (tmp_path / "results").exists()
 
 
-def test_no_prompts(tune: Tune, tmp_path: Path) -> None:
+def test_no_prompts(tune, tmp_path):
     (tmp_path / "mine.jsonl").write_text("")
     tune().refused(2, "no prompts")
 
 
-def test_a_drafter_without_memory_for_it_is_left_out(
-    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path
-) -> None:
+def test_a_drafter_without_memory_for_it_is_left_out(tune, tmp_path, monkeypatch, models):
     estimate = loading.estimate_memory
 
     def short(sweep: Any, base: Any, drafters: Any, **more: Any) -> Any:
@@ -372,7 +358,7 @@ def test_a_drafter_without_memory_for_it_is_left_out(
     assert not any("small" in config["drafter"] for config in run_json(folder)["configs"])
 
 
-def test_a_calibrated_form_is_tried_once(tune: Tune, tmp_path: Path, models: Path) -> None:
+def test_a_calibrated_form_is_tried_once(tune, tmp_path, models):
     with_cache = load_target(str(models / "target"))
     FORMS.write(
         choice_key(with_cache).name,
@@ -385,7 +371,7 @@ def test_a_calibrated_form_is_tried_once(tune: Tune, tmp_path: Path, models: Pat
     assert drafters == {"none", "lookup", "self:int8", "self:int8,skip=1"}
 
 
-def test_an_int8_target_gets_chains_without_siblings(tune: Tune, tmp_path: Path) -> None:
+def test_an_int8_target_gets_chains_without_siblings(tune, tmp_path):
     said = tune("--dtype", "int8")
     assert said.code in (0, 1), said.err
     (folder,) = (tmp_path / "results").iterdir()
@@ -395,9 +381,7 @@ def test_an_int8_target_gets_chains_without_siblings(tune: Tune, tmp_path: Path)
     assert not any("self:int8" in config["drafter"] for config in stored["configs"])
 
 
-def test_a_cache_is_chosen_once(
-    tune: Tune, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_is_chosen_once(tune, tmp_path, models, monkeypatch):
     def timed(jobs: Any, rounds: int, *_: Any) -> Any:
         for measure in jobs.values():
             assert measure() > 0
@@ -420,9 +404,7 @@ def test_a_cache_is_chosen_once(
     assert read_config(tmp_path / "specbench.toml").cache == "dynamic"
 
 
-def test_the_usual_cache_stays_unless_another_is_surely_quicker(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_usual_cache_stays_unless_another_is_surely_quicker(models, monkeypatch):
     target = load_target(str(models / "target"))
     monkeypatch.setattr(
         loading, "time_in_turn", lambda jobs, rounds, *_: {kind: [1.0, 1.1] * (rounds // 2) for kind in jobs}
@@ -444,12 +426,12 @@ def differing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
-    tune: Tune,
-    tmp_path: Path,
-    models: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tune,
+    tmp_path,
+    models,
+    monkeypatch,
+    capsys,
+):
     """Others use the machine all along, and 12 blocks do not tell what is fast on some prompts only."""
     differing(monkeypatch)
     monkeypatch.setattr(
@@ -485,9 +467,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     ]
 
 
-def test_an_interrupted_race_gives_what_is_best_so_far(
-    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_race_gives_what_is_best_so_far(tune, tmp_path, monkeypatch):
     generate, calls = ModelEngine.generate, 0
 
     def stop(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
@@ -507,7 +487,7 @@ def test_an_interrupted_race_gives_what_is_best_so_far(
     assert tune("--resume", "--overwrite").out.startswith("lookup with auto: 2.00")
 
 
-def test_a_generation_that_fails_is_told(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generation_that_fails_is_told(tune, monkeypatch):
     generate = ModelEngine.generate
 
     def fail(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
@@ -524,7 +504,7 @@ def test_a_generation_that_fails_is_told(tune: Tune, monkeypatch: pytest.MonkeyP
     assert said.out.startswith("lookup with auto: 2.00")
 
 
-def test_a_calibrated_tree_is_tried(tune: Tune, tmp_path: Path, models: Path) -> None:
+def test_a_calibrated_tree_is_tried(tune, tmp_path, models):
     assert tune("--drafter", models / "small").code == 0
     small = "small (int8)"
     assert not any("static" in config["policy"] for config in _configs(tmp_path / "results"))
@@ -542,12 +522,12 @@ def _configs(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_real_choices_are_held_against_a_sweep_in_parts(
-    tune: Tune,
-    models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tune,
+    models,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """A search that was broken off begins anew; a sweep that was goes on; what is done is not measured again."""
     few = load_prompts([Path("mine.jsonl")])
     for module in (specbench.bench.prompts, regret):

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def shown(compared: Compared, width: int = 80, *, categories: bool = True, encod
 # --- Two configurations of one run ----------------------------------------------------------------
 
 
-def test_configurations_are_paired_generation_by_generation(tmp_path: Path) -> None:
+def test_configurations_are_paired_generation_by_generation(tmp_path):
     # The machine slows down by half in the second repeat, for both: no trace of it in the ratio.
     fast = {prompt: [20.0 + i, (20.0 + i) / 2] for i, prompt in enumerate(PROMPTS)}
     slow = {prompt: [10.0, 5.0] for prompt in PROMPTS}
@@ -75,7 +74,7 @@ def test_configurations_are_paired_generation_by_generation(tmp_path: Path) -> N
     assert row.b.value == pytest.approx(math.sqrt(50))
 
 
-def test_each_category_has_its_row(tmp_path: Path) -> None:
+def test_each_category_has_its_row(tmp_path):
     mine = {
         prompt: [value * (2 if "code" in prompt else 0.5) for value in PLAIN[prompt]] for prompt in PROMPTS
     }
@@ -87,7 +86,7 @@ def test_each_category_has_its_row(tmp_path: Path) -> None:
     assert [rows[name].verdict for name in (None, "chat", "code")] == ["cannot tell", "slower", "faster"]
 
 
-def test_one_prompt_gives_no_verdict(tmp_path: Path) -> None:
+def test_one_prompt_gives_no_verdict(tmp_path):
     speeds = {"plain": {"chat-01": [10.0, 10.1]}, "d@1": {"chat-01": [20.0, 20.1]}}
     compared = compare_configs(load_results(write_exact(tmp_path / "r", speeds)), "d@1", "plain")
     (row,) = compared.rows
@@ -97,9 +96,7 @@ def test_one_prompt_gives_no_verdict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disturbed", [("machine-busy",), ("steal",)])
-def test_a_busy_machine_gives_provisional_verdicts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], disturbed: tuple[str, ...]
-) -> None:
+def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys, disturbed):
     speeds = {"plain": PLAIN, "d@1": times(0.5)}
     busy = write_exact(tmp_path / "busy", speeds, disturbed=disturbed)
     quiet = write_exact(tmp_path / "quiet", {"plain": PLAIN, "d@1": times(2.0)}, disturbed=("thermal",))
@@ -133,7 +130,7 @@ def test_a_busy_machine_gives_provisional_verdicts(
         ("d@1", "d@2", "no finished generation in common"),
     ],
 )
-def test_configurations_that_cannot_be_compared(tmp_path: Path, a: str, b: str, message: str) -> None:
+def test_configurations_that_cannot_be_compared(tmp_path, a, b, message):
     speeds = {"plain": PLAIN, "d@1": times(2), "d@2": {prompt: [None, None] for prompt in PROMPTS}}
     df = load_results(write_exact(tmp_path / "r", speeds))
     with pytest.raises(UsageError, match=message):
@@ -143,7 +140,7 @@ def test_configurations_that_cannot_be_compared(tmp_path: Path, a: str, b: str, 
 # --- Two runs -------------------------------------------------------------------------------------
 
 
-def test_runs_of_one_machine_are_compared_in_speed(tmp_path: Path) -> None:
+def test_runs_of_one_machine_are_compared_in_speed(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
     compared = compare_runs(*pair, ("new", "old"))
     rows = overall(compared)
@@ -156,7 +153,7 @@ def test_runs_of_one_machine_are_compared_in_speed(tmp_path: Path) -> None:
     assert any("not made at the same time" in note for note in compared.notes)
 
 
-def test_a_slower_baseline_is_said(tmp_path: Path) -> None:
+def test_a_slower_baseline_is_said(tmp_path):
     slow = {prompt: [9.0, 9.0] for prompt in PROMPTS}
     pair = runs(tmp_path, {"plain": slow, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0)})
     notes = " ".join(compare_runs(*pair).notes)
@@ -169,7 +166,7 @@ def test_a_slower_baseline_is_said(tmp_path: Path) -> None:
     [{"cpu": "Other CPU"}, {"cores": 4}, {"ram_gb": 32.0}, {"devices": ["Example GPU"]}],
     ids=lambda each: next(iter(each)),
 )
-def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path: Path, other: Any) -> None:
+def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path, other):
     half = {prompt: [5.0, 5.0] for prompt in PROMPTS}
     pair = runs(
         tmp_path,
@@ -191,7 +188,7 @@ def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path
         compare_runs(*pair, measure="speed")
 
 
-def test_a_run_continued_on_another_machine_counts_as_another(tmp_path: Path) -> None:
+def test_a_run_continued_on_another_machine_counts_as_another(tmp_path):
     change = {"differing": ["cpu"], "environment": {"cpu": "Earlier CPU"}}
     pair = runs(
         tmp_path, {"plain": PLAIN, "d@1": times(2)}, {"plain": PLAIN, "d@1": times(2)}, changes=[change]
@@ -199,7 +196,7 @@ def test_a_run_continued_on_another_machine_counts_as_another(tmp_path: Path) ->
     assert compare_runs(*pair).measure == "speedup"
 
 
-def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_path: Path) -> None:
+def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_path):
     pair = runs(
         tmp_path,
         {"plain": PLAIN},
@@ -212,7 +209,7 @@ def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_p
     assert said == "Also different, A / B: new tokens: 11 / 99; torch: 2.0 / 2.1; threads: 2 / 1."
 
 
-def test_baselines_of_two_machines_have_nothing_to_compare(tmp_path: Path) -> None:
+def test_baselines_of_two_machines_have_nothing_to_compare(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"environment": {"cpu": "Other CPU"}})
     with pytest.raises(UsageError, match="no configuration in common besides the baseline"):
         compare_runs(*pair)
@@ -228,7 +225,7 @@ def test_baselines_of_two_machines_have_nothing_to_compare(tmp_path: Path) -> No
         ({"dtype": "bfloat16"}, "target, float32 / target, bfloat16"),
     ],
 )
-def test_other_targets_are_refused_unless_told(tmp_path: Path, target: Any, said: str) -> None:
+def test_other_targets_are_refused_unless_told(tmp_path, target, said):
     pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"target": target})
     with pytest.raises(UsageError, match="The targets differ") as caught:
         compare_runs(*pair)
@@ -236,18 +233,18 @@ def test_other_targets_are_refused_unless_told(tmp_path: Path, target: Any, said
     assert f"The targets differ: {said}." in compare_runs(*pair, other_target=True).notes
 
 
-def test_one_model_under_two_names_is_one_target(tmp_path: Path) -> None:
+def test_one_model_under_two_names_is_one_target(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"target": {"name": "org/target"}})
     assert compare_runs(*pair).overall[0].ratio.value == 1.0
 
 
-def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+def test_a_run_is_not_compared_with_itself(tmp_path):
     df = load_results(write_exact(tmp_path / "r", {"plain": PLAIN}))
     with pytest.raises(UsageError, match="same run"):
         compare_runs(df, df)
 
 
-def test_only_prompts_that_both_have_count(tmp_path: Path) -> None:
+def test_only_prompts_that_both_have_count(tmp_path):
     mine = {"chat-01": [20.0], "chat-02": [20.0], "chat-03": [80.0], "code-01": [80.0]}
     theirs = {"chat-01": [10.0], "chat-02": [10.0], "chat-03": [10.0], "code-02": [1.0]}
     texts = {"chat-01": "t1", "chat-02": "t2", "chat-03": "t3"}
@@ -261,7 +258,7 @@ def test_only_prompts_that_both_have_count(tmp_path: Path) -> None:
     assert "2 prompts left out: measured in one of the runs only." in compared.notes
 
 
-def test_only_turns_that_both_have_count(tmp_path: Path) -> None:
+def test_only_turns_that_both_have_count(tmp_path):
     mine = {"chat-01": [20.0], "chat-01#1": [500.0], "chat-02": [20.0], "chat-02#1": [40.0]}
     theirs = {"chat-01": [10.0], "chat-02": [10.0], "chat-02#1": [20.0]}
     (row,) = compare_runs(*runs(tmp_path, {"plain": mine}, {"plain": theirs})).rows
@@ -279,13 +276,13 @@ def test_only_turns_that_both_have_count(tmp_path: Path) -> None:
         ({"plain": {prompt: [None] for prompt in PROMPTS}}, "no finished generation in common"),
     ],
 )
-def test_runs_without_anything_in_common(tmp_path: Path, speeds: Any, message: str) -> None:
+def test_runs_without_anything_in_common(tmp_path, speeds, message):
     pair = runs(tmp_path, {"plain": PLAIN}, speeds)
     with pytest.raises(UsageError, match=message):
         compare_runs(*pair)
 
 
-def test_configurations_are_matched_by_id_or_label_or_as_told(tmp_path: Path) -> None:
+def test_configurations_are_matched_by_id_or_label_or_as_told(tmp_path):
     pair = runs(
         tmp_path,
         {"plain": PLAIN, "d@1": times(2), "d@2": times(3), "d@3": times(4)},
@@ -307,7 +304,7 @@ def test_configurations_are_matched_by_id_or_label_or_as_told(tmp_path: Path) ->
         compare_runs(*pair, a="d@1")
 
 
-def test_failed_generations_count_nowhere(tmp_path: Path) -> None:
+def test_failed_generations_count_nowhere(tmp_path):
     broken: dict[str, list[float | None]] = {prompt: [None, 20.0] for prompt in PROMPTS}
     compared = compare_runs(
         *runs(
@@ -320,7 +317,7 @@ def test_failed_generations_count_nowhere(tmp_path: Path) -> None:
     assert "No common finished generation: d γ=1." in compared.notes
 
 
-def test_many_intervals_come_with_a_caution(tmp_path: Path) -> None:
+def test_many_intervals_come_with_a_caution(tmp_path):
     grid = {f"d@{i}": times(1) for i in range(1, 9)}
     pair = runs(tmp_path, {"plain": PLAIN, **grid}, {"plain": PLAIN, **grid})
     assert "One interval in twenty misses its ratio: of these 27, some do." in compare_runs(*pair).notes
@@ -348,7 +345,7 @@ def row_with(
         (row_with(0.88, 0.94, category="chat"), False),
     ],
 )
-def test_only_an_interval_over_prompts_wholly_below_fails(row: Row, fails: bool) -> None:
+def test_only_an_interval_over_prompts_wholly_below_fails(row, fails):
     assert bool(Compared("a", "b", "speed", [row], []).below(0.95)) is fails
 
 
@@ -369,21 +366,19 @@ def test_only_an_interval_over_prompts_wholly_below_fails(row: Row, fails: bool)
         ((math.nan, None, None), "–"),
     ],
 )
-def test_ratios_stand_with_their_intervals(
-    ratio: tuple[float, float | None, float | None], text: str
-) -> None:
+def test_ratios_stand_with_their_intervals(ratio, text):
     basis: Any = None if ratio[1] is None else "prompts"
     assert stats.ratio_text(stats.Estimate(*ratio, 5, basis)) == text
 
 
-def test_tables_as_they_are_shown(tmp_path: Path, snapshot: Callable[[str], None]) -> None:
+def test_tables_as_they_are_shown(tmp_path, snapshot):
     pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
     compared = compare_runs(*pair, ("new", "old"), a="d@1")
     snapshot(shown(compared) + "\n\n" + to_markdown(compared))
 
 
 @pytest.mark.parametrize("measure", ["speed", "speedup"])
-def test_no_line_is_wider_than_80_cells(tmp_path: Path, measure: Any) -> None:
+def test_no_line_is_wider_than_80_cells(tmp_path, measure):
     name = "Some-Very-Long-Drafter-Name-0.5B-Instruct-汉字@8"
     label = {name: {"label": "Some-Very-Long-Drafter-Name-0.5B-Instruct-汉字 γ=8"}}
     prompts = [f"structured-output-of-all-kinds-{i}" for i in range(3)] + [f"retrieval-{i}" for i in range(3)]
@@ -399,7 +394,7 @@ def test_no_line_is_wider_than_80_cells(tmp_path: Path, measure: Any) -> None:
         assert "cannot tell" in text
 
 
-def test_categories_are_shown_when_wanted(tmp_path: Path) -> None:
+def test_categories_are_shown_when_wanted(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(2)}, {"plain": PLAIN, "d@1": times(2)})
     compared = compare_runs(*pair)
     assert "d γ=1, by category" in shown(compared)
@@ -407,7 +402,7 @@ def test_categories_are_shown_when_wanted(tmp_path: Path) -> None:
     assert "d gamma=1, by category" in shown(compared, encoding="ascii")
 
 
-def test_names_are_data(tmp_path: Path) -> None:
+def test_names_are_data(tmp_path):
     label = {"d@1": {"label": "[red]x[/] \x1b[31m<b>|*y*"}}
     pair = runs(
         tmp_path,
@@ -426,11 +421,11 @@ def test_names_are_data(tmp_path: Path) -> None:
     assert all(line.count(" | ") == 6 for line in markdown.splitlines() if line.startswith("| "))
 
 
-def test_markdown_text_cannot_leave_its_line() -> None:
+def test_markdown_text_cannot_leave_its_line():
     assert document_markdown(Paragraph("a\n# b\t`c`")) == "a \\# b \\`c\\`\n"
 
 
-def test_json_has_null_where_there_is_nothing(tmp_path: Path) -> None:
+def test_json_has_null_where_there_is_nothing(tmp_path):
     df = load_results(write_exact(tmp_path / "r", {"plain": {"chat-01": [10.0]}, "d@1": {"chat-01": [20.0]}}))
     data = json.loads(json.dumps(to_json(compare_configs(df, "d@1", "plain"), 0.9), allow_nan=False))
     (row,) = data["rows"]
@@ -448,7 +443,7 @@ def test_json_has_null_where_there_is_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_every_field_of_the_json_is_documented(tmp_path: Path) -> None:
+def test_every_field_of_the_json_is_documented(tmp_path):
     df = load_results(write_exact(tmp_path / "run", {"plain": PLAIN, "d@1": times(1.2)}))
     data = to_json(compare_configs(df, "d@1", "plain"), 0.9)
     text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
@@ -460,15 +455,13 @@ def test_every_field_of_the_json_is_documented(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
+def folders(tmp_path) -> tuple[Path, Path]:
     a = write_exact(tmp_path / "new", {"plain": PLAIN, "d@1": times(1.8)})
     b = write_exact(tmp_path / "old", {"plain": PLAIN, "d@1": times(2.0)})
     return a, b
 
 
-def test_fail_below_decides_the_exit_code(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fail_below_decides_the_exit_code(folders, capsys):
     command([*folders], fail_below=0.85)
     with pytest.raises(RunError, match=r"^Below 0.95 with its whole interval: d γ=1: 0.90× \[") as caught:
         command([*folders], fail_below=0.95, as_json=True)
@@ -477,25 +470,21 @@ def test_fail_below_decides_the_exit_code(
     assert data["below"] == ["d γ=1"]
 
 
-def test_ratios_that_fail_below_cannot_judge_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ratios_that_fail_below_cannot_judge_are_told(tmp_path, capsys):
     speeds = {"plain": {"chat-01": [10.0]}, "d@1": {"chat-01": [1.0]}}
     command([write_exact(tmp_path / "r", speeds)], a="d@1", b="plain", fail_below=0.95)
     assert "1 of 1 ratios has no interval over prompts" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.smoke
-def test_the_output_is_as_asked_for(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_is_as_asked_for(folders, capsys):
     command([folders[0]], a="d@1", b="plain", markdown=True)
     assert capsys.readouterr().out.startswith("| configuration | category |")
     command([*folders], measure="speedup")
     assert "A  new" in capsys.readouterr().out
 
 
-def test_of_several_runs_in_a_folder_the_newest_that_has_the_configurations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_several_runs_in_a_folder_the_newest_that_has_the_configurations(tmp_path, capsys):
     days = {"new": ("03", "e@1"), "middle": ("02", "d@1"), "old": ("01", "d@1")}
     for name, (day, config) in days.items():
         speeds = {"plain": {"chat-01": [10.0, 10.0]}, config: {"chat-01": [20.0, 21.0]}}
@@ -509,9 +498,7 @@ def test_of_several_runs_in_a_folder_the_newest_that_has_the_configurations(
         command([tmp_path], a="x@1", b="plain")
 
 
-def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(tmp_path, capsys):
     runs = {
         "failed": ("04", {"plain": [10.0, 10.0], "d@1": [None, None]}),
         "other": ("03", {"plain": [10.0, 10.0], "e@1": [20.0, 21.0], "d@1": [None]}),
@@ -550,7 +537,7 @@ def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(
         ({"runs": ["new", "old"], "fail_below": math.nan}, "--fail-below is nan"),
     ],
 )
-def test_bad_command_lines(folders: tuple[Path, Path], arguments: dict[str, Any], message: str) -> None:
+def test_bad_command_lines(folders, arguments, message):
     named = [folders[0].parent / name for name in arguments.pop("runs")]
     with pytest.raises(UsageError, match=message):
         command(named, **arguments)

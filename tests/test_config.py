@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runs import Cli, Result, refusal
+from cli_runs import Result, refusal
 from tiny import save_tiny
 
 from specbench.config import FILE_NAME, Config, read_config, write_config
@@ -15,7 +15,7 @@ from specbench.errors import UsageError
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -39,19 +39,19 @@ FULL = Config(
 
 
 @pytest.mark.parametrize("config", [Config(), FULL, Config(drafter="self:int8", tree="dynamic:nodes=8")])
-def test_what_is_written_is_read_again(here: Path, config: Config) -> None:
+def test_what_is_written_is_read_again(here, config):
     write_config(here / FILE_NAME, config)
     assert read_config(here / FILE_NAME) == config
 
 
-def test_the_documented_one_is_read(here: Path) -> None:
+def test_the_documented_one_is_read(here):
     page = Path(__file__).parents[1] / "docs" / "export.md"
     (example,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     (here / FILE_NAME).write_text(example)
     assert set(read_config(here / FILE_NAME).given) == set(FULL.given) - {"tree"}
 
 
-def test_its_rule_has_all_that_is_said() -> None:
+def test_its_rule_has_all_that_is_said():
     assert str(FULL.rule) == "auto:max=12,siblings=3"
     assert str(Config(tree="dynamic:nodes=8").rule) == "dynamic-tree:nodes=8"
     assert Config(drafter="lookup").rule is None
@@ -81,21 +81,21 @@ def test_its_rule_has_all_that_is_said() -> None:
         ('length-policy = "auto"\ntree = "dynamic"', "decides how much is drafted, and so does auto"),
     ],
 )
-def test_what_it_may_not_hold(here: Path, line: str, said: str) -> None:
+def test_what_it_may_not_hold(here, line, said):
     path = written(here, line)
     message = refusal(read_config, path, kind=UsageError)
     assert message.startswith(f"{path}: ")
     assert said in message
 
 
-def test_a_folder_and_a_file_are_names_where_they_lie_beside_it(here: Path) -> None:
+def test_a_folder_and_a_file_are_names_where_they_lie_beside_it(here):
     (here / "qwen").mkdir()
     (here / "small.gguf").touch()
     written(here, 'target = "qwen"', 'drafter = "small.gguf"')
     assert read_config(here / FILE_NAME).given == {"target": "qwen", "drafter": "small.gguf"}
 
 
-def test_files_that_are_none(here: Path) -> None:
+def test_files_that_are_none(here):
     path = here / FILE_NAME
     assert "this specbench reads version 1" in refusal(read_config, written(here, version=2), kind=UsageError)
     for content in (b"version = ", b"\xff\xfe", b"#" * 10_001):
@@ -106,7 +106,7 @@ def test_files_that_are_none(here: Path) -> None:
     assert "cannot be read" in refusal(read_config, here / "none.toml", kind=UsageError)
 
 
-def test_a_provisional_setting_says_so(here: Path) -> None:
+def test_a_provisional_setting_says_so(here):
     config = Config(drafter="lookup", provisional=True)
     write_config(here / FILE_NAME, config)
     assert read_config(here / FILE_NAME) == config
@@ -122,7 +122,7 @@ def test_a_provisional_setting_says_so(here: Path) -> None:
 
 
 @pytest.fixture
-def tiny(here: Path) -> Path:
+def tiny(here) -> Path:
     """A working folder with a tiny model, and a configuration for it."""
     save_tiny(here / "tiny")
     written(here, 'target = "tiny"', 'drafter = "self:layers=1"', 'length-policy = "fixed:gamma=3"')
@@ -138,7 +138,7 @@ def said(result: Result) -> tuple[str, str]:
     return found["drafter"], found["options"]["length_policy"]
 
 
-def test_generate_takes_it_from_the_folder_and_says_so(tiny: Path, cli: Cli) -> None:
+def test_generate_takes_it_from_the_folder_and_says_so(tiny, cli):
     result = cli(*GENERATE)
     assert said(result) == ("self:layers=1", "fixed:gamma=3")
     assert (
@@ -149,14 +149,14 @@ def test_generate_takes_it_from_the_folder_and_says_so(tiny: Path, cli: Cli) -> 
     assert tiny.exists()
 
 
-def test_one_that_is_named_needs_no_announcement(tiny: Path, cli: Cli) -> None:
+def test_one_that_is_named_needs_no_announcement(tiny, cli):
     (tiny / FILE_NAME).rename(tiny / "other.toml")
     result = cli(*GENERATE, "--config", "other.toml")
     assert said(result) == ("self:layers=1", "fixed:gamma=3")
     assert "other.toml" not in result.err
 
 
-def test_the_command_line_wins(tiny: Path, cli: Cli) -> None:
+def test_the_command_line_wins(tiny, cli):
     """A rule goes with its drafter, and any other length in its place."""
     assert said(cli(*GENERATE, "--gamma", 2)) == ("self:layers=1", "fixed:gamma=2")
     assert said(cli(*GENERATE, "--length-policy", "egag")) == ("self:layers=1", "egag")
@@ -169,7 +169,7 @@ def test_the_command_line_wins(tiny: Path, cli: Cli) -> None:
     assert "specbench.toml is for the target tiny and is left out" in result.err
 
 
-def test_no_config_ignores_it(tiny: Path, cli: Cli) -> None:
+def test_no_config_ignores_it(tiny, cli):
     (tiny / FILE_NAME).write_text("nonsense")
     assert said(cli(*GENERATE, "--no-config", "--target", "tiny"))[0] == "lookup"
     cli(*GENERATE).refused(2, "specbench.toml is no configuration", "--no-config")
@@ -178,7 +178,7 @@ def test_no_config_ignores_it(tiny: Path, cli: Cli) -> None:
     assert cli("drafters").code == 0
 
 
-def test_check_takes_it(tiny: Path, cli: Cli) -> None:
+def test_check_takes_it(tiny, cli):
     written(
         tiny,
         'target = "tiny"',
@@ -193,7 +193,7 @@ def test_check_takes_it(tiny: Path, cli: Cli) -> None:
     assert tiny.exists()
 
 
-def test_sweep_takes_it(tiny: Path, cli: Cli) -> None:
+def test_sweep_takes_it(tiny, cli):
     result = cli(
         *("sweep", "--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--out", "run", "--temperature", 0)
     )
@@ -203,7 +203,7 @@ def test_sweep_takes_it(tiny: Path, cli: Cli) -> None:
     assert [config["id"] for config in stored["configs"]] == ["plain", "self:layers=1@3"]
 
 
-def test_the_cache_of_an_int8_target_is_the_one_it_names(tiny: Path, cli: Cli) -> None:
+def test_the_cache_of_an_int8_target_is_the_one_it_names(tiny, cli):
     written(tiny, 'target = "tiny"', 'dtype = "int8"', 'cache = "dynamic"')
     found = cli("check", "--limit", 1, "-n", 4, "--json").json()
     assert found["options"]["cache"] == "dynamic"

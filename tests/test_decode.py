@@ -99,7 +99,7 @@ def output(first: Prefill, steps: list[Step]) -> list[int]:
 @pytest.mark.parametrize("first_target", [True, False])
 @pytest.mark.parametrize("gamma", [1, 2, 3, 8])
 @pytest.mark.parametrize("draft", [SCRIPT, [0, 0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
-def test_greedy_output_is_the_targets_own(draft: list[int], gamma: int, first_target: bool) -> None:
+def test_greedy_output_is_the_targets_own(draft, gamma, first_target):
     for length in range(1, 14):
         result = decode(
             script(), FixedDraft(draft), gamma=gamma, max_new_tokens=length, first_target=first_target
@@ -107,7 +107,7 @@ def test_greedy_output_is_the_targets_own(draft: list[int], gamma: int, first_ta
         assert output(*result) == (SCRIPT * 3)[:length]
 
 
-def test_plain_decoding_is_one_pass_a_token() -> None:
+def test_plain_decoding_is_one_pass_a_token():
     target = script()
     first, steps = decode(target)
     assert output(first, steps) == SCRIPT
@@ -116,7 +116,7 @@ def test_plain_decoding_is_one_pass_a_token() -> None:
     assert [step.gamma for step in steps] == [0] * 5
 
 
-def test_a_whole_draft_earns_a_bonus_token() -> None:
+def test_a_whole_draft_earns_a_bonus_token():
     target = script()
     _first, steps = decode(target, FixedDraft(SCRIPT), gamma=3, max_new_tokens=9)
     assert [len(step.tokens) for step in steps] == [4, 4]
@@ -126,7 +126,7 @@ def test_a_whole_draft_earns_a_bonus_token() -> None:
     assert steps[0].position == len(PROMPT) + 1
 
 
-def test_a_rejection_is_corrected() -> None:
+def test_a_rejection_is_corrected():
     _first, steps = decode(script(), FixedDraft([4, 5, 0, 7, 8, 9]), gamma=3, max_new_tokens=6)
     assert steps[0].tokens == (5, 6)
     assert (steps[0].accepted, steps[0].tested, steps[0].closing) == (1, 2, "corrected")
@@ -134,7 +134,7 @@ def test_a_rejection_is_corrected() -> None:
     assert steps[0].drafted == (5, 0, 7)
 
 
-def test_nothing_is_drafted_for_the_last_token() -> None:
+def test_nothing_is_drafted_for_the_last_token():
     drafter = FixedDraft(SCRIPT)
     _, steps = decode(script(), drafter, gamma=5, max_new_tokens=2)
     assert [step.gamma for step in steps] == [0]
@@ -144,7 +144,7 @@ def test_nothing_is_drafted_for_the_last_token() -> None:
 
 @pytest.mark.parametrize("stop_at", range(1, 7))
 @pytest.mark.parametrize("draft", [SCRIPT, [0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
-def test_an_end_token_ends_the_output_wherever_it_falls(draft: list[int], stop_at: int) -> None:
+def test_an_end_token_ends_the_output_wherever_it_falls(draft, stop_at):
     target = script()
     first, steps = decode(
         target, FixedDraft(draft), gamma=4, max_new_tokens=30, end_ids=[SCRIPT[stop_at - 1]]
@@ -159,13 +159,13 @@ def test_an_end_token_ends_the_output_wherever_it_falls(draft: list[int], stop_a
         assert len(step.tokens) == step.accepted + (step.closing is not None)
 
 
-def test_a_stop_among_the_accepted_drafts_leaves_no_closing_token() -> None:
+def test_a_stop_among_the_accepted_drafts_leaves_no_closing_token():
     _, steps = decode(script(), FixedDraft(SCRIPT), gamma=4, max_new_tokens=30, end_ids=[6])
     assert steps[-1].tokens == (5, 6)
     assert (steps[-1].closing, steps[-1].accepted, steps[-1].tested, steps[-1].gamma) == (None, 2, 2, 4)
 
 
-def test_an_end_token_may_be_the_first_token() -> None:
+def test_an_end_token_may_be_the_first_token():
     first, steps = decode(script(), end_ids=[4])
     assert (first.token, first.finish_reason, steps) == (4, "eos", [])
     first, _ = decode(script(), max_new_tokens=1)
@@ -174,14 +174,14 @@ def test_an_end_token_may_be_the_first_token() -> None:
 
 @pytest.mark.parametrize("room", range(7))
 @pytest.mark.parametrize("first_target", [True, False])
-def test_the_context_limit_is_never_passed(room: int, first_target: bool) -> None:
+def test_the_context_limit_is_never_passed(room, first_target):
     target = script(context_limit=len(PROMPT) + room)  # asserts that nothing is fed beyond it
     first, steps = decode(target, FixedDraft(SCRIPT), gamma=4, max_new_tokens=100, first_target=first_target)
     assert output(first, steps) == SCRIPT[:room]
     assert (steps[-1] if steps else first).finish_reason == "context-limit"
 
 
-def test_a_prompt_beyond_the_context_is_refused() -> None:
+def test_a_prompt_beyond_the_context_is_refused():
     with pytest.raises(UsageError, match=r"prompt has 3 tokens.*context holds 2"):
         decode(script(context_limit=2))
     with pytest.raises(UsageError, match="at least 1"):
@@ -204,7 +204,7 @@ def model_drafter(draft: list[int], **options: object) -> ModelDrafter:
     return ModelDrafter(script(draft, **options), "model")
 
 
-def test_the_drafter_is_fed_what_its_cache_lacks() -> None:
+def test_the_drafter_is_fed_what_its_cache_lacks():
     drafter = model_drafter(SCRIPT)
     target = script()
     decode(target, drafter, gamma=2, max_new_tokens=7)
@@ -217,7 +217,7 @@ def test_the_drafter_is_fed_what_its_cache_lacks() -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["cache", "no cache"])
-def test_the_drafters_first_pass_alone_is_its_prefill(keeps: bool) -> None:
+def test_the_drafters_first_pass_alone_is_its_prefill(keeps):
     class NoCache(ScriptedCache):
         """What a scorer over it feeds is forgotten at once."""
 
@@ -234,7 +234,7 @@ def test_the_drafters_first_pass_alone_is_its_prefill(keeps: bool) -> None:
 
 
 @pytest.mark.parametrize("limit", range(3, 10))
-def test_a_drafter_behind_its_own_context_limit_proposes_nothing(limit: int) -> None:
+def test_a_drafter_behind_its_own_context_limit_proposes_nothing(limit):
     drafter = model_drafter(SCRIPT, context_limit=limit)
     result = decode(script(), drafter, gamma=3, max_new_tokens=12)
     assert output(*result) == (SCRIPT * 2)[:12]
@@ -242,7 +242,7 @@ def test_a_drafter_behind_its_own_context_limit_proposes_nothing(limit: int) -> 
     assert any(step.gamma for step in result[1]) == (limit >= 4)
 
 
-def test_a_drafter_that_lacks_a_token_of_the_context_proposes_nothing() -> None:
+def test_a_drafter_that_lacks_a_token_of_the_context_proposes_nothing():
     drafter = model_drafter(SCRIPT)
     drafter.scorer.embeddings = 6  # tokens 6 and up are padding to it
     result = decode(script(), drafter, gamma=3, max_new_tokens=6)
@@ -252,7 +252,7 @@ def test_a_drafter_that_lacks_a_token_of_the_context_proposes_nothing() -> None:
 
 
 @pytest.mark.parametrize("first_target", [True, False])
-def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(first_target: bool) -> None:
+def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(first_target):
     target = script(cache=ScriptedCache())  # asserts that it reads its own entries only
     cheaper = script([4, 5, 0, 7, 8, 9], cache=target.cache, own_entries_only=False)
     result = decode(
@@ -262,7 +262,7 @@ def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(first_target: boo
     assert sum(step.accepted for step in result[1]) > 0
 
 
-def test_the_loop_tells_the_drafter_what_was_emitted() -> None:
+def test_the_loop_tells_the_drafter_what_was_emitted():
     drafter = FixedDraft([4, 5, 0, 7, 8, 9])
     _, steps = decode(script(), drafter, gamma=3, max_new_tokens=6)
     assert [emitted for _, emitted, _ in drafter.commits] == [1, *(len(step.tokens) for step in steps)]
@@ -273,7 +273,7 @@ def test_the_loop_tells_the_drafter_what_was_emitted() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "fixed"])
-def test_the_same_seed_gives_the_same_tokens(drafter: str) -> None:
+def test_the_same_seed_gives_the_same_tokens(drafter):
     def run(seed: int, trace: bool = False) -> list[int]:
         target = ScriptedScorer(random_table(3, VOCAB), VOCAB)
         model = ModelDrafter(ScriptedScorer(random_table(4, VOCAB), VOCAB), "model")
@@ -286,7 +286,7 @@ def test_the_same_seed_gives_the_same_tokens(drafter: str) -> None:
     assert len({tuple(run(seed)) for seed in range(5)}) == 5
 
 
-def test_a_trace_shows_every_draft() -> None:
+def test_a_trace_shows_every_draft():
     target = ScriptedScorer(random_table(3, VOCAB), VOCAB)
     drafter = ModelDrafter(ScriptedScorer(random_table(4, VOCAB), VOCAB), "model")
     _, steps = decode(target, drafter, sampling=Multinomial(), max_new_tokens=60, trace=True)
@@ -310,7 +310,7 @@ def test_a_trace_shows_every_draft() -> None:
     assert seen == {"accepted", "rejected", "untested"}
 
 
-def test_a_greedy_trace_reads_the_untempered_softmax() -> None:
+def test_a_greedy_trace_reads_the_untempered_softmax():
     first, steps = decode(script(), model_drafter([4, 5, 0, 7, 8, 9]), trace=True)
     verdicts = steps[0].verdicts
     assert verdicts is not None
@@ -323,13 +323,13 @@ def test_a_greedy_trace_reads_the_untempered_softmax() -> None:
     assert first.probability == pytest.approx(expected)
 
 
-def test_records_without_a_trace_hold_no_verdicts() -> None:
+def test_records_without_a_trace_hold_no_verdicts():
     first, steps = decode(script(), FixedDraft(SCRIPT))
     assert first.probability is None
     assert all(step.verdicts is None and step.closing_probability is None for step in steps)
 
 
-def test_the_consumers_time_is_not_counted() -> None:
+def test_the_consumers_time_is_not_counted():
     clock = Ticking()
     records = []
     for record in decode_steps(
@@ -354,7 +354,7 @@ def test_the_consumers_time_is_not_counted() -> None:
     assert split.ttft_s == 5.0
 
 
-def test_the_length_rule_sees_every_step_and_starts_afresh() -> None:
+def test_the_length_rule_sees_every_step_and_starts_afresh():
     class Watching(FixedLength):
         def __init__(self) -> None:
             super().__init__(2)
@@ -384,7 +384,7 @@ def test_the_length_rule_sees_every_step_and_starts_afresh() -> None:
 
 
 @pytest.mark.parametrize("gamma", [1, 8, 9, 40])
-def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma: int) -> None:
+def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma):
     """They lie in memory that is used again, and grows while a draft is drawn."""
     table, sampling = random_table(4, VOCAB), Multinomial(1.3)
     drafter = ModelDrafter(ScriptedScorer(table, VOCAB), "model")
@@ -423,7 +423,7 @@ def drafter_of(word: str, target: Target) -> Drafter:
     return load_drafter(word, target)
 
 
-def test_a_paused_run_does_not_go_on_upon_another_one_s_context() -> None:
+def test_a_paused_run_does_not_go_on_upon_another_one_s_context():
     target = tiny_target()
     runs = [run_of(target), run_of(target, load_drafter("self:int8", target), [7, 8, 9])]
     with pytest.raises(
@@ -437,7 +437,7 @@ def test_a_paused_run_does_not_go_on_upon_another_one_s_context() -> None:
 
 
 @pytest.mark.parametrize("word", ["model", "lookup", "ngram", "ngram:keep", "lookup+model"])
-def test_a_paused_run_does_not_go_on_with_a_drafter_that_has_begun_another_context(word: str) -> None:
+def test_a_paused_run_does_not_go_on_with_a_drafter_that_has_begun_another_context(word):
     targets = [tiny_target(), tiny_target()]
     drafter = drafter_of(word, targets[0])
     runs = [run_of(target, drafter) for target in targets]
@@ -445,7 +445,7 @@ def test_a_paused_run_does_not_go_on_with_a_drafter_that_has_begun_another_conte
         list(zip(*runs, strict=False))
 
 
-def test_a_paused_run_notices_a_trial_on_its_target() -> None:
+def test_a_paused_run_notices_a_trial_on_its_target():
     target = tiny_target()
     run = run_of(target)
     next(iter(run))
@@ -454,7 +454,7 @@ def test_a_paused_run_notices_a_trial_on_its_target() -> None:
         list(run)
 
 
-def test_runs_one_after_the_other_or_with_targets_of_their_own_may_be_paused() -> None:
+def test_runs_one_after_the_other_or_with_targets_of_their_own_may_be_paused():
     first, second = tiny_target(), tiny_target()
     alone = finished(run_of(first))
     runs = [run_of(first), run_of(second, load_drafter("self:int8", second))]
@@ -467,7 +467,7 @@ def test_runs_one_after_the_other_or_with_targets_of_their_own_may_be_paused() -
 
 
 @pytest.mark.parametrize("word", ["self:int8", "self:layers=1", "lookup+self:int8"])
-def test_a_self_drafter_belongs_to_its_target(word: str) -> None:
+def test_a_self_drafter_belongs_to_its_target(word):
     first, second = tiny_target(), tiny_target()
     drafter = load_drafter(word, first)
     with pytest.raises(UsageError, match=r"belongs to the target it was made for.* Make one for this target"):
@@ -476,7 +476,7 @@ def test_a_self_drafter_belongs_to_its_target(word: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["model", "lookup+model"])
-def test_a_drafter_for_logits_of_another_width(word: str) -> None:
+def test_a_drafter_for_logits_of_another_width(word):
     wider = wrap_target(tiny_llama(vocab_size=512))
     with pytest.raises(UsageError, match=r"was made for a target of .* logits, this one has 512"):
         run_of(wider, drafter_of(word, tiny_target()))

@@ -41,7 +41,7 @@ REFUSALS = (
 )
 
 
-def test_no_axis_of_the_table_leaves_anything_out() -> None:
+def test_no_axis_of_the_table_leaves_anything_out():
     assert set(METHODS) == set(VERIFICATIONS)
     assert {parse_rule(policy).word for policy in table.POLICIES} == set(rule_words())
     assert any(parse_rule(policy).siblings for policy in table.POLICIES if policy.startswith("fixed"))
@@ -68,7 +68,7 @@ def _parts() -> list[Any]:
 
 
 @pytest.mark.parametrize(("verification", "policy", "part"), _parts())
-def test_a_cell_is_exact_or_refused(verification: str, policy: str, part: int) -> None:
+def test_a_cell_is_exact_or_refused(verification, policy, part):
     row = list(VERIFICATIONS).index(verification) + table.POLICIES.index(policy)
     for place, drafter in enumerate(DRAFTERS):
         if (place + row) % 4 != part:
@@ -93,7 +93,7 @@ def _measured(cell: Any) -> tuple[float, UsageError | None]:
 
 
 @pytest.mark.parametrize("verification", VERIFICATIONS)
-def test_every_verification_takes_a_chain_of_a_model(verification: str) -> None:
+def test_every_verification_takes_a_chain_of_a_model(verification):
     for policy in ("fixed:gamma=2", "fixed:gamma=2,siblings=3"):
         assert table.measure(table.Cell(verification, policy, "model", "multinomial")) < table.TOLERANCE
 
@@ -101,9 +101,7 @@ def test_every_verification_takes_a_chain_of_a_model(verification: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("policy", table.POLICIES)
 @pytest.mark.parametrize("drafter", ["trimmed vocabulary", "lookup+trimmed", "trimmed|lookup"])
-def test_a_drafter_whose_every_token_is_banned_proposes_nothing(
-    drafter: str, policy: str, temperature: float
-) -> None:
+def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy, temperature):
     """The drafter knows two tokens, and the model's own settings suppress both."""
     trimmed = DRAFTERS["trimmed vocabulary"].build
     build, spec = {

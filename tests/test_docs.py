@@ -33,7 +33,7 @@ def names_of_commands() -> list[str]:
 
 
 @pytest.mark.smoke
-def test_the_readme_names_every_command() -> None:
+def test_the_readme_names_every_command():
     assert names_of_commands()
     for name in names_of_commands():
         assert f"specbench {name}" in README, f"the README does not show `specbench {name}`"
@@ -66,7 +66,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere_and_prose_fits_a_screen(page: Path) -> None:
+def test_links_lead_somewhere_and_prose_fits_a_screen(page):
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
         name, _, anchor = link.partition("#")
         file = page.parent / name if name else page
@@ -76,12 +76,12 @@ def test_links_lead_somewhere_and_prose_fits_a_screen(page: Path) -> None:
     assert not wide, "lines of more than 120 characters"
 
 
-def test_a_dead_link_is_one() -> None:
+def test_a_dead_link_is_one():
     assert "run-the-tests" in anchors(ROOT / "docs" / "contributing.md")
     assert "auto" in anchors(ROOT / "docs" / "lengths.md")
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path):
     """No dead link or anchor between its pages, and none that the navigation leaves out."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -92,7 +92,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "results/qwen2.5-coder-rules/report/index.html").exists()
 
 
-def test_ci_runs_the_readmes_test_command() -> None:
+def test_ci_runs_the_readmes_test_command():
     command = next(line for block in BLOCKS for line in block.splitlines() if "pytest" in line)
     script = re.sub(r" --(quiet|no-compile)", "", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     install, *checks, tests = command[command.index("pip install") :].split(" && ")
@@ -146,11 +146,11 @@ def runs_of_commands() -> list[Any]:
 @pytest.mark.real
 @pytest.mark.parametrize("commands", runs_of_commands())
 def test_the_commands_of_the_readme_run(
-    commands: list[list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    commands,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """And every drafter that is shown drafts, and the target accepts some of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")  # --show-accepted asks for a terminal
@@ -167,7 +167,7 @@ def test_the_commands_of_the_readme_run(
             assert accepted(captured.out, captured.err) > 0, shlex.join(arguments)
 
 
-def test_drafters_are_shown() -> None:
+def test_drafters_are_shown():
     shown = [each for each in COMMANDS if each[0] == "generate"]
     for arguments in shown:
         if "--debug" in arguments or "--bit-exact" in arguments:
@@ -183,9 +183,7 @@ def accepted(out: str, err: str) -> int:
 
 
 @pytest.mark.real
-def test_the_python_of_the_readme_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_of_the_readme_runs(monkeypatch, capsys):
     monkeypatch.setattr(huge_pages, "huge_page_setting", lambda: "never")
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     code = code.replace("target, drafter)", "target, drafter, max_new_tokens=8)")
@@ -194,7 +192,7 @@ def test_the_python_of_the_readme_runs(
 
 
 @pytest.mark.smoke
-def test_the_package_exports_what_it_says() -> None:
+def test_the_package_exports_what_it_says():
     for name in specbench.__all__:
         assert getattr(specbench, name) is not None
     with pytest.raises(AttributeError):

@@ -31,19 +31,19 @@ from specbench.specs.notation import (
         ("self:layers=a=b:c", "self", {"layers": "a=b:c"}),
     ],
 )
-def test_split(spec: str, word: str, options: dict[str, str | bool]) -> None:
+def test_split(spec, word, options):
     assert split_spec(spec) == (word, options)
 
 
 @pytest.mark.parametrize(
     "spec", ["ngram:", "ngram:,", "ngram:order=3,,sample", "ngram:order=", "ngram:=3", "a: "]
 )
-def test_split_refuses_empty_options(spec: str) -> None:
+def test_split_refuses_empty_options(spec):
     with pytest.raises(UsageError, match="An option is empty"):
         split_spec(spec)
 
 
-def test_split_refuses_an_option_given_twice() -> None:
+def test_split_refuses_an_option_given_twice():
     with pytest.raises(UsageError, match="'top-k' is given twice"):
         split_spec("ngram:top-k=2,top_k=3")
 
@@ -52,7 +52,7 @@ _KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,5}", fullmatch=True)
 
 
 @given(st.dictionaries(_KEYS, st.just(True) | st.from_regex(r"[a-z0-9]{1,4}", fullmatch=True)))
-def test_joining_is_the_inverse_of_splitting(options: dict[str, str | bool]) -> None:
+def test_joining_is_the_inverse_of_splitting(options):
     items = [key if value is True else f"{key}={value}" for key, value in options.items()]
     assert split_spec(join_spec("word", items)) == ("word", options)
 
@@ -73,13 +73,13 @@ def read(**given: str | bool) -> dict[str, object]:
     return read_options("x", given, OPTIONS)
 
 
-def test_options_are_the_fields_that_declare_them() -> None:
+def test_options_are_the_fields_that_declare_them():
     assert [(each.name, each.key, each.default) for each in OPTIONS] == [
         ("n", "n", 3), ("most", "most", 2), ("on", "on", False), ("skip", "skip", ()),
     ]  # fmt: skip
 
 
-def test_values_have_types_and_are_written_as_they_are_read() -> None:
+def test_values_have_types_and_are_written_as_they_are_read():
     assert read(n="7", on=True, skip="3-7-11") == {"n": 7, "on": True, "skip": (3, 7, 11)}
     assert read(n="any") == {"n": None}
     assert read(skip="4") == {"skip": (4,)}
@@ -88,7 +88,7 @@ def test_values_have_types_and_are_written_as_they_are_read() -> None:
     assert written == ["n=any", "n=4", "most=2", "on", "skip=3-7"]
 
 
-def test_defaults_go_no_further_than_other_options_allow() -> None:
+def test_defaults_go_no_further_than_other_options_allow():
     alone = with_defaults({}, OPTIONS)
     assert alone == {"n": 3, "most": 2, "on": False, "skip": ()}
     assert with_defaults({}, OPTIONS, before_model=True)["most"] == 3
@@ -112,7 +112,7 @@ def test_defaults_go_no_further_than_other_options_allow() -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused(given: dict[str, str | bool], message: str) -> None:
+def test_what_cannot_be_read_is_refused(given, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         read(**given)
 
@@ -125,19 +125,19 @@ def test_what_cannot_be_read_is_refused(given: dict[str, str | bool], message: s
         ("most", 4, "The option 'most' of x is 4. Give at most 3: most of them."),
     ],
 )
-def test_what_is_out_of_range_is_refused(name: str, value: int, message: str) -> None:
+def test_what_is_out_of_range_is_refused(name, value, message):
     each = next(each for each in OPTIONS if each.name == name)
     with pytest.raises(UsageError, match=re.escape(message)):
         each.check(value, "x", Declared(3))
     each.check(3, "x", Declared(3))
 
 
-def test_a_word_without_options_says_so() -> None:
+def test_a_word_without_options_says_so():
     with pytest.raises(UsageError, match="none has no options"):
         read_options("none", {"n": "1"}, ())
 
 
-def test_control_characters_are_not_echoed() -> None:
+def test_control_characters_are_not_echoed():
     with pytest.raises(UsageError) as caught:
         read_options("x", {"\x1b[31m": True}, ())
     assert "\x1b" not in str(caught.value)

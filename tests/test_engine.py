@@ -77,7 +77,7 @@ class Steps:
         return self.time
 
 
-def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine: ModelEngine) -> None:
+def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine):
     expected = autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
     for config in grid():
         outcome = run(engine, config)
@@ -90,7 +90,7 @@ def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine: M
         assert bool(outcome.steps) == (config.kind in ("plain", "speculative"))
 
 
-def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine: ModelEngine) -> None:
+def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine):
     engine._rate_answers = True
     assert engine.reference is not None
     whole: Any = engine.reference.model
@@ -117,7 +117,7 @@ def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine: Mod
     assert speculative.log_probability is None
 
 
-def test_long_answers_are_rated_piece_by_piece(engine: ModelEngine) -> None:
+def test_long_answers_are_rated_piece_by_piece(engine):
     answer = [(7 * i) % 250 for i in range(80)]
     assert engine.reference is not None
     with torch.inference_mode():
@@ -127,7 +127,7 @@ def test_long_answers_are_rated_piece_by_piece(engine: ModelEngine) -> None:
     assert engine._log_probability(PROMPT, []) == 0.0
 
 
-def test_end_tokens_are_the_same_for_transformers(engine: ModelEngine) -> None:
+def test_end_tokens_are_the_same_for_transformers(engine):
     tokens = autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
     engine.target.language_model.end_ids = (tokens[4],)
     stop = tokens.index(tokens[4]) + 1
@@ -137,7 +137,7 @@ def test_end_tokens_are_the_same_for_transformers(engine: ModelEngine) -> None:
         assert outcome.finish_reason == "eos"
 
 
-def test_sampling_settings_of_the_models_own_file_are_not_used(engine: ModelEngine) -> None:
+def test_sampling_settings_of_the_models_own_file_are_not_used(engine):
     assert engine.reference is not None
     own = engine.reference.model.generation_config
     own.repetition_penalty, own.top_k, own.do_sample = 5.0, 1, True
@@ -147,7 +147,7 @@ def test_sampling_settings_of_the_models_own_file_are_not_used(engine: ModelEngi
     assert run(engine, theirs).token_ids == run(engine, plain).token_ids
 
 
-def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all() -> None:
+def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all():
     usual = run(engine_of(), grid()[0]).token_ids
     asked = {"suppress_tokens": [usual[1]], "repetition_penalty": 1.5}
     engine = engine_of(**asked)
@@ -160,7 +160,7 @@ def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all() -> No
     assert engine.describe_target(DECODING.but(model_defaults=False)).model_defaults == {}
 
 
-def test_sampled_outputs_depend_on_the_seed_alone(engine: ModelEngine) -> None:
+def test_sampled_outputs_depend_on_the_seed_alone(engine):
     torch.manual_seed(0)
     state = torch.get_rng_state()
     for config in grid(temperature=1.5):
@@ -171,7 +171,7 @@ def test_sampled_outputs_depend_on_the_seed_alone(engine: ModelEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transformers", "assisted"])
-def test_transformers_is_timed_from_emission_to_emission(engine: ModelEngine, kind: str) -> None:
+def test_transformers_is_timed_from_emission_to_emission(engine, kind):
     engine._clock = Steps()
     config = next(config for config in grid() if config.kind == kind)
     outcome = run(engine, config)
@@ -183,7 +183,7 @@ def test_transformers_is_timed_from_emission_to_emission(engine: ModelEngine, ki
     )
 
 
-def test_the_context_limit_holds_for_all(engine: ModelEngine) -> None:
+def test_the_context_limit_holds_for_all(engine):
     engine.target.scorer.context_limit = len(PROMPT) + 4
     for config in grid():
         outcome = run(engine, config)
@@ -193,9 +193,7 @@ def test_the_context_limit_holds_for_all(engine: ModelEngine) -> None:
             run(engine, config, prompt=PROMPT * 2)
 
 
-def test_running_out_of_memory_is_an_error_of_this_generation(
-    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_is_an_error_of_this_generation(engine, monkeypatch):
     plain = grid()[0]
     expected = run(engine, plain).token_ids
     for error in (
@@ -212,7 +210,7 @@ def test_running_out_of_memory_is_an_error_of_this_generation(
         assert run(engine, plain).token_ids == expected
 
 
-def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine: ModelEngine) -> None:
+def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine):
     engine.drafters["small"] = RunError("It does not fit.")
     configs = {config.id: config for config in grid()}
     with pytest.raises(RunError, match="It does not fit"):
@@ -222,7 +220,7 @@ def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine: ModelEng
     assert set(costs.drafters) == {"lookup", "self:int8"}
 
 
-def test_costs_are_times_of_single_passes(engine: ModelEngine) -> None:
+def test_costs_are_times_of_single_passes(engine):
     engine._clock = Steps()
     costs = engine.measure_costs(PROMPT, [1, 2, 5])
     assert {n: set(times) for n, times in costs.target.items()} == {1: {1.0}, 2: {1.0}, 5: {1.0}}
@@ -237,7 +235,7 @@ def test_costs_are_times_of_single_passes(engine: ModelEngine) -> None:
     )
 
 
-def test_groups_of_one_configuration_know_what_their_passes_cost(engine: ModelEngine) -> None:
+def test_groups_of_one_configuration_know_what_their_passes_cost(engine):
     options = SweepOptions(gammas=(), policies=("auto",), batches=(1, 2), turns=1)
     configs = {(each.kind, each.batch): each for each in build_configs(options, specs_of("small"))}
     config, other = configs["speculative", 2], configs["plain", 2]
@@ -250,7 +248,7 @@ def test_groups_of_one_configuration_know_what_their_passes_cost(engine: ModelEn
     assert len(engine._loads) == 2
 
 
-def test_drafters_are_timed_with_several_nodes_abreast(engine: ModelEngine) -> None:
+def test_drafters_are_timed_with_several_nodes_abreast(engine):
     engine._clock = Steps()
     costs = engine.measure_costs(PROMPT, [1], (2, 3))
     assert set(costs.trees) == {(name, nodes) for name in ("small", "self:int8") for nodes in (2, 3)}
@@ -266,9 +264,7 @@ def test_drafters_are_timed_with_several_nodes_abreast(engine: ModelEngine) -> N
     )
 
 
-def test_passes_are_timed_at_the_widths_asked_for(
-    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_are_timed_at_the_widths_asked_for(engine, monkeypatch):
     widths: list[tuple[int, int]] = []
     forward = engine.target.scorer._forward
 
@@ -286,7 +282,7 @@ def test_passes_are_timed_at_the_widths_asked_for(
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-def test_conversations_go_through_the_chat_template(engine: ModelEngine) -> None:
+def test_conversations_go_through_the_chat_template(engine):
     tokenizer = engine.target.tokenizer
     assert tokenizer is not None
     prompt = Prompt("p", "c", ("Hello", "More", "Last"), system="Be kind")
@@ -303,7 +299,7 @@ def test_conversations_go_through_the_chat_template(engine: ModelEngine) -> None
     )
 
 
-def test_a_template_without_a_system_role_gets_its_text_all_the_same(engine: ModelEngine) -> None:
+def test_a_template_without_a_system_role_gets_its_text_all_the_same(engine):
     tokenizer = engine.target.tokenizer
     assert tokenizer is not None
     tokenizer.chat_template = (
@@ -314,7 +310,7 @@ def test_a_template_without_a_system_role_gets_its_text_all_the_same(engine: Mod
     assert text == "<|im_start|>user\nBe kind\n\nHello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_template_the_texts_follow_each_other(engine: ModelEngine) -> None:
+def test_without_a_template_the_texts_follow_each_other(engine):
     tokenizer = engine.target.tokenizer
     assert tokenizer is not None
     tokenizer.chat_template = None
@@ -328,7 +324,7 @@ def test_without_a_template_the_texts_follow_each_other(engine: ModelEngine) -> 
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def test_loading_by_specs(tmp_path: Any) -> None:
+def test_loading_by_specs(tmp_path):
     target, small = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "small", seed=1, layers=1)
     engine = load_engine(
         Recipe(parse_model(str(target)), models=ModelOptions("float32")),
@@ -342,7 +338,7 @@ def test_loading_by_specs(tmp_path: Any) -> None:
     assert str(tmp_path) not in str(described)
 
 
-def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Any) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path):
     target = parse_model(str(save_tiny(tmp_path / "target")))
     with pytest.raises(UsageError, match="remembers its own answers"):
         check_engine(Recipe(target), (NGram(keep=True),))
@@ -354,9 +350,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Any) -> N
         load_engine(Recipe(target), (Lookup(), Lookup()))
 
 
-def test_a_model_is_loaded_once_whoever_drafts_with_it(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_loaded_once_whoever_drafts_with_it(tmp_path, monkeypatch):
     target, small = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "small", seed=1, layers=1)
     loaded: list[str] = []
     original = specbench.models.prepare.load_model
@@ -389,9 +383,7 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(
     assert one.name == "lookup"
 
 
-def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(tmp_path, monkeypatch):
     original = specbench.models.prepare.load_model
 
     def load(spec: ModelSpec, *given: Any, **options: Any) -> Any:

@@ -38,7 +38,7 @@ def quiet(**changed: object) -> LoadSnapshot:
 # -- what machine it is ----------------------------------------------------------------------------
 
 
-def test_the_environment_says_what_figures_depend_on() -> None:
+def test_the_environment_says_what_figures_depend_on():
     found = describe_environment()
     assert found.cores is not None
     assert found.cores >= 1
@@ -50,7 +50,7 @@ def test_the_environment_says_what_figures_depend_on() -> None:
     assert json.loads(to_json(found)) == builtins(found)
 
 
-def test_the_environment_names_nobody_and_no_place() -> None:
+def test_the_environment_names_nobody_and_no_place():
     text = to_json(describe_environment()).decode()
     assert platform.node() not in text
     assert str(Path.home()) not in text
@@ -60,7 +60,7 @@ def test_the_environment_names_nobody_and_no_place() -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path: Path) -> None:
+def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
@@ -79,7 +79,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path: Path) -> None
     assert environment._git_commit(package) == f"{commit}+"
 
 
-def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert describe_environment().git_commit is None
 
@@ -87,7 +87,7 @@ def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None
 # -- how busy it is --------------------------------------------------------------------------------
 
 
-def test_two_looks_tell_what_happened_between() -> None:
+def test_two_looks_tell_what_happened_between():
     before = load_snapshot()
     end = time.process_time() + 0.3
     while time.process_time() < end:
@@ -103,7 +103,7 @@ def test_two_looks_tell_what_happened_between() -> None:
     assert 0 <= busy <= after.cores
 
 
-def test_shares_are_worked_out_from_differences() -> None:
+def test_shares_are_worked_out_from_differences():
     before = quiet()
     after = quiet(busy_s=130.0, steal_s=8.0, total_s=1100.0, own_s=40.0)
     assert after.steal_share(before) == 3.0 / 100.0
@@ -115,7 +115,7 @@ def test_shares_are_worked_out_from_differences() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is that of the whole process")
-def test_peak_memory_begins_anew() -> None:
+def test_peak_memory_begins_anew():
     block = bytearray(200_000_000)
     del block
     high = peak_memory("cpu")
@@ -128,7 +128,7 @@ def test_peak_memory_begins_anew() -> None:
 # -- what is doubtful ------------------------------------------------------------------------------
 
 
-def test_a_quiet_machine_gives_no_warning() -> None:
+def test_a_quiet_machine_gives_no_warning():
     assert at_start(quiet()) == []
     assert during(quiet(), quiet(total_s=1100.0, busy_s=120.0, own_s=39.0), 3000.0) == []
 
@@ -145,7 +145,7 @@ def test_a_quiet_machine_gives_no_warning() -> None:
         (quiet(stops=1), "stopped"),
     ],
 )
-def test_each_disturbance_has_its_warning_and_advice(after: LoadSnapshot, expected: str) -> None:
+def test_each_disturbance_has_its_warning_and_advice(after, expected):
     found = during(quiet(), after, 3000.0)
     assert [warning.id for warning in found] == [expected]
     assert found[0].advice.endswith(".")
@@ -153,14 +153,14 @@ def test_each_disturbance_has_its_warning_and_advice(after: LoadSnapshot, expect
     json.dumps(dict(found[0].data))
 
 
-def test_what_cannot_be_told_gives_no_warning() -> None:
+def test_what_cannot_be_told_gives_no_warning():
     unknown = quiet(
         load_average=None, steal_s=None, frequency_mhz=None, throttled=None, swapped_in_bytes=None
     )
     assert at_start(unknown) == during(unknown, unknown) == []
 
 
-def test_a_machine_that_is_busy_before_the_sweep() -> None:
+def test_a_machine_that_is_busy_before_the_sweep():
     found = at_start(quiet(load_average=4.5))
     assert [warning.message for warning in found] == [
         "The machine is busy: a load of 4.5 on 4 cores before the sweep began."
@@ -168,7 +168,7 @@ def test_a_machine_that_is_busy_before_the_sweep() -> None:
     assert [warning.id for warning in at_start(quiet(available_bytes=1))] == ["memory-pressure"]
 
 
-def test_few_prompts() -> None:
+def test_few_prompts():
     assert few_prompts(8) is None
     one = few_prompts(1)
     assert one is not None
@@ -179,7 +179,7 @@ def interval(value: float, low: float, high: float) -> Estimate:
     return Estimate(value, low, high, 9)
 
 
-def test_wide_intervals() -> None:
+def test_wide_intervals():
     assert wide_intervals({"a": interval(2.0, 1.81, 2.19)}) is None
     found = wide_intervals(
         {"a": interval(2.0, 1.81, 2.19), "b": interval(1.0, 0.8, 1.3), "c": interval(1.0, 0.5, 1.9)}
@@ -189,7 +189,7 @@ def test_wide_intervals() -> None:
     assert found.data == {"half_widths": {"b": 0.25, "c": 0.7}}
 
 
-def test_a_baseline_slower_than_transformers() -> None:
+def test_a_baseline_slower_than_transformers():
     assert baseline_too_slow(interval(1.1, 0.99, 1.3)) is None
     found = baseline_too_slow(interval(1.2, 1.1, 1.3))
     assert found is not None
@@ -202,7 +202,7 @@ TIE = Mismatch(
 )
 
 
-def test_a_real_difference_outweighs_ties() -> None:
+def test_a_real_difference_outweighs_ties():
     real = structs.replace(TIE, prompt="q", position=7, gap=2.5, numerical_tie=False)
     assert tokens_differ({}, 5) == []
     (found,) = tokens_differ({"C": [TIE, real]}, 5)
@@ -214,7 +214,7 @@ def test_a_real_difference_outweighs_ties() -> None:
     assert found.data == {"differences": [builtins(TIE), builtins(real)]}
 
 
-def test_ties_of_all_configurations_are_told_at_once() -> None:
+def test_ties_of_all_configurations_are_told_at_once():
     found = tokens_differ({"C": [TIE, TIE], "D": [structs.replace(TIE, numerical_tie=None)], "E": [TIE]}, 5)
     assert [warning.severity for warning in found] == ["warning", "info"]
     assert found[1].message == (

@@ -128,7 +128,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("drafter", "sampling", "new"), list(cells()))
-def test_the_output_distribution_is_the_targets(drafter: str, sampling: Sampling, new: int) -> None:
+def test_the_output_distribution_is_the_targets(drafter, sampling, new):
     expected = target_distribution(sampling, new=new)
     for gamma in (1, 3):
         found = loop_distribution(DRAFTERS[drafter], sampling, gamma, new=new)
@@ -139,7 +139,7 @@ def test_the_output_distribution_is_the_targets(drafter: str, sampling: Sampling
 @pytest.mark.smoke
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_so_it_is_without_a_first_target_pass(drafter: str, new: int) -> None:
+def test_so_it_is_without_a_first_target_pass(drafter, new):
     found = loop_distribution(DRAFTERS[drafter], Multinomial(0.8), 2, first_target=False, new=new)
     assert largest_gap(found, target_distribution(Multinomial(0.8), new=new)) < 1e-6
 
@@ -147,7 +147,7 @@ def test_so_it_is_without_a_first_target_pass(drafter: str, new: int) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_so_it_is_with_end_tokens(drafter: str, new: int) -> None:
+def test_so_it_is_with_end_tokens(drafter, new):
     expected = target_distribution(Multinomial(), end_ids=(2, 3), new=new)
     assert any(len(tokens) < new for tokens in expected)
     for first_target in (True, False):
@@ -158,7 +158,7 @@ def test_so_it_is_with_end_tokens(drafter: str, new: int) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "self", "lookup", "ngram", "ngram:sample"])
-def test_without_the_residual_adjustment_it_is_not(drafter: str) -> None:
+def test_without_the_residual_adjustment_it_is_not(drafter):
     found = loop_distribution(
         DRAFTERS[drafter], Multinomial(), 1, first_target=False, residual_adjustment=False
     )

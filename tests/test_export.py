@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from cli_runs import Cli, refusal
+from cli_runs import refusal
 from head_files import eagle_settings, eagle_tensors, speculators_settings, write_head
 from huggingface_hub import constants
 from stored_runs import PASS_S, Drafter, change_run, write_exact, write_run
@@ -106,7 +106,7 @@ def flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from flat(value)
 
 
-def test_the_engines_are_those_that_are_pinned() -> None:
+def test_the_engines_are_those_that_are_pinned():
     assert list(ENGINES) == list(KNOWN) == list(get_args(EngineName))
     assert {name: engine.version for name, engine in ENGINES.items()} == {
         name: known["version"] for name, known in KNOWN.items()
@@ -114,7 +114,7 @@ def test_the_engines_are_those_that_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_name_is_one_of_that_version(name: str) -> None:
+def test_every_name_is_one_of_that_version(name):
     engine, known = ENGINES[name], KNOWN[name]
     groups = {"generate", "generation_config"}
     assert not set(known["names"]) & set(known.get("removed", ()))
@@ -132,7 +132,7 @@ def test_every_name_is_one_of_that_version(name: str) -> None:
     assert len(used) >= 4
 
 
-def test_transformers_has_these_names() -> None:
+def test_transformers_has_these_names():
     assert transformers.__version__ == ENGINES["transformers"].version
     of_config = set(KNOWN["transformers"]["names"]) - {"assistant_model", "assistant_tokenizer", "tokenizer"}
     assert of_config <= set(transformers.GenerationConfig().to_dict()) | set(
@@ -152,7 +152,7 @@ def words(text: str) -> list[str]:
     return shlex.split(text.replace("\\\n", " "))
 
 
-def test_a_model_on_every_engine() -> None:
+def test_a_model_on_every_engine():
     (line,) = [words(exported("vllm", "org/small").text)]
     assert line[:5] == ["vllm", "serve", HUB.name, "--dtype", "bfloat16"]
     assert json.loads(line[-1]) == {
@@ -202,7 +202,7 @@ def test_a_model_on_every_engine() -> None:
         compile(exported(name, "org/small").text, name, "exec")
 
 
-def test_lookups() -> None:
+def test_lookups():
     assert exported("vllm", "lookup:n=5,min=2").options["--speculative-config"] == {
         "method": "ngram",
         "prompt_lookup_max": 5,
@@ -235,7 +235,7 @@ def test_lookups() -> None:
     )
 
 
-def test_rules_that_an_engine_has_stay_and_others_become_a_length() -> None:
+def test_rules_that_an_engine_has_stay_and_others_become_a_length():
     rule = "confidence:threshold=0.6,max=9"
     for name, option, value in (
         ("transformers", "assistant_confidence_threshold", 0.6),
@@ -265,7 +265,7 @@ def test_rules_that_an_engine_has_stay_and_others_become_a_length() -> None:
         assert any("bonus" in each or "num-draft-tokens counts" in each for each in made.differs), engine.name
 
 
-def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for() -> None:
+def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for():
     hot = {"temperature": 0.7}
     assert dict(flat(exported("vllm", "org/small", **hot).options))["draft_sample_method"] == "probabilistic"
     assert exported("llama.cpp", "org/small", **hot).options["--spec-draft-sampling"] == "probabilistic"
@@ -289,7 +289,7 @@ def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for() -> N
     assert any("Σ p·q" in each for each in exported("mlx-lm", "org/small", **hot).differs)
 
 
-def test_revisions_and_names_without_an_organization() -> None:
+def test_revisions_and_names_without_an_organization():
     changes = {"target": Model("org/big", "v2")}
     assert exported("vllm", "org/small@v1", **changes).options["--revision"] == "v2"
     assert exported("vllm", "org/small@v1").options["--speculative-config"]["revision"] == "v1"
@@ -306,7 +306,7 @@ def test_revisions_and_names_without_an_organization() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_what_cannot_be_said_is_refused_in_a_sentence(name: str) -> None:
+def test_what_cannot_be_said_is_refused_in_a_sentence(name):
     engine = ENGINES[name]
     refused = ["ngram", "recycle", "self:int8", "self:calibrated", "ngram+org/small", "lookup+self:int8"]
     refused += ["self:layers=2,int8"] + ["lookup|org/small"] + ["self:layers=2"] * (name != "transformers")
@@ -317,7 +317,7 @@ def test_what_cannot_be_said_is_refused_in_a_sentence(name: str) -> None:
         )
 
 
-def test_names_of_strangers_stay_words() -> None:
+def test_names_of_strangers_stay_words():
     """A shell, YAML and Python read them as one name each."""
     odd = Model("a b'; touch x #\"$(y)")
     for name in ("vllm", "sglang", "tensorrt-llm"):
@@ -331,7 +331,7 @@ def test_names_of_strangers_stay_words() -> None:
 # -- which setting -----------------------------------------------------------------------------------
 
 
-def test_the_best_of_a_run_with_its_interval() -> None:
+def test_the_best_of_a_run_with_its_interval():
     found = setting_of_run(load_results(RUNS / "qwen2.5-coder-rules"))
     assert str(found.drafter) == "qwen2.5-coder-0.5b"
     assert (found.drafter_dtype, found.dtype, found.temperature) == ("int8", "bfloat16", 0.0)
@@ -342,7 +342,7 @@ def test_the_best_of_a_run_with_its_interval() -> None:
     assert found.gamma_from == "the best of the 7 fixed γ measured with it, 1.79 × [1.62, 1.95]"
 
 
-def test_one_that_is_named() -> None:
+def test_one_that_is_named():
     df = load_results(RUNS / "qwen2.5-coder-pair")
     for name in ("qwen2.5-coder-0.5b (int8)@8", "qwen2.5-coder-0.5b (int8) γ=8"):
         found = setting_of_run(df, name)
@@ -358,7 +358,7 @@ def test_one_that_is_named() -> None:
     "drafter",
     [Drafter("org/small", 0.8, 0.2, spread=0.0), Drafter("lookup", 0.6, 0.001, spread=0.0, finds=0.3)],
 )
-def test_without_a_fixed_length_beside_it_one_is_predicted(tmp_path: Path, drafter: Drafter) -> None:
+def test_without_a_fixed_length_beside_it_one_is_predicted(tmp_path, drafter):
     write_run(tmp_path / "run", drafters=(drafter,), gammas=(), policies=("auto",), repeats=1)
     found = setting_of_run(load_results(tmp_path / "run"))
     assert "predict it to be the fastest; none was measured with it" in found.gamma_from
@@ -367,14 +367,14 @@ def test_without_a_fixed_length_beside_it_one_is_predicted(tmp_path: Path, draft
     assert speeds[found.gamma] >= 0.97 * max(speeds)
 
 
-def test_requests_side_by_side_go_by_the_passes_they_share() -> None:
+def test_requests_side_by_side_go_by_the_passes_they_share():
     df = load_results(RUNS / "qwen2.5-coder-by-batch")
     found = setting_of_run(df)
     assert "predict it to be the fastest" in found.gamma_from
     assert 3 <= found.gamma <= 8
 
 
-def test_without_times_of_passes_steps_say_how_long(tmp_path: Path) -> None:
+def test_without_times_of_passes_steps_say_how_long(tmp_path):
     drafter = (Drafter("org/small", 0.8, 0.2, spread=0.0),)
     write_run(
         tmp_path / "run",
@@ -400,7 +400,7 @@ def test_without_times_of_passes_steps_say_how_long(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["small.gguf", "my small one", "lookups"])
-def test_models_of_a_run_need_not_be_here(tmp_path: Path, model: str) -> None:
+def test_models_of_a_run_need_not_be_here(tmp_path, model):
     """Nor need their names be what a hub would take."""
     drafters = (Drafter(f"{model} (int8)", 0.8, 0.2), Drafter(f"lookup:n=4+{model} (int8)", 0.8, 0.2))
     write_run(
@@ -415,14 +415,14 @@ def test_models_of_a_run_need_not_be_here(tmp_path: Path, model: str) -> None:
         assert options["--spec-draft-model"] == f"{model.removesuffix('.gguf')}.gguf"
 
 
-def test_a_drafter_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_drafter_of_another_version_is_refused(tmp_path):
     write_run(
         tmp_path / "run", drafters=(Drafter("oracle:n=3", 0.8, 0.2),), gammas=(2,), prompts_per_category=1
     )
     assert "oracle:n=3" in refusal(setting_of_run, load_results(tmp_path / "run"), kind=UsageError)
 
 
-def test_a_configuration() -> None:
+def test_a_configuration():
     config = Config(target="org/big@v1", drafter="org/small", length_policy="fixed:gamma=7", dtype="bfloat16")
     found = setting_of_config(config)
     assert not any(
@@ -446,7 +446,7 @@ def ranked_run(folder: Path, **options: Any) -> Path:
     return write_exact(folder, speeds, **options)
 
 
-def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path: Path) -> None:
+def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path):
     df = load_results(ranked_run(tmp_path / "run"))
     settings = settings_of_run(df)
     assert [str(each.drafter) for each in settings] == ["self:int8", "lookup", "lookup"]
@@ -468,7 +468,7 @@ def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path: P
     )
 
 
-def test_a_provisional_verdict_is_not_deployed_as_a_sure_one(tmp_path: Path) -> None:
+def test_a_provisional_verdict_is_not_deployed_as_a_sure_one(tmp_path):
     df = load_results(ranked_run(tmp_path / "run", disturbed=("machine-busy",)))
     found = setting_of_run(df)
     assert found.measured is not None
@@ -482,7 +482,7 @@ def test_a_provisional_verdict_is_not_deployed_as_a_sure_one(tmp_path: Path) -> 
     assert "cannot be told from plain decoding" in " ".join(text.replace("#", "").split())
 
 
-def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path: Path) -> None:
+def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
     ranking = ["lookup@4", "self:int8@2", "plain", "lookup@2"]
     tuning = {"predicted": {}, "raced": ranking[:2], "left_out": {}, "ranking": ranking, "verdict": "faster"}
     df = load_results(ranked_run(tmp_path / "run", tuning=tuning))
@@ -500,7 +500,7 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_engine_has_every_kind_of_head_or_says_why_not(name: str, kind: str) -> None:
+def test_every_engine_has_every_kind_of_head_or_says_why_not(name, kind):
     engine, known = ENGINES[name], KNOWN[name]
     here, there = setting("org/head", head=kind), HEADS[name][kind]
     assert expresses(engine, here.drafter, HeadStory(kind=kind)) == isinstance(there, Has)
@@ -521,7 +521,7 @@ def test_every_engine_has_every_kind_of_head_or_says_why_not(name: str, kind: st
     assert (there.needs in made.needs) == bool(there.needs)
 
 
-def test_the_table_of_heads_is_whole() -> None:
+def test_the_table_of_heads_is_whole():
     assert list(HEADS) == list(ENGINES)
     assert all(list(row) == list(KINDS) for row in HEADS.values())
     gone = KNOWN["vllm"]["removed_values"]
@@ -533,7 +533,7 @@ def test_the_table_of_heads_is_whole() -> None:
     assert "which has no heads of the kind new" in message
 
 
-def test_heads_of_engines_that_read_them() -> None:
+def test_heads_of_engines_that_read_them():
     def given(name: str, kind: str, drafter: str = "org/head") -> Mapping[str, Any]:
         return export_setting(ENGINES[name], setting(drafter, head=kind)).options
 
@@ -559,7 +559,7 @@ def test_heads_of_engines_that_read_them() -> None:
     assert "cannot express the drafter lookup+org/head, with a trained head" in message
 
 
-def test_a_run_tells_of_its_heads(tmp_path: Path) -> None:
+def test_a_run_tells_of_its_heads(tmp_path):
     story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
     drafters = (Drafter("head", 0.8, 0.1),)
     write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
@@ -573,16 +573,14 @@ def test_a_run_tells_of_its_heads(tmp_path: Path) -> None:
     assert "vLLM cannot read the head in head, which is compact" in message
 
 
-def test_the_head_that_comes_with_specbench_is_for_it_alone(cli: Cli) -> None:
+def test_the_head_that_comes_with_specbench_is_for_it_alone(cli):
     named = ("--setting", "lookup+smollm2-135m-head (int8) auto")
     cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", *named).refused(2, "which is compact", "serve")
     found = cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", "--json").json()
     assert found["setting"]["drafter"] == "lookup"
 
 
-def test_a_configuration_tells_of_a_head_that_is_here(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_tells_of_a_head_that_is_here(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     file = tmp_path / "specbench.toml"
@@ -596,9 +594,7 @@ def test_a_configuration_tells_of_a_head_that_is_here(
     )
 
 
-def test_a_configuration_tells_of_a_head_on_the_hub(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
     """As the command line does; where nobody can look, the export says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -625,7 +621,7 @@ def test_a_configuration_tells_of_a_head_on_the_hub(
 
 
 @pytest.mark.smoke
-def test_the_command_says_what_it_is_from(cli: Cli) -> None:
+def test_the_command_says_what_it_is_from(cli):
     result = cli("export", RUNS / "qwen2.5-coder-rules", "--to", "vllm")
     assert (result.code, result.err) == (0, "")
     assert "# Made for vLLM 0.33.0 by specbench" in result.out
@@ -637,7 +633,7 @@ def test_the_command_says_what_it_is_from(cli: Cli) -> None:
     assert all(len(line) <= 100 for line in result.out.splitlines() if line.startswith("#"))
 
 
-def test_the_command_says_what_is_not_exported(cli: Cli, tmp_path: Path) -> None:
+def test_the_command_says_what_is_not_exported(cli, tmp_path):
     run_of_two = ranked_run(tmp_path / "two")
     result = cli("export", run_of_two, "--to", "transformers")
     assert result.code == 0
@@ -652,7 +648,7 @@ def test_the_command_says_what_is_not_exported(cli: Cli, tmp_path: Path) -> None
 
 
 @pytest.mark.smoke
-def test_as_data(cli: Cli) -> None:
+def test_as_data(cli):
     found = cli("export", RUNS / "smollm2-135m", "--to", "transformers", "--json").json()
     assert (found["engine"], found["version"]) == ("transformers", "5.23.0")
     assert found["options"]["generate"] == {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
@@ -664,7 +660,7 @@ def test_as_data(cli: Cli) -> None:
     assert found["check"]
 
 
-def test_a_setting_that_is_not_faster_says_so(tmp_path: Path) -> None:
+def test_a_setting_that_is_not_faster_says_so(tmp_path):
     slow = (Drafter("lookup", 0.05, 0.9, spread=0.0),)
     write_run(tmp_path / "run", drafters=slow, gammas=(8,), repeats=1)
     found = setting_of_run(load_results(tmp_path / "run"))
@@ -674,7 +670,7 @@ def test_a_setting_that_is_not_faster_says_so(tmp_path: Path) -> None:
     assert as_json(engine, found, engine.export(found), "run")["measured"]["verdict"] == "slower"
 
 
-def test_the_command_takes_a_configuration(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "specbench.toml"
     file.write_text(
@@ -697,7 +693,7 @@ def test_the_command_takes_a_configuration(cli: Cli, tmp_path: Path, monkeypatch
     cli("export", tmp_path / "none.toml", "--to", "vllm").refused(2, "cannot be read")
 
 
-def test_what_the_command_refuses(cli: Cli, tmp_path: Path) -> None:
+def test_what_the_command_refuses(cli, tmp_path):
     cli("export", RUNS / "smollm2-135m-self-rules", "--to", "vllm").refused(
         2, "vLLM cannot express the drafter self:int8"
     )
@@ -708,7 +704,7 @@ def test_what_the_command_refuses(cli: Cli, tmp_path: Path) -> None:
     cli("export", tmp_path / "plain", "--to", "vllm").refused(2, "no speculative decoding was measured")
 
 
-def test_the_documented_table_is_the_code() -> None:
+def test_the_documented_table_is_the_code():
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w[\w.-]+)` \| (.+?) \| (.+?) \| (.+?) \|$", page, flags=re.MULTILINE)
     assert rows == [
@@ -723,7 +719,7 @@ PROMPT = "the cat and the dog and the cat and the dog and"
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(tmp_path_factory) -> Path:
     """A folder with a tiny target and a tiny drafter of one tokenizer."""
     folder = tmp_path_factory.mktemp("pair")
     save_tiny(folder / "big", layers=3)
@@ -767,9 +763,7 @@ def plainly(folder: Path) -> list[int]:
         ("self:layers=2", "fixed:gamma=4"),
     ],
 )
-def test_transformers_gives_the_same_tokens(
-    pair: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, rule: str
-) -> None:
+def test_transformers_gives_the_same_tokens(pair, monkeypatch, drafter, rule):
     monkeypatch.chdir(pair)
     here = setting(drafter, rule, target=Model("big"), dtype="float32")
     tokens, new, passes = performed(ENGINES["transformers"].export(here).text)
@@ -780,9 +774,7 @@ def test_transformers_gives_the_same_tokens(
         assert 0 < passes <= new == len(tokens)
 
 
-def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(
-    pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(pair, monkeypatch):
     """Runs keep no paths: what is a folder's name has to be found; a hub id, or a built-in model's, stands."""
     monkeypatch.chdir(pair)
     text = exported("transformers", "small-1b", target=Model("big"), dtype="float32").text
@@ -806,7 +798,7 @@ def command_lines(name: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_sglang_parses_what_is_exported() -> None:
+def test_sglang_parses_what_is_exported():
     arguments = pytest.importorskip(
         "sglang.srt.server_args", reason="SGLang is not installed", exc_type=ImportError
     )
@@ -819,7 +811,7 @@ def test_sglang_parses_what_is_exported() -> None:
 
 
 @pytest.mark.slow
-def test_vllm_parses_what_is_exported() -> None:
+def test_vllm_parses_what_is_exported():
     engine = pytest.importorskip(
         "vllm.engine.arg_utils", reason="vLLM is not installed", exc_type=ImportError
     )
@@ -837,7 +829,7 @@ def test_vllm_parses_what_is_exported() -> None:
 
 
 @pytest.mark.slow
-def test_llama_cpp_drafts_with_what_is_exported(tmp_path: Path) -> None:
+def test_llama_cpp_drafts_with_what_is_exported(tmp_path):
     """llama.cpp's own server in this process, as the wheel xllamacpp brings it."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
     write_gguf(tmp_path / "big.gguf")

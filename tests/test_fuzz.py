@@ -18,7 +18,7 @@ CASE = 2
 @pytest.mark.parametrize(
     ("minutes", "seed"), [(0.1, 0), pytest.param(1, 1000, marks=pytest.mark.slow, id="a minute")]
 )
-def test_random_cases_find_nothing(minutes: float, seed: int) -> None:
+def test_random_cases_find_nothing(minutes, seed):
     child = subprocess.run(
         [sys.executable, fuzz.__file__, "--minutes", str(minutes), "--seed", str(seed)],
         capture_output=True, text=True, timeout=500, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -32,7 +32,7 @@ def test_random_cases_find_nothing(minutes: float, seed: int) -> None:
     assert result["refused"] < result["cases"] / 4
 
 
-def test_a_case_is_the_same_every_time_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_is_the_same_every_time_and_alone(capsys):
     assert fuzz.draw(CASE) == fuzz.draw(CASE)
     seen = []
     for _ in range(2):
@@ -42,7 +42,7 @@ def test_a_case_is_the_same_every_time_and_alone(capsys: pytest.CaptureFixture[s
     assert json.loads(seen[0].splitlines()[-1])["cases"] == 1
 
 
-def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_token_is_found(monkeypatch, capsys):
     honest = fuzz.generated
 
     def spoilt(*given: Any) -> list[int]:
@@ -56,9 +56,7 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert json.loads(shown.splitlines()[-1])["findings"] == 1
 
 
-def test_an_error_that_is_no_sentence_is_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_that_is_no_sentence_is_found(monkeypatch, capsys):
     def broken(*_: Any, **__: Any) -> Any:
         raise IndexError("list index out of range")
 

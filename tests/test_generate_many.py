@@ -23,7 +23,6 @@ from specbench import (
     wrap_drafter,
     wrap_target,
 )
-from specbench.backends.torch.pools import PoolKind
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation, Prefill, SharedPass
 from specbench.drafters.model import ModelDrafter
@@ -93,7 +92,7 @@ def told(generation: Generation | Exception) -> Any:
     ("batch", "most", "tokens", "kind"),
     [(1, 512, None, "paged"), (3, 16, None, "slotted"), (8, 512, 150, "paged"), (16, 64, None, "paged")],
 )
-def test_outputs_are_those_alone(batch: int, most: int, tokens: int | None, kind: PoolKind) -> None:
+def test_outputs_are_those_alone(batch, most, tokens, kind):
     many = GenerationRuns(
         [run(number) for number in range(48)],
         max_batch=batch,
@@ -109,7 +108,7 @@ def test_outputs_are_those_alone(batch: int, most: int, tokens: int | None, kind
 
 
 @pytest.mark.smoke
-def test_a_seed_gives_the_same_tokens_whatever_the_neighbors() -> None:
+def test_a_seed_gives_the_same_tokens_whatever_the_neighbors():
     settings = {"sampling": Multinomial(0.9)}
     seeds = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
     together = GenerationRuns(
@@ -123,7 +122,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_neighbors() -> None:
 
 
 @pytest.mark.parametrize("rule", ["egag", "svip", "dynamic-tree:nodes=5", "heuristic"])
-def test_rules_learn_from_their_own_request_alone(rule: str) -> None:
+def test_rules_learn_from_their_own_request_alone(rule):
     policy, own = build_policy(rule), drafter("model")
     many = speculative_generate_many(
         prompts()[:6], target(), own, policy=policy, max_new_tokens=NEW, max_batch=3
@@ -135,7 +134,7 @@ def test_rules_learn_from_their_own_request_alone(rule: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["preallocated", "none", "int8", "int4"])
-def test_other_caches_are_one_for_each_request(kind: str) -> None:
+def test_other_caches_are_one_for_each_request(kind):
     language_model = tiny_language_model()
     language_model.quantize = quantized(kind)
     other = prepare_target(language_model, "preallocated" if quantized(kind) else kind)
@@ -148,7 +147,7 @@ def test_other_caches_are_one_for_each_request(kind: str) -> None:
         assert told(found) == told(speculative_generate(prompt, other, own, gamma=3, max_new_tokens=NEW))
 
 
-def test_one_wrong_prompt_ends_alone() -> None:
+def test_one_wrong_prompt_ends_alone():
     many = speculative_generate_many(
         ["", [1, 2, 3], [10**6], [1] * 600, [4, 5]], target(), None, max_new_tokens=3, max_batch=2
     )
@@ -163,7 +162,7 @@ def test_one_wrong_prompt_ends_alone() -> None:
         assert told(found[number]) == told(speculative_generate(prompt, target(), None, max_new_tokens=3))
 
 
-def test_settings_that_are_wrong_for_all_are_refused_at_once() -> None:
+def test_settings_that_are_wrong_for_all_are_refused_at_once():
     for settings, reason in (
         ({"stop": [""]}, "stop string"),
         ({"gamma": 0}, "gamma"),
@@ -177,7 +176,7 @@ def test_settings_that_are_wrong_for_all_are_refused_at_once() -> None:
         GenerationRuns([GenerationRun([1], target()), GenerationRun([1], other)])
 
 
-def test_records_come_as_they_are_made_and_what_is_there_can_be_asked_for() -> None:
+def test_records_come_as_they_are_made_and_what_is_there_can_be_asked_for():
     settings = {"gamma": 2, "max_new_tokens": NEW, "max_batch": 2}
     many = speculative_generate_many(prompts()[:3], target(), drafter("lookup"), **settings)
     order, queued = [], []
@@ -196,7 +195,7 @@ def test_records_come_as_they_are_made_and_what_is_there_can_be_asked_for() -> N
     assert [len(told(each)[0]) for each in (second, third)] == [NEW, NEW]
 
 
-def test_async_iteration_gives_the_same_and_can_be_left() -> None:
+def test_async_iteration_gives_the_same_and_can_be_left():
     async def gathered(most: int) -> tuple[GenerationRuns, int]:
         many = speculative_generate_many(
             prompts()[:4], target(), drafter("lookup"), gamma=2, max_new_tokens=NEW
@@ -221,7 +220,7 @@ def test_async_iteration_gives_the_same_and_can_be_left() -> None:
 
 @pytest.mark.parametrize("rule", ["auto", "auto-tree"])
 @pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model"])
-def test_rules_that_read_costs_change_no_greedy_token(kind: str, rule: str) -> None:
+def test_rules_that_read_costs_change_no_greedy_token(kind, rule):
     if "lookup" in kind and rule == "auto-tree":
         kind = "suffix"
     many = speculative_generate_many(
@@ -236,7 +235,7 @@ def test_rules_that_read_costs_change_no_greedy_token(kind: str, rule: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["model", "self:layers=1"])
-def test_later_batches_know_what_passes_cost(kind: str) -> None:
+def test_later_batches_know_what_passes_cost(kind):
     load, made = Load(), drafter(kind)
     assert isinstance(made, ModelDrafter)
     rounds, passes = [0], [0]
@@ -255,7 +254,7 @@ def test_later_batches_know_what_passes_cost(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model", "lookup|self:layers=1"])
-def test_no_drafts_are_made_with_more_requests_than_that(kind: str) -> None:
+def test_no_drafts_are_made_with_more_requests_than_that(kind):
     settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": NEW, "max_batch": 4}
     lengths = []
     for most in (None, 4, 3):
@@ -269,7 +268,7 @@ def test_no_drafts_are_made_with_more_requests_than_that(kind: str) -> None:
     assert 0 in lengths[2]
 
 
-def test_requests_arrive_one_after_the_other_and_every_pass_is_told() -> None:
+def test_requests_arrive_one_after_the_other_and_every_pass_is_told():
     passes: list[SharedPass] = []
     runs = [run(number) for number in range(4)]
     many = GenerationRuns(runs[:3], max_batch=2, later=runs[3:], watch=passes.append)
@@ -285,7 +284,7 @@ def test_requests_arrive_one_after_the_other_and_every_pass_is_told() -> None:
     assert starts == sorted(starts)
 
 
-def test_a_target_that_a_device_map_has_spread_serves_batches() -> None:
+def test_a_target_that_a_device_map_has_spread_serves_batches():
     """Every module on a device of the map, which all are the processor: accelerate's hooks are on all of them."""
     places = dict.fromkeys(
         (
@@ -310,7 +309,7 @@ def test_a_target_that_a_device_map_has_spread_serves_batches() -> None:
         )
 
 
-def test_memory_is_given_back_when_all_have_ended() -> None:
+def test_memory_is_given_back_when_all_have_ended():
     """And not when the collector comes: in a process with torch in it that is hardly ever."""
     many = speculative_generate_many(
         prompts()[:3], target(), drafter("model"), gamma=2, max_new_tokens=NEW, max_batch=2
@@ -336,7 +335,7 @@ def test_memory_is_given_back_when_all_have_ended() -> None:
 
 
 @pytest.mark.parametrize("kind", ["paged", "slotted"])
-def test_nothing_is_left_to_the_collector(kind: PoolKind) -> None:
+def test_nothing_is_left_to_the_collector(kind):
     """Requests and what they hold go with their last reference, those that are cancelled too."""
 
     def decode_some() -> None:
@@ -358,7 +357,7 @@ def test_nothing_is_left_to_the_collector(kind: PoolKind) -> None:
     assert left == []
 
 
-def test_a_drafter_may_be_given_by_its_spec() -> None:
+def test_a_drafter_may_be_given_by_its_spec():
     alone = speculative_generate([5, 6, 5, 6], target(), "lookup", gamma=2, max_new_tokens=NEW)
     assert alone.drafter == "lookup"
     settings: dict[str, Any] = {"gamma": 2, "max_new_tokens": NEW}

@@ -47,16 +47,16 @@ def run_with(path: Path, heads: dict[str, Any] | None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return run_with(tmp_path_factory.mktemp("results") / "heads", {HEAD.name: STORY})
 
 
 @pytest.fixture(scope="module")
-def df(folder: Path) -> Results:
+def df(folder) -> Results:
     return load_results(folder)
 
 
-def test_heads_are_told_by_category(df: Results) -> None:
+def test_heads_are_told_by_category(df):
     heads = head_rows(df)
     assert [(row.config.id, row.category) for row in heads] == [
         (f"head (int8)-g{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
@@ -73,14 +73,14 @@ def test_heads_are_told_by_category(df: Results) -> None:
         assert row.trained == 1.7 if row.category == "code" else pd.isna(row.trained)
 
 
-def test_the_best_measure_is_that_of_the_head_that_was_kept(df: Results) -> None:
+def test_the_best_measure_is_that_of_the_head_that_was_kept(df):
     told = stories(df.run.heads)
     assert told == {HEAD.name: msgspec.convert(STORY, HeadStory)}
     assert best_measure(told[HEAD.name]).tokens == 300_000
     assert stories({"x": HeadStory(kind="eagle")}) == {}
 
 
-def test_the_report_says_where_a_head_loses(df: Results, folder: Path, tmp_path: Path) -> None:
+def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
     rows = head_rows(df)
     sheet = tables.head_sheet(rows)
     worst = min((row for row in rows if row.config.id == "head (int8)-g2"), key=lambda row: row.first)
@@ -95,7 +95,7 @@ def test_the_report_says_where_a_head_loses(df: Results, folder: Path, tmp_path:
         assert EVIL not in text
 
 
-def test_the_figures_of_the_training_stand_in_a_table(df: Results, folder: Path, tmp_path: Path) -> None:
+def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
     sheet = tables.training_sheet(training_rows(df))
     assert sheet.headings == [
         "drafter", "tokens trained on", "tokens/step", "1. kept", "2. kept", "3. kept", "4. kept",
@@ -109,7 +109,7 @@ def test_the_figures_of_the_training_stand_in_a_table(df: Results, folder: Path,
         assert "Its figures stand in the table 'Training'" in text.replace("&#39;", "'")
 
 
-def test_the_figure_shows_acceptance_by_place_against_tokens(df: Results) -> None:
+def test_the_figure_shows_acceptance_by_place_against_tokens(df):
     left, right = draw_figures(df, ["training"]).figures["training"].axes
     assert [line.get_xydata().tolist() for line in left.lines] == [
         [[0, 0.01], [300_000, 0.4], [600_000, 0.35]],
@@ -118,7 +118,7 @@ def test_the_figure_shows_acceptance_by_place_against_tokens(df: Results) -> Non
     assert [line.get_ydata().tolist() for line in right.lines] == [[1.01, 1.5, 1.4], [1.0, 1.7, 1.6]]
 
 
-def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path: Path) -> None:
+def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path):
     df = load_results(
         run_with(tmp_path / "run", {FREE.name: STORY, HEAD.name: STORY, "x": {"kind": "eagle3"}})
     )
@@ -127,7 +127,7 @@ def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path: Path)
     assert {row.drafter for row in training_rows(df)} == {FREE.name}
 
 
-def test_in_a_cascade_the_drafts_of_both_parts_count(df: Results) -> None:
+def test_in_a_cascade_the_drafts_of_both_parts_count(df):
     note = "Of a cascade the drafts of both parts count."
     rows = head_rows(df)
     assert note not in tables.head_sheet(rows).notes
@@ -135,18 +135,18 @@ def test_in_a_cascade_the_drafts_of_both_parts_count(df: Results) -> None:
     assert note in tables.head_sheet([replace(rows[0], config=cascade)]).notes
 
 
-def test_runs_without_trained_heads_say_nothing_of_them(tmp_path: Path) -> None:
+def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):
     df = load_results(run_with(tmp_path / "run", None))
     assert head_rows(df) == training_rows(df) == []
     assert "no head was trained by specbench" in draw_figures(df).skipped["training"]
 
 
-def test_a_damaged_story_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_story_is_refused(tmp_path):
     path = run_with(tmp_path / "run", {HEAD.name: {**STORY, "tokens": -1}})
     assert "heads" in refusal(load_results, path, kind=UsageError)
 
 
-def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path: Path) -> None:
+def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path):
     assert story_of(tmp_path) is None
     file = tmp_path / "training.json"
     whole = {**STORY, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}

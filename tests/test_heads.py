@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import Cli, refusal
+from cli_runs import refusal
 from head_files import (
     BLOCK,
     DRAFTED,
@@ -366,7 +366,7 @@ def rows_of(asked: Pass) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *FIRST_LAYOUTS])
-def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) -> None:
+def test_rows_of_eagle_are_those_of_the_formulas(tmp_path, layout):
     settings, tensors = (LAYOUTS | FIRST_LAYOUTS)[layout]()
     formulas = Formulas if layout in LAYOUTS else FirstFormulas
     drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
@@ -391,7 +391,7 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) ->
     torch.testing.assert_close(found, tree, **close)
 
 
-def test_a_trainer_gets_the_decoders_logits_at_all_positions_with_gradients() -> None:
+def test_a_trainer_gets_the_decoders_logits_at_all_positions_with_gradients():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         head = EagleHead(EagleShape(3, WIDTH, VOCAB, LlamaConfig(**LAYER), fc_norm=True, norm_before_fc=True))
@@ -411,7 +411,7 @@ def test_a_trainer_gets_the_decoders_logits_at_all_positions_with_gradients() ->
 
 
 @pytest.mark.parametrize("layout", ["speculators", "of two layers", "vLLM", "norms"])
-def test_rows_of_p_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) -> None:
+def test_rows_of_p_eagle_are_those_of_the_formulas(tmp_path, layout):
     settings, tensors = parallel_settings(), parallel_tensors()
     if layout == "of two layers":
         settings, tensors = parallel_settings(layers=2), parallel_tensors(layers=2)
@@ -448,7 +448,7 @@ def test_rows_of_p_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) 
     assert drafter.can_read(CONTEXT, DRAFT) == (layout == "vLLM")
 
 
-def test_p_eagle_drafts_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
     drafter = drafter_of(
         write_head(tmp_path / "head", parallel_settings(), parallel_tensors()), tiny_target()
     )
@@ -465,7 +465,7 @@ def test_p_eagle_drafts_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_rows_of_medusa_are_those_of_the_formula(tmp_path: Path, shared: bool) -> None:
+def test_rows_of_medusa_are_those_of_the_formula(tmp_path, shared):
     tensors = medusa_tensors(blocks=2, drafted=DRAFTED)
     settings = medusa_settings(num_hidden_layers=2, truncated_vocab_size=DRAFTED, original_lm_head=shared)
     if shared:
@@ -543,9 +543,7 @@ def rows_of_blocks(
     ("settings", "drafted", "layers"),
     [(block_settings(), None, (1, 3)), (speculators_block_settings(), DRAFTED, (1, 2))],
 )
-def test_rows_of_dflash_are_those_of_the_formulas(
-    tmp_path: Path, settings: dict[str, Any], drafted: int | None, layers: tuple[int, ...]
-) -> None:
+def test_rows_of_dflash_are_those_of_the_formulas(tmp_path, settings, drafted, layers):
     tensors = block_tensors(drafted=drafted)
     drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
     assert drafter.layers == layers
@@ -564,7 +562,7 @@ def test_rows_of_dflash_are_those_of_the_formulas(
     assert not drafter.can_read(CONTEXT, DRAFT)
 
 
-def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path: Path) -> None:
+def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path):
     ahead = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
     settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": VOCAB}
     target = tiny_target()
@@ -627,7 +625,7 @@ def on_caches() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kept", "kind"), list(on_caches()))
-def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) -> None:
+def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
     expected, _ = outputs(target.scorer, NoDraft(), DraftPolicy(FixedLength(1)))
     head = few_head(tmp_path / "head", kind, target)
@@ -649,7 +647,7 @@ def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) ->
 
 @pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
-def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any, kind: str) -> None:
+def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
     head = few_head(tmp_path / "head", kind, target)
     prompts = [[*PROMPT, *[number % 9] * number * 3] for number in range(5)]
@@ -677,9 +675,7 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any
 
 
 @pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
-def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, kind, monkeypatch):
     """Shared passes of the head fail when they have been made, and so do all of one request's of the target."""
     target = wrap_target(few_tokens(), pack=False)
     head = few_head(tmp_path / "head", kind, target)
@@ -727,9 +723,7 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa"])
-def test_what_several_requests_want_of_a_head_is_made_in_one(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_several_requests_want_of_a_head_is_made_in_one(tmp_path, kind, monkeypatch):
     loaded = few_head(tmp_path / "head", kind, wrap_target(few_tokens(), pack=False)).scorer
     contexts = [[number % 9, *range(9), 4, 7, 1][: 4 + 3 * number] for number in range(4)]
     beside, alone = ([loaded.twin() for _ in contexts] for _ in range(2))
@@ -763,9 +757,7 @@ def test_what_several_requests_want_of_a_head_is_made_in_one(
 
 
 @pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])
-def test_every_draft_begins_behind_the_targets_own_states(
-    tmp_path: Path, drafter: str, tree: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tree, monkeypatch):
     """Whatever was drafted, kept and dropped before: the first row is that of a head that has read nothing else."""
     target = wrap_target(few_tokens(), pack=False)
     head = few_head(tmp_path / "head", "eagle", target)
@@ -793,7 +785,7 @@ def test_every_draft_begins_behind_the_targets_own_states(
         torch.testing.assert_close(fresh.score(Pass(fresh, context)).logits[0], row, atol=1e-4, rtol=1e-4)
 
 
-def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
+def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path):
     target = tiny_target()
     folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors(spread=0.1))
     quick, exact = drafter_of(folder, target, LoadOptions()), drafter_of(folder, target)
@@ -810,7 +802,7 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
     assert (rows[0] - rows[1]).norm() < 0.05 * rows[1].norm()
 
 
-def test_timed_passes_are_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_passes_are_real_ones(tmp_path, monkeypatch):
     target = wrap_target(few_tokens(), pack=False)
     for kind, name in {"eagle": "read", "peagle": "read", "dflash": "guess", "medusa": "logits"}.items():
         head = few_head(tmp_path / kind, kind, target)
@@ -846,7 +838,7 @@ class Flattering(HeadDrafter):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "medusa"])
-def test_the_check_passes_heads_and_finds_a_wrong_q(kind: str) -> None:
+def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         checking = DecodingCheck(check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))])
         checking.steps()
@@ -971,7 +963,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
+def test_a_wrong_file_is_refused_in_a_sentence(tmp_path, case):
     settings, tensors, message = WRONG[case]
     if case == "Medusa without a map":
         tensors = {**tensors, "token_map": torch.zeros(9)}
@@ -979,7 +971,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, case: str) -> Non
     assert message in refusal(load_drafter, str(folder), tiny_target(), PLAIN, kind=SpecbenchError)
 
 
-def test_a_head_goes_with_its_target_alone(tmp_path: Path) -> None:
+def test_a_head_goes_with_its_target_alone(tmp_path):
     folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     target = tiny_target()
     for options in (LoadOptions(device="cpu"), LoadOptions(device_map="auto")):
@@ -995,7 +987,7 @@ def test_a_head_goes_with_its_target_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
-def test_a_target_whose_hidden_states_have_another_shape_takes_no_head(tmp_path: Path, kind: str) -> None:
+def test_a_target_whose_hidden_states_have_another_shape_takes_no_head(tmp_path, kind):
     """Gemma 3n keeps several states for every token and layer."""
     config = Gemma3nTextConfig(
         vocab_size=9, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=5,
@@ -1014,7 +1006,7 @@ def test_a_target_whose_hidden_states_have_another_shape_takes_no_head(tmp_path:
         load_drafter(str(files), target, PLAIN)
 
 
-def test_a_llama_of_one_layer_is_no_head(tmp_path: Path) -> None:
+def test_a_llama_of_one_layer_is_no_head(tmp_path):
     """EAGLE-1's authors give their heads its configuration: the weights tell."""
     head = write_head(tmp_path / "head", eagle_one_settings(), eagle_one_tensors())
     llama = save_tiny(tmp_path / "llama", layers=1)
@@ -1032,7 +1024,7 @@ def test_a_llama_of_one_layer_is_no_head(tmp_path: Path) -> None:
     assert find_head(parse_model(str(head))) is None
 
 
-def test_a_drafter_does_not_keep_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
+def test_a_drafter_does_not_keep_the_weights_that_it_was_made_of(tmp_path):
     folder = save_tiny(tmp_path / "tiny", layers=3)
     head = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     options = ModelOptions(dtype="float32")
@@ -1046,7 +1038,7 @@ def test_a_drafter_does_not_keep_the_weights_that_it_was_made_of(tmp_path: Path)
     assert proposers[0].name == "head (int8)"
 
 
-def test_medusa_as_its_authors_write_it(tmp_path: Path) -> None:
+def test_medusa_as_its_authors_write_it(tmp_path):
     """The number of heads is that of the file."""
     tensors = medusa_tensors()
     own = {}
@@ -1071,7 +1063,7 @@ def test_medusa_as_its_authors_write_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("models")
     save_tiny(made / "tiny", layers=3)
     write_head(made / "eagle", speculators_settings(), eagle_tensors())
@@ -1080,7 +1072,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.smoke
-def test_heads_on_the_command_line(cli: Cli, folder: Path) -> None:
+def test_heads_on_the_command_line(cli, folder):
     def tiny(*arguments: object) -> Any:
         common = ("--target", folder / "tiny", "--dtype", "float32", "the thing", "-n", 12)
         return cli("generate", *common, *arguments)
@@ -1103,7 +1095,7 @@ def test_heads_on_the_command_line(cli: Cli, folder: Path) -> None:
     tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "drafts on its target's device")
 
 
-def test_heads_in_the_check(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_heads_in_the_check(cli, folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         json.dumps({"id": "one", "category": "a", "turns": ["the thing"]}) + "\n", encoding="utf-8"

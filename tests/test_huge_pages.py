@@ -58,7 +58,7 @@ needs_huge_pages = pytest.mark.skipif(not _can_collapse(), reason="this system g
 
 
 @needs_huge_pages
-def test_what_is_allocated_inside_lies_in_huge_pages_and_keeps_its_contents() -> None:
+def test_what_is_allocated_inside_lies_in_huge_pages_and_keeps_its_contents():
     with in_huge_pages():
         region = Region()
         address = region.address
@@ -69,7 +69,7 @@ def test_what_is_allocated_inside_lies_in_huge_pages_and_keeps_its_contents() ->
 
 
 @needs_huge_pages
-def test_what_was_there_before_is_left_alone() -> None:
+def test_what_was_there_before_is_left_alone():
     before = Region()
     with in_huge_pages():
         pass
@@ -77,7 +77,7 @@ def test_what_was_there_before_is_left_alone() -> None:
 
 
 @needs_huge_pages
-def test_memory_that_is_mostly_unused_is_not_filled_up() -> None:
+def test_memory_that_is_mostly_unused_is_not_filled_up():
     with in_huge_pages():
         memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -110,7 +110,7 @@ print(sum(laid))
 
 @needs_huge_pages
 @pytest.mark.parametrize("kind", ["packed", "int8", "draft"])
-def test_weights_are_laid_there(kind: str) -> None:
+def test_weights_are_laid_there(kind):
     if kind == "packed" and not can_pack(torch.float32, "cpu"):
         pytest.skip("this torch lacks oneDNN's operators")
     # In a process of its own: here they may get memory that was in use before.
@@ -118,7 +118,7 @@ def test_weights_are_laid_there(kind: str) -> None:
     assert int(found.stdout) >= 4 * 2048 * 2048 * (4 if kind == "packed" else 1) / 2
 
 
-def test_what_takes_the_place_of_something_freed_is_laid_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_the_place_of_something_freed_is_laid_there_too(monkeypatch):
     laid: list[list[int]] = []
     monkeypatch.setattr(huge_pages, "_huge_page_size", lambda: 100)
     monkeypatch.setattr(huge_pages, "_full_blocks", lambda size: [0, 100, 200, 300])
@@ -128,7 +128,7 @@ def test_what_takes_the_place_of_something_freed_is_laid_there_too(monkeypatch: 
     assert laid == [[100, 200]]
 
 
-def test_small_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_models_are_left_alone(monkeypatch):
     def refuse() -> Iterator[None]:
         raise AssertionError("looked through the memory for a small model")
 
@@ -146,9 +146,7 @@ def test_small_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, None),
     ],
 )
-def test_setting_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, setting: str | None
-) -> None:
+def test_setting_is_read(tmp_path, monkeypatch, text, setting):
     if text is not None:
         (tmp_path / "enabled").write_text(text)
     monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
@@ -156,9 +154,7 @@ def test_setting_is_read(
 
 
 @pytest.mark.parametrize("text", ["always madvise [never]\n", None])
-def test_nothing_is_done_where_they_are_not_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
-) -> None:
+def test_nothing_is_done_where_they_are_not_wanted(tmp_path, monkeypatch, text):
     if text is not None:
         (tmp_path / "enabled").write_text(text)
         (tmp_path / "hpage_pmd_size").write_text("2097152\n")
@@ -169,7 +165,7 @@ def test_nothing_is_done_where_they_are_not_wanted(
     assert tensor.sum() == SIZE // 4
 
 
-def test_nothing_is_done_where_proc_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_where_proc_tells_nothing(tmp_path, monkeypatch):
     (tmp_path / "enabled").write_text("[always] madvise never\n")
     (tmp_path / "hpage_pmd_size").write_text("2097152\n")
     monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)

@@ -94,7 +94,7 @@ SWEEP = make_sweep(prompts(1, 1), gammas=(2,))
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+def stored(tmp_path, monkeypatch) -> Stored:
     """The folder of a run with everything that a run can hold."""
     monkeypatch.setattr(content, "_pictures", lambda df, folder: ([], {}))
     with new_store(tmp_path / "run", SWEEP) as store:
@@ -142,7 +142,7 @@ class Stored:
 
 
 @pytest.mark.parametrize("name", ["run.json", "generations.jsonl", "costs.jsonl"])
-def test_ill_typed_results(stored: Stored, name: str) -> None:
+def test_ill_typed_results(stored, name):
     lines = stored.lines(name)
     at = next((i for i, line in enumerate(lines) if '"noted"' in line and '"warmup":false' in line), 0)
 
@@ -180,7 +180,7 @@ def test_ill_typed_results(stored: Stored, name: str) -> None:
         (("costs", "target_pass_s", "1"), 0),
     ],
 )
-def test_ill_typed_fields_of_a_run(stored: Stored, place: tuple[Any, ...], value: Any) -> None:
+def test_ill_typed_fields_of_a_run(stored, place, value):
     """Those that once ended in an error that should not happen."""
 
     def use(changed: Any) -> None:
@@ -196,7 +196,7 @@ def test_ill_typed_fields_of_a_run(stored: Stored, place: tuple[Any, ...], value
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_ill_typed_traces(at: int) -> None:
+def test_ill_typed_traces(at):
     events = [header(), prefill(), event(REJECTION), SUMMARY]
 
     def show(changed: Any) -> None:
@@ -233,7 +233,7 @@ MORE_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
@@ -254,7 +254,7 @@ def decode_with(folder: Path, name: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("name", MORE_SETTINGS)
-def test_ill_typed_files_of_a_model(model_folder: Path, name: str) -> None:
+def test_ill_typed_files_of_a_model(model_folder, name):
     """Some of the cases, for every one loads a model."""
     raw = json.loads((model_folder / name).read_text())
     whole = raw | {key: value for key, value in MORE_SETTINGS[name].items() if key not in raw}
@@ -294,9 +294,7 @@ def test_ill_typed_files_of_a_model(model_folder: Path, name: str) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_ill_typed_fields_of_a_model(
-    model_folder: Path, name: str, field: str, value: Any, said: str
-) -> None:
+def test_ill_typed_fields_of_a_model(model_folder, name, field, value, said):
     """Those that once ended in an error that should not happen, or in memory that ran out."""
     raw = json.loads((model_folder / name).read_text())
     with pytest.raises(SpecbenchError) as caught:
@@ -308,12 +306,12 @@ def test_ill_typed_fields_of_a_model(
     ("field", "value"),
     [("output_hidden_states", "x"), ("output_attentions", 1.5), ("rms_norm_eps", -1e-9)],
 )
-def test_settings_of_a_model_that_do_not_matter(model_folder: Path, field: str, value: Any) -> None:
+def test_settings_of_a_model_that_do_not_matter(model_folder, field, value):
     raw = json.loads((model_folder / "config.json").read_text())
     decode_with(model_folder, "config.json")(raw | {field: value})
 
 
-def test_a_configuration_of_lists_within_lists(model_folder: Path) -> None:
+def test_a_configuration_of_lists_within_lists(model_folder):
     file = model_folder / "config.json"
     before = file.read_text()
     for depth in (900, 100_000):

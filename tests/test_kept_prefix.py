@@ -6,7 +6,6 @@ import random as standard_random
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def output(decoded: GenerationRun) -> list[int]:
 
 
 @pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def fed(monkeypatch) -> list[int]:
     """How many tokens each pass has fed, by whichever scorer."""
     found: list[int] = []
     whole = Scorer.score
@@ -85,7 +84,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_output_is_that_of_a_fresh_start(name: str, fed: list[int]) -> None:
+def test_the_output_is_that_of_a_fresh_start(name, fed):
     """A second turn, one that goes back into the first, and one with nothing in common."""
     own = target()
     proposer = drafter(name, own)
@@ -109,7 +108,7 @@ def test_the_output_is_that_of_a_fresh_start(name: str, fed: list[int]) -> None:
 
 @pytest.mark.parametrize("unread", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
-def test_heads_draft_what_they_draft_after_a_fresh_start(kind: str, unread: bool, tmp_path: Path) -> None:
+def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path):
     """Also where the head has the target's states of the context before, and has read nothing of it."""
     own = wrap_target(few_tokens(), pack=False)
     proposer = few_head(tmp_path, kind, own)
@@ -142,7 +141,7 @@ def test_heads_draft_what_they_draft_after_a_fresh_start(kind: str, unread: bool
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_in_every_cache_that_keeps_its_positions(kind: CacheKind) -> None:
+def test_in_every_cache_that_keeps_its_positions(kind):
     own = target(kind)
     proposer = load_drafter("lookup+self:layers=1", own)
     first = run(tokens(1, 300), own, proposer)
@@ -154,7 +153,7 @@ def test_in_every_cache_that_keeps_its_positions(kind: CacheKind) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "self:layers=1"])
-def test_a_seed_draws_the_same(name: str) -> None:
+def test_a_seed_draws_the_same(name):
     own = target()
     proposer = drafter(name, own)
     settings = {"sampling": Multinomial(0.8), "seed": 3}
@@ -166,7 +165,7 @@ def test_a_seed_draws_the_same(name: str) -> None:
     assert found == output(run(prompt, own, proposer, **settings))
 
 
-def test_the_same_prompt_again_reads_its_last_token_only(fed: list[int]) -> None:
+def test_the_same_prompt_again_reads_its_last_token_only(fed):
     own = target()
     proposer = load_drafter("none", own)
     first = run(tokens(1, 40), own, proposer)
@@ -177,7 +176,7 @@ def test_the_same_prompt_again_reads_its_last_token_only(fed: list[int]) -> None
     assert (again.kept, fed[0]) == (39, 1)
 
 
-def test_what_was_left_in_the_middle_is_taken_up() -> None:
+def test_what_was_left_in_the_middle_is_taken_up():
     own = target()
     proposer = drafter("model", own)
     first = run(tokens(1, 40), own, proposer)
@@ -192,7 +191,7 @@ def test_what_was_left_in_the_middle_is_taken_up() -> None:
     assert found == output(run(prompt, own, proposer))
 
 
-def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch):
     own = target()
     proposer = drafter("self:layers=1", own)
     first = run(tokens(1, 40), own, proposer)
@@ -218,7 +217,7 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch: pytes
     assert second.kept == 0
 
 
-def test_another_generation_in_between_or_another_drafter_begins_anew() -> None:
+def test_another_generation_in_between_or_another_drafter_begins_anew():
     own = target()
     proposer = load_drafter("lookup", own)
     first = run(tokens(1, 40), own, proposer)
@@ -234,7 +233,7 @@ def test_another_generation_in_between_or_another_drafter_begins_anew() -> None:
     assert never_begun.kept == 0
 
 
-def test_a_prompt_that_is_refused_takes_nothing_away() -> None:
+def test_a_prompt_that_is_refused_takes_nothing_away():
     own = target()
     proposer = load_drafter("lookup", own)
     first = run(tokens(1, 40), own, proposer)
@@ -246,7 +245,7 @@ def test_a_prompt_that_is_refused_takes_nothing_away() -> None:
     assert again.kept == 39
 
 
-def test_windows_that_forget_and_no_cache_at_all_read_it_again() -> None:
+def test_windows_that_forget_and_no_cache_at_all_read_it_again():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = MistralConfig(

@@ -122,7 +122,7 @@ def rank(name: str) -> int:
     return next(i for i, row in enumerate(FOLDERS) if name.split(".")[0] in row.split())
 
 
-def test_every_module_has_one_place() -> None:
+def test_every_module_has_one_place():
     places = " ".join(FOLDERS).split()
     assert len(places) == len(set(places))
     assert {name.split(".")[0] for name in modules()} - {""} == set(places), (
@@ -131,7 +131,7 @@ def test_every_module_has_one_place() -> None:
 
 
 @pytest.mark.smoke
-def test_imports_go_one_way() -> None:
+def test_imports_go_one_way():
     """Those for a type checker too: what a module has to know of another is a dependency, run or not."""
     for name in sorted(modules()):
         if name == "":
@@ -144,29 +144,29 @@ def test_imports_go_one_way() -> None:
             )
 
 
-def test_no_circles() -> None:
+def test_no_circles():
     left = {name: own(imports(name, checked=True)) - {""} for name in modules() if name}
     while free := {name for name, needed in left.items() if not needed & left.keys()}:
         left = {name: needed for name, needed in left.items() if name not in free}
     assert not left, "these import each other in a circle, or something in one"
 
 
-def test_the_package_itself_imports_nothing() -> None:
+def test_the_package_itself_imports_nothing():
     assert own(imports("")) <= {"_version"}
     assert not closure("", nested=True) & HEAVY
 
 
 @pytest.mark.parametrize("name", [name for name in files() if name.split(".")[0] in ("results", "show")])
-def test_a_table_of_old_results_needs_no_torch(name: str) -> None:
+def test_a_table_of_old_results_needs_no_torch(name):
     assert not closure(name, nested=True) & {"torch", "transformers"}
 
 
-def test_the_command_line_starts_without_anything_heavy() -> None:
+def test_the_command_line_starts_without_anything_heavy():
     """``specbench --help`` imports what stands outside of functions."""
     assert not closure("cli", nested=False) & HEAVY
 
 
-def test_only_the_command_line_prints() -> None:
+def test_only_the_command_line_prints():
     for name in sorted(modules()):
         if name == "cli" or name.startswith("cli."):
             continue
@@ -184,7 +184,7 @@ def test_only_the_command_line_prints() -> None:
                 assert used not in {"sys.stdout", "sys.stderr", "sys.__stdout__"}, f"{name} uses {used}"
 
 
-def test_no_module_works_when_it_is_imported() -> None:
+def test_no_module_works_when_it_is_imported():
     """No calls stand alone on the top level: nothing is registered, configured or read."""
     for name, tree in modules().items():
         for statement in tree.body:
@@ -252,7 +252,7 @@ def can_fail(function: ast.FunctionDef, name: str, seen: set[ast.FunctionDef]) -
     return False
 
 
-def test_every_test_can_fail() -> None:
+def test_every_test_can_fail():
     files = [path.stem for path in sorted(TESTS.glob("test_*.py"))]
     found = [
         f"{name}.py:{test.lineno}: {test.name}"
@@ -308,7 +308,7 @@ def project_files() -> Iterator[Path]:
                 yield path
 
 
-def test_nothing_tells_where_it_was_written() -> None:
+def test_nothing_tells_where_it_was_written():
     found = []
     for path in project_files():
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -317,7 +317,7 @@ def test_nothing_tells_where_it_was_written() -> None:
     assert not found
 
 
-def test_every_snapshot_has_its_test() -> None:
+def test_every_snapshot_has_its_test():
     for file in sorted((ROOT / "tests" / "snapshots").rglob("*.txt")):
         text = (ROOT / "tests" / f"test_{file.parent.name}.py").read_text(encoding="utf-8")
         assert f"def test_{file.stem.partition('-')[0]}(" in text, file

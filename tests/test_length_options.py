@@ -39,7 +39,7 @@ from specbench.record import builtins
 from specbench.results.lines import StepLists
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.rules import RULES, RuleWord, parse_rule, rule_words
+from specbench.specs.rules import RULES, parse_rule, rule_words
 from specbench.specs.verification import VERIFICATIONS
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
@@ -62,7 +62,7 @@ DRAFTERS = ("lookup", "ngram", "ngram:sample", "self:int8", "self:layers=1", "sm
         ("fixed:gamma=3", {"gamma": 3}),
     ],
 )
-def test_options_stand_behind_a_colon(spec: str, options: dict[str, Any]) -> None:
+def test_options_stand_behind_a_colon(spec, options):
     found = parse_rule(spec)
     assert found.options == options
     assert build_policy(spec).name == build_policy(found.word, **options).name
@@ -72,7 +72,7 @@ _VALUES = {"verification": "=naive", "ranks": "=60-20-8", "adapt": ""}
 """Of options that are neither numbers nor flags."""
 
 
-def test_every_option_of_every_rule_can_be_written_and_read() -> None:
+def test_every_option_of_every_rule_can_be_written_and_read():
     for policy in RULES:
         for option in policy.options:
             value = {int: "=2" if option.key == "min" else "=7", float: "=0.15"}.get(option.parse)  # type: ignore[call-overload]
@@ -82,7 +82,7 @@ def test_every_option_of_every_rule_can_be_written_and_read() -> None:
             assert str(parse_rule(spec)) == spec
 
 
-def test_a_spec_and_its_rule_leave_out_the_same_defaults() -> None:
+def test_a_spec_and_its_rule_leave_out_the_same_defaults():
     for policy in RULES:
         given = {o.key: o.default for o in policy.options if o.default is not None}
         words = [
@@ -119,17 +119,17 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
         ("eager:scale=1", "There is no draft-length rule 'eager'."),
     ],
 )
-def test_what_cannot_be_read_is_refused(spec: str, message: str) -> None:
+def test_what_cannot_be_read_is_refused(spec, message):
     with pytest.raises(UsageError) as caught:
         build_policy(spec)
     assert message in f"{caught.value} {caught.value.hint}"
 
 
-def test_a_specs_own_options_come_first() -> None:
+def test_a_specs_own_options_come_first():
     assert build_policy("egag:max=12", gamma_max=4, gamma_min=2).name == "egag:min=2,max=12"
 
 
-def test_shared_options_go_to_the_rules_that_take_them() -> None:
+def test_shared_options_go_to_the_rules_that_take_them():
     specs = ["fixed", "auto", "egag", "egag:max=4", "svip"]
     assert names(specs, gamma_max=10, scale=0.5, threshold=None, adapt=False) == (
         "fixed", "auto:max=10", "egag:max=10,scale=0.5", "egag:max=4,scale=0.5", "svip:max=10",
@@ -147,14 +147,14 @@ def test_shared_options_go_to_the_rules_that_take_them() -> None:
         (["auto"], {"gamma_max": 10**8}, "The longest draft is 100000000 tokens. Give 1 to 256."),
     ],
 )
-def test_rules_of_a_sweep_that_cannot_be(specs: list[str], options: dict[str, Any], message: str) -> None:
+def test_rules_of_a_sweep_that_cannot_be(specs, options, message):
     with pytest.raises(UsageError) as caught:
         parse_policies(specs, **options)
     assert message in f"{caught.value} {caught.value.hint}"
 
 
 @pytest.mark.parametrize("policy", [rule for rule in RULES if not rule.tree], ids=lambda policy: policy.word)
-def test_no_rule_drafts_more_than_a_cache_takes_back(policy: RuleWord) -> None:
+def test_no_rule_drafts_more_than_a_cache_takes_back(policy):
     name = "gamma_max" if policy.takes("gamma_max") else "gamma"
     build_policy(policy.word, **{name: LONGEST_DRAFT})
     key = name.removeprefix("gamma_")
@@ -163,7 +163,7 @@ def test_no_rule_drafts_more_than_a_cache_takes_back(policy: RuleWord) -> None:
             build_policy(spec, **options)
 
 
-def test_the_documentation_lists_every_option_with_its_default() -> None:
+def test_the_documentation_lists_every_option_with_its_default():
     text = (Path(__file__).parents[1] / "docs" / "lengths.md").read_text(encoding="utf-8")
     for policy in RULES:
         if policy.tree:
@@ -184,7 +184,7 @@ def test_the_documentation_lists_every_option_with_its_default() -> None:
 # -- the grid ----------------------------------------------------------------------------------------
 
 
-def test_siblings_are_a_dimension_of_the_grid() -> None:
+def test_siblings_are_a_dimension_of_the_grid():
     policies = names(["fixed", "fixed:siblings=4", "auto:siblings=0"])
     assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=0")
     configs = build_configs(SweepOptions(gammas=(2,), policies=policies), specs_of("small"))
@@ -199,7 +199,7 @@ def test_siblings_are_a_dimension_of_the_grid() -> None:
         parse_policies(["fixed:siblings=-2"])
 
 
-def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:
+def test_the_grid_has_a_row_for_each_rule_that_applies():
     options = SweepOptions(gammas=(2, 4), policies=("fixed", "egag:scale=0.5", "auto"))
     configs = build_configs(options, specs_of("lookup", "small"))
     assert [(config.id, config.label, config.gamma, config.policy) for config in configs] == [
@@ -220,7 +220,7 @@ def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:
     )
 
 
-def test_a_run_from_before_these_options_can_be_gone_on_with() -> None:
+def test_a_run_from_before_these_options_can_be_gone_on_with():
     old, new = describe(make_sweep()), describe(make_sweep())
     del old.options["costs"], old.options["keep_policy_state"]
     assert changes(old, new) == []
@@ -244,7 +244,7 @@ def engine() -> ModelEngine:
 
 
 @pytest.fixture(scope="module")
-def plain(engine: ModelEngine) -> Sequence[int]:
+def plain(engine) -> Sequence[int]:
     """The tokens of plain decoding."""
     return autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
 
@@ -262,9 +262,7 @@ def config_of(drafter: str, rule: str, temperature: float = 0.0) -> SweepConfig:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("rule", [*rule_words(), "confidence:adapt", "egag:beta=0.5,scale=1"])
-def test_greedy_outputs_are_those_of_plain_decoding(
-    engine: ModelEngine, plain: Sequence[int], drafter: str, rule: str
-) -> None:
+def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule):
     if not parse_rule(rule).applies(specs_of(drafter)[drafter]):
         assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
         return
@@ -273,7 +271,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
     assert drafter == "ngram:sample" or sum(step.gamma for step in outcome.steps) > 0
 
 
-def test_notes_of_every_step_stand_in_the_results(engine: ModelEngine) -> None:
+def test_notes_of_every_step_stand_in_the_results(engine):
     outcome = decode(engine, config_of("small", "egag:scale=1,beta=0.5"))
     notes = StepLists.of(outcome.steps).policy
     assert set(notes) == {"H_norm", "H_ema", "gamma"}
@@ -305,9 +303,7 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
     return {"steps": builtins(StepLists.of(outcome.steps))}
 
 
-def test_a_result_holds_the_times_that_auto_took(
-    engine: ModelEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_holds_the_times_that_auto_took(engine, tmp_path, monkeypatch):
     """A sampled generation whose γ hung on the clock can be repeated with a line of the results."""
     seeds = iter(range(1, 100))
     monkeypatch.setattr(specbench.generate, "clock_for", lambda device: UnsteadyClock(next(seeds), 30))
@@ -328,7 +324,7 @@ def test_a_result_holds_the_times_that_auto_took(
     assert lengths(repeated) == lengths(outcome)
 
 
-def test_given_costs_are_those_of_the_drafter(engine: ModelEngine) -> None:
+def test_given_costs_are_those_of_the_drafter(engine):
     costs = {
         "target_pass_s": {"1": 1.0, "17": 1.01},
         "drafter_pass_s": {"small": 50.0, "self:layers=1": 1e-6},
@@ -344,7 +340,7 @@ def test_given_costs_are_those_of_the_drafter(engine: ModelEngine) -> None:
 
 
 @pytest.mark.parametrize("found", [{}, {"steps": {}}, {"steps": {"policy": {}}}, {"steps": 3}, [1]])
-def test_a_line_without_costs_has_none(tmp_path: Path, found: Any) -> None:
+def test_a_line_without_costs_has_none(tmp_path, found):
     (tmp_path / "line.json").write_text(json.dumps(found))
     with pytest.raises(UsageError, match="not of the form expected"):
         read_costs(tmp_path / "line.json")
@@ -354,9 +350,7 @@ def test_a_line_without_costs_has_none(tmp_path: Path, found: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", ["auto", "egag:beta=0.9,scale=1", "heuristic", "entropy-bound"])
-def test_nothing_is_carried_to_the_next_prompt_unless_asked(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_carried_to_the_next_prompt_unless_asked(rule, monkeypatch):
     clock = Ticks()
     for module in (specbench.generate, specbench.drafters.model):
         monkeypatch.setattr(module, "clock_for", lambda device: clock)
@@ -374,7 +368,7 @@ def test_nothing_is_carried_to_the_next_prompt_unless_asked(
     assert all("rest_s" in policy for course in kept for _, policy in course) == (rule == "auto")
 
 
-def test_the_state_of_one_configuration_is_not_that_of_another() -> None:
+def test_the_state_of_one_configuration_is_not_that_of_another():
     engine = make_engine(keep_policy_state=True)
     for _ in range(3):
         decode(engine, config_of("self:int8", "heuristic"))
@@ -388,7 +382,7 @@ def test_the_state_of_one_configuration_is_not_that_of_another() -> None:
 
 
 @pytest.fixture
-def call(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path) -> Cli:
+def call(cli, tmp_path, monkeypatch, models) -> Cli:
     monkeypatch.chdir(tmp_path)
     write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there, one two one two"]})
 
@@ -419,7 +413,7 @@ def call(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path
         (("--length-policy", "auto:max=4"), "auto:max=4"),
     ],
 )  # fmt: skip
-def test_generate_with_each_rule(call: Cli, arguments: tuple[object, ...], name: str) -> None:
+def test_generate_with_each_rule(call, arguments, name):
     plain = call("generate", "the thing", "--drafter", "none", "--json").json()
     found = call("generate", "the thing", "--drafter", "self:layers=1", "--json", *arguments).json()
     assert found["options"]["length_policy"] == name
@@ -430,7 +424,7 @@ def test_generate_with_each_rule(call: Cli, arguments: tuple[object, ...], name:
     assert max(found["gammas"]) <= (int(longest[1]) if longest else 40)
 
 
-def test_a_sampled_output_hangs_on_no_clock_by_default(call: Cli) -> None:
+def test_a_sampled_output_hangs_on_no_clock_by_default(call):
     arguments = ("generate", "the thing", "--drafter", "self:layers=1", "--json", "-t", 1)
     found = call(*arguments).json()
     assert found["options"]["length_policy"] == "fixed:gamma=5"
@@ -451,9 +445,7 @@ def test_a_sampled_output_hangs_on_no_clock_by_default(call: Cli) -> None:
         (("--length-policy", "confidence:threshold=1.5"), ("The confidence threshold is 1.5",)),
     ],
 )  # fmt: skip
-def test_generate_refuses_what_the_rule_does_not_read(
-    call: Cli, arguments: tuple[object, ...], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_refuses_what_the_rule_does_not_read(call, arguments, fragments, monkeypatch):
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("weights are loaded before the options are checked")
 
@@ -461,7 +453,7 @@ def test_generate_refuses_what_the_rule_does_not_read(
     call("generate", "the thing", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 
-def test_the_summary_and_the_trace_name_the_rule(call: Cli) -> None:
+def test_the_summary_and_the_trace_name_the_rule(call):
     arguments = ("the thing", "--drafter", "self:layers=1", "--length-policy", "egag:scale=1")
     code, _, err = call("generate", *arguments, "--debug")
     assert code == 0
@@ -472,7 +464,7 @@ def test_the_summary_and_the_trace_name_the_rule(call: Cli) -> None:
     assert "γ 5\n" in call("generate", "the thing", "--drafter", "self:layers=1", "--gamma", 5)[2]
 
 
-def test_without_a_drafter_no_rule_has_an_effect(call: Cli) -> None:
+def test_without_a_drafter_no_rule_has_an_effect(call):
     code, _, err = call("generate", "the thing", "--drafter", "none", "--length-policy", "egag:scale=0.5")
     assert code == 0
     assert "--length-policy has no effect with the drafter none." in err
@@ -480,7 +472,7 @@ def test_without_a_drafter_no_rule_has_an_effect(call: Cli) -> None:
     assert figure["costs"] is None
 
 
-def test_generate_gives_its_costs_and_takes_them_back(call: Cli, tmp_path: Path, models: Path) -> None:
+def test_generate_gives_its_costs_and_takes_them_back(call, tmp_path, models):
     sampled = ("the thing", "--drafter", models / "small", "--length-policy", "auto", "-t", 1, "--json")
     first = call("generate", *sampled).json()
     (tmp_path / "first.json").write_text(json.dumps(first))
@@ -492,7 +484,7 @@ def test_generate_gives_its_costs_and_takes_them_back(call: Cli, tmp_path: Path,
     parse_costs(first["costs"])
 
 
-def test_a_sweep_of_rules_from_its_measurement_to_its_report(call: Cli, tmp_path: Path, models: Path) -> None:
+def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, models):
     code, out, err = call(
         "sweep", "--drafter", "lookup", "--drafter", models / "small", "--gamma", 2,
         *(word for rule in rule_words() for word in ("--length-policy", rule)),
@@ -527,7 +519,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call: Cli, tmp_path
     assert "small (int8) auto" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_the_costs_of_a_sweep_are_those_of_another(call: Cli, tmp_path: Path, models: Path) -> None:
+def test_the_costs_of_a_sweep_are_those_of_another(call, tmp_path, models):
     drafters = ("--drafter", "lookup", "--drafter", models / "small")
     assert call("sweep", *drafters, "--length-policy", "auto", "-o", "one")[0] == 0
     one = run_json(tmp_path / "one")
@@ -563,13 +555,11 @@ def test_the_costs_of_a_sweep_are_those_of_another(call: Cli, tmp_path: Path, mo
         (("--length-policy", "auto", "--costs", "none.json"), ("The costs cannot be read",)),
     ],
 )  # fmt: skip
-def test_a_sweep_refuses_what_its_rules_do_not_read(
-    call: Cli, arguments: tuple[object, ...], fragments: tuple[str, ...]
-) -> None:
+def test_a_sweep_refuses_what_its_rules_do_not_read(call, arguments, fragments):
     call("sweep", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 
-def test_a_dry_run_names_the_rules(call: Cli) -> None:
+def test_a_dry_run_names_the_rules(call):
     code, out, err = call(
         "sweep", "--dry-run", "--drafter", "self:int8", "--length-policy", "egag", "--length-policy", "auto"
     )
@@ -577,7 +567,7 @@ def test_a_dry_run_names_the_rules(call: Cli) -> None:
     assert "3 configurations: plain, self:int8 egag, self:int8 auto\n" in out
 
 
-def test_the_documentation_lists_every_option_of_trees() -> None:
+def test_the_documentation_lists_every_option_of_trees():
     text = (Path(__file__).parents[1] / "docs" / "trees.md").read_text(encoding="utf-8")
     for policy in RULES:
         if policy.tree:

@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,7 +192,7 @@ LONG = "auto, measured"  # its enumeration takes as long as all others; test_so_
 @pytest.mark.parametrize(
     "rule", [pytest.param(r, marks=pytest.mark.slow if r == LONG else ()) for r in RULES]
 )
-def test_the_output_distribution_is_the_targets(rule: str) -> None:
+def test_the_output_distribution_is_the_targets(rule):
     between_steps = rule.startswith("egag") or rule in ("heuristic", "auto, measured")
     found, varied = distribution(RULES[rule], model, NEW + between_steps)
     assert gap(found) < 1e-6
@@ -202,7 +201,7 @@ def test_the_output_distribution_is_the_targets(rule: str) -> None:
 
 @pytest.mark.parametrize("new", [NEW - 1, pytest.param(NEW, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_what_was_learnt_before(rule: str, new: int) -> None:
+def test_so_it_is_with_what_was_learnt_before(rule, new):
     policy = experienced(rule)
     found, _ = distribution(lambda: copy.deepcopy(policy), model, new)
     assert gap(found) < 1e-6
@@ -217,13 +216,13 @@ def test_so_it_is_with_what_was_learnt_before(rule: str, new: int) -> None:
     ],
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_drafters_without_logits(rule: str, drafter: Callable[[], Any]) -> None:
+def test_so_it_is_with_drafters_without_logits(rule, drafter):
     found, _ = distribution(RULES[rule], drafter)
     assert gap(found) < 1e-6
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_a_target_that_drafts_for_itself(rule: str) -> None:
+def test_so_it_is_with_a_target_that_drafts_for_itself(rule):
     def run(replay: Any) -> tuple[int, ...]:
         target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
         cheaper = ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False)
@@ -242,13 +241,13 @@ def test_so_it_is_with_a_target_that_drafts_for_itself(rule: str) -> None:
     ],
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_a_cascade(rule: str, free: Callable[[], Any]) -> None:
+def test_so_it_is_with_a_cascade(rule, free):
     found, _ = distribution(RULES[rule], lambda: CascadeDrafter(free(), model()), 3)
     assert gap(found) < 1e-6
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_behind_sampling_transforms(rule: str) -> None:
+def test_so_it_is_behind_sampling_transforms(rule):
     sampling = Sampling(temperature=1.4, top_k=2, repetition_penalty=1.5)
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NEW):
@@ -267,13 +266,13 @@ def test_so_it_is_behind_sampling_transforms(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_throwing_an_improbable_draft_away_would_show(rule: str) -> None:
+def test_throwing_an_improbable_draft_away_would_show(rule):
     found, _ = distribution(RULES[rule], lambda: Discarding(ScriptedScorer(DRAFT, VOCAB), "mistaken"), 3)
     assert gap(found) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["confidence", "confidence, adapted", "auto, given"])
-def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule: str) -> None:
+def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule):
     """These rules stop because of the token's own value. (An entropy says nothing of it.)"""
 
     class Mistaken:
@@ -314,7 +313,7 @@ def scripted(tokens: Sequence[int], **options: Any) -> ScriptedScorer:
 @pytest.mark.smoke
 @pytest.mark.parametrize("draft", [SCRIPT, [0, 0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
 @pytest.mark.parametrize("rule", RULES)
-def test_greedy_output_is_the_targets_own(rule: str, draft: list[int]) -> None:
+def test_greedy_output_is_the_targets_own(rule, draft):
     policy = RULES[rule]()
     for length, first_target in itertools.product(range(1, 20), (True, False)):
         tokens, steps = decode(
@@ -332,7 +331,7 @@ def test_greedy_output_is_the_targets_own(rule: str, draft: list[int]) -> None:
 
 @pytest.mark.parametrize("end", [5, 7, 9])
 @pytest.mark.parametrize("rule", RULES)
-def test_an_end_token_ends_the_output(rule: str, end: int) -> None:
+def test_an_end_token_ends_the_output(rule, end):
     tokens, _ = decode(
         RULES[rule](),
         ModelDrafter(scripted(SCRIPT), "model"),
@@ -345,7 +344,7 @@ def test_an_end_token_ends_the_output(rule: str, end: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(rule: str) -> None:
+def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(rule):
     target = scripted(SCRIPT, cache=ScriptedCache())  # asserts that it reads its own entries only
     cheaper = scripted([4, 5, 0, 7, 8, 9], cache=target.cache, own_entries_only=False)
     tokens, _ = decode(
@@ -358,7 +357,7 @@ def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(rule: str) -> Non
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_no_draft_is_longer_than_the_room(rule: str) -> None:
+def test_no_draft_is_longer_than_the_room(rule):
     policy = RULES[rule]()
     for limit, seed in itertools.product(range(6, 30, 4), range(3)):
         drafter = ModelDrafter(
@@ -371,7 +370,7 @@ def test_no_draft_is_longer_than_the_room(rule: str) -> None:
 
 
 @pytest.mark.parametrize("word", [rule.word for rule in rules.RULES if not rule.tree])
-def test_no_draft_is_longer_than_the_maximum(word: str) -> None:
+def test_no_draft_is_longer_than_the_maximum(word):
     option = "gamma" if word == "fixed" else "gamma_max"
     more = {"gamma": 2} if word == "heuristic" else {}
     policy = build_policy(word, **{option: 2}, **more)
@@ -386,7 +385,7 @@ def test_no_draft_is_longer_than_the_maximum(word: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_room_of_nothing_is_answered_with_nothing(rule: str) -> None:
+def test_a_room_of_nothing_is_answered_with_nothing(rule):
     policy = RULES[rule]().rule
     assert policy.begin(0) == 0
     policy.observe(a_step(0, 0))
@@ -394,13 +393,13 @@ def test_a_room_of_nothing_is_answered_with_nothing(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_pass_of_the_drafter_gives_a_draft(rule: str) -> None:
+def test_every_pass_of_the_drafter_gives_a_draft(rule):
     drafter = model()
     _, steps = decode(RULES[rule](), drafter)
     assert len(drafter.scorer.passes) == sum(step.gamma for step in steps)
 
 
-def test_a_rule_is_asked_before_each_pass_and_before_each_draw() -> None:
+def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
     events: list[Any] = []
 
     class Noting(FixedLength):
@@ -424,7 +423,7 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw() -> None:
     ]
 
 
-def test_a_rule_may_stop_before_the_draw() -> None:
+def test_a_rule_may_stop_before_the_draw():
     class Reluctant(FixedLength):
         def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
             return (int(expected[0].best(1) != [6]),)
@@ -444,7 +443,7 @@ def drafted(*rows: torch.Tensor, tokens: Sequence[int] | None = None) -> Draft:
     return Draft(tokens=list(tokens or [0] * len(rows)), logits=[Logits(row) for row in rows])
 
 
-def test_entropy_is_in_nats_of_the_untempered_softmax() -> None:
+def test_entropy_is_in_nats_of_the_untempered_softmax():
     assert entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(math.log(2))
     assert entropy(logits_of(0.75, 0.25)) == pytest.approx(0.562335)
     assert entropy(logits_of(1.0, 0.0).bfloat16()) == 0.0
@@ -453,7 +452,7 @@ def test_entropy_is_in_nats_of_the_untempered_softmax() -> None:
     assert normalized_entropy(torch.zeros(1)) == 0.0
 
 
-def test_confidence_is_the_probability_of_the_token_that_was_drawn() -> None:
+def test_confidence_is_the_probability_of_the_token_that_was_drawn():
     draft = drafted(logits_of(0.7, 0.2, 0.1), logits_of(0.1, 0.6, 0.3) + 5.0, tokens=[1, 1])
     assert confidence(draft, 0) == pytest.approx(0.2)
     assert confidence(draft, 1) == pytest.approx(0.6)
@@ -466,7 +465,7 @@ def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
     return answered(drafter.propose(context, 99, FixedLength(length), Greedy(), Randomness(0)))
 
 
-def test_lookup_knows_how_long_its_match_is() -> None:
+def test_lookup_knows_how_long_its_match_is():
     draft = evidence_of(LookupDrafter(), [1, 2, 3, 4, 5, 9, 2, 3], 3)
     assert draft.tokens == [4, 5, 9]
     assert draft.evidence == [
@@ -480,7 +479,7 @@ def test_lookup_knows_how_long_its_match_is() -> None:
     assert not evidence_of(LookupDrafter(), [1, 2, 3], 2).evidence
 
 
-def test_ngram_knows_how_often_its_token_came() -> None:
+def test_ngram_knows_how_often_its_token_came():
     draft = evidence_of(NGramDrafter(NGram(order=2)), [1, 2, 1, 2, 1, 3, 2, 1], 2)
     assert draft.tokens == [2, 1]
     assert draft.evidence == [2 / 4, 3 / 4]  # 1 → 2, 2, 3 and 2 → 1, 1, 1, with one sight of something else
@@ -507,14 +506,14 @@ def a_step(gamma: int, accepted: int, *, index: int = 1, stopped: bool = False, 
     )
 
 
-def test_fixed() -> None:
+def test_fixed():
     policy = FixedLength(4)
     assert (policy.name, policy.begin(9), policy.begin(3)) == ("fixed:gamma=4", 4, 3)
     assert policy.notes() == {}
     assert policy.costs() is None
 
 
-def test_egag() -> None:
+def test_egag():
     policy = EntropyGuidedLength(gamma_min=1, gamma_max=9, scale=1.0)
     half = logits_of(0.5, 0.5, 0.0, 0.0)  # H_norm 0.5
     assert policy.begin(20) == 9
@@ -530,14 +529,14 @@ def test_egag() -> None:
 
 
 @pytest.mark.parametrize(("scale", "gamma"), [(0.5, 2), (0.8, 4), (0.25, 2)])
-def test_the_scale_of_egag(scale: float, gamma: int) -> None:
+def test_the_scale_of_egag(scale, gamma):
     policy = EntropyGuidedLength(gamma_min=2, gamma_max=7, scale=scale)  # 7 - 5 · min(1, 0.5 / scale)
     policy.begin(20)
     policy.num_children(Draft(), (-1,), (Logits(logits_of(0.5, 0.5, 0.0, 0.0)),))
     assert policy.notes()["gamma"] == gamma
 
 
-def test_the_average_of_egag() -> None:
+def test_the_average_of_egag():
     policy = EntropyGuidedLength(gamma_max=8, ema_beta=0.75, scale=1.0)
     averages = []
     for logits in (logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0), torch.zeros(4)):
@@ -547,7 +546,7 @@ def test_the_average_of_egag() -> None:
     assert averages == pytest.approx([0.5, 0.375, 0.53125])
 
 
-def test_egag_without_logits_drafts_its_maximum() -> None:
+def test_egag_without_logits_drafts_its_maximum():
     assert len(evidence_of_policy(LookupDrafter(), EntropyGuidedLength(gamma_max=3))) == 3
 
 
@@ -557,7 +556,7 @@ def evidence_of_policy(drafter: Any, policy: Policy) -> list[int]:
     return answered(drafter.propose(context, 99, policy, Greedy(), Randomness(0))).tokens
 
 
-def test_confidence() -> None:
+def test_confidence():
     policy = ConfidenceLength(0.4, gamma_max=6)
     rows = [logits_of(0.5, 0.5), logits_of(0.41, 0.59), logits_of(0.39, 0.61)]
     assert policy.begin(20) == 6
@@ -571,13 +570,13 @@ def test_confidence() -> None:
     assert policy.notes() == {"threshold": 0.4}
 
 
-def test_confidence_reads_the_evidence_of_drafters_without_logits() -> None:
+def test_confidence_reads_the_evidence_of_drafters_without_logits():
     policy = ConfidenceLength(0.7, gamma_max=6)
     assert evidence_of_policy(LookupDrafter(), policy) == [4], "its match of two speaks for it with 2/3"
     assert evidence_of_policy(LookupDrafter(), ConfidenceLength(0.6, gamma_max=3)) == [4, 5, 9]
 
 
-def test_the_best_threshold() -> None:
+def test_the_best_threshold():
     # FPR + 3·(1 - TPR): 2.25 at 0.9, 1.5 at 0.8, 0.75 at 0.6, 1.25 at 0.55, 0.5 at 0.5, 1.0 at 0.3
     assert best_threshold([0.5, 0.6, 0.8, 0.9], [0.3, 0.55]) == 0.5
     assert best_threshold([0.9], [0.1]) == 0.9
@@ -587,7 +586,7 @@ def test_the_best_threshold() -> None:
     assert best_threshold([0.4, 0.9, 0.9], [0.5]) == 0.9
 
 
-def test_the_adapted_threshold_counts_what_was_tested() -> None:
+def test_the_adapted_threshold_counts_what_was_tested():
     policy = ConfidenceLength(0.4, adapt=True)
 
     def step(confidences: Sequence[float], accepted: int, stopped: bool = False) -> None:
@@ -610,7 +609,7 @@ def test_the_adapted_threshold_counts_what_was_tested() -> None:
     assert len(policy._accepted) + len(policy._rejected) == 8
 
 
-def test_an_adapted_threshold_is_fed_back() -> None:
+def test_an_adapted_threshold_is_fed_back():
     policy = ConfidenceLength(0.4, adapt=True, gamma_max=6)
     rows = [logits_of(c, 1 - c) for c in (0.9, 0.8, 0.85, 0.95, 0.6)]
     for accepted in (4, 4):
@@ -622,7 +621,7 @@ def test_an_adapted_threshold_is_fed_back() -> None:
     assert not policy.another(drafted(rows[4]))
 
 
-def test_the_entropy_bound() -> None:
+def test_the_entropy_bound():
     policy = EntropyBoundLength(0.6)
     two, three = logits_of(0.5, 0.5, 0.0), torch.zeros(3)  # bounds 0.6277 and 0.5312
     assert policy.begin(50) == 20
@@ -643,14 +642,14 @@ def test_the_entropy_bound() -> None:
         (50, a_step(4, 1, stopped=True), 0.6),
     ],
 )
-def test_the_threshold_of_the_entropy_bound(room: int, step: Step, threshold: float) -> None:
+def test_the_threshold_of_the_entropy_bound(room, step, threshold):
     policy = EntropyBoundLength(0.6)
     policy.begin(room)
     policy.observe(step)
     assert policy.notes()["lambda"] == pytest.approx(threshold, abs=1e-12)
 
 
-def test_the_average_of_the_entropy_bound() -> None:
+def test_the_average_of_the_entropy_bound():
     policy = EntropyBoundLength(0.6)
     policy.begin(50)
     for accepted in (0, 4, 4, 4, 4):  # AR 0.45, 0.725, 0.8625, 0.93125, 0.965625
@@ -664,7 +663,7 @@ def test_the_average_of_the_entropy_bound() -> None:
     assert policy.notes()["lambda"] == pytest.approx(0.599), "a new prompt begins with an AR of 0.9"
 
 
-def test_svip() -> None:
+def test_svip():
     policy = SvipLength()
     assert policy.begin(99) == 40
     assert policy.another(Draft(logits=[]))
@@ -673,7 +672,7 @@ def test_svip() -> None:
     assert policy.another(Draft([1], evidence=[0.1]))
 
 
-def test_the_heuristic() -> None:
+def test_the_heuristic():
     policy = HeuristicLength()
     seen = []
     for gamma, accepted in ((5, 5), (7, 7), (9, 8), (8, 0), (7, 3), (3, 3), (0, 0)):
@@ -695,14 +694,14 @@ def test_the_heuristic() -> None:
 # -- learning what is accepted -----------------------------------------------------------------------
 
 
-def test_log_odds() -> None:
+def test_log_odds():
     assert log_odds(0.5) == 0.0
     assert log_odds(0.75) == pytest.approx(math.log(3))
     assert (log_odds(0.0), log_odds(1e-9), log_odds(1.0), log_odds(1 - 1e-12)) == (-4.0, -4.0, 6.0, 6.0)
     assert log_odds(math.nan) == -4.0
 
 
-def test_one_outcome_moves_the_curve_by_one_newton_step() -> None:
+def test_one_outcome_moves_the_curve_by_one_newton_step():
     curve = OnlineLogistic((0.0, 0.0), (1.0, 1.0), (0.0, 0.0))
     assert curve.chance(3.0) == 0.5
     curve.learn(0.0, True)  # 1 · 0.5 / (1 + 0.25)
@@ -714,7 +713,7 @@ def test_one_outcome_moves_the_curve_by_one_newton_step() -> None:
     assert (curve.intercept, curve.slope) == (0.0, 0.0)
 
 
-def test_the_curve_finds_the_shares() -> None:
+def test_the_curve_finds_the_shares():
     curve = OnlineLogistic((1.0, 1.0), (1.0, 0.5))
     generator = random.Random(1)
     for _ in range(3000):
@@ -724,7 +723,7 @@ def test_the_curve_finds_the_shares() -> None:
     assert curve.chance(2.0) == pytest.approx(0.8, abs=0.12)
 
 
-def test_the_curve_forgets() -> None:
+def test_the_curve_forgets():
     curve = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
     for _ in range(2000):
         curve.learn(0.0, True)
@@ -744,7 +743,7 @@ def timed(gamma: int, draft: float, verify: float, *, index: int = 1, prefill: f
     )
 
 
-def test_rows_of_a_drafters_pass_have_their_price() -> None:
+def test_rows_of_a_drafters_pass_have_their_price():
     measured = MeasuredCosts()
     for rows, seconds in ((3, 0.3), (9, 0.6), (3, 0.3), (9, 0.6), (9, 0.6), (3, 0.3)):
         measured.observe(timed(3, seconds, 1.0), caught_up=True, passes=3, rows=rows)
@@ -753,7 +752,7 @@ def test_rows_of_a_drafters_pass_have_their_price() -> None:
     assert measured.next_draft_s(1, rows=2) == pytest.approx(0.15, rel=0.1)
 
 
-def test_given_costs_are_interpolated() -> None:
+def test_given_costs_are_interpolated():
     given = parse_costs({"drafter_pass_s": 0.2, "target_pass_s": {"5": 1.4, "1": 1.0, "9": 2.2}})
     assert list(given.verify_s(11))[1:] == pytest.approx(
         [1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6]
@@ -766,7 +765,7 @@ def test_given_costs_are_interpolated() -> None:
     )
 
 
-def test_costs_are_assumed_until_they_are_measured() -> None:
+def test_costs_are_assumed_until_they_are_measured():
     measured = MeasuredCosts()
     assert (measured.timings, measured.reach) == (0, 3)
     assert measured.draft_s / measured.verify_s(1)[1] == pytest.approx(0.2)
@@ -775,7 +774,7 @@ def test_costs_are_assumed_until_they_are_measured() -> None:
     assert measured.draft_s == pytest.approx(0.2, rel=0.05)
 
 
-def test_a_passes_time_is_the_drafts_over_its_passes() -> None:
+def test_a_passes_time_is_the_drafts_over_its_passes():
     measured = MeasuredCosts()
     measured.observe(
         timed(0, 4.1, 1.0, prefill=4.0), caught_up=True
@@ -797,7 +796,7 @@ def test_a_passes_time_is_the_drafts_over_its_passes() -> None:
     assert measured.timings == 3, "unless it was quicker all the same"
 
 
-def test_single_disturbed_steps_do_not_count() -> None:
+def test_single_disturbed_steps_do_not_count():
     measured = MeasuredCosts()
     for verify, draft in ((50.0, 9.0), (1.0, 0.8), (1.0, 0.8), (7.0, 5.0), (1.0, 0.8)):
         measured.observe(timed(4, draft, verify), caught_up=True)
@@ -805,7 +804,7 @@ def test_single_disturbed_steps_do_not_count() -> None:
     assert measured.verify_s(5)[5] == pytest.approx(1.0, rel=0.02)
 
 
-def test_fewer_tokens_are_never_thought_to_take_longer() -> None:
+def test_fewer_tokens_are_never_thought_to_take_longer():
     measured = MeasuredCosts()
     measured.observe(
         timed(3, 0.3, 40.0, index=0), caught_up=True
@@ -814,7 +813,7 @@ def test_fewer_tokens_are_never_thought_to_take_longer() -> None:
     assert measured.verify_s(4)[4] == pytest.approx(1.0, rel=0.05)
 
 
-def test_unseen_numbers_of_tokens_follow_those_seen() -> None:
+def test_unseen_numbers_of_tokens_follow_those_seen():
     measured = MeasuredCosts()
     for gamma in (0, 1, 2, 3, 7) * 4:
         measured.observe(timed(gamma, gamma, 1.0 + 0.3 * gamma), caught_up=True)
@@ -827,7 +826,7 @@ def test_unseen_numbers_of_tokens_follow_those_seen() -> None:
     assert measured.verify_s(6)[6] == pytest.approx(3.1, rel=0.06), "a jump is kept"
 
 
-def test_a_steep_beginning_never_makes_a_pass_free() -> None:
+def test_a_steep_beginning_never_makes_a_pass_free():
     measured = MeasuredCosts()
     for gamma, verify in ((4, 1.0), (16, 90.0)):
         measured.observe(timed(gamma, gamma, verify), caught_up=True)
@@ -837,7 +836,7 @@ def test_a_steep_beginning_never_makes_a_pass_free() -> None:
     assert min(still.verify_s(17)[1:]) > 0.0
 
 
-def test_the_first_step_of_a_later_prompt_is_not_measured() -> None:
+def test_the_first_step_of_a_later_prompt_is_not_measured():
     measured = MeasuredCosts()
     measured.observe(timed(2, 0.4, 1.0, index=0), caught_up=True)
     before = measured.to_dict()
@@ -845,7 +844,7 @@ def test_the_first_step_of_a_later_prompt_is_not_measured() -> None:
     assert {**measured.to_dict(), "steps": before["steps"]} == before
 
 
-def test_costs_come_back_as_they_went(tmp_path: Path) -> None:
+def test_costs_come_back_as_they_went(tmp_path):
     given = parse_costs({"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}})
     assert given.to_dict() == {"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}}
     measured = MeasuredCosts()
@@ -860,7 +859,7 @@ def test_costs_come_back_as_they_went(tmp_path: Path) -> None:
     assert again.verify_s(9) == measured.verify_s(9)
 
 
-def test_the_costs_of_a_sweep_are_told_apart_by_drafter() -> None:
+def test_the_costs_of_a_sweep_are_told_apart_by_drafter():
     data = {"drafter_pass_s": {"a": 0.1, "b": 0.2}, "target_pass_s": {"1": 1.0}, "context_tokens": 256}
     assert parse_costs(data, "b").draft_s == 0.2
     assert parse_costs({**data, "drafter_pass_s": {"a": 0.1}}).draft_s == 0.1
@@ -886,12 +885,12 @@ def test_the_costs_of_a_sweep_are_told_apart_by_drafter() -> None:
         {"target_pass_s": {"1": 1.0}, "drafter_pass_s": 0.1, "steps": "no"},
     ],
 )
-def test_costs_of_another_form_are_refused(data: Any) -> None:
+def test_costs_of_another_form_are_refused(data):
     with pytest.raises(UsageError, match="The costs are not of the form expected"):
         parse_costs(data)
 
 
-def test_a_file_without_costs_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_costs_is_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         read_costs(tmp_path / "none.json")
     file = tmp_path / "costs.json"
@@ -972,9 +971,7 @@ def situations() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("alpha", "c", "v", "given"), list(situations()))
-def test_auto_comes_within_two_percent_of_the_best_fixed_length(
-    alpha: float, c: float, v: list[float], given: bool
-) -> None:
+def test_auto_comes_within_two_percent_of_the_best_fixed_length(alpha, c, v, given):
     policy = AutoLength(costs=GivenCosts(c, PassCosts(dict(enumerate(v[1:], 1)))) if given else None)
     reached = []
     for seed in range(3):
@@ -983,7 +980,7 @@ def test_auto_comes_within_two_percent_of_the_best_fixed_length(
     assert sum(reached) / 3 >= 0.98 * best_fixed(alpha, c, v)
 
 
-def test_auto_does_better_where_the_drafter_knows() -> None:
+def test_auto_does_better_where_the_drafter_knows():
     kept = simulate(AutoLength(), [0.7] * 400, 0.3, V_FLAT, informative=True)
     blind = simulate(AutoLength(), [0.7] * 400, 0.3, V_FLAT)
     assert len(set(kept[100:])) > len(set(blind[100:]))
@@ -993,7 +990,7 @@ def test_auto_does_better_where_the_drafter_knows() -> None:
 
 @pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
 @pytest.mark.parametrize("v", [V_FLAT, V_STEEP], ids=["flat", "steep"])
-def test_auto_stops_drafting_where_the_drafter_is_too_slow(alpha: float, v: list[float]) -> None:
+def test_auto_stops_drafting_where_the_drafter_is_too_slow(alpha, v):
     gammas = simulate(AutoLength(), [alpha] * 600, 1.2, v)
     assert set(gammas[100:]) <= {0, 1}
     assert sum(gammas[100:]) <= 0.15 * 500
@@ -1001,7 +998,7 @@ def test_auto_stops_drafting_where_the_drafter_is_too_slow(alpha: float, v: list
     assert rate(gammas[:100], alpha, 1.2, v) >= 0.92 / v[1]
 
 
-def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back() -> None:
+def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back():
     for seed in range(3):
         alphas = [0.8] * 100 + [0.02] * 300 + [0.9] * 300
         gammas = simulate(AutoLength(), alphas, 0.3, V_GENTLE, seed=seed)
@@ -1012,7 +1009,7 @@ def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back() -> None:
         assert rate(better, 0.9, 0.3, V_GENTLE) >= 0.97 * best_fixed(0.9, 0.3, V_GENTLE)
 
 
-def test_auto_looks_beyond_a_jump_in_the_targets_time() -> None:
+def test_auto_looks_beyond_a_jump_in_the_targets_time():
     v = [0.0, 1.0, 1.4, *[1.4] * 30]  # the first draft alone does not pay, several do
     alpha, c = 0.85, 0.05
     given = GivenCosts(c, PassCosts(dict(enumerate(v[1:], 1))))
@@ -1030,7 +1027,7 @@ def drafted_by(policy: AutoLength) -> int:
     return len(draft.tokens)
 
 
-def test_auto_gets_over_a_disturbed_beginning() -> None:
+def test_auto_gets_over_a_disturbed_beginning():
     """The first pass of all may take a hundred times as long as the others."""
     policy = AutoLength()
     for index in range(60):
@@ -1041,7 +1038,7 @@ def test_auto_gets_over_a_disturbed_beginning() -> None:
     assert gamma == 16
 
 
-def test_auto_gets_over_a_beginning_in_which_all_was_slow() -> None:
+def test_auto_gets_over_a_beginning_in_which_all_was_slow():
     """Another process took half of the machine for three steps: that must not decide over a whole answer."""
     policy = AutoLength()
     gammas = []
@@ -1055,7 +1052,7 @@ def test_auto_gets_over_a_beginning_in_which_all_was_slow() -> None:
 
 
 @pytest.mark.parametrize("disturbed", [1, 2, 3])
-def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed: int) -> None:
+def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed):
     policy = AutoLength()
     gammas = []
     for index in range(90):
@@ -1068,7 +1065,7 @@ def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed: int) -> None
     assert 0 not in gammas[-20:]
 
 
-def test_with_given_costs_no_clock_has_a_say() -> None:
+def test_with_given_costs_no_clock_has_a_say():
     runs = [
         decode(RULES["auto, given"](), random=Randomness(3), clock=UnsteadyClock(seed, most))
         for seed, most in ((1, 2), (2, 50))
@@ -1078,7 +1075,7 @@ def test_with_given_costs_no_clock_has_a_say() -> None:
 
 
 @pytest.mark.parametrize("drafter", [good_model, LookupDrafter, NGramDrafter])
-def test_a_sampled_run_can_be_repeated_with_its_costs(drafter: Callable[[], Any]) -> None:
+def test_a_sampled_run_can_be_repeated_with_its_costs(drafter):
     def run(policy: Policy, seed: int) -> tuple[list[int], list[Step]]:
         clock = UnsteadyClock(seed, 30)
         return decode(policy, drafter(), random=Randomness(3), clock=clock, max_new_tokens=80)
@@ -1093,13 +1090,13 @@ def test_a_sampled_run_can_be_repeated_with_its_costs(drafter: Callable[[], Any]
     assert again.costs() == policy.costs()
 
 
-def test_auto_notes_what_it_goes_by() -> None:
+def test_auto_notes_what_it_goes_by():
     _, steps = decode(AutoLength())
     assert all(set(step.policy) == {"rate", "survival", "probe"} for step in steps)
     assert all(step.policy["rate"] > 0 and 0 < step.policy["survival"] <= 1 for step in steps)
 
 
-def test_auto_lets_go_of_the_draft_when_the_step_is_over() -> None:
+def test_auto_lets_go_of_the_draft_when_the_step_is_over():
     policy = AutoLength()
     policy.begin(5)
     policy.another(draft := drafted(logits_of(0.9, 0.1)))
@@ -1116,14 +1113,14 @@ def course(steps: Sequence[Step]) -> list[Any]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_new_prompt_finds_nothing_of_the_last(rule: str) -> None:
+def test_a_new_prompt_finds_nothing_of_the_last(rule):
     fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
     used = RULES[rule]()
     decode(used, good_model(), random=Randomness(5), clock=UnsteadyClock(3, 40))
     assert course(decode(used, prompt=[0, 2, 1])[1]) == course(fresh)
 
 
-def test_so_it_does_behind_an_interrupted_one() -> None:
+def test_so_it_does_behind_an_interrupted_one():
     for rule in RULES:
         used = RULES[rule]()
         length = DraftPolicy.of(used).rule
@@ -1138,7 +1135,7 @@ def test_so_it_does_behind_an_interrupted_one() -> None:
     "rule",
     ["egag, smoothed", "confidence, adapted", "entropy-bound", "heuristic", "auto, measured", "auto, given"],
 )
-def test_what_is_kept_on_request_makes_a_difference(rule: str) -> None:
+def test_what_is_kept_on_request_makes_a_difference(rule):
     fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
     kept = experienced(rule)
     assert course(decode(kept, prompt=[0, 2, 1])[1]) != course(fresh)
@@ -1148,7 +1145,7 @@ def test_what_is_kept_on_request_makes_a_difference(rule: str) -> None:
 # -- words -------------------------------------------------------------------------------------------
 
 
-def test_every_rule_has_a_word_and_says_what_it_takes() -> None:
+def test_every_rule_has_a_word_and_says_what_it_takes():
     chains = ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
     trees = ("auto-tree", "static-tree", "dynamic-tree", "chains")
     assert rule_words() == (*chains, *trees)
@@ -1182,24 +1179,24 @@ def values() -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(("word", "options", "name"), list(values()))
-def test_a_rule_is_named_by_its_options(word: str, options: dict[str, Any], name: str) -> None:
+def test_a_rule_is_named_by_its_options(word, options, name):
     assert build_policy(word, **options).name == name
     everything = dict.fromkeys({option.name for policy in rules.RULES for option in policy.options})
     assert build_policy(word, **{**everything, "adapt": False, **options}).name == name
     assert build_policy(name).name == name
 
 
-def test_a_rule_can_be_kept() -> None:
+def test_a_rule_can_be_kept():
     assert build_policy("heuristic", keep=True).kept
     assert build_policy("auto", keep=True).costs() is not None
 
 
-def test_an_unknown_rule_is_refused() -> None:
+def test_an_unknown_rule_is_refused():
     with pytest.raises(UsageError, match=r"no draft-length rule 'entropy'\. Choose auto, fixed, egag"):
         build_policy("entropy")
 
 
-def test_options_of_other_rules_are_refused() -> None:
+def test_options_of_other_rules_are_refused():
     with pytest.raises(UsageError, match=r"rule svip has no option --scale\. It belongs to egag\."):
         build_policy("svip", scale=0.2)
     with pytest.raises(UsageError, match=r"auto has no option --gamma\. It belongs to fixed, heuristic\."):
@@ -1229,13 +1226,13 @@ def test_options_of_other_rules_are_refused() -> None:
         ("heuristic", {"gamma_max": 4}),
     ],
 )
-def test_values_outside_their_range_are_refused(word: str, options: dict[str, Any]) -> None:
+def test_values_outside_their_range_are_refused(word, options):
     with pytest.raises(UsageError) as caught:
         build_policy(word, **options)
     assert caught.value.hint
 
 
-def test_a_rule_that_has_nothing_to_read_is_refused() -> None:
+def test_a_rule_that_has_nothing_to_read_is_refused():
     for word in ("egag", "entropy-bound", "svip"):
         parse_rule(f"{word}:max=3").check(parse_drafter("self:int8"))
         parse_rule(word).check(parse_drafter("some/model"))
@@ -1262,7 +1259,7 @@ def mixed(kinds: str, ahead: bool = False, passes: int | None = None) -> Draft:
     return made
 
 
-def test_confidence_of_a_mixed_draft() -> None:
+def test_confidence_of_a_mixed_draft():
     made = mixed("fmf")
     assert [confidence(made, i) for i in range(3)] == pytest.approx([0.75, 0.6, 0.75])
     assert [is_free(made, i) for i in range(4)] == [True, False, True, False]
@@ -1270,7 +1267,7 @@ def test_confidence_of_a_mixed_draft() -> None:
     assert not is_free(Draft([], evidence=[0.5]), 0), "lookup alone is timed like any drafter"
 
 
-def test_auto_counts_passes_and_not_tokens() -> None:
+def test_auto_counts_passes_and_not_tokens():
     costs = MeasuredCosts()
     for kinds, draft_s in (("mm", 0.4), ("fff", 0.001), ("ffm", 0.2), ("mff", 0.2), ("", 0.0)):
         costs.observe(a_step(len(kinds), len(kinds), draft_s=draft_s, verify_s=1.0), True, kinds.count("m"))
@@ -1279,7 +1276,7 @@ def test_auto_counts_passes_and_not_tokens() -> None:
     assert costs.samples(4) == 3
 
 
-def test_auto_takes_free_tokens_where_the_model_does_not_pay() -> None:
+def test_auto_takes_free_tokens_where_the_model_does_not_pay():
     policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
     for index in range(60):
         limit = policy.begin(20)
@@ -1296,7 +1293,7 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay() -> None:
     assert limit > 0
 
 
-def test_auto_tells_matches_from_probabilities() -> None:
+def test_auto_tells_matches_from_probabilities():
     """Matches that are always right, and a model that is always wrong with the same certainty."""
     policy = AutoLength(8, GivenCosts(0.2, PassCosts({1: 1.0, 9: 1.05})))
     for index in range(40):
@@ -1318,7 +1315,7 @@ def test_auto_tells_matches_from_probabilities() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_auto_learns_from_copies_that_it_does_not_make(right: bool) -> None:
+def test_auto_learns_from_copies_that_it_does_not_make(right):
     policy = AutoLength(8, GivenCosts(0.0, PassCosts({1: 1.0, 2: 1.3, 9: 3.4})))
     lengths = []
     for index in range(40):
@@ -1336,7 +1333,7 @@ def test_auto_learns_from_copies_that_it_does_not_make(right: bool) -> None:
     assert right or sum(lengths) == 0
 
 
-def test_a_copy_behind_a_wrong_one_says_nothing() -> None:
+def test_a_copy_behind_a_wrong_one_says_nothing():
     policies = [AutoLength(8, GivenCosts(0.0, PassCosts({1: 1.0, 2: 1.01}))) for _ in range(2)]
     for policy, declined in zip(policies, (0, None), strict=True):
         policy.begin(20)
@@ -1360,9 +1357,7 @@ def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
     ("draft_s", "free_is_right", "model_is_right", "rather"),
     [(0.05, 0.2, 0.95, True), (0.3, 0.95, 0.95, False), (0.05, 0.95, 0.2, False), (0.6, 0.2, 0.7, False)],
 )
-def test_auto_lets_the_model_draft_where_a_match_is_doubtful(
-    draft_s: float, free_is_right: float, model_is_right: float, rather: bool
-) -> None:
+def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_right, model_is_right, rather):
     policy = AutoLength(8, GivenCosts(draft_s, PassCosts({1: 1.0, 9: 1.05})))
     chances = random.Random(0)
     for index in range(120):
@@ -1379,7 +1374,7 @@ def test_auto_lets_the_model_draft_where_a_match_is_doubtful(
     assert policy.prefers_pass(ahead) == rather
 
 
-def test_auto_looks_again_with_one_pass_and_all_free_tokens() -> None:
+def test_auto_looks_again_with_one_pass_and_all_free_tokens():
     policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
     probes = 0
     for index in range(300):
@@ -1399,7 +1394,7 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens() -> None:
     assert 2 <= probes <= 20
 
 
-def test_a_probe_that_took_no_pass_is_not_paid_for() -> None:
+def test_a_probe_that_took_no_pass_is_not_paid_for():
     policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
     index = 0
     while index < 1000:

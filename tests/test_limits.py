@@ -133,7 +133,7 @@ class Server:
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> str:
+def python(tmp_path) -> str:
     """An interpreter of an environment of its own, which has a stand-in for llama.cpp."""
     (tmp_path / "xllamacpp.py").write_text(STAND_IN)
     path = tmp_path / "python"
@@ -143,7 +143,7 @@ def python(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def gguf(tmp_path: Path) -> Path:
+def gguf(tmp_path) -> Path:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     return path

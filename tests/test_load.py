@@ -149,7 +149,7 @@ def roofline(rows: int) -> float:
     return max(12.0, rows) + 0.05 * rows
 
 
-def test_drafts_shrink_and_stop_as_the_batch_grows() -> None:
+def test_drafts_shrink_and_stop_as_the_batch_grows():
     lengths = []
     for batch in (1, 8, 20):
         kinds = ["good"] * batch
@@ -165,14 +165,14 @@ def test_drafts_shrink_and_stop_as_the_batch_grows() -> None:
 
 
 @pytest.mark.parametrize("rule", ["auto", "auto-tree"])
-def test_what_does_not_pay_in_a_batch_costs_little(rule: str) -> None:
+def test_what_does_not_pay_in_a_batch_costs_little(rule):
     kinds = ["bad"] * 12
     speed, _ = House(roofline, lambda rows: 2.0).run(kinds, rule)
     plain, _ = House(roofline, lambda rows: 2.0).run(["none"] * 12, "fixed")
     assert speed > 0.9 * plain
 
 
-def test_one_whose_drafts_are_good_does_not_hold_up_those_who_have_none() -> None:
+def test_one_whose_drafts_are_good_does_not_hold_up_those_who_have_none():
     """A pass of the drafter costs as much for one as for all."""
     kinds = ["good", *["bad"] * 7]
     speed, _ = House(roofline, lambda rows: 5.0).run(kinds, "auto")
@@ -182,7 +182,7 @@ def test_one_whose_drafts_are_good_does_not_hold_up_those_who_have_none() -> Non
     assert speed > 0.9 * House(roofline, lambda rows: 5.0).run(["none"] * 3, "fixed")[0]
 
 
-def test_each_keeps_its_own_acceptance() -> None:
+def test_each_keeps_its_own_acceptance():
     house = House(roofline, lambda rows: 0.3)
     scheduler = Scheduler(max_batch=4, clock=house.clock, watch=house.load.took)
     for number, kind in enumerate(("good", "bad", "good", "bad")):
@@ -195,7 +195,7 @@ def test_each_keeps_its_own_acceptance() -> None:
     assert min(means[0], means[2]) > 2 * max(means[1], means[3])
 
 
-def test_copies_cost_their_rows_alone() -> None:
+def test_copies_cost_their_rows_alone():
     house = House(roofline, lambda rows: 0.0)
     request = house.request(0, "lookup", "auto", 5)
     assert request.policy.costs() == {"drafter_pass_s": 0.0, "target_pass_s": {"1": pytest.approx(1.0)}}
@@ -212,7 +212,7 @@ UNEVEN_MS = 4.0
 
 
 @pytest.mark.parametrize("batch", [2, 8])
-def test_copies_that_are_mostly_wrong_are_hardly_made(batch: int) -> None:
+def test_copies_that_are_mostly_wrong_are_hardly_made(batch):
     """Outputs are short, so that what is learnt at their beginning may not cost much."""
     speed, _ = House(measured, measured, UNEVEN_MS).run(["lookup"] * batch, "auto", 64)
     plain, _ = House(measured, measured, UNEVEN_MS).run(["none"] * batch, "fixed", 64)
@@ -221,7 +221,7 @@ def test_copies_that_are_mostly_wrong_are_hardly_made(batch: int) -> None:
     assert fixed < 0.9 * plain, "drafts would have paid"
 
 
-def test_drafts_of_some_hold_up_the_others_little() -> None:
+def test_drafts_of_some_hold_up_the_others_little():
     """With one price for all, that of the tokens of all together, those who draft badly get 0.82 of plain decoding."""
     kinds = ["good", "fair", "bad", "bad"] * 6
     took = House(measured, lambda rows: 1.0).served(kinds, "auto:siblings=0", 8)
@@ -252,7 +252,7 @@ def even(rows: int) -> float:
 
 @pytest.mark.parametrize("target", [large, even])
 @pytest.mark.parametrize("rule", ["auto:siblings=0", "auto-tree"])
-def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule: str, target: Seconds) -> None:
+def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule, target):
     house, kinds = House(target, small, prompt=150), ["good"] * 8
     read: list[int] = []
     took = house.load.took
@@ -269,7 +269,7 @@ def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule: 
 
 
 @pytest.mark.parametrize("kind", ["good", "lookup"])
-def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind: str) -> None:
+def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind):
     """Passes with drafts take eight times as long at first, and answers are too short to save up for a look."""
     house = House(lambda rows: 1.0, lambda rows: 0.3)
     quiet = 300.0
@@ -294,7 +294,7 @@ def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind: str) -> None:
     assert all(drafted[number] > 5 for number in range(first + 6, 24))
 
 
-def test_where_drafts_pay_for_it_every_prompt_is_read() -> None:
+def test_where_drafts_pay_for_it_every_prompt_is_read():
     """A pass takes as long for 24 rows as for one."""
     kinds = ["good"] * 4
     took = House(lambda rows: 140.0 + rows, small, prompt=150).served(kinds, "auto:siblings=0", 4)
@@ -302,7 +302,7 @@ def test_where_drafts_pay_for_it_every_prompt_is_read() -> None:
     assert sum(plain) > 1.3 * sum(took)
 
 
-def test_what_uneven_passes_cost_is_weighed() -> None:
+def test_what_uneven_passes_cost_is_weighed():
     """One row more is nothing, but that there is one at all costs half a pass."""
     load = Load()
     for _ in range(10):
@@ -347,7 +347,7 @@ def known(load: Load, seconds: Seconds, batch: int, rounds: int = 20) -> None:
         load.took(made(seconds(batch * (1 + drafts)), [drafts] * batch))
 
 
-def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by() -> None:
+def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by():
     load, batch = Load(), 4
     known(load, lambda rows: 10.0 + rows, batch)
     costs = SharedCosts(load, [], MeasuredCosts())
@@ -360,7 +360,7 @@ def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by() -> Non
     assert costs.timings == float("inf")
 
 
-def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_draft() -> None:
+def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_draft():
     """Its rows are more than its requests though nobody drafted, and this request drafted in an earlier one."""
     load, batch = Load(), 4
     known(load, lambda rows: 10.0 + rows, batch)
@@ -374,7 +374,7 @@ def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_
     assert found[3] > found[2] > 0
 
 
-def test_a_drafter_s_pass_costs_each_a_part() -> None:
+def test_a_drafter_s_pass_costs_each_a_part():
     load = Load()
     known(load, lambda rows: 10.0 + rows, 4)
     costs = SharedCosts(load, [Model], MeasuredCosts())
@@ -389,7 +389,7 @@ def test_a_drafter_s_pass_costs_each_a_part() -> None:
     assert costs.draft_s == 2.0
 
 
-def test_passes_that_read_prompts_are_not_timed() -> None:
+def test_passes_that_read_prompts_are_not_timed():
     load = Load()
     load.took(made(500.0, [0, 0], read=100))
     assert not load.plain_s.seen
@@ -399,7 +399,7 @@ def test_passes_that_read_prompts_are_not_timed() -> None:
     assert load.target_s(2) == before
 
 
-def test_time_is_worth_to_each_what_a_round_gives_it() -> None:
+def test_time_is_worth_to_each_what_a_round_gives_it():
     """A plain round takes 10 seconds, one with drafts 15."""
     load = Load()
     slow, fast = (SharedCosts(load, [], MeasuredCosts()) for _ in range(2))
@@ -419,7 +419,7 @@ def test_time_is_worth_to_each_what_a_round_gives_it() -> None:
     assert fast.rate(0.0, plain) == slow.rate(0.0, plain)
 
 
-def test_given_costs_are_those_of_a_pass_over_so_many_rows() -> None:
+def test_given_costs_are_those_of_a_pass_over_so_many_rows():
     given = GivenCosts(3.0, PassCosts({1: 11.0, 101: 111.0}))
     load = Load()
     costs = SharedCosts(load, [Model], given)
@@ -431,7 +431,7 @@ def test_given_costs_are_those_of_a_pass_over_so_many_rows() -> None:
     assert costs.timings == costs.reach == float("inf")
 
 
-def test_all_look_again_in_the_same_round() -> None:
+def test_all_look_again_in_the_same_round():
     load = Load()
     first, second = (SharedCosts(load, [], MeasuredCosts()) for _ in range(2))
     assert [first.may_look(False), second.may_look(True), first.may_look(False)] == [False] * 3
@@ -441,7 +441,7 @@ def test_all_look_again_in_the_same_round() -> None:
     assert [first.may_look(False), second.may_look(False)] == [False, False]
 
 
-def test_one_drafts_before_all_do() -> None:
+def test_one_drafts_before_all_do():
     """Until a pass of the drafter, and one of the target with drafts, have been timed."""
     load = Load()
     first, second = (SharedCosts(load, [Model], MeasuredCosts()) for _ in range(2))
@@ -458,7 +458,7 @@ def test_one_drafts_before_all_do() -> None:
     assert second.reach > 0
 
 
-def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting() -> None:
+def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting():
     load = Load()
     first, second = (SharedCosts(load, [Model], MeasuredCosts()) for _ in range(2))
     load.took(made(10.0, [0, 0]))
@@ -468,7 +468,7 @@ def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting() 
     assert (second.reach, first.reach) == (3, 0)
 
 
-def test_what_the_drafter_lacks_is_weighed() -> None:
+def test_what_the_drafter_lacks_is_weighed():
     load = Load()
     costs, selfish = (SharedCosts(load, [model], MeasuredCosts(), 100) for model in (Model, House))
     assert costs.catching_up_s == 0.0, "nobody knows yet how long it takes"
@@ -484,7 +484,7 @@ def test_what_the_drafter_lacks_is_weighed() -> None:
     assert costs.catching_up_s == 0.0
 
 
-def test_rules_that_read_no_costs_are_left_alone() -> None:
+def test_rules_that_read_no_costs_are_left_alone():
     policy = build_policy("egag")
     share_costs(policy, Load(), [])
     assert policy.costs() is None
@@ -572,7 +572,7 @@ def alone(prompt: Sequence[int], new: int, sampling: Sampling) -> dict[tuple[int
 
 @pytest.mark.parametrize("new", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", ["auto", "auto-tree"])
-def test_two_requests_keep_their_distributions_and_know_nothing_of_each_other(rule: str, new: int) -> None:
+def test_two_requests_keep_their_distributions_and_know_nothing_of_each_other(rule, new):
     lengths: set[tuple[int, ...]] = set()
     found: dict[Any, float] = enumerate_outcomes(lambda replay: together(rule, new, lengths, replay))  # type: ignore[arg-type, return-value]
     first, second = (alone(prompt, new, Multinomial()) for prompt in PROMPTS)

@@ -33,37 +33,37 @@ def drafted(
     return draft(drafter, context, room, gamma).tokens
 
 
-def test_copies_what_followed() -> None:
+def test_copies_what_followed():
     assert drafted([1, 2, 3, 4, 5, 6, 2, 3], gamma=3) == [4, 5, 6]
 
 
-def test_the_longest_match_wins() -> None:
+def test_the_longest_match_wins():
     context = [1, 2, 3, 7, 9, 2, 3, 8, 9, 3, 5, 1, 2, 3]
     assert drafted(context, max_match=3) == [7]
     assert drafted(context, max_match=2) == [8]
     assert drafted(context, max_match=1) == [5]
 
 
-def test_of_equal_matches_the_most_recent_wins() -> None:
+def test_of_equal_matches_the_most_recent_wins():
     assert drafted([1, 2, 5, 1, 2, 6, 1, 2]) == [6]
 
 
-def test_matches_shorter_than_the_shortest_do_not_count() -> None:
+def test_matches_shorter_than_the_shortest_do_not_count():
     assert drafted([1, 2, 3, 9, 2, 3], min_match=2) == [9]
     assert drafted([1, 2, 3, 9, 2, 3], min_match=3) == []
 
 
-def test_what_is_copied_may_run_into_the_drafts() -> None:
+def test_what_is_copied_may_run_into_the_drafts():
     assert drafted([8, 1, 2, 3, 1, 2, 3], gamma=8) == [1, 2, 3, 1, 2, 3, 1, 2]
     assert drafted([4, 4], gamma=4) == [4, 4, 4, 4]
 
 
-def test_a_match_may_overlap_the_end_of_the_context() -> None:
+def test_a_match_may_overlap_the_end_of_the_context():
     assert drafted([7, 7, 7, 7], max_match=3, min_match=3, gamma=2) == [7, 7]
 
 
 @pytest.mark.parametrize("context", [[1], [1, 2], [0]])
-def test_no_match_is_no_draft(context: list[int]) -> None:
+def test_no_match_is_no_draft(context):
     drafter = LookupDrafter()
     drafter.begin(context)
     result = draft(drafter, context)
@@ -72,12 +72,12 @@ def test_no_match_is_no_draft(context: list[int]) -> None:
     assert result.logits is None
 
 
-def test_no_room_and_little_room() -> None:
+def test_no_room_and_little_room():
     assert drafted([1, 1, 1], room=0) == []
     assert drafted([1, 1, 1], room=2, gamma=5) == [1, 1]
 
 
-def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
+def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
     rooms: list[int] = []
     asked: list[int] = []
 
@@ -99,7 +99,7 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
 
 
 @pytest.mark.parametrize("stop", [0, 2])
-def test_what_the_rule_did_not_want_is_told(stop: int) -> None:
+def test_what_the_rule_did_not_want_is_told(stop):
     class Stopping(FixedLength):
         def another(self, draft: Draft) -> bool:
             assert draft.declined is None, "it may not know the token"
@@ -113,7 +113,7 @@ def test_what_the_rule_did_not_want_is_told(stop: int) -> None:
     assert found.declined == [2, 3, 4][stop]
 
 
-def test_the_output_is_searched_as_well_as_the_prompt() -> None:
+def test_the_output_is_searched_as_well_as_the_prompt():
     drafter = LookupDrafter()
     context = [1, 2, 3]
     drafter.begin(context)
@@ -124,7 +124,7 @@ def test_the_output_is_searched_as_well_as_the_prompt() -> None:
     assert draft(drafter, context, gamma=2).tokens == [5, 1]
 
 
-def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
+def test_a_new_prompt_leaves_nothing_of_the_last():
     drafter = LookupDrafter(Lookup(None))
     drafter.begin([1, 2] * 10)
     draft(drafter, [1, 2] * 10)
@@ -134,7 +134,7 @@ def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
     assert draft(drafter, [3, 1, 2]).tokens == []
 
 
-def test_a_new_prompt_leaves_no_earlier_places_of_the_last() -> None:
+def test_a_new_prompt_leaves_no_earlier_places_of_the_last():
     drafter = LookupDrafter(Lookup(None))
     drafter.begin([1, 2] * 20)
     draft(drafter, [1, 2] * 20)
@@ -144,7 +144,7 @@ def test_a_new_prompt_leaves_no_earlier_places_of_the_last() -> None:
     assert draft(drafter, context, gamma=1).tokens == [50]
 
 
-def test_matches_of_any_length() -> None:
+def test_matches_of_any_length():
     # Six tokens agree at the first place, five at the second, which is the more recent.
     context = [9, 1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 0, 9, 1, 2, 3, 4, 5, 6]
     assert drafted(context, max_match=None) == [7]
@@ -154,19 +154,19 @@ def test_matches_of_any_length() -> None:
     assert drafted([3, 5, 3], max_match=None) == [5]
 
 
-def test_of_equal_long_matches_the_most_recent_wins() -> None:
+def test_of_equal_long_matches_the_most_recent_wins():
     run = [1, 2, 3, 4, 5]
     assert drafted([0, *run, 7, 0, *run, 8, 9, *run], max_match=None) == [8]
 
 
-def test_longer_matches_are_looked_for_at_the_most_recent_places_only() -> None:
+def test_longer_matches_are_looked_for_at_the_most_recent_places_only():
     long, short = [9, 1, 2, 3, 4], [1, 2, 3, 4]
     for others, expected in ((31, 7), (32, 6)):
         context = [*long, 7, *([*short, 6] * others), *long]
         assert drafted(context, max_match=None) == [expected]
 
 
-def test_very_long_matches_are_not_told_apart() -> None:
+def test_very_long_matches_are_not_told_apart():
     run = list(range(100, 170))
     for length, expected in ((63, 7), (64, 8), (65, 8)):
         context = [*run, 7, 0, *run[70 - length :], 8, 1, *run]
@@ -193,7 +193,7 @@ class Watched(list[int]):
 
 
 @pytest.mark.parametrize("max_match", [3, None])
-def test_no_step_reads_the_whole_context(max_match: int | None) -> None:
+def test_no_step_reads_the_whole_context(max_match):
     drafter = LookupDrafter(Lookup(max_match))
     context = Watched([1, 2, 3] * 1000)
     drafter.begin(context)
@@ -244,7 +244,7 @@ def reference(context: Sequence[int], max_match: int | None, min_match: int, gam
     st.integers(1, 10),
     st.data(),
 )
-def test_agrees_with_a_search(context: list[int], max_match: int | None, min_match: int, data: Any) -> None:
+def test_agrees_with_a_search(context, max_match, min_match, data):
     min_match = min(min_match, max_match or min_match)
     drafter = LookupDrafter(Lookup(max_match, min_match))
     end = data.draw(st.integers(1, len(context)))
@@ -265,13 +265,13 @@ def test_agrees_with_a_search(context: list[int], max_match: int | None, min_mat
 
 
 @pytest.mark.parametrize("name", ["lookup", "lookup:n=2", "lookup:n=any", "lookup:n=5,min=2", "lookup:min=3"])
-def test_the_name_is_that_of_the_command_line(name: str) -> None:
+def test_the_name_is_that_of_the_command_line(name):
     spec = parse_drafter(name)
     assert isinstance(spec, Lookup)
     assert LookupDrafter(spec).name == str(spec) == name
 
 
-def test_options_reach_the_spec() -> None:
+def test_options_reach_the_spec():
     assert parse_drafter("lookup:n=5,min=2") == Lookup(5, 2)
     assert parse_drafter("lookup:n=any") == Lookup(None)
     assert parse_drafter("lookup") == Lookup(3, 1)
@@ -291,12 +291,12 @@ def test_options_reach_the_spec() -> None:
         ({"order": "3"}, "no option 'order'"),
     ],
 )
-def test_bad_options(options: dict[str, str | bool], message: str) -> None:
+def test_bad_options(options, message):
     with pytest.raises(UsageError, match=message):
         parse_drafter(join_spec("lookup", [k if v is True else f"{k}={v}" for k, v in options.items()]))
 
 
-def test_the_reading_of_the_prompt_is_timed_once() -> None:
+def test_the_reading_of_the_prompt_is_timed_once():
     drafter = LookupDrafter(clock=Ticking())
     drafter.begin([1, 2])
     assert draft(drafter, [1, 2]).prefill_s == 1.0
@@ -312,9 +312,7 @@ def test_the_reading_of_the_prompt_is_timed_once() -> None:
     st.sampled_from([1, 3, 6, None]),
     st.integers(1, 3),
 )
-def test_guessing_token_by_token_is_drafting(
-    context: list[int], max_match: int | None, min_match: int
-) -> None:
+def test_guessing_token_by_token_is_drafting(context, max_match, min_match):
     drafter = LookupDrafter(Lookup(max_match, min(min_match, max_match or min_match)))
     drafter.begin(context)
     expected = draft(drafter, context, gamma=12)
@@ -333,7 +331,7 @@ def test_guessing_token_by_token_is_drafting(
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(0, 3), min_size=1, max_size=6)
 )
-def test_behind_tokens_of_another_the_match_includes_them(context: list[int], drafted: list[int]) -> None:
+def test_behind_tokens_of_another_the_match_includes_them(context, drafted):
     """As in a context that ends with them, but for matches that only they would make."""
     drafter = LookupDrafter(Lookup(None, 2))
     drafter.begin(context)
@@ -354,7 +352,7 @@ def test_behind_tokens_of_another_the_match_includes_them(context: list[int], dr
         assert (found.token, found.evidence) == (context[best[1]], best[0] / (best[0] + 1))
 
 
-def test_a_draft_begins_anew_when_the_context_is_read() -> None:
+def test_a_draft_begins_anew_when_the_context_is_read():
     drafter = LookupDrafter(Lookup(None, 2))
     context = [1, 2, 3, 4, 1, 2]
     drafter.begin(context)
@@ -365,7 +363,7 @@ def test_a_draft_begins_anew_when_the_context_is_read() -> None:
     assert drafter.guess(context, [], Sampling()) is None
 
 
-def test_defaults_in_a_cascade() -> None:
+def test_defaults_in_a_cascade():
     def front(text: str) -> Lookup:
         spec = parse_drafter(f"{text}+self:int8")
         assert isinstance(spec, Cascade)

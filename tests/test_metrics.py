@@ -54,26 +54,26 @@ STEPS = (step(4, 4), step(4, 2), step(0, 0), step(3, 1, stopped=True))
 # -- tokens and acceptance ------------------------------------------------------------------------
 
 
-def test_tokens_per_step() -> None:
+def test_tokens_per_step():
     assert tokens_per_step(STEPS) == (5 + 3 + 1 + 1) / 4
     assert tokens_per_step([step(4, 4)]) == 5
     assert tokens_per_step([step(0, 0), step(0, 0)]) == 1
     assert tokens_per_step([]) is None
 
 
-def test_tokens_behind_a_stop_count_nowhere() -> None:
+def test_tokens_behind_a_stop_count_nowhere():
     assert tokens_per_step([step(5, 2, stopped=True)]) == 2
     assert acceptance_rate([step(5, 2, stopped=True)]) == 2 / 5
 
 
-def test_acceptance_rate_counts_every_drafted_token() -> None:
+def test_acceptance_rate_counts_every_drafted_token():
     assert acceptance_rate(STEPS) == 7 / 11
     assert acceptance_rate([step(4, 0)]) == 0
     assert acceptance_rate([step(0, 0)]) is None
     assert acceptance_rate([]) is None
 
 
-def test_acceptance_by_position_counts_tested_tokens() -> None:
+def test_acceptance_by_position_counts_tested_tokens():
     rates = acceptance_by_position(STEPS)
     assert rates == [
         PositionRate(position=1, drafted=3, tested=3, accepted=3),
@@ -85,7 +85,7 @@ def test_acceptance_by_position_counts_tested_tokens() -> None:
     assert [rate.rate_of_drafted for rate in rates] == [1, pytest.approx(2 / 3), pytest.approx(1 / 3), 0.5]
 
 
-def test_a_position_that_was_never_tested_has_no_rate() -> None:
+def test_a_position_that_was_never_tested_has_no_rate():
     rates = acceptance_by_position([step(2, 0)])
     assert rates == [PositionRate(1, 1, 1, 0), PositionRate(2, 1, 0, 0)]
     assert [rate.rate for rate in rates] == [0, None]
@@ -93,12 +93,12 @@ def test_a_position_that_was_never_tested_has_no_rate() -> None:
     assert PositionRate(3, 0, 0, 0).rate_of_drafted is None
 
 
-def test_without_drafts_there_are_no_positions() -> None:
+def test_without_drafts_there_are_no_positions():
     assert acceptance_by_position([]) == []
     assert acceptance_by_position([step(0, 0)]) == []
 
 
-def test_alpha_is_the_mean_over_tested_positions_of_all_steps() -> None:
+def test_alpha_is_the_mean_over_tested_positions_of_all_steps():
     steps = [
         step(2, 2, expected_acceptance=(0.9, 0.6)),
         step(2, 0, expected_acceptance=(0.3,)),
@@ -112,7 +112,7 @@ def test_alpha_is_the_mean_over_tested_positions_of_all_steps() -> None:
 # -- time -----------------------------------------------------------------------------------------
 
 
-def test_time_split_with_a_first_target_pass() -> None:
+def test_time_split_with_a_first_target_pass():
     split = time_split(Prefill(10, token=3, time_s=7.0), [step(4, 4), step(4, 2)])
     assert split.ttft_s == 7
     assert split.decode_s == 2 * 3.875
@@ -123,7 +123,7 @@ def test_time_split_with_a_first_target_pass() -> None:
     assert split.overhead_share == (0.5 + 1 + 0.25) / 7.75
 
 
-def test_time_split_without_a_first_target_pass() -> None:
+def test_time_split_without_a_first_target_pass():
     """The first step is the first emission: its time is the time to the first token."""
     steps = [step(4, 4), step(4, 2, times=StepTimes(draft_s=0.5, verify_s=0.25))]
     split = time_split(Prefill(10, token=None, time_s=0.0), steps)
@@ -133,24 +133,24 @@ def test_time_split_without_a_first_target_pass() -> None:
 
 
 @pytest.mark.parametrize("token", [3, None])
-def test_time_split_without_steps(token: int | None) -> None:
+def test_time_split_without_steps(token):
     split = time_split(Prefill(10, token, 2.0), [])
     assert (split.ttft_s, split.decode_s, split.draft_s) == (2, 0, 0)
     assert split.overhead_share is None
 
 
-def test_tokens_per_second_leaves_the_first_emission_out() -> None:
+def test_tokens_per_second_leaves_the_first_emission_out():
     assert tokens_per_second(Prefill(10, 3, 100.0), [step(4, 4), step(4, 2)]) == 8 / 7.75
     assert tokens_per_second(Prefill(10, None, 0.0), [step(4, 4), step(4, 2)]) == 3 / 3.875
 
 
-def test_tokens_per_second_needs_something_behind_the_first_emission() -> None:
+def test_tokens_per_second_needs_something_behind_the_first_emission():
     assert tokens_per_second(Prefill(10, 3, 1.0), []) is None
     assert tokens_per_second(Prefill(10, None, 0.0), [step(4, 4)]) is None
     assert tokens_per_second(Prefill(10, None, 0.0), []) is None
 
 
-def test_steps_that_took_no_time_have_no_speed() -> None:
+def test_steps_that_took_no_time_have_no_speed():
     assert tokens_per_second(Prefill(10, 3, 0.0), [step(4, 4, times=StepTimes())]) is None
 
 
@@ -175,7 +175,7 @@ def generation(prefill: Prefill, steps: tuple[Step, ...], **changes: Any) -> Gen
     return Generation(**fields | changes)
 
 
-def test_summary() -> None:
+def test_summary():
     figures = summary(generation(Prefill(10, token=7, time_s=2.0), STEPS))
     assert figures["text"] == "Hello"
     assert figures["token_ids"] == [7, 0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
@@ -208,7 +208,7 @@ def test_summary() -> None:
     assert json.loads(json.dumps(figures)) == figures
 
 
-def test_summary_of_an_output_without_steps() -> None:
+def test_summary_of_an_output_without_steps():
     figures = summary(generation(Prefill(10, token=7, time_s=2.0, finish_reason="length"), ()))
     assert figures["new_tokens"] == 1
     for name in ("acceptance_rate", "tokens_per_step", "alpha", "tokens_per_second"):
@@ -217,14 +217,14 @@ def test_summary_of_an_output_without_steps() -> None:
     assert figures["time"]["ttft_s"] == 2
 
 
-def test_summary_of_plain_decoding() -> None:
+def test_summary_of_plain_decoding():
     figures = summary(generation(Prefill(10, token=7, time_s=2.0), (step(0, 0), step(0, 0)), drafter="none"))
     assert figures["tokens_per_step"] == 1
     assert (figures["drafted"], figures["acceptance_rate"], figures["alpha"]) == (0, None, None)
     assert figures["tokens_per_second"] == 2 / 7.75
 
 
-def test_summary_of_nothing() -> None:
+def test_summary_of_nothing():
     """The prompt filled the context."""
     figures = summary(generation(Prefill(10, None, 0.0, "context-limit"), (), text=None))
     assert (figures["new_tokens"], figures["token_ids"], figures["text"]) == (0, [], None)

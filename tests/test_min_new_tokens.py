@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import Cli, write_prompts
+from cli_runs import write_prompts
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig
 
@@ -56,7 +56,7 @@ USUAL = answer(tiny_llama())
 @pytest.mark.parametrize(
     "own", [{}, {"min_new_tokens": 2}, {"min_length": len(PROMPT) + 3}, {"no_repeat_ngram_size": 2}]
 )
-def test_greedy_outputs_are_those_of_generate(own: dict[str, Any]) -> None:
+def test_greedy_outputs_are_those_of_generate(own):
     settings = {"eos_token_id": [USUAL[4], 3], **own}
     expected = answer(model_with(**settings), min_new_tokens=LEAST)
     assert len(expected) >= LEAST
@@ -76,7 +76,7 @@ def test_greedy_outputs_are_those_of_generate(own: dict[str, Any]) -> None:
     ] * 3
 
 
-def test_ignored_end_tokens_stay_possible() -> None:
+def test_ignored_end_tokens_stay_possible():
     target = target_with(eos_token_id=USUAL[4])
     result = speculative_generate(
         PROMPT, target, "lookup", max_new_tokens=NEW, min_new_tokens=LEAST, ignore_eos=True
@@ -87,7 +87,7 @@ def test_ignored_end_tokens_stay_possible() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "self:int8"])
-def test_sampled_outputs_are_exact(drafter: str) -> None:
+def test_sampled_outputs_are_exact(drafter):
     target = target_with(eos_token_id=list(range(0, 40, 2)))
     defaults = target.language_model.defaults.under(DecodingOptions(min_new_tokens=LEAST))
     sampling = Sampling(temperature=1.0).with_defaults(defaults, target.vocab_size)
@@ -110,7 +110,7 @@ def test_sampled_outputs_are_exact(drafter: str) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there"], "talk-b": ["One"]})
     save_tiny(tmp_path / "model")
@@ -121,7 +121,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 COMMON = ["--dtype", "float32", "-n", NEW, "--min-new-tokens", LEAST, "--drafter", "self:layers=1"]
 
 
-def test_generate(cli: Cli, folder: Path) -> None:
+def test_generate(cli, folder):
     code, out, _ = cli("generate", "the", "--target", folder, *COMMON, "--json")
     figures = json.loads(out)
     assert (code, len(figures["token_ids"]), figures["finish_reason"]) == (0, LEAST + 1, "eos")
@@ -132,14 +132,14 @@ def test_generate(cli: Cli, folder: Path) -> None:
     assert (len(figures["token_ids"]), figures["options"]["min_new_tokens"]) == (1, None)
 
 
-def test_chat(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat(cli, folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
     code, _, err = cli("chat", "--target", folder, *COMMON)
     assert code == 0
     assert f"{LEAST + 1} tokens" in err
 
 
-def test_sweep(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_sweep(cli, folder, tmp_path):
     grid = ("--length-policy", "fixed", "--gamma", 2, "--repeats", 1, "--prompts", "mine.jsonl")
     more = ("--baseline", "transformers", "--out", "run")
     assert cli("sweep", "--target", folder, *COMMON, *grid, *more).code == 0
@@ -154,14 +154,14 @@ def test_sweep(cli: Cli, folder: Path, tmp_path: Path) -> None:
     cli("sweep", *servers).refused(2, "--min-new-tokens: servers decode in their own way")
 
 
-def test_check(cli: Cli, folder: Path) -> None:
+def test_check(cli, folder):
     code, out, _ = cli("check", "--target", folder, *COMMON, "--limit", 2, "--json")
     assert (code, json.loads(out)["verdict"]) == (0, "identical")
     code, out, _ = cli("check", "--target", folder, *COMMON, "--limit", 1, "--temperature", 1.5, "--json")
     assert code == 0, out
 
 
-def test_serve() -> None:
+def test_serve():
     from test_serve import Running, alone, engine_of
 
     running = Running(engine_of(max_batch=1, pool_tokens=None))
@@ -177,7 +177,7 @@ def test_serve() -> None:
     assert parse(b'{"prompt": "a", "min_tokens": 4}', TextAsked).decoding == {"min_new_tokens": 4}
 
 
-def test_a_tokenizers_end_token_is_held_back_too() -> None:
+def test_a_tokenizers_end_token_is_held_back_too():
     target = wrap_target(model_with(), tiny_tokenizer(), pack=False)
     result = speculative_generate("the thing", target, None, max_new_tokens=NEW, min_new_tokens=NEW)
     assert len(result.token_ids) == NEW

@@ -82,7 +82,7 @@ def expected_with(name: str) -> list[int]:
 
 @pytest.mark.parametrize("drafter", ["none", "lookup", "ngram", "self:int8", "self:layers=1"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_outputs_are_those_of_generate(name: str, drafter: str) -> None:
+def test_greedy_outputs_are_those_of_generate(name, drafter):
     expected = expected_with(name)
     assert expected != USUAL, "the settings change nothing: the test shows nothing"
     target = wrap_target(model_with(SETTINGS[name]), pack=False)
@@ -98,7 +98,7 @@ def test_greedy_outputs_are_those_of_generate(name: str, drafter: str) -> None:
         assert list(without.token_ids) == USUAL
 
 
-def test_a_forced_beginning_of_a_single_token() -> None:
+def test_a_forced_beginning_of_a_single_token():
     model = model_with({"forced_bos_token_id": 0, "begin_suppress_tokens": [FIRST]})
     expected = answer(model, [5])
     assert expected[0] == 0
@@ -111,7 +111,7 @@ def test_a_forced_beginning_of_a_single_token() -> None:
             assert list(result.token_ids) == expected
 
 
-def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_ends() -> None:
+def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_ends():
     settings = {"eos_token_id": 3, "forced_eos_token_id": 3}
     most = len(PROMPT) + NEW // 2
 
@@ -134,7 +134,7 @@ def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_
         assert list(reference_output(model, PROMPT, asked).tokens) == expected
 
 
-def test_siblings_are_left_out() -> None:
+def test_siblings_are_left_out():
     """Their logits follow another context than the draft's."""
     model = model_with(SETTINGS["no repeats"])
     expected = answer(model, PROMPT)
@@ -149,7 +149,7 @@ def test_siblings_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_distributions_are_those_of_generate(name: str) -> None:
+def test_distributions_are_those_of_generate(name):
     """All rows of one pass, each in its own context."""
     model: Any = model_with(SETTINGS[name])
     ids = torch.tensor([PROMPT])
@@ -171,7 +171,7 @@ def test_distributions_are_those_of_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "self:int8"])
-def test_sampled_outputs_are_exact(drafter: str) -> None:
+def test_sampled_outputs_are_exact(drafter):
     model = model_with(SETTINGS["several"])
     target = wrap_target(model, pack=False)
     sampling = Sampling(temperature=1.0).with_defaults(target.language_model.defaults, target.vocab_size)
@@ -185,7 +185,7 @@ def test_sampled_outputs_are_exact(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_checks_reference_has_them_too(name: str) -> None:
+def test_the_checks_reference_has_them_too(name):
     model = model_with(SETTINGS[name])
     known = wrap_model(model, None)
     settings = ReferenceSettings(
@@ -200,7 +200,7 @@ def test_the_checks_reference_has_them_too(name: str) -> None:
 # -- what is told, and what is refused -------------------------------------------------------------
 
 
-def test_what_is_applied_and_what_is_not() -> None:
+def test_what_is_applied_and_what_is_not():
     settings = {
         "do_sample": True, "temperature": 0.6, "top_k": 20, "num_beams": 1, "suppress_tokens": [1, 2],
         "repetition_penalty": 1.1, "sequence_bias": {(1, 2): -1.0}, "forced_eos_token_id": 0, "eos_token_id": 3,
@@ -228,7 +228,7 @@ def test_what_is_applied_and_what_is_not() -> None:
     )
 
 
-def test_a_penalty_of_ones_own_goes_before_the_models() -> None:
+def test_a_penalty_of_ones_own_goes_before_the_models():
     defaults = ModelDefaults({"repetition_penalty": 1.5})
     assert Sampling().with_defaults(defaults, 9) == Sampling(repetition_penalty=1.5)
     assert Sampling(repetition_penalty=1.2).with_defaults(defaults, 9) == Sampling(repetition_penalty=1.2)
@@ -247,7 +247,7 @@ def test_a_penalty_of_ones_own_goes_before_the_models() -> None:
         {"min_length": "long"},
     ],
 )
-def test_damaged_settings_are_refused_by_name_of_the_way_out(settings: dict[str, Any]) -> None:
+def test_damaged_settings_are_refused_by_name_of_the_way_out(settings):
     with pytest.raises(UsageError, match="own generation settings cannot be applied") as caught:
         Sampling().with_defaults(ModelDefaults(settings), 64)
     assert "--no-model-defaults" in str(caught.value.hint)
@@ -255,7 +255,7 @@ def test_damaged_settings_are_refused_by_name_of_the_way_out(settings: dict[str,
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """A model folder whose file asks for something."""
     save_tiny(tmp_path / "model")
     path = tmp_path / "model" / "generation_config.json"
@@ -266,9 +266,7 @@ def folder(tmp_path: Path) -> Path:
 COMMON = ["--dtype", "float32", "--device", "cpu", "--ignore-eos", "-n", "16"]
 
 
-def test_the_command_line_applies_them_and_can_leave_them_out(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_applies_them_and_can_leave_them_out(folder, tmp_path, capsys):
     words = ["generate", "the and the", "--target", str(folder), *COMMON, "--drafter", "lookup", "--json"]
 
     def tokens(*more: str) -> tuple[list[int], dict[str, Any], str]:
@@ -289,7 +287,7 @@ def test_the_command_line_applies_them_and_can_leave_them_out(
     assert tokens()[0] == plain
 
 
-def test_a_special_token_as_a_stop_string(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_special_token_as_a_stop_string(folder, capsys):
     """Behind the first token the model says it; end tokens are ignored."""
     words = ["--target", str(folder), "--dtype", "float32", "--device", "cpu", "--ignore-eos", "-n", "16"]
     words += ["--drafter", "self:layers=1", "--stop", TURN_END, "--json"]
@@ -307,7 +305,7 @@ def test_a_special_token_as_a_stop_string(folder: Path, capsys: pytest.CaptureFi
     assert "joins the special token" in capsys.readouterr().err
 
 
-def test_check_compares_with_generate_under_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_compares_with_generate_under_them(folder, capsys):
     words = [
         "check",
         "--target",

@@ -54,7 +54,7 @@ CPU = LoadOptions(device="cpu")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return save_tiny(tmp_path / "tiny-model")
 
 
@@ -147,9 +147,7 @@ def test_names_hold_no_path(tmp_path):
 
 @pytest.mark.parametrize("option", ["int8", "order=3", "n=4", "top-k=2", "vocab=5", "calibrated", "nonsense"])
 @pytest.mark.parametrize("word", ["none", "lookup", "ngram", "suffix", "recycle", "self"])
-def test_what_a_mistyped_drafter_is_taken_for_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, option: str
-) -> None:
+def test_what_a_mistyped_drafter_is_taken_for_exists(tmp_path, monkeypatch, word, option):
     monkeypatch.chdir(tmp_path)
     for before in ("", "an/organization|", "lookup+"):
         mistyped = f"{before}{word}{word[-1]}:{option}"
@@ -840,7 +838,7 @@ def test_the_hub_clients_bar_reports():
     assert seen == [("fetching x", 5, 10), ("fetching x", 10, 10)]
 
 
-def test_what_takes_long_behind_the_weights_has_stages_of_its_own(tmp_path: Path) -> None:
+def test_what_takes_long_behind_the_weights_has_stages_of_its_own(tmp_path):
     folder = save_tiny(tmp_path / "model")
     seen: list[tuple[str, int, int | None]] = []
 

@@ -14,7 +14,7 @@ PACKAGE = mutation.ROOT / "specbench"
 
 
 @pytest.mark.smoke
-def test_every_planted_bug_has_one_place_in_the_source() -> None:
+def test_every_planted_bug_has_one_place_in_the_source():
     lost = []
     for mutant in (mutation.CONTROL, *mutation.MUTANTS):
         try:
@@ -28,7 +28,7 @@ def planted(package: Path, where: str, old: str, new: str) -> str:
     return mutation.mutated(mutation.Mutant("", where, old, new, ()), package)[1]
 
 
-def test_a_place_is_found_by_name_and_syntax_tree(tmp_path: Path) -> None:
+def test_a_place_is_found_by_name_and_syntax_tree(tmp_path):
     (tmp_path / "new.py").write_text(
         "LIMIT = 3\nclass A:\n    def f(self, a):\n        b = (  # why\n            a + 1)\n        g(b, b)\n",
         encoding="utf-8",
@@ -45,7 +45,7 @@ def test_a_place_is_found_by_name_and_syntax_tree(tmp_path: Path) -> None:
         planted(tmp_path, "new.py:A", "b", "a")
 
 
-def test_planted_bugs_are_noticed() -> None:
+def test_planted_bugs_are_noticed():
     child = subprocess.run(
         [sys.executable, mutation.__file__, "--fast"],
         capture_output=True,

@@ -68,7 +68,7 @@ DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, 
 
 
 @pytest.fixture(params=[1, 2, 3], ids=["avx2", "avx512", "bfloat16"])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def level(request, monkeypatch) -> int:
     """Instructions to be used, below those of the processor too."""
     own = native._native()
     if own.level < request.param:
@@ -106,7 +106,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 # -- products ----------------------------------------------------------------------------------------
 
 
-def test_products_are_those_of_the_rounded_weights(level: int) -> None:
+def test_products_are_those_of_the_rounded_weights(level):
     choice = random.Random(0)
     for _ in range(40):
         outputs, inputs, rows = choice.randint(1, 150), choice.randint(1, 300), choice.randint(1, 60)
@@ -121,7 +121,7 @@ def test_products_are_those_of_the_rounded_weights(level: int) -> None:
         assert relative(panels.product(x), rows_in_bytes(x) @ rounded.double().T) < 1e-4
 
 
-def test_a_row_of_a_product_has_the_same_bits_beside_any_others(level: int) -> None:
+def test_a_row_of_a_product_has_the_same_bits_beside_any_others(level):
     weight = torch.randn(70, 200, generator=torch.Generator().manual_seed(0))
     x = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
     for layer in (Int8Linear(weight, None, alike=False), Int4Linear(weight, None)):
@@ -130,7 +130,7 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_others(level: int) -> N
             assert torch.equal(layer(x[:width]), one_by_one[:width])
 
 
-def test_groups_get_the_scale_with_the_least_error() -> None:
+def test_groups_get_the_scale_with_the_least_error():
     weight = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)) ** 3
     found = native.Panels.of_weight(weight).product(torch.eye(200)).T
     expected = rounded_to_4_bits(weight)
@@ -141,7 +141,7 @@ def test_groups_get_the_scale_with_the_least_error() -> None:
     assert relative(found, weight) < 0.7 * relative(one_scale, weight)
 
 
-def test_a_weight_of_sixteen_values_stays_what_it_is() -> None:
+def test_a_weight_of_sixteen_values_stays_what_it_is():
     numbers = torch.randint(-8, 8, (40, 96), generator=torch.Generator().manual_seed(0)).float()
     numbers[:, ::32] = -8
     weight = numbers * 0.25
@@ -150,7 +150,7 @@ def test_a_weight_of_sixteen_values_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("most", [15, 12, 8])
-def test_blocks_of_a_4_bit_file_come_back(most: int) -> None:
+def test_blocks_of_a_4_bit_file_come_back(most):
     """As Q4_1 and Q4_K have them: a scale and a minimum for 32 numbers, whatever share of the codes is used."""
     generator = torch.Generator().manual_seed(most)
     codes = torch.randint(0, most + 1, (40, 3, 32), generator=generator).float()
@@ -162,7 +162,7 @@ def test_blocks_of_a_4_bit_file_come_back(most: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_huge_and_tiny_numbers(bits: int, level: int) -> None:
+def test_zeros_huge_and_tiny_numbers(bits, level):
     ones = torch.ones
     for scale in (0.0, 1e-38, 1e-20, 1e20):
         for x, weight in ((ones(3, 50) * scale, ones(33, 50)), (ones(3, 50), ones(33, 50) * scale)):
@@ -173,7 +173,7 @@ def test_zeros_huge_and_tiny_numbers(bits: int, level: int) -> None:
                 assert relative(found + (scale == 0), torch.full((3, 33), 50 * scale) + (scale == 0)) < 0.02
 
 
-def test_a_bias_and_other_dtypes(level: int) -> None:
+def test_a_bias_and_other_dtypes(level):
     layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(2, 5, 64).bfloat16()
     for kind in (lambda w, b: Int8Linear(w, b, alike=False), Int4Linear):
@@ -184,7 +184,7 @@ def test_a_bias_and_other_dtypes(level: int) -> None:
         assert relative(found, layer(x)) < 0.15
 
 
-def test_without_the_library_weights_are_rounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_weights_are_rounded_all_the_same(monkeypatch):
     weight, x = torch.randn(40, 64), torch.randn(3, 64)
     own = Int4Linear(weight, None)
     assert own.panels is not None
@@ -212,7 +212,7 @@ def rows_like(x: torch.Tensor, dtype: torch.dtype, level: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_those_of_numbers(dtype: torch.dtype, level: int) -> None:
+def test_products_are_those_of_numbers(dtype, level):
     choice = random.Random(0)
     for inputs, outputs in ((64, 128), (576, 960), (96, 33), (1500, 64), (17, 200), (2100, 70)):
         weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)).to(dtype)
@@ -225,7 +225,7 @@ def test_products_are_those_of_numbers(dtype: torch.dtype, level: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_beside_numbers_has_the_same_bits_beside_any_others(dtype: torch.dtype, level: int) -> None:
+def test_a_row_beside_numbers_has_the_same_bits_beside_any_others(dtype, level):
     panels = numbers(torch.randn(190, 1100, generator=torch.Generator().manual_seed(0)).to(dtype))
     x = torch.randn(300, 1100, generator=torch.Generator().manual_seed(1))
     one_by_one = torch.cat([panels.product(row) for row in x.split(1)])
@@ -233,18 +233,18 @@ def test_a_row_beside_numbers_has_the_same_bits_beside_any_others(dtype: torch.d
         assert torch.equal(panels.product(x[:width]), one_by_one[:width])
 
 
-def test_long_sums_are_as_exact_as_short_ones() -> None:
+def test_long_sums_are_as_exact_as_short_ones():
     weight = 1 + torch.rand(64, 16384, generator=torch.Generator().manual_seed(0))
     x = torch.full((1, 16384), 0.1)
     assert relative(numbers(weight).product(x), x.double() @ weight.double().T) < 5e-7
 
 
-def test_a_weight_in_halves_comes_back() -> None:
+def test_a_weight_in_halves_comes_back():
     weight = torch.randn(70, 45, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(native.Panels.of_halves(weight).dense(), weight)
 
 
-def test_where_all_orders_look_alike_none_is_taken() -> None:
+def test_where_all_orders_look_alike_none_is_taken():
     assert numbers(torch.randn(128, 96)).width % 8 == 0
     assert PackedLinear(torch.zeros(128, 96), None).panels is None
     weight = torch.randn(128, 96)
@@ -254,9 +254,7 @@ def test_where_all_orders_look_alike_none_is_taken() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_halves_are_packed_where_onednn_has_no_products_of_them(
-    bias: bool, level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halves_are_packed_where_onednn_has_no_products_of_them(bias, level, monkeypatch):
     monkeypatch.setattr(linear, "onednn_packs", lambda dtype: dtype == torch.float32)
     assert can_pack(torch.bfloat16, "cpu")
     layer = torch.nn.Linear(64, 48, bias, dtype=torch.bfloat16).requires_grad_(False)
@@ -267,7 +265,7 @@ def test_halves_are_packed_where_onednn_has_no_products_of_them(
     assert torch.equal(packed.weight, layer.weight)
 
 
-def test_halves_are_packed_where_onednn_would_take_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_are_packed_where_onednn_would_take_them_apart(monkeypatch):
     weight = torch.randn(48, 64).bfloat16()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
     assert PackedLinear(weight, None)._packed is None
@@ -313,9 +311,7 @@ def deviation(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pass_is_that_of_torch_up_to_rounding(
-    kind: str, bits: int, cache: CacheKind, level: int
-) -> None:
+def test_every_pass_is_that_of_torch_up_to_rounding(kind, bits, cache, level):
     model = build(kind)
     copy = COPIES[bits](model)
     expected = passes(scorer_of(copy, ways.OrdinaryPass, cache))
@@ -347,9 +343,7 @@ def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(
-    kind: str, dtype: torch.dtype, cache: CacheKind, level: int
-) -> None:
+def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype, cache, level):
     model = target_of(kind, dtype)
     exact = passes(Scorer(build(kind, dtype, intermediate_size=128).double(), cache))
     expected = passes(scorer_of(model, ways.OrdinaryPass, cache))
@@ -363,7 +357,7 @@ def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_of_a_target_has_the_same_bits_in_every_pass(kind: str, dtype: torch.dtype, level: int) -> None:
+def test_a_row_of_a_target_has_the_same_bits_in_every_pass(kind, dtype, level):
     scorer = chosen(target_of(kind, dtype), "preallocated")
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -377,7 +371,7 @@ def test_a_row_of_a_target_has_the_same_bits_in_every_pass(kind: str, dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_hidden_states_are_those_of_the_model(kind: str, dtype: torch.dtype, level: int) -> None:
+def test_hidden_states_are_those_of_the_model(kind, dtype, level):
     model, exact = target_of(kind, dtype), build(kind, dtype, intermediate_size=128).double()
     found = []
     for scorer in (chosen(model), scorer_of(model, ways.OrdinaryPass), Scorer(exact)):
@@ -397,7 +391,7 @@ def test_hidden_states_are_those_of_the_model(kind: str, dtype: torch.dtype, lev
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_outputs_are_those_of_generate(kind: str) -> None:
+def test_greedy_outputs_are_those_of_generate(kind):
     model = build(kind, intermediate_size=128)
     ids = torch.tensor([CONTEXT])
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
@@ -410,7 +404,7 @@ def test_greedy_outputs_are_those_of_generate(kind: str) -> None:
         assert list(run.token_ids) == own
 
 
-def test_a_slower_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slower_way_is_not_taken(monkeypatch):
     model = target_of("Llama", torch.float32)
     for took, way in ((1.2, ways.ShortPass), (0.8, ways.NativePass)):
         monkeypatch.setattr(trials, "_times", {})
@@ -419,9 +413,7 @@ def test_a_slower_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_around_those_left_out_are_timed_at_their_own_places(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_around_those_left_out_are_timed_at_their_own_places(kind, monkeypatch):
     monkeypatch.setattr(trials, "_times", {})
     target = wrap_target(target_of(kind, torch.float32))
     drafter = load_drafter("self:skip=1", target)
@@ -433,7 +425,7 @@ def test_layers_around_those_left_out_are_timed_at_their_own_places(
     assert runs[0].token_ids == runs[1].token_ids
 
 
-def test_as_many_layers_are_timed_as_fill_no_cache() -> None:
+def test_as_many_layers_are_timed_as_fill_no_cache():
     stack = chosen(target_of("Llama", torch.float32))._pass.stack()  # type: ignore[attr-defined]
     layer = 4 * (48 * 160 + 96 * 48 + 3 * 48 * 128)
     head = 4 * 48 * 301
@@ -441,7 +433,7 @@ def test_as_many_layers_are_timed_as_fill_no_cache() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}])
-def test_targets_of_other_sizes_go_the_short_way(sizes: dict[str, Any]) -> None:
+def test_targets_of_other_sizes_go_the_short_way(sizes):
     assert type(Scorer(target_of("Llama", torch.float32, **sizes))._pass) is ways.ShortPass
 
 
@@ -464,9 +456,7 @@ def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(
-    kind: str, dtype: torch.dtype, pool: PoolKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, dtype, pool, monkeypatch):
     scorer, choice = chosen(target_of(kind, dtype)), random.Random(0)
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 2048, 9))
     assert batch.why_apart is None
@@ -495,7 +485,7 @@ def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(
 
 
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
-def test_drafters_read_several_requests_in_one_call(pool: PoolKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_read_several_requests_in_one_call(pool, monkeypatch):
     copy = int8_copy(build("Llama"))
     scorer = chosen(copy)
     batch = BatchedModel(scorer, KVPool(copy.config, pool, 512, 2), exact=False)
@@ -509,7 +499,7 @@ def test_drafters_read_several_requests_in_one_call(pool: PoolKind, monkeypatch:
     assert seen == [True, True]
 
 
-def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch):
     scorer = chosen(target_of("Llama", torch.float32))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, "paged", 1024))
     seats = [batch.open() for _ in range(2)]
@@ -522,7 +512,7 @@ def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch: pytest.
         assert relative(found.logits, expected) < 1e-4
 
 
-def test_rows_attend_to_what_their_requests_hold(level: int) -> None:
+def test_rows_attend_to_what_their_requests_hold(level):
     choice = torch.Generator().manual_seed(0)
     order = torch.randperm(300, generator=choice).int()
     seen = torch.rand(2, 50, generator=choice) < 0.5
@@ -549,9 +539,7 @@ def test_rows_attend_to_what_their_requests_hold(level: int) -> None:
 
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(
-    dtype: torch.dtype, pool: PoolKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, monkeypatch):
     scorer = chosen(target_of("Qwen3", dtype))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
     seats = [batch.open() for _ in range(4)]
@@ -595,9 +583,7 @@ def rounded_target(kind: str, bits: int, dtype: torch.dtype = torch.float32, **m
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(
-    kind: str, bits: int, dtype: torch.dtype, pool: PoolKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(kind, bits, dtype, pool, monkeypatch):
     """Prompts read in other parts beside others, and decoding beside a prompt, as a scorer with a cache of its own."""
     scorer, choice = rounded_target(kind, bits, dtype).scorer, random.Random(0)
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
@@ -622,7 +608,7 @@ def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits: int) -> None:
+def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits):
     target = rounded_target("Llama", bits)
     prompts = [CONTEXT[:70], CONTEXT[:9], [5, 6, 7] * 30, CONTEXT[20:60], [9]]
     for spec, pool in (("lookup", "slotted"), ("lookup+self:layers=2", "paged")):
@@ -639,7 +625,7 @@ def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits: int) ->
             assert found.token_ids == alone.token_ids
 
 
-def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
     windowed = rounded_target("Mistral", 8, sliding_window=24)
     batch = BatchedModel(windowed.scorer, KVPool(windowed.scorer.model.config, "paged", 256))
     assert "bytes" in (batch.why_apart or "")
@@ -653,9 +639,7 @@ def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_long_passes_over_rounded_weights_are_those_of_short_ones(
-    bits: int, level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, monkeypatch):
     """In one call and in several, from an empty cache on."""
     scorer = rounded_target("Qwen3", bits).scorer
     scorer.begin()
@@ -675,7 +659,7 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_it_keeps_is_what_torch_keeps(kind: str, dtype: torch.dtype, level: int) -> None:
+def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
     copy = int8_copy(build(kind, dtype))
     held = []
     for way in (ways.ShortPass, ways.NativePass):
@@ -695,7 +679,7 @@ def test_what_it_keeps_is_what_torch_keeps(kind: str, dtype: torch.dtype, level:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dynamic_cache_grows_in_steps(dtype: torch.dtype) -> None:
+def test_a_dynamic_cache_grows_in_steps(dtype):
     copy = int8_copy(build("Llama", dtype))
     scorer, alone = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.NativePass)
     text, places = CONTEXT * 3, []
@@ -711,7 +695,7 @@ def test_a_dynamic_cache_grows_in_steps(dtype: torch.dtype) -> None:
     assert all(layer.keys.shape[-2] < 2 * len(text) for layer in layers_of(scorer))
 
 
-def test_passes_of_other_kinds_in_between_find_and_leave_the_same() -> None:
+def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
     copy = int8_copy(build("Llama"))
     scorer, mixed = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.NativePass)
     usual = ways.OrdinaryPass(copy, mixed.cache)
@@ -735,7 +719,7 @@ def test_passes_of_other_kinds_in_between_find_and_leave_the_same() -> None:
         assert {layer.get_seq_length() for layer in layers_of(mixed)} == {end + 3}
 
 
-def test_a_context_that_has_ended_takes_no_memory() -> None:
+def test_a_context_that_has_ended_takes_no_memory():
     scorer = scorer_of(int8_copy(build("Llama")), ways.NativePass)
     scorer.begin()
     scorer.logits(CONTEXT, CONTEXT[:3])
@@ -747,7 +731,7 @@ def test_a_context_that_has_ended_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_in_every_pass(kind: str, bits: int, level: int) -> None:
+def test_a_row_has_the_same_bits_in_every_pass(kind, bits, level):
     scorer = Scorer(COPIES[bits](build(kind, torch.bfloat16)), "dynamic")
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -761,7 +745,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kind: str, bits: int, level: int)
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_trees_attend_along_their_branches(kind: str, copied: bool, cache: CacheKind, level: int) -> None:
+def test_trees_attend_along_their_branches(kind, copied, cache, level):
     scorer = chosen(int8_copy(build(kind)) if copied else target_of(kind, torch.float32), cache)
     choice = random.Random(3)
     for _ in range(6):
@@ -780,7 +764,7 @@ def test_trees_attend_along_their_branches(kind: str, copied: bool, cache: Cache
             assert relative(tree[node], scorer.logits(CONTEXT, branch)[-1]) < (0.1 if copied else 1e-5)
 
 
-def test_hidden_states_of_copies_are_given_too() -> None:
+def test_hidden_states_of_copies_are_given_too():
     copy = int8_copy(build("Llama"))
     scorer, short = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.ShortPass)
     found = []
@@ -797,27 +781,27 @@ def test_hidden_states_of_copies_are_given_too() -> None:
     ("kind", "sizes"),
     [("Llama", {"intermediate_size": 80}), ("Llama", {"hidden_size": 36}), ("Llama", {"head_dim": 8})],
 )
-def test_sizes_it_is_not_written_for_go_the_short_way(kind: str, sizes: dict[str, Any]) -> None:
+def test_sizes_it_is_not_written_for_go_the_short_way(kind, sizes):
     scorer = Scorer(int8_copy(build(kind, **sizes)))
     assert type(scorer._pass) is ways.ShortPass
     assert deviation(passes(scorer), passes(Scorer(build(kind, **sizes)))) < 0.4
 
 
-def test_a_window_goes_the_short_way() -> None:
+def test_a_window_goes_the_short_way():
     copy = int8_copy(build("Mistral", sliding_window=24))
     expected = Scorer(copy)
     expected._pass = ways.ShortPass(copy, expected.cache)
     assert all(torch.equal(a, b) for a, b in zip(passes(Scorer(copy)), passes(expected), strict=True))
 
 
-def test_what_comes_out_differently_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_out_differently_is_not_taken(monkeypatch):
     copy = int8_copy(build("Llama"))
     whole = native.Stack.__call__
     monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None))
     assert type(Scorer(copy)._pass) is ways.ShortPass
 
 
-def test_hooks_see_every_pass() -> None:
+def test_hooks_see_every_pass():
     copy = int8_copy(build("Llama"))
     scorer = Scorer(copy)
     scorer.begin()
@@ -831,7 +815,7 @@ def test_hooks_see_every_pass() -> None:
 
 
 @pytest.mark.parametrize("spec", ["self:int8", "self:int4", "self:int4,layers=2", "lookup+self:int4"])
-def test_drafts_change_nothing_of_the_output(spec: str) -> None:
+def test_drafts_change_nothing_of_the_output(spec):
     target = wrap_target(build("Llama"))
     plain = speculative_generate(CONTEXT, target, None, max_new_tokens=24)
     drafted = speculative_generate(CONTEXT, target, load_drafter(spec, target), gamma=4, max_new_tokens=24)
@@ -890,7 +874,7 @@ def head_rows(way: HeadPass) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", HEADS)
-def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape: str, bits: int, level: int) -> None:
+def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits, level):
     head = head_of(bits, **HEADS[shape])
     way = choose_head_pass(head)
     assert type(way) is NativeHeadPass
@@ -900,7 +884,7 @@ def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape: str, bits: i
 
 @pytest.mark.parametrize("bits", [8, 4])
 @torch.inference_mode()
-def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits: int, level: int) -> None:
+def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
     way = choose_head_pass(head_of(bits, layers=2, norm_output=True))
     assert type(way) is NativeHeadPass
     hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(6)
@@ -922,17 +906,17 @@ def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits: int, le
             assert torch.equal(found.logits, expected.logits)
 
 
-def test_a_head_that_comes_out_differently_goes_through_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_comes_out_differently_goes_through_operators(monkeypatch):
     whole = native.Stack.__call__
     monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None))
     assert type(choose_head_pass(head_of(8))) is HeadPass
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"head_dim": 8}])
-def test_heads_of_other_sizes_go_through_operators(sizes: dict[str, Any]) -> None:
+def test_heads_of_other_sizes_go_through_operators(sizes):
     assert type(choose_head_pass(head_of(8, sizes))) is HeadPass
 
 
-def test_a_head_in_numbers_goes_through_operators() -> None:
+def test_a_head_in_numbers_goes_through_operators():
     layer = LlamaConfig(**{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"})
     assert type(choose_head_pass(EagleHead(EagleShape(2, 48, 90, layer)))) is HeadPass

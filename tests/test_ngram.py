@@ -83,33 +83,33 @@ def ranking(rows: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
     return logits
 
 
-def test_the_most_frequent_continuation() -> None:
+def test_the_most_frequent_continuation():
     assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1, 5, 1, 7, 1], gamma=1) == [5]
 
 
-def test_ties_go_to_the_most_recent() -> None:
+def test_ties_go_to_the_most_recent():
     assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1], gamma=1) == [6]
     assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1, 6, 1, 5, 1], gamma=1) == [5]
 
 
-def test_the_longest_context_comes_first() -> None:
+def test_the_longest_context_comes_first():
     # Behind 2 alone, 9 is the more frequent; behind 1 2 it is 3.
     prompt = [1, 2, 3, 2, 9, 2, 9, 1, 2]
     assert drafted(NGramDrafter(NGram(order=3)), prompt, gamma=1) == [3]
     assert drafted(NGramDrafter(NGram(order=2)), prompt, gamma=1) == [9]
 
 
-def test_backs_off_to_shorter_contexts() -> None:
+def test_backs_off_to_shorter_contexts():
     assert drafted(NGramDrafter(NGram(order=4)), [1, 2, 3, 8, 3], gamma=1) == [8]
 
 
-def test_drafts_extend_the_context() -> None:
+def test_drafts_extend_the_context():
     # 4 was followed by 1 last; after the own draft 1 2 3 it is 5.
     prompt = [1, 2, 3, 4, 5, 3, 9, 4, 1, 1, 2]
     assert drafted(NGramDrafter(NGram(order=4)), prompt, gamma=3) == [3, 4, 5]
 
 
-def test_stops_at_the_first_miss() -> None:
+def test_stops_at_the_first_miss():
     assert drafted(NGramDrafter(), [1, 2, 3, 4, 1, 2], gamma=2) == [3, 4]
     drafter = NGramDrafter(NGram(order=2, window=2))
     # Only 3 -> 4 and 4 -> 2 are remembered, so 2 is a dead end.
@@ -117,7 +117,7 @@ def test_stops_at_the_first_miss() -> None:
     assert draft(drafter, [2, 3, 4, 2, 3], gamma=5).tokens == [4, 2]
 
 
-def test_nothing_known_is_nothing_drafted() -> None:
+def test_nothing_known_is_nothing_drafted():
     drafter = NGramDrafter()
     drafter.begin([1, 2, 3])
     result = draft(drafter, [1, 2, 3])
@@ -125,14 +125,14 @@ def test_nothing_known_is_nothing_drafted() -> None:
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_prompt_of_one_token(sample: bool) -> None:
+def test_a_prompt_of_one_token(sample):
     drafter = NGramDrafter(NGram(sample=sample))
     assert drafted(drafter, [7], sampling=SAMPLING) == []
     drafter.update(StepOutcome([7, 7], 1, torch.zeros(1, 8)))
     assert draft(drafter, [7, 7], gamma=3, sampling=SAMPLING, random=Scripted(7, 7, 7)).tokens == [7, 7, 7]
 
 
-def test_a_vocabulary_of_one_token() -> None:
+def test_a_vocabulary_of_one_token():
     drafter = NGramDrafter(NGram(sample=True, top_k=5))
     drafter.begin([0, 0])
     drafter.update(StepOutcome([0, 0, 0], 1, torch.zeros(1, 1)))
@@ -143,7 +143,7 @@ def test_a_vocabulary_of_one_token() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
-def test_no_room(sampling: Sampling) -> None:
+def test_no_room(sampling):
     drafter = NGramDrafter(NGram(sample=True))
     drafter.begin([1, 1])
     drafter.update(StepOutcome([1, 1, 1], 1, torch.zeros(1, 2)))
@@ -152,7 +152,7 @@ def test_no_room(sampling: Sampling) -> None:
     assert result.q is None
 
 
-def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
+def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
     policy = Stubborn(stop=2)
     drafter = NGramDrafter()
     drafter.begin([1, 1, 1])
@@ -161,13 +161,13 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
     assert policy.asked == [0, 1, 2]
 
 
-def test_at_most_max_drafts_and_no_more_than_room() -> None:
+def test_at_most_max_drafts_and_no_more_than_room():
     assert drafted(NGramDrafter(NGram(max=2)), [1, 1, 1]) == [1, 1]
     assert drafted(NGramDrafter(NGram(max=2)), [1, 1, 1], room=1) == [1]
     assert drafted(NGramDrafter(), [1, 1, 1], room=3) == [1, 1, 1]
 
 
-def test_learns_what_is_emitted() -> None:
+def test_learns_what_is_emitted():
     drafter = NGramDrafter(NGram(order=2))
     context = [1, 2, 1]
     assert drafted(drafter, context, gamma=1) == [2]
@@ -177,7 +177,7 @@ def test_learns_what_is_emitted() -> None:
     assert draft(drafter, context, gamma=1).tokens == [3]
 
 
-def test_a_commit_before_the_first_proposal_reads_the_prompt_too() -> None:
+def test_a_commit_before_the_first_proposal_reads_the_prompt_too():
     drafter = NGramDrafter(NGram(order=3))
     drafter.begin([1, 2, 3])
     drafter.update(StepOutcome([1, 2, 3, 1, 2], 2, torch.zeros(2, 4)))
@@ -188,7 +188,7 @@ def test_a_commit_before_the_first_proposal_reads_the_prompt_too() -> None:
     assert draft(drafter, [1, 2, 3, 1, 2, 4, 2], gamma=1).tokens == [4]
 
 
-def test_a_window_forgets_what_left_it() -> None:
+def test_a_window_forgets_what_left_it():
     # 1 -> 5 twice, long ago; 1 -> 6 once, among the last four tokens.
     prompt = [1, 5, 1, 5, 9, 9, 1, 6, 9, 1]
     assert drafted(NGramDrafter(NGram(order=2)), prompt, gamma=1) == [5]
@@ -196,7 +196,7 @@ def test_a_window_forgets_what_left_it() -> None:
     assert drafted(NGramDrafter(NGram(order=2, window=2)), prompt, gamma=1) == []
 
 
-def test_a_tie_made_by_forgetting_goes_to_the_most_recent() -> None:
+def test_a_tie_made_by_forgetting_goes_to_the_most_recent():
     # In the last five tokens 1 is followed by 5 and by 6 once each; 6 is newer, though 5 was ahead before.
     assert drafted(NGramDrafter(NGram(order=2, window=5)), [1, 5, 1, 5, 1, 6, 1], gamma=1) == [6]
     drafter = NGramDrafter(NGram(order=2, window=6))
@@ -205,7 +205,7 @@ def test_a_tie_made_by_forgetting_goes_to_the_most_recent() -> None:
     assert draft(drafter, [1, 5, 1, 6, 1, 5, 1, 9, 1], gamma=1).tokens == [9]
 
 
-def test_a_window_holds_no_more_than_it_says() -> None:
+def test_a_window_holds_no_more_than_it_says():
     drafter = NGramDrafter(NGram(window=8, top_k=2))
     context = list(range(50))
     drafter.begin(context)
@@ -216,7 +216,7 @@ def test_a_window_holds_no_more_than_it_says() -> None:
     assert len(drafter._recent) == 8
 
 
-def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
+def test_a_new_prompt_leaves_nothing_of_the_last():
     drafter = NGramDrafter(NGram(sample=True, window=100))
     drafter.begin([1, 2, 1, 2])
     drafter.update(StepOutcome([1, 2, 1, 2, 1], 1, torch.zeros(1, 3)))
@@ -225,7 +225,7 @@ def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
     assert drafted(drafter, [1, 1], gamma=1, sampling=SAMPLING) == [1]
 
 
-def test_counts_kept_between_prompts() -> None:
+def test_counts_kept_between_prompts():
     drafter = NGramDrafter(NGram(order=3, keep=True))
     assert drafted(drafter, [1, 2, 3]) == []
     assert drafted(drafter, [4, 1], gamma=2) == [2, 3]
@@ -233,14 +233,14 @@ def test_counts_kept_between_prompts() -> None:
     assert drafted(drafter, [9, 3]) == []
 
 
-def test_the_window_of_kept_counts_spans_prompts() -> None:
+def test_the_window_of_kept_counts_spans_prompts():
     drafter = NGramDrafter(NGram(order=2, keep=True, window=3))
     drafted(drafter, [1, 2])
     assert drafted(drafter, [8, 1], gamma=1) == [2]
     assert drafted(drafter, [8, 1], gamma=1) == []
 
 
-def test_the_filler_counts_the_targets_best_tokens() -> None:
+def test_the_filler_counts_the_targets_best_tokens():
     drafter = NGramDrafter(NGram(order=3, top_k=3))
     drafter.begin([1, 2])
     context = [1, 2, 5]
@@ -251,7 +251,7 @@ def test_the_filler_counts_the_targets_best_tokens() -> None:
     assert draft(drafter, [*context, 2], gamma=1).tokens == [5]
 
 
-def test_the_filler_prefers_the_more_probable_of_equals() -> None:
+def test_the_filler_prefers_the_more_probable_of_equals():
     drafter = NGramDrafter(NGram(order=2, top_k=2, window=3))
     drafter.begin([1])
     drafter.update(
@@ -267,7 +267,7 @@ def test_the_filler_prefers_the_more_probable_of_equals() -> None:
     assert drafter._continuations[(1,)].counts == {5: 1, 6: 1}
 
 
-def test_the_filler_reads_only_the_rows_of_emitted_tokens() -> None:
+def test_the_filler_reads_only_the_rows_of_emitted_tokens():
     drafter = NGramDrafter(NGram(order=2, top_k=2))
     drafter.begin([1])
     drafter.update(StepOutcome([1, 2, 3], 2, ranking([[2, 4], [3, 5], [6, 7], [8, 9]], 10)))
@@ -275,7 +275,7 @@ def test_the_filler_reads_only_the_rows_of_emitted_tokens() -> None:
     assert counts == {(1,): {4: 1, 2: 1}, (2,): {5: 1, 3: 1}}
 
 
-def test_a_filler_of_one_is_the_plain_rule() -> None:
+def test_a_filler_of_one_is_the_plain_rule():
     drafter = NGramDrafter(NGram(order=2, top_k=1))
     drafter.begin([1])
     drafter.update(
@@ -284,7 +284,7 @@ def test_a_filler_of_one_is_the_plain_rule() -> None:
     assert drafter._continuations[(1,)].counts == {2: 1}
 
 
-def test_sampling_looks_at_the_longest_known_context_only() -> None:
+def test_sampling_looks_at_the_longest_known_context_only():
     drafter = NGramDrafter(NGram(order=3, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
@@ -295,7 +295,7 @@ def test_sampling_looks_at_the_longest_known_context_only() -> None:
     assert result.q.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
 
 
-def test_sampling_draws_from_the_normalized_counts_and_keeps_them() -> None:
+def test_sampling_draws_from_the_normalized_counts_and_keeps_them():
     drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
@@ -313,7 +313,7 @@ def test_sampling_draws_from_the_normalized_counts_and_keeps_them() -> None:
     assert torch.equal(torch.stack(random.drawn_from), expected)
 
 
-def test_sampled_drafts_follow_the_counts() -> None:
+def test_sampled_drafts_follow_the_counts():
     drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
@@ -326,7 +326,7 @@ def test_sampled_drafts_follow_the_counts() -> None:
     assert abs(drawn[5] / 2000 - 0.25) < 0.05  # five standard deviations
 
 
-def test_sampling_stops_at_a_miss_with_a_row_for_each_draft() -> None:
+def test_sampling_stops_at_a_miss_with_a_row_for_each_draft():
     drafter = NGramDrafter(NGram(order=2, sample=True, window=2))
     drafter.begin([2, 3, 4])
     drafter.update(StepOutcome([2, 3, 4, 2], 1, torch.zeros(1, 5)))
@@ -336,7 +336,7 @@ def test_sampling_stops_at_a_miss_with_a_row_for_each_draft() -> None:
     assert result.q.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0]]
 
 
-def test_greedy_decoding_takes_the_most_frequent_and_draws_nothing() -> None:
+def test_greedy_decoding_takes_the_most_frequent_and_draws_nothing():
     drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
@@ -362,7 +362,7 @@ class Watched(list[int]):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_no_step_reads_the_whole_context(sample: bool) -> None:
+def test_no_step_reads_the_whole_context(sample):
     drafter = NGramDrafter(NGram(order=4, sample=sample, top_k=2))
     context = Watched([1, 2, 3] * 1000)
     drafter.begin(context)
@@ -459,9 +459,7 @@ def runs(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[list[tuple[in
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_agrees_with_a_recount(
-    run: Any, order: int, window: int | None, keep: bool, top_k: int, first_target: bool, chance: Any
-) -> None:
+def test_agrees_with_a_recount(run, order, window, keep, top_k, first_target, chance):
     vocabulary, prompts = run
     drafter = NGramDrafter(NGram(order=order, window=window, keep=keep, top_k=top_k, sample=True))
     reference = Reference(order, window, keep, top_k)
@@ -497,7 +495,7 @@ def test_agrees_with_a_recount(
 # Options.
 
 
-def test_the_name_is_that_of_the_command_line() -> None:
+def test_the_name_is_that_of_the_command_line():
     assert NGramDrafter().name == "ngram"
     assert NGramDrafter(NGram(order=3, window=512, sample=True)).name == "ngram:order=3,window=512,sample"
     everything = "ngram:order=2,max=3,window=5,keep,top-k=4,sample"
@@ -521,12 +519,12 @@ def test_the_name_is_that_of_the_command_line() -> None:
         ({"gamma": "4"}, "Options of ngram: order=N, max=TOKENS, window=TOKENS, keep, top-k=K, sample"),
     ],
 )
-def test_bad_options(options: dict[str, str | bool], message: str) -> None:
+def test_bad_options(options, message):
     with pytest.raises(UsageError, match=message):
         parse_drafter(join_spec("ngram", [k if v is True else f"{k}={v}" for k, v in options.items()]))
 
 
-def test_the_reading_of_the_prompt_is_timed_once() -> None:
+def test_the_reading_of_the_prompt_is_timed_once():
     drafter = NGramDrafter(clock=Ticking())
     drafter.begin([1, 2])
     assert draft(drafter, [1, 2]).prefill_s == 1.0

@@ -84,7 +84,7 @@ def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
 
 @pytest.mark.parametrize("room_for_all", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_course_is_faster(seed: int, room_for_all: bool) -> None:
+def test_no_course_is_faster(seed, room_for_all):
     right = random_right(seed, 8)
     best = oracle.best_course(ranks_of(right), FIRST, oracle.chains(4), room_for_all, COSTS)
     reached = course_of(right, iter(best), room_for_all)
@@ -97,7 +97,7 @@ def test_no_course_is_faster(seed: int, room_for_all: bool) -> None:
     assert seconds_of(reached) == pytest.approx(everything)
 
 
-def test_what_is_not_known_counts_as_right() -> None:
+def test_what_is_not_known_counts_as_right():
     chains = oracle.chains(8)
     known = oracle.best_course([0, 0, 0, -1, 0, 0], FIRST, chains[:5], False, COSTS)
     unknown = oracle.best_course([0, None, None, -1, None, 0], FIRST, chains[:5], False, COSTS)
@@ -109,7 +109,7 @@ def test_what_is_not_known_counts_as_right() -> None:
 # -- what the steps say ------------------------------------------------------------------------------
 
 
-def test_steps_tell_what_was_tested() -> None:
+def test_steps_tell_what_was_tested():
     right = [True, True, False, True, True, True, False, True]
     tokens = list(range(len(right)))
     row = row_of(course_of(right, itertools.repeat(2)), tokens, 2)
@@ -119,14 +119,14 @@ def test_steps_tell_what_was_tested() -> None:
     assert oracle.right_ranks([row, longer], tokens) == [None, 0, -1, 0, 0, 0, -1, None]
 
 
-def test_outputs_that_part_tell_of_what_they_share() -> None:
+def test_outputs_that_part_tell_of_what_they_share():
     right = [True, True, True, True, True, True]
     row = row_of(course_of(right, itertools.repeat(5)), [0, 1, 2, 30, 40, 50], 5)
     assert oracle.right_ranks([row], [0, 1, 2, 3, 4, 5, 6]) == [None, 0, 0, None, None, None, None]
     assert oracle.right_ranks([row], [0, 1]) == [None, 0]
 
 
-def test_a_drafter_that_finds_nothing_has_no_draft_there() -> None:
+def test_a_drafter_that_finds_nothing_has_no_draft_there():
     tokens = [0, 1, 2, 3]
     nothing = [(0, 0, 1)] * 3
     assert oracle.right_ranks([row_of(nothing, tokens, 4)], tokens) == [
@@ -141,7 +141,7 @@ def test_a_drafter_that_finds_nothing_has_no_draft_there() -> None:
         assert oracle.right_ranks(rows, tokens) == [None, 0, 0, None], "elsewhere it found something"
 
 
-def test_the_drafts_of_other_steps_decide_for_the_better() -> None:
+def test_the_drafts_of_other_steps_decide_for_the_better():
     tokens = [0, 1, 2]
     rejected, accepted = row_of([(1, 0, 1), (0, 0, 1)], tokens, 1), row_of([(1, 1, 2)], tokens, 1)
     assert oracle.right_ranks([rejected, accepted], tokens)[1] == 0
@@ -152,7 +152,7 @@ def test_the_drafts_of_other_steps_decide_for_the_better() -> None:
 # -- costs -------------------------------------------------------------------------------------------
 
 
-def test_costs_are_medians_on_a_line_that_never_falls() -> None:
+def test_costs_are_medians_on_a_line_that_never_falls():
     tokens = list(range(60))
     rows = [row_of([(0, 0, 1)] * 3, tokens), row_of([(2, 1, 2)] * 3, tokens), row_of([(6, 1, 2)] * 3, tokens)]
     rows[1]["steps_verify_s"] = np.array([1.25, 9.0, 1.25])  # once disturbed
@@ -164,7 +164,7 @@ def test_costs_are_medians_on_a_line_that_never_falls() -> None:
     assert costs.rest_s[7:] == pytest.approx([2.0, 2.0 + 0.75 / 4, 2.0 + 2 * 0.75 / 4])
 
 
-def test_the_reading_of_a_prompt_is_no_draft() -> None:
+def test_the_reading_of_a_prompt_is_no_draft():
     tokens = list(range(12))
     line = measured([(3, 3, 4), (3, 3, 4), (2, 2, 3)], tokens, prefill_s=40.0)
     assert oracle.step_costs([{**line, **columns_of(line)}], 4).draft_s == DRAFT_S
@@ -192,7 +192,7 @@ def write_run(path: Path, prefill_s: float = 0.0) -> Path:
 
 
 @pytest.mark.parametrize("prefill_s", [0.0, 3.0])
-def test_the_bound_is_what_one_reaches_who_knows(tmp_path: Path, prefill_s: float) -> None:
+def test_the_bound_is_what_one_reaches_who_knows(tmp_path, prefill_s):
     (found,) = oracle.study(load_results(write_run(tmp_path / "run", prefill_s)))
     rows = {row["config"]: row for row in found["rows"]}
     assert set(rows) == {WISE, *(f"d@{gamma}" for gamma in range(1, 9))}
@@ -208,7 +208,7 @@ def test_the_bound_is_what_one_reaches_who_knows(tmp_path: Path, prefill_s: floa
     assert found["oracle"]["tokens_per_step"] == pytest.approx(rows[WISE]["tokens_per_step"], rel=0.03)
 
 
-def test_a_shorter_longest_draft_gives_a_lower_bound(tmp_path: Path) -> None:
+def test_a_shorter_longest_draft_gives_a_lower_bound(tmp_path):
     frame = load_results(write_run(tmp_path / "run"))
     bounds = [oracle.study(frame, gamma_max=longest)[0]["oracle"]["speedup"] for longest in (1, 2, 4, 8)]
     assert bounds == sorted(bounds)
@@ -265,7 +265,7 @@ def tree_line(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return line
 
 
-def test_a_step_keeps_a_branch_of_right_candidates() -> None:
+def test_a_step_keeps_a_branch_of_right_candidates():
     tree = {-1: [0, 1], 0: [2, 3], 1: [4]}
     ways = {(0, 0): 2, (0, 1): 2, (0, 2): 1, (1, 0): 2, (1, 1): 1, (2, 0): 0, (0, 1, 0): 2, (None, None): 2}
     assert {ranks: oracle.kept(tree, ranks) for ranks in ways} == ways
@@ -274,7 +274,7 @@ def test_a_step_keeps_a_branch_of_right_candidates() -> None:
     )
 
 
-def test_trees_tell_which_candidates_are_right() -> None:
+def test_trees_tell_which_candidates_are_right():
     tokens = list(range(8))
     ranks = [0, 1, NOWHERE, 0, 2, 0, 0, 0]
     wide = {
@@ -290,7 +290,7 @@ def test_trees_tell_which_candidates_are_right() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_course_of_trees_is_faster(seed: int) -> None:
+def test_no_course_of_trees_is_faster(seed):
     ranks = random_ranks(seed, 6)
     course = oracle.best_course(ranks, FIRST, SHAPES, False, COSTS)
 
@@ -302,7 +302,7 @@ def test_no_course_of_trees_is_faster(seed: int) -> None:
     assert best == pytest.approx(min(seconds(iter(each)) for each in itertools.product(SHAPES, repeat=5)))
 
 
-def test_the_oracles_of_a_run_with_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_oracles_of_a_run_with_trees(tmp_path, capsys):
     truth = {"a-1": random_ranks(1, 60), "b-1": random_ranks(2, 60)}
     rules = {"d@4": None, "d static": (-1, -1, 0, 0, 1), "d small": (-1, -1)}
     trees = {
@@ -347,7 +347,7 @@ def test_the_oracles_of_a_run_with_trees(tmp_path: Path, capsys: pytest.CaptureF
         assert what in out
 
 
-def test_it_prints_a_table_and_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_a_table_and_ends_with_json(tmp_path, capsys):
     path = write_run(tmp_path / "run")
     assert oracle.main([str(path)]) == 0
     out = capsys.readouterr().out
@@ -356,7 +356,7 @@ def test_it_prints_a_table_and_ends_with_json(tmp_path: Path, capsys: pytest.Cap
         assert line in out
 
 
-def test_a_run_without_a_baseline_has_no_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_baseline_has_no_oracle(tmp_path, capsys):
     path = write_exact(tmp_path / "run", {"plain": {"a-1": [1.0]}})
     with pytest.raises(SystemExit) as left:
         oracle.main([str(path)])

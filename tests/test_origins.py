@@ -52,12 +52,12 @@ def target() -> Target:
         ({"closing": None, "tokens": (1, 2)}, ("accepted", "accepted")),
     ],
 )
-def test_every_token_of_a_step_has_an_origin(changes: dict[str, Any], origins: tuple[str, ...]) -> None:
+def test_every_token_of_a_step_has_an_origin(changes, origins):
     assert step(**changes).origins == origins
     assert len(step(**changes).tokens) == len(origins)
 
 
-def test_the_first_token_is_the_targets() -> None:
+def test_the_first_token_is_the_targets():
     assert Prefill(5, 1, 0.1).origins == ("target",)
     assert Prefill(5, None, 0.1).origins == ()
 
@@ -66,7 +66,7 @@ def test_the_first_token_is_the_targets() -> None:
 
 
 @pytest.mark.parametrize("stops", [(), ("ing the",), ("zebra", "t")])
-def test_labeled_text_is_the_stream_with_the_labels_of_its_tokens(stops: tuple[str, ...]) -> None:
+def test_labeled_text_is_the_stream_with_the_labels_of_its_tokens(stops):
     tokenizer = tiny_tokenizer()
     ids = tokenizer("thing 👩‍👧 and the thing in the ring the end")["input_ids"]
     stream, labeled = TextStream(tokenizer, stops), LabeledText[int](tokenizer, stops)
@@ -86,7 +86,7 @@ def test_labeled_text_is_the_stream_with_the_labels_of_its_tokens(stops: tuple[s
         assert text in own[number]
 
 
-def test_a_generation_knows_which_pieces_of_its_text_were_drafted(target: Target) -> None:
+def test_a_generation_knows_which_pieces_of_its_text_were_drafted(target):
     drafter = load_drafter("self:layers=1", target)
     result = speculative_generate(PROMPT, target, drafter, gamma=4, max_new_tokens=40, ignore_eos=True)
     assert result.pieces is not None
@@ -99,7 +99,7 @@ def test_a_generation_knows_which_pieces_of_its_text_were_drafted(target: Target
 # -- as it is shown ------------------------------------------------------------------------------------
 
 
-def test_painted_text_is_the_text_without_power_when_stripped() -> None:
+def test_painted_text_is_the_text_without_power_when_stripped():
     text = "a\x1b[31m b\n\u202e<c>"
     for origin in ORIGINS:
         for color in (True, False):
@@ -110,7 +110,7 @@ def test_painted_text_is_the_text_without_power_when_stripped() -> None:
     assert painted("", "accepted") == ""
 
 
-def test_a_notebook_shows_the_text_escaped_and_in_the_style_of_its_origins() -> None:
+def test_a_notebook_shows_the_text_escaped_and_in_the_style_of_its_origins():
     page = as_html([("target", "a<b>&"), ("accepted", "\x1b'\n\u202e")], "2 tokens <i>")
     assert "<b>" not in page
     assert "<i>" not in page
@@ -123,7 +123,7 @@ def test_a_notebook_shows_the_text_escaped_and_in_the_style_of_its_origins() -> 
         assert name in unescape(page)
 
 
-def test_what_the_interpreter_shows_is_short(target: Target) -> None:
+def test_what_the_interpreter_shows_is_short(target):
     drafter = load_drafter("lookup:n=4+self:layers=1", target)
     run = GenerationRun(PROMPT, target, drafter, max_new_tokens=120, ignore_eos=True)
     records = list(run)
@@ -148,7 +148,7 @@ def test_what_the_interpreter_shows_is_short(target: Target) -> None:
     ]
 
 
-def test_a_generation_without_text_has_no_page() -> None:
+def test_a_generation_without_text_has_no_page():
     bare = Generation(2, (), None, None, Prefill(2, None, 0.0), (), "t", "none", "float32", 0, True)
     assert repr(bare) == "Generation(0 tokens, interrupted: '')"
     assert bare._repr_html_() is None
@@ -157,7 +157,7 @@ def test_a_generation_without_text_has_no_page() -> None:
 # -- the rule that Python takes ------------------------------------------------------------------------
 
 
-def test_python_takes_the_draft_length_rule_of_the_command_line(target: Target) -> None:
+def test_python_takes_the_draft_length_rule_of_the_command_line(target):
     drafter = load_drafter("lookup", target)
 
     def rule(**options: Any) -> str:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runs import Cli, refusal, write_prompts
+from cli_runs import refusal, write_prompts
 from head_files import eagle_tensors, speculators_settings, write_head
 from test_heads import PLAIN, tiny_target
 from tiny import save_tiny
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packaged(tmp_path, monkeypatch) -> Path:
     """A stand-in for the head, for a tiny target."""
     monkeypatch.setattr(stories, "_PACKAGED", tmp_path / "packaged")
     folder = write_head(tmp_path / "packaged" / ALIAS, speculators_settings(), eagle_tensors())
@@ -42,7 +42,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_it_is_a_model_by_name() -> None:
+def test_it_is_a_model_by_name():
     spec = parse_drafter(f"lookup+{ALIAS}")
     assert isinstance(spec, Cascade)
     assert spec.back == SmallModel(ModelSpec("packaged", ALIAS))
@@ -50,7 +50,7 @@ def test_it_is_a_model_by_name() -> None:
     assert Config(drafter=f"lookup+{ALIAS}").drafter == str(spec)
 
 
-def test_it_drafts(packaged: Path) -> None:
+def test_it_drafts(packaged):
     target = tiny_target()
     drafter = load_drafter(ALIAS, target, PLAIN)
     assert drafter.name == f"{ALIAS} (float32)"
@@ -59,7 +59,7 @@ def test_it_drafts(packaged: Path) -> None:
     assert any(step.drafted for step in found.steps)
 
 
-def test_weights_that_are_not_its_own_are_refused(packaged: Path) -> None:
+def test_weights_that_are_not_its_own_are_refused(packaged):
     whole = (packaged / WEIGHTS).read_bytes()
     (packaged / WEIGHTS).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     message = refusal(load_drafter, ALIAS, tiny_target(), PLAIN, kind=RunError)
@@ -68,7 +68,7 @@ def test_weights_that_are_not_its_own_are_refused(packaged: Path) -> None:
     assert "is damaged" in refusal(load_drafter, ALIAS, tiny_target(), PLAIN, kind=RunError)
 
 
-def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path: Path) -> None:
+def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path):
     folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     assert load_drafter(str(folder), tiny_target(), PLAIN).takes_trees
     (folder / TRAINING_FILE).write_text(json.dumps({"sha256": "0" * 64}))
@@ -77,15 +77,13 @@ def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path: Path) -> Non
     )
 
 
-def test_where_it_is_missing_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_missing_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(stories, "_PACKAGED", tmp_path)
     assert "does not come with this specbench" in refusal(load_drafter, ALIAS, tiny_target(), kind=UsageError)
     assert "only drafts for smollm2-135m" in refusal(load_config, ALIAS, kind=UsageError)
 
 
-def test_it_drafts_by_default_where_it_is_there_and_ahead(
-    cli: Cli, packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_drafts_by_default_where_it_is_there_and_ahead(cli, packaged, tmp_path, monkeypatch):
     target = save_tiny(tmp_path / "tiny", layers=3)
     monkeypatch.setattr(specs, "PACKAGED_HEADS", {ALIAS: str(target)})
     monkeypatch.chdir(tmp_path)
@@ -105,7 +103,7 @@ def test_it_drafts_by_default_where_it_is_there_and_ahead(
     assert drafter() == "lookup"
 
 
-def test_a_sweep_keeps_how_its_heads_came_about(cli: Cli, packaged: Path, tmp_path: Path) -> None:
+def test_a_sweep_keeps_how_its_heads_came_about(cli, packaged, tmp_path):
     story = {"kind": "eagle", "seconds": 9.0, "data": {"tokens": 70}}
     measured = {"tokens": 0, "tokens_per_step": 1.0, "accepted": [0.1], "categories": {}}
     told = {"sha256": sha256(packaged / WEIGHTS), **story, "measured": [measured]}
@@ -119,7 +117,7 @@ def test_a_sweep_keeps_how_its_heads_came_about(cli: Cli, packaged: Path, tmp_pa
 
 
 @pytest.mark.parametrize("alias", PACKAGED_HEADS)
-def test_what_is_shipped_is_small_whole_and_attributed(alias: str) -> None:
+def test_what_is_shipped_is_small_whole_and_attributed(alias):
     """Of the heads that are there."""
     if not is_packaged(alias):
         pytest.skip(f"{alias} is not there")
@@ -130,7 +128,7 @@ def test_what_is_shipped_is_small_whole_and_attributed(alias: str) -> None:
     assert alias in (ROOT / "NOTICE").read_text(encoding="utf-8")
 
 
-def test_every_head_is_for_a_built_in_model_and_ahead_of_it_alone() -> None:
+def test_every_head_is_for_a_built_in_model_and_ahead_of_it_alone():
     assert set(PACKAGED_HEADS.values()) <= set(BUILTIN_MODELS)
     assert set(options.HEADS_AHEAD) <= set(PACKAGED_HEADS.values())
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")

@@ -51,7 +51,7 @@ def build(kind: str, tree: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory) -> Path:
     """The unpacked source distribution."""
     folder = tmp_path_factory.mktemp("packaging")
     left_out = shutil.ignore_patterns(
@@ -66,12 +66,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path) -> Path:
+def wheel(source) -> Path:
     return build("wheel", source, source.parent)
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
+def installed(wheel) -> Path:
     """A folder with the wheel installed in it."""
     folder = wheel.parent.with_name("installed")
     options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(folder)]
@@ -87,7 +87,7 @@ def files_under(folder: Path) -> set[str]:
     }
 
 
-def test_the_source_distribution_holds_what_its_tests_need(source: Path) -> None:
+def test_the_source_distribution_holds_what_its_tests_need(source):
     for folder in FOLDERS:
         assert files_under(ROOT / folder) == files_under(source / folder)
     for file in FILES:
@@ -96,7 +96,7 @@ def test_the_source_distribution_holds_what_its_tests_need(source: Path) -> None
         assert (source / link).exists(), link
 
 
-def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         information = next(name for name in names if name.endswith(".dist-info/METADATA"))
@@ -139,9 +139,7 @@ def sets_seen_from(folder: Path, cwd: Path) -> dict[str, int]:
     return dict(json.loads(output([sys.executable, "-c", LIST_SETS, str(folder)], cwd)))
 
 
-def test_a_wheel_is_built_without_a_compiler(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_is_built_without_a_compiler(source, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "false")
     wheel = build("wheel", source, tmp_path)
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -150,23 +148,19 @@ def test_a_wheel_is_built_without_a_compiler(
         assert LIBRARY.replace("_native.so", "native.c") in archive.namelist()
 
 
-def test_the_prompts_are_found_in_a_checkout_and_in_a_wheel_zipped_and_installed(
-    wheel: Path, installed: Path, tmp_path: Path
-) -> None:
+def test_the_prompts_are_found_in_a_checkout_and_in_a_wheel_zipped_and_installed(wheel, installed, tmp_path):
     for folder in (ROOT, wheel, installed):
         assert sets_seen_from(folder, tmp_path) == prompt_sets()
 
 
-def test_an_editable_installation_is_the_checkout(source: Path, tmp_path: Path) -> None:
+def test_an_editable_installation_is_the_checkout(source, tmp_path):
     with zipfile.ZipFile(build("editable", source, tmp_path)) as archive:
         (link,) = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert archive.read(link).decode().strip() == str(source)
     assert sets_seen_from(source, tmp_path) == prompt_sets()
 
 
-def test_an_installed_wheel_generates_and_reports_from_another_folder(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_an_installed_wheel_generates_and_reports_from_another_folder(installed, tmp_path):
     specbench = [sys.executable, str(installed / "bin" / "specbench")]
     model, run = (
         save_tiny(tmp_path / "model"),

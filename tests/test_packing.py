@@ -6,7 +6,6 @@ import itertools
 import statistics
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.fixture(params=["native", "packed", "fallback"])
-def _with_and_without_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _with_and_without_operators(request, monkeypatch):
     if request.param != "native":
         monkeypatch.setattr(native, "available", lambda: False)
     elif not native.available():
@@ -84,9 +83,7 @@ def _with_and_without_operators(request: pytest.FixtureRequest, monkeypatch: pyt
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
 @pytest.mark.parametrize("quickest", [1, 5])
-def test_a_packed_layer_computes_the_same(
-    quickest: int, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packed_layer_computes_the_same(quickest, inputs, outputs, bias, dtype, monkeypatch):
     monkeypatch.setattr(module, "quickest_rows", lambda dtype: quickest)
     layer = linear(inputs, outputs, bias, dtype)
     packed = PackedLinear(layer.weight, layer.bias)
@@ -99,7 +96,7 @@ def test_a_packed_layer_computes_the_same(
 
 @needs_packing
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_weight_comes_back(dtype: torch.dtype) -> None:
+def test_the_weight_comes_back(dtype):
     layer = linear(100, 257, True, dtype)
     packed = PackedLinear(layer.weight, layer.bias)
     assert torch.equal(packed.weight, layer.weight)
@@ -107,7 +104,7 @@ def test_the_weight_comes_back(dtype: torch.dtype) -> None:
     assert (packed.in_features, packed.out_features) == (100, 257)
 
 
-def test_a_trial_ends_as_soon_as_the_rest_cannot_change_it() -> None:
+def test_a_trial_ends_as_soon_as_the_rest_cannot_change_it():
     for ratios in itertools.product((0.8, 1.0, 1.2), repeat=5):
         taken = next(count for count in range(6) if module.settled(ratios[:count], 1.0, 5))
         assert taken >= 3
@@ -115,7 +112,7 @@ def test_a_trial_ends_as_soon_as_the_rest_cannot_change_it() -> None:
     assert not module.settled((0.8, 0.8), 1.0, 5)
 
 
-def test_what_cannot_be_packed() -> None:
+def test_what_cannot_be_packed():
     assert not can_pack(torch.float64, "cpu")
     assert not can_pack(torch.int8, "cpu")
     assert not can_pack(torch.float32, "meta")
@@ -124,7 +121,7 @@ def test_what_cannot_be_packed() -> None:
 
 @needs_packing
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_model_computes_the_same(tied: bool) -> None:
+def test_a_packed_model_computes_the_same(tied):
     model = llama(tie_word_embeddings=tied)
     expected = logits(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -138,7 +135,7 @@ def test_a_packed_model_computes_the_same(tied: bool) -> None:
 
 
 @needs_packing
-def test_packing_twice_changes_nothing() -> None:
+def test_packing_twice_changes_nothing():
     model = llama()
     pack_linears(model)
     expected = logits(model)
@@ -147,9 +144,7 @@ def test_packing_twice_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("replace", [pack_linears, quantize_linears])
-def test_a_layer_is_gone_before_the_next_is_replaced(
-    replace: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_gone_before_the_next_is_replaced(replace, monkeypatch):
     model: Any = nn.Sequential(*(linear(8, 8, False) for _ in range(4)))
     weights = [weakref.ref(layer.weight) for layer in model]
     there: list[int] = []
@@ -166,7 +161,7 @@ def test_a_layer_is_gone_before_the_next_is_replaced(
     assert there == [4, 3, 2, 1]
 
 
-def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_quantized_some_at_a_time(monkeypatch):
     weight = random_rows(10, 7)
     quantized, scales = module.rounded(weight)
     assert torch.equal(quantized, (weight / scales[:, None]).round().to(torch.int8))
@@ -175,7 +170,7 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_packing
-def test_other_layers_are_left_alone() -> None:
+def test_other_layers_are_left_alone():
     """GPT-2's Conv1D is no linear layer, and a subclass may compute something else."""
     config = hf.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
@@ -202,9 +197,7 @@ def test_other_layers_are_left_alone() -> None:
 @pytest.mark.parametrize(
     "options", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 )
-def test_a_packed_model_is_saved_as_it_was(
-    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_packed_model_is_saved_as_it_was(options, dtype, tmp_path):
     model = llama(**options).to(dtype)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     target = wrap_target(model, name="packed")
@@ -223,7 +216,7 @@ def test_a_packed_model_is_saved_as_it_was(
     assert same(hf.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
 
 
-def test_an_int8_model_is_not_saved(tmp_path: Path) -> None:
+def test_an_int8_model_is_not_saved(tmp_path):
     model = llama()
     quantize_linears(model)
     for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
@@ -235,7 +228,7 @@ def test_an_int8_model_is_not_saved(tmp_path: Path) -> None:
 
 
 @needs_packing
-def test_a_model_that_is_wrapped_again_is_told_for_what_it_is() -> None:
+def test_a_model_that_is_wrapped_again_is_told_for_what_it_is():
     model = llama()
     assert [wrap_target(model, name="one", pack=pack).packed for pack in (False, True, True, False)] == [
         False,
@@ -249,14 +242,14 @@ def test_a_model_that_is_wrapped_again_is_told_for_what_it_is() -> None:
     assert again.dtype == "int8"
 
 
-def test_a_layer_whose_forward_was_replaced_is_left_alone() -> None:
+def test_a_layer_whose_forward_was_replaced_is_left_alone():
     model: Any = nn.Sequential(linear(3, 3, False), linear(3, 3, False))
     model[0].forward = torch.relu
     assert pack_linears(model)
     assert [type(layer) for layer in model] == [nn.Linear, PackedLinear]
 
 
-def test_without_the_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_operators_nothing_is_packed(monkeypatch):
     monkeypatch.setattr(surgery, "can_pack", lambda dtype, device: False)
     model = llama()
     expected = logits(model)
@@ -279,9 +272,7 @@ class Reading(nn.Module):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("replace", [pack_linears, quantize_linears])
-def test_layers_that_read_the_same_input_are_one_product(
-    replace: Callable[[Any], bool], bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_read_the_same_input_are_one_product(replace, bias, dtype, monkeypatch):
     if replace is pack_linears and not can_pack(dtype, "cpu"):
         pytest.skip("no packed layers here")
     model: Any = Reading(bias, dtype)
@@ -308,7 +299,7 @@ def test_layers_that_read_the_same_input_are_one_product(
         assert relative_error(int8(inputs[1]).float(), expected[1].float()) < 0.02
 
 
-def test_layers_that_do_not_fit_together_stay_apart() -> None:
+def test_layers_that_do_not_fit_together_stay_apart():
     model: Any = Reading(True, torch.float32)
     model.v_proj = linear(64, 32, False)
     expected = model(random_rows(3, 64))
@@ -332,7 +323,7 @@ class Sharing(nn.Module):
 
 @needs_packing
 @pytest.mark.parametrize(("replace", "kind"), [(pack_linears, PackedLinear), (quantize_linears, Int8Linear)])
-def test_shared_layers_stay_shared(replace: Callable[[Any], bool], kind: type) -> None:
+def test_shared_layers_stay_shared(replace, kind):
     model: Any = Sharing()
     expected = model(random_rows(3, 4))
     assert replace(model)
@@ -341,7 +332,7 @@ def test_shared_layers_stay_shared(replace: Callable[[Any], bool], kind: type) -
     assert relative_error(model(random_rows(3, 4)), expected) < 0.02
 
 
-def test_the_copy_of_a_shared_layer_is_shared() -> None:
+def test_the_copy_of_a_shared_layer_is_shared():
     model: Any = Sharing()
     clone: Any = int8_copy(model)
     assert clone.first is clone.again is clone.below[0]
@@ -357,9 +348,7 @@ def test_the_copy_of_a_shared_layer_is_shared() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
 @pytest.mark.parametrize("alike", [True, False])
-def test_an_int8_layer_is_close(
-    inputs: int, outputs: int, bias: bool, dtype: torch.dtype, alike: bool
-) -> None:
+def test_an_int8_layer_is_close(inputs, outputs, bias, dtype, alike):
     layer = linear(inputs, outputs, bias, dtype)
     quantized = Int8Linear(layer.weight, layer.bias, alike=alike)
     for shape in ((1,), (9,), (1, 7), (2, 3, 4)):
@@ -371,7 +360,7 @@ def test_an_int8_layer_is_close(
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
-def test_channels_have_scales_of_their_own() -> None:
+def test_channels_have_scales_of_their_own():
     layer = linear(64, 8, False)
     layer.weight *= torch.tensor([1e-6, 1e-3, 1.0, 1e3, 1e6, 1.0, 1.0, 1.0])[:, None]
     x = random_rows(50, 64)
@@ -380,7 +369,7 @@ def test_channels_have_scales_of_their_own() -> None:
         assert relative_error(found[:, channel], expected[:, channel]) < 0.02
 
 
-def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
+def test_rows_do_not_depend_on_the_rows_beside_them():
     layer = linear(100, 257, True)
     quantized = Int8Linear(layer.weight, layer.bias)
     if not quantized.rounds_rows:
@@ -395,7 +384,7 @@ def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
 
 @pytest.mark.usefixtures("_with_and_without_operators")
 @pytest.mark.parametrize("alike", [True, False])
-def test_one_row_of_zeros_or_extremes_gives_no_nan(alike: bool) -> None:
+def test_one_row_of_zeros_or_extremes_gives_no_nan(alike):
     layer = linear(6, 4, True)
     quantized = Int8Linear(layer.weight, layer.bias, alike=alike)
     assert torch.equal(quantized(torch.zeros(1, 6)), layer.bias[None])
@@ -404,7 +393,7 @@ def test_one_row_of_zeros_or_extremes_gives_no_nan(alike: bool) -> None:
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
-def test_zeros_stay_zeros() -> None:
+def test_zeros_stay_zeros():
     layer = linear(6, 4, True)
     bias = layer.bias
     assert torch.equal(Int8Linear(layer.weight, bias)(torch.zeros(2, 6)), bias.expand(2, -1))
@@ -417,14 +406,14 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
-def test_tiny_and_huge_numbers_give_no_nan() -> None:
+def test_tiny_and_huge_numbers_give_no_nan():
     layer = linear(6, 4, False)
     for scale in (1e-44, 1e-35, 1e30):
         assert bool(Int8Linear(layer.weight, None)(torch.full((2, 6), scale)).isfinite().all())
         assert bool(Int8Linear(layer.weight * min(scale, 1e20), None)(torch.ones(2, 6)).isfinite().all())
 
 
-def test_sums_do_not_overflow_without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_do_not_overflow_without_vnni(monkeypatch):
     """Such a processor adds pairs of products in 16 bits; here it may be one that would not overflow."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     monkeypatch.setattr(native, "available", lambda: False)
@@ -437,7 +426,7 @@ def test_sums_do_not_overflow_without_vnni(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_quantized_model_is_close(tied: bool) -> None:
+def test_a_quantized_model_is_close(tied):
     model = llama(tie_word_embeddings=tied)
     expected = logits(model)
     assert quantize_linears(model)
@@ -455,7 +444,7 @@ def places(model: Any) -> set[int]:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_an_int8_copy_shares_what_is_not_linear(packed: bool) -> None:
+def test_an_int8_copy_shares_what_is_not_linear(packed):
     model = llama(tie_word_embeddings=True)
     if packed:
         pack_linears(model)
@@ -469,7 +458,7 @@ def test_an_int8_copy_shares_what_is_not_linear(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_first_layers_share_every_weight(packed: bool) -> None:
+def test_the_first_layers_share_every_weight(packed):
     model = llama()
     if packed:
         pack_linears(model)
@@ -509,9 +498,7 @@ def families() -> Iterator[tuple[str, Callable[[int], Any]]]:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(("family", "config"), [pytest.param(*pair, id=pair[0]) for pair in families()])
-def test_the_first_layers_are_a_model_with_that_many(
-    family: str, config: Callable[[int], Any], count: int
-) -> None:
+def test_the_first_layers_are_a_model_with_that_many(family, config, count):
     whole: Any = seeded(lambda: hf.AutoModelForCausalLM.from_config(config(3)).eval().requires_grad_(False))
     expected = logits(whole)
     built: Any = hf.AutoModelForCausalLM.from_config(config(count)).eval().requires_grad_(False)
@@ -522,12 +509,12 @@ def test_the_first_layers_are_a_model_with_that_many(
 
 
 @pytest.mark.parametrize("count", [0, -1, 4])
-def test_counts_that_cannot_be(count: int) -> None:
+def test_counts_that_cannot_be(count):
     with pytest.raises(ValueError, match=f"{count} layers asked for, the model has 3"):
         first_layers(llama(), count)
 
 
-def test_layers_that_are_not_found() -> None:
+def test_layers_that_are_not_found():
     model = llama()
     model.model.adapters = nn.ModuleList([nn.Identity() for _ in range(3)])
     with pytest.raises(ValueError, match="decoder layers of LlamaForCausalLM"):
@@ -535,7 +522,7 @@ def test_layers_that_are_not_found() -> None:
 
 
 @pytest.mark.parametrize("copy", [int8_copy, lambda model: first_layers(model, 2)])
-def test_a_model_whose_layers_were_wrapped_is_refused(copy: Callable[[Any], Any]) -> None:
+def test_a_model_whose_layers_were_wrapped_is_refused(copy):
     """The wrapper's ``forward`` belongs to the original: the copy would run the whole original unnoticed."""
     model = llama()
     add_hook_to_module(model.model.layers[1], AlignDevicesHook(execution_device="cpu"))

@@ -77,18 +77,18 @@ def pairs_of(repeats: int | None = None, clock_s: float = 0.0, **options: float)
     return pairs, order
 
 
-def test_pairs_come_in_a_balanced_order() -> None:
+def test_pairs_come_in_a_balanced_order():
     _, order = pairs_of(4)
     assert order == [False, True, True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(0.0, MOST), (1.3, 6), (1000.0, LEAST)])
-def test_there_are_more_pairs_where_they_are_short(seconds: float, count: int) -> None:
+def test_there_are_more_pairs_where_they_are_short(seconds, count):
     pairs, _ = pairs_of(clock_s=seconds)
     assert len(pairs.plain) == len(pairs.speculative) == count
 
 
-def test_figures_keep_raw_times_and_give_an_interval_over_the_pairs() -> None:
+def test_figures_keep_raw_times_and_give_an_interval_over_the_pairs():
     times = itertools.cycle([1.5, 1.0, 1.0, 1.2])  # ABBA: 3/1.5 and 3/1.2 tokens per second against 1
 
     def decode(plain: bool) -> Generation:
@@ -110,7 +110,7 @@ def test_figures_keep_raw_times_and_give_an_interval_over_the_pairs() -> None:
     assert figures["speedup_total"] < figures["speedup"]
 
 
-def test_what_is_whole_is_kept_when_a_repeat_breaks_off() -> None:
+def test_what_is_whole_is_kept_when_a_repeat_breaks_off():
     left = iter([False, True, True])
 
     def decode(plain: bool) -> Generation:
@@ -125,7 +125,7 @@ def test_what_is_whole_is_kept_when_a_repeat_breaks_off() -> None:
     assert len(pairs.figures()["repeats"]) == 1
 
 
-def test_a_busy_machine_is_told_as_a_sweep_tells_it() -> None:
+def test_a_busy_machine_is_told_as_a_sweep_tells_it():
     quiet = load_snapshot()
 
     def looks() -> Iterator[LoadSnapshot]:
@@ -143,7 +143,7 @@ def test_a_busy_machine_is_told_as_a_sweep_tells_it() -> None:
 # -- what explains a speedup -------------------------------------------------------------------------
 
 
-def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times() -> None:
+def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times():
     found = explain([generation(1.5), generation(1.5, disturbed=99.0)], [generation(1.0, plain=True)])
     assert found is not None
     assert found.tokens == 3.0
@@ -155,7 +155,7 @@ def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times() -> None:
     assert explain([generation(1.0)], []) is None
 
 
-def test_a_generation_predicts_its_speedup_from_its_own_steps() -> None:
+def test_a_generation_predicts_its_speedup_from_its_own_steps():
     """A step takes 1.5 s, 0.3 of them for drafting, brings three tokens and verifies five."""
     found = predict(generation(1.5))
     assert found is not None
@@ -173,7 +173,7 @@ def test_a_generation_predicts_its_speedup_from_its_own_steps() -> None:
     assert found.usual == pytest.approx(2.0 / 1.25, rel=0.03)  # the disturbed step counts as the others do
 
 
-def test_little_is_predicted_from_nothing() -> None:
+def test_little_is_predicted_from_nothing():
     assert predict(generation(1.0, plain=True)) is None
     assert predict(generation(1.5, steps=7)) is None
     undrafted = predict(replace(generation(1.0, plain=True), drafter="d"))
@@ -193,7 +193,7 @@ def test_little_is_predicted_from_nothing() -> None:
         (0.34, "0.34× is less than 3.00 tokens per step bring"),
     ],
 )
-def test_a_speedup_that_nothing_explains_is_questioned(speedup: float, said: str | None) -> None:
+def test_a_speedup_that_nothing_explains_is_questioned(speedup, said):
     warning = unexplained(
         speedup, Explanation(3.0, step=1.5, drafting=0.3, usual=2.0, lowest=0.57, plain_s=1.0, plain_steps=9)
     )
@@ -205,7 +205,7 @@ def test_a_speedup_that_nothing_explains_is_questioned(speedup: float, said: str
         assert "--repeats" in warning.advice
 
 
-def test_a_disturbed_repeat_is_questioned_in_the_figures() -> None:
+def test_a_disturbed_repeat_is_questioned_in_the_figures():
     """Five times slower than its steps usually are, though each brings three tokens."""
     pairs = Pairs(lambda plain: generation(1.0, plain=plain, disturbed=0.0 if plain else 100.0), 3)
     pairs.measure()

@@ -40,29 +40,29 @@ LONG = Drafter("an-organization/with-a-rather-long-model-name-$1B$_{x}-[red]-Int
 
 
 @pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def big(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("results") / "big"
     return write_run(path, gammas=(1, 2, 4, 8), entropy_policy=True, transformers_row=True, tokens=48)
 
 
 @pytest.fixture(scope="module")
-def df(big: Path) -> Results:
+def df(big) -> Results:
     return load_results(big)
 
 
 @pytest.fixture(scope="module")
-def draw(request: pytest.FixtureRequest) -> Callable[[str, plots.Look | None], plots.Drawn]:
+def draw(request) -> Callable[[str, plots.Look | None], plots.Drawn]:
     """All figures of a fixture's run, drawn once; nobody changes them."""
     return cache(lambda run, look: plots.draw_figures(request.getfixturevalue(run), look=look))
 
 
 @pytest.fixture(scope="module")
-def drawn(draw: Callable[..., plots.Drawn]) -> plots.Drawn:
+def drawn(draw) -> plots.Drawn:
     return draw("df", None)
 
 
 @pytest.fixture(scope="module")
-def summary(df: Results) -> pd.DataFrame:
+def summary(df) -> pd.DataFrame:
     return summarize(df).frame.set_index("config")
 
 
@@ -72,7 +72,7 @@ SMALL: dict[str, Any] = {"drafters": DRAFTERS[:1], "gammas": (2,), "categories":
 
 
 @pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+def rules(tmp_path_factory) -> pd.DataFrame:
     """One drafter with many rules, one run of one prompt in a category."""
     path = tmp_path_factory.mktemp("results") / "rules"
     options: dict[str, Any] = {"gammas": (2, 4), "policies": RULES, "repeats": 1, "prompts_per_category": 1}
@@ -80,7 +80,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def branching(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+def branching(tmp_path_factory) -> pd.DataFrame:
     """One drafter with trees and chains."""
     path = tmp_path_factory.mktemp("results") / "trees"
     policies = ("auto-tree", "static-tree:nodes=8,verification=recursive", "auto")
@@ -92,7 +92,7 @@ def branching(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path) -> Path:
     path = tmp_path / "tiny"
     return write_run(
         path, drafters=(LONG,), gammas=(2, 4), categories=("chat",), prompts_per_category=3, tokens=32
@@ -108,13 +108,13 @@ def texts(figure: Figure) -> str:
 
 
 class TestContent:
-    def test_every_figure_is_there(self, drawn: plots.Drawn) -> None:
+    def test_every_figure_is_there(self, drawn):
         assert list(drawn.figures) == CHAINS
         assert set(drawn.skipped) == TREES | BATCHES | SERVERS | HEADS
         assert all(isinstance(figure, Figure) for figure in drawn.figures.values())
 
     @pytest.mark.parametrize("name", ["speedup", "tokens-per-second", "acceptance"])
-    def test_lines_are_the_summary(self, drawn: plots.Drawn, summary: pd.DataFrame, name: str) -> None:
+    def test_lines_are_the_summary(self, drawn, summary, name):
         column = {
             "speedup": "speedup",
             "tokens-per-second": "tokens_per_second",
@@ -126,7 +126,7 @@ class TestContent:
             expected = summary.loc[[f"{drafter.name}-g{gamma}" for gamma in (1, 2, 4, 8)], column]
             assert tuple(np.round(expected.to_numpy(), 9)) in found
 
-    def test_intervals_are_drawn(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+    def test_intervals_are_drawn(self, drawn, summary):
         segments = [
             (round(path.vertices[0][1], 9), round(path.vertices[1][1], 9))
             for collection in drawn.figures["speedup"].axes[0].collections
@@ -135,21 +135,19 @@ class TestContent:
         row = summary.loc["lookup-g4"]
         assert (round(row["speedup_low"], 9), round(row["speedup_high"], 9)) in segments
 
-    def test_plain_is_drawn_and_named(self, drawn: plots.Drawn) -> None:
+    def test_plain_is_drawn_and_named(self, drawn):
         axes = drawn.figures["speedup"].axes[0]
         assert any(set(np.asarray(line.get_ydata(), float)) == {1.0} for line in axes.lines)
         assert "plain = 1" in texts(drawn.figures["speedup"])
         low, high = axes.get_ylim()
         assert low < 1.0 < high
 
-    def test_other_decoding_is_a_level_with_its_interval(
-        self, drawn: plots.Drawn, summary: pd.DataFrame
-    ) -> None:
+    def test_other_decoding_is_a_level_with_its_interval(self, drawn, summary):
         row = summary.loc["hf"]
         expected = f"transformers {row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
         assert expected in texts(drawn.figures["speedup"])
 
-    def test_a_rule_stands_at_the_mean_it_drafted(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+    def test_a_rule_stands_at_the_mean_it_drafted(self, drawn, summary):
         axes = drawn.figures["speedup"].axes[0]
         hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
         assert len(hollow) == 1
@@ -158,12 +156,12 @@ class TestContent:
         across = [line for line in axes.lines if list(line.get_ydata()) == [hollow[0].get_ydata().item()] * 2]
         assert [line.get_color() for line in across] == [hollow[0].get_color()], "a level to compare with"
 
-    def test_every_rule_lies_within_the_axis_of_gamma(self) -> None:
+    def test_every_rule_lies_within_the_axis_of_gamma(self):
         axes = Figure().subplots()
         canvas.gamma_axis(axes, [0.4, 1, 2, 9.4])
         assert axes.get_xlim()[0] < 0.4 < 9.4 < axes.get_xlim()[1]
 
-    def test_bars_add_up_to_the_time_per_token(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+    def test_bars_add_up_to_the_time_per_token(self, drawn, summary):
         (axes,) = drawn.figures["time"].axes
         ends: dict[float, float] = {}
         for bar in axes.patches:
@@ -175,7 +173,7 @@ class TestContent:
         expected = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "ms_per_token"]
         assert [ends[y] for y in sorted(ends)][5:9] == pytest.approx(expected.tolist())
 
-    def test_predictions_stand_against_measurements(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+    def test_predictions_stand_against_measurements(self, drawn, summary):
         left, right = drawn.figures["prediction"].axes
         for axes, column in ((left, "predicted_speedup"), (right, "predicted_speedup_iid")):
             points = {
@@ -188,7 +186,7 @@ class TestContent:
             assert (round(row[column], 9), round(row["speedup"], 9)) in points
             assert axes.get_xlim() == axes.get_ylim()
 
-    def test_the_heat_map_shows_every_cell_with_its_interval(self, df: Results, drawn: plots.Drawn) -> None:
+    def test_the_heat_map_shows_every_cell_with_its_interval(self, df, drawn):
         shown = texts(drawn.figures["categories"])
         frame = categorize(df).frame
         image = drawn.figures["categories"].axes[0].images[0].get_array()
@@ -200,9 +198,7 @@ class TestContent:
         )
         assert shown.count("–") >= frame["speedup_low"].notna().sum() > len(frame) / 2
 
-    def test_the_histogram_of_the_fastest_gamma(
-        self, df: Results, drawn: plots.Drawn, summary: pd.DataFrame
-    ) -> None:
+    def test_the_histogram_of_the_fastest_gamma(self, df, drawn, summary):
         fastest = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "speedup"].idxmax()
         frame = to_frame(accepted_lengths(df), AcceptedRow)
         expected = frame.loc[frame["config"] == fastest, "share"].tolist()
@@ -210,7 +206,7 @@ class TestContent:
         assert [bar.get_height() for bar in axes.patches] == pytest.approx(expected)
         assert f"γ = {fastest[-1]}" in axes.get_title(loc="left")
 
-    def test_one_generation_with_the_notes_of_its_rule(self, df: Results, drawn: plots.Drawn) -> None:
+    def test_one_generation_with_the_notes_of_its_rule(self, df, drawn):
         upper, lower = drawn.figures["generation"].axes
         mine = df.generations[df.generations["config"] == "egag"]
         usual = summarize(df).frame.set_index("config")["tokens_per_step"].loc["egag"]
@@ -225,7 +221,7 @@ class TestContent:
             drawn.figures["generation"]
         )
 
-    def test_an_entropy_is_shown_before_what_other_rules_note(self, df: Results) -> None:
+    def test_an_entropy_is_shown_before_what_other_rules_note(self, df):
         def with_notes(config: str, kept: Results) -> Results:
             rows = kept.generations
             policies = [
@@ -250,7 +246,7 @@ class TestContent:
         assert len(figure.axes[1].lines) == 1
         assert "self:int8 γ=2" in texts(figure)
 
-    def test_an_average_without_a_memory_is_not_drawn_twice(self, df: Results) -> None:
+    def test_an_average_without_a_memory_is_not_drawn_twice(self, df):
         rows = df.generations
         policies = [
             {**policy, "H_bar": policy["H_norm"]} if "H_norm" in policy else policy
@@ -261,7 +257,7 @@ class TestContent:
         assert len(figure.axes[1].lines) == 1
         assert len(plots.draw_figures(df, ["generation"]).figures["generation"].axes[1].lines) == 2
 
-    def test_without_notes_the_fastest_configuration_is_shown(self, tiny: Path) -> None:
+    def test_without_notes_the_fastest_configuration_is_shown(self, tiny):
         df = load_results(tiny)
         figure = plots.draw_figures(df, ["generation"]).figures["generation"]
         fastest = summarize(df).frame.set_index("config")["speedup"].drop("plain").idxmax()
@@ -269,9 +265,7 @@ class TestContent:
         assert f"γ={fastest[-1]}" in texts(figure)
 
     @pytest.mark.parametrize("name", CHAINS)
-    def test_every_caption_names_machine_models_prompts_and_tokens(
-        self, drawn: plots.Drawn, name: str
-    ) -> None:
+    def test_every_caption_names_machine_models_prompts_and_tokens(self, drawn, name):
         caption = drawn.figures[name].get_supxlabel().replace("\n", " · ")
         for part in (
             "AMD EPYC 9R14, 2 threads",
@@ -282,7 +276,7 @@ class TestContent:
             assert part in caption
 
     @pytest.mark.parametrize("name", CHAINS)
-    def test_every_axis_is_named_with_its_unit(self, drawn: plots.Drawn, name: str) -> None:
+    def test_every_axis_is_named_with_its_unit(self, drawn, name):
         if name == "categories":
             return  # its axes are names
         axes = drawn.figures[name].axes
@@ -291,7 +285,7 @@ class TestContent:
 
 
 class TestTrees:
-    def test_what_each_keeps_and_how_wide_it_is(self, branching: pd.DataFrame) -> None:
+    def test_what_each_keeps_and_how_wide_it_is(self, branching):
         figure = plots.draw_figures(branching, ["trees"]).figures["trees"]
         summary = summarize(branching).frame.set_index("config")
         drafting = summary[summary["mean_nodes"].notna()].sort_values("tokens_per_step")
@@ -303,7 +297,7 @@ class TestTrees:
         assert speed.get_xlabel() == "decode speed (tokens/s)"
         assert "static-tree:nodes=8,verification=re…" in texts(figure)
 
-    def test_ranks_are_rates_of_the_frame(self, branching: pd.DataFrame) -> None:
+    def test_ranks_are_rates_of_the_frame(self, branching):
         figure = plots.draw_figures(branching, ["ranks"]).figures["ranks"]
         frame = to_frame(ranks(branching), RankRow)
         first = frame[
@@ -312,7 +306,7 @@ class TestTrees:
         assert figure.axes[0].lines[0].get_ydata().tolist() == pytest.approx(first["rate"].tolist())
         assert first["rate"].iloc[0] > 0.3
 
-    def test_a_run_without_trees_says_so(self, drawn: plots.Drawn) -> None:
+    def test_a_run_without_trees_says_so(self, drawn):
         assert drawn.skipped["trees"] == "no tree was drafted"
 
 
@@ -328,9 +322,7 @@ class TestLooks:
             ("branching", plots.Look(3.6)),
         ],
     )
-    def test_nothing_overlaps_or_is_cut_off(
-        self, draw: Callable[..., plots.Drawn], run: str, look: plots.Look | None
-    ) -> None:
+    def test_nothing_overlaps_or_is_cut_off(self, draw, run, look):
         drawn = draw(run, look)
         expected = [
             name for name in plots.FIGURES if name in {*CHAINS, *(TREES if run == "branching" else ())}
@@ -355,31 +347,29 @@ class TestLooks:
                 high = min(first.y1, second.y1) - max(first.y0, second.y0)
                 assert wide < 1 or high < 1, f"{name}: {one!r} and {other!r}"
 
-    def test_letters_of_another_size_at_saving_cut_nothing_off(self) -> None:
+    def test_letters_of_another_size_at_saving_cut_nothing_off(self):
         stored = Path(__file__).parents[1] / "results" / "qwen2.5-coder-all-rules"
         figure = plots.draw_figures(load_results(stored), ["speedup"]).figures["speedup"]
         plots.figure_bytes(figure, "png")
         renderer = FigureCanvasAgg(figure).get_renderer()
         assert all(axes.get_tightbbox(renderer).x0 >= 0 for axes in figure.findobj(Axes))
 
-    def test_a_name_that_matplotlib_would_hide_is_in_the_legend(self, tmp_path: Path) -> None:
+    def test_a_name_that_matplotlib_would_hide_is_in_the_legend(self, tmp_path):
         hidden = (Drafter("_nolegend_", 0.5, 0.1), Drafter("b", 0.4, 0.1))
         options: dict[str, Any] = {"gammas": (2,), "categories": ("chat",), "tokens": 16}
         df = load_results(write_run(tmp_path, drafters=hidden, **options))
         assert "_nolegend_" in texts(plots.draw_figures(df, ["speedup"]).figures["speedup"])
 
-    def test_names_are_not_mathematics(self, tiny: Path) -> None:
+    def test_names_are_not_mathematics(self, tiny):
         figure = plots.draw_figures(load_results(tiny), ["time"]).figures["time"]
         assert "$" in figure.get_suptitle()
         assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
 
-    def test_series_differ_in_color_and_marker(self, drawn: plots.Drawn) -> None:
+    def test_series_differ_in_color_and_marker(self, drawn):
         lines = [line for line in drawn.figures["speedup"].axes[0].lines if len(line.get_xdata()) == 4]
         assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 4
 
-    def test_rules_of_one_drafter_differ_and_its_name_is_said_once(
-        self, draw: Callable[..., plots.Drawn]
-    ) -> None:
+    def test_rules_of_one_drafter_differ_and_its_name_is_said_once(self, draw):
         drawn = draw("rules", None)
         lines = [
             line for line in drawn.figures["speedup"].axes[0].lines if line.get_marker() in canvas.MARKERS
@@ -395,13 +385,13 @@ class TestLooks:
             (line.get_color(), line.get_marker()) for line in lines
         ], "each name has the mark of its line"
 
-    def test_colors_of_several_drafters_are_theirs(self, drawn: plots.Drawn, df: Results) -> None:
+    def test_colors_of_several_drafters_are_theirs(self, drawn, df):
         series = canvas.Run(df, plots.Look()).series
         colors = {each.name: each.color for each in series}
         assert colors["Qwen2.5-Coder-0.5B-Instruct, egag"] == colors["Qwen2.5-Coder-0.5B-Instruct"]
         assert len(set(colors.values())) == 4
 
-    def test_the_color_blind_tell_the_colors_apart(self) -> None:
+    def test_the_color_blind_tell_the_colors_apart(self):
         # Machado, Oliveira and Fernandes 2009, severity 1: no red, green or blue cones.
         blindness = [
             np.eye(3),
@@ -420,17 +410,17 @@ class TestLooks:
             lab = np.stack([116 * y, 500 * (x - y), 200 * (y - z)], axis=1)
             assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(lab, 2)) > 12
 
-    def test_a_paper_says_title_and_caption_itself(self, draw: Callable[..., plots.Drawn]) -> None:
+    def test_a_paper_says_title_and_caption_itself(self, draw):
         for figure in draw("df", PAPER).figures.values():
             assert figure.get_figwidth() == 3.3
             assert figure.get_suptitle() == figure.get_supxlabel() == ""
             assert max(text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()) <= 7.0
 
-    def test_letters_without_room_are_told(self, rules: pd.DataFrame) -> None:
+    def test_letters_without_room_are_told(self, rules):
         with pytest.raises(UsageError, match="nothing to plot: its letters do not fit"):
             plots.draw_figures(rules, ["time"], plots.Look(1.0, 30.0))
 
-    def test_no_state_of_pyplot(self, big: Path) -> None:
+    def test_no_state_of_pyplot(self, big):
         code = (
             "import sys; from specbench.show.plots import draw_figures;"
             "from specbench.results.results import load_results;"
@@ -439,7 +429,7 @@ class TestLooks:
         child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert child.stdout == "False\n"
 
-    def test_style_of_the_caller_stays_and_does_not_matter(self, tiny: Path) -> None:
+    def test_style_of_the_caller_stays_and_does_not_matter(self, tiny):
         import matplotlib
 
         before = dict(matplotlib.rcParams)
@@ -460,7 +450,7 @@ def hidden_ticks(figure: Figure) -> list[Text]:
 
 class TestSmallAndOdd:
     @pytest.mark.parametrize("kind", ["one drafter", "one run", "sampled", "no costs", "many drafters"])
-    def test_draws(self, tmp_path: Path, kind: str) -> None:
+    def test_draws(self, tmp_path, kind):
         options: dict[str, Any] = {
             "one drafter": {"drafters": (LONG,), "gammas": (2, 4), "categories": ("chat",)},
             "one run": {
@@ -492,12 +482,12 @@ class TestSmallAndOdd:
             assert "no intervals" in texts(drawn.figures["speedup"])
             assert "No interval: one run of one prompt." in caption(drawn.figures["categories"])
 
-    def test_a_missing_interval_is_told_once(self, rules: pd.DataFrame) -> None:
+    def test_a_missing_interval_is_told_once(self, rules):
         figure = plots.draw_figures(rules, ["categories"]).figures["categories"]
         assert texts(figure).lower().count("no interval") == 1
         assert "95%" not in texts(figure)
 
-    def test_gamma_1_is_no_length_of_drafts(self, tmp_path: Path) -> None:
+    def test_gamma_1_is_no_length_of_drafts(self, tmp_path):
         slow = Drafter("slow", 0.3, 0.5)  # fastest with the least γ
         options: dict[str, Any] = {"drafters": (slow,), "categories": ("chat",), "tokens": 32}
         df = load_results(write_run(tmp_path / "several", gammas=(1, 2, 4), **options))
@@ -510,30 +500,30 @@ class TestSmallAndOdd:
         assert only.skipped["accepted-length"] == "no step drafted more than one token"
         assert "slow γ=1" in caption(only.figures["generation"])
 
-    def test_only_plain_decoding_has_nothing_to_plot(self, tmp_path: Path) -> None:
+    def test_only_plain_decoding_has_nothing_to_plot(self, tmp_path):
         df = load_results(write_run(tmp_path, drafters=(), categories=("chat",)))
         with pytest.raises(UsageError, match="nothing to plot: no speculative configuration"):
             plots.draw_figures(df)
 
-    def test_a_run_without_lines(self, tmp_path: Path) -> None:
+    def test_a_run_without_lines(self, tmp_path):
         write_run(tmp_path, **SMALL)
         write_lines(tmp_path, [])
         with pytest.raises(UsageError, match="no generation of this run has finished"):
             plots.draw_figures(load_results(tmp_path))
 
-    def test_failed_generations_are_left_out(self, tiny: Path) -> None:
+    def test_failed_generations_are_left_out(self, tiny):
         failed = {"status": "failed", "error": "out of memory"}
         change_lines(tiny, lambda line: failed if line["config"].endswith("g4") else {})
         drawn = plots.draw_figures(load_results(tiny))
         line = next(each for each in drawn.figures["speedup"].axes[0].lines if each.get_marker() == "o")
         assert len(line.get_xdata()) == 1
 
-    def test_an_unknown_figure(self, df: Results) -> None:
+    def test_an_unknown_figure(self, df):
         with pytest.raises(UsageError, match=r"no figure 'speed'\. Choose from speedup, "):
             plots.draw_figures(df, ["speed"])
 
     @pytest.mark.parametrize("kind", plots.FORMATS)
-    def test_formats_and_repeatable_bytes(self, tmp_path: Path, drawn: plots.Drawn, kind: str) -> None:
+    def test_formats_and_repeatable_bytes(self, tmp_path, drawn, kind):
         figure = drawn.figures["acceptance"]
         first, second = tmp_path / f"1.{kind}", tmp_path / f"2.{kind}"
         plots.save_figure(figure, first)
@@ -544,22 +534,20 @@ class TestSmallAndOdd:
         if kind == "svg":
             ET.parse(first)  # noqa: S314
 
-    def test_a_place_that_cannot_be_written(self, tmp_path: Path, drawn: plots.Drawn) -> None:
+    def test_a_place_that_cannot_be_written(self, tmp_path, drawn):
         with pytest.raises(RunError, match="cannot be written"):
             plots.save_figure(drawn.figures["speedup"], tmp_path / "missing" / "speedup.png")
 
 
 class TestCommand:
     @pytest.mark.smoke
-    def test_a_run(self, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_run(self, tiny, capsys):
         assert command(["plot", str(tiny), "--only", "speedup", "--only", "time"]) == 0
         written = capsys.readouterr().out.splitlines()
         assert written == [str(tiny / "plots" / "speedup.png"), str(tiny / "plots" / "time.png")]
         assert all(Path(path).stat().st_size > 5000 for path in written)
 
-    def test_each_run_that_is_named_and_of_a_folder_the_newest(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_each_run_that_is_named_and_of_a_folder_the_newest(self, tmp_path, capsys):
         for name in ("a", "b"):
             write_run(tmp_path / name, run_id=name, **SMALL)
         change_run(tmp_path / "b", created="2025-01-02T00:00:00Z")
@@ -574,9 +562,7 @@ class TestCommand:
         assert (tmp_path / "figures/a/speedup.svg").exists()
         assert (tmp_path / "figures/b/speedup.svg").exists()
 
-    def test_one_bad_run_does_not_keep_the_others(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_one_bad_run_does_not_keep_the_others(self, tmp_path, capsys):
         write_run(tmp_path / "a", run_id="a", **SMALL)
         write_run(tmp_path / "b", run_id="b", **SMALL)
         (tmp_path / "a/run.json").write_text("{")
@@ -585,13 +571,13 @@ class TestCommand:
         assert said.out.splitlines() == [str(tmp_path / "b/plots/speedup.png")]
         assert "damaged" in said.err
 
-    def test_the_help_names_every_figure(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_help_names_every_figure(self, capsys):
         assert command(["plot", "--help"]) == 0
         assert ", ".join(sorted(plots.FIGURES)) in " ".join(capsys.readouterr().out.split()).replace(
             "- ", "-"
         )
 
-    def test_what_is_skipped_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_what_is_skipped_is_said(self, tmp_path, capsys):
         write_run(tmp_path / "r", costs=False, **SMALL)
         assert command(["plot", str(tmp_path / "r"), "--only", "prediction", "--only", "speedup"]) == 0
         assert (
@@ -617,12 +603,12 @@ class TestCommand:
     )
     def test_refusals(
         self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        arguments: list[str],
-        message: str,
-    ) -> None:
+        tmp_path,
+        monkeypatch,
+        capsys,
+        arguments,
+        message,
+    ):
         for name in ("run", "empty-run", "damaged", "other-schema"):
             write_run(tmp_path / name, **SMALL)
         (tmp_path / "empty").mkdir()
@@ -640,7 +626,7 @@ class TestCommand:
         assert said.out == ""
         assert not list(tmp_path.glob("*/plots"))
 
-    def test_a_figure_for_a_paper(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_figure_for_a_paper(self, tiny, monkeypatch):
         looks: list[plots.Look] = []
         draw = plots.draw_figures
         monkeypatch.setattr(
@@ -653,22 +639,20 @@ class TestCommand:
         assert command(["plot", str(tiny), "--only", "speedup", "--paper", "--format", "svg"]) == 0
         assert (tiny / "plots/speedup.svg").is_file()
 
-    def test_show_opens_what_was_written(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_show_opens_what_was_written(self, tiny, monkeypatch):
         opened: list[str] = []
         monkeypatch.setenv("DISPLAY", ":0")
         monkeypatch.setattr("typer.launch", lambda path: opened.append(path) or 0)
         assert command(["plot", str(tiny), "--only", "speedup", "--show"]) == 0
         assert opened == [str(tiny / "plots/speedup.png")]
 
-    def test_show_without_a_viewer(
-        self, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_show_without_a_viewer(self, tiny, monkeypatch, capsys):
         monkeypatch.setenv("DISPLAY", ":0")
         monkeypatch.setattr("typer.launch", lambda path: 1)
         assert command(["plot", str(tiny), "--only", "speedup", "--show"]) == 1
         assert "Nothing here opens png files" in capsys.readouterr().err
 
-    def test_a_place_that_is_a_file(self, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_place_that_is_a_file(self, tiny, capsys):
         (tiny / "plots").write_text("")
         assert command(["plot", str(tiny), "--only", "speedup"]) == 1
         assert "cannot be made" in capsys.readouterr().err

@@ -97,9 +97,7 @@ class Plain:
 @pytest.mark.smoke
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 9), st.integers(1, 4), st.booleans())
-def test_blocks_hold_what_was_written_whatever_others_do(
-    seed: int, count: int, size: int, slotted: bool
-) -> None:
+def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slotted):
     choice = random.Random(seed)
     plain = Plain(count, size, 1 if slotted else None)
     for _ in range(80):
@@ -123,7 +121,7 @@ def test_blocks_hold_what_was_written_whatever_others_do(
 
 
 @pytest.mark.parametrize("slotted", [False, True])
-def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted: bool) -> None:
+def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted):
     choice = random.Random(0)
     blocks = Blocks(64, 64 if slotted else 8, 1 if slotted else None)
     beginnings = [[choice.randrange(50) for _ in range(24)] for _ in range(4)]
@@ -164,7 +162,7 @@ def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted: bo
     assert bool(adopted) is not slotted
 
 
-def test_neighbors_are_taken_as_long_as_there_are_any() -> None:
+def test_neighbors_are_taken_as_long_as_there_are_any():
     blocks = Blocks(32, 4)
     tables = [Table() for _ in range(4)]
     for end in range(4, 33, 4):  # all of them grow in turn
@@ -175,7 +173,7 @@ def test_neighbors_are_taken_as_long_as_there_are_any() -> None:
     assert blocks.free == 0
 
 
-def test_a_request_that_never_fits_is_told_apart_from_one_that_waits() -> None:
+def test_a_request_that_never_fits_is_told_apart_from_one_that_waits():
     blocks, first, second = Blocks(4, 4), Table(), Table()
     assert blocks.extend(first, 0, 9) == []
     assert blocks.extend(second, 0, 9) is None
@@ -219,7 +217,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_slots_read_and_roll_back_side_by_side(kind: PoolKind, sliding: bool) -> None:
+def test_slots_read_and_roll_back_side_by_side(kind, sliding):
     held, choice = pool(kind, sliding=sliding), random.Random(1)
     scorers = [Scorer(model(sliding), held.slot()) for _ in range(3)]
     contexts = [CONTEXT[:20], CONTEXT[5:9], CONTEXT[:17]]
@@ -238,7 +236,7 @@ def test_slots_read_and_roll_back_side_by_side(kind: PoolKind, sliding: bool) ->
     assert held.use.peak >= 3
 
 
-def test_a_slot_holds_a_tree_and_keeps_a_path_of_it() -> None:
+def test_a_slot_holds_a_tree_and_keeps_a_path_of_it():
     scorer = Scorer(model(), pool("paged").slot())
     assert scorer.takes_trees
     context, nodes, parents = CONTEXT[:18], [4, 5, 6, 7, 8], (-1, -1, 1, 1, 3)
@@ -251,7 +249,7 @@ def test_a_slot_holds_a_tree_and_keeps_a_path_of_it() -> None:
     assert not Scorer(model(sliding=True), pool("paged", sliding=True).slot()).takes_trees
 
 
-def test_requests_that_begin_alike_share_blocks_until_they_part() -> None:
+def test_requests_that_begin_alike_share_blocks_until_they_part():
     held = pool("paged")
     prompt = CONTEXT[: 2 * PAGE + 5]
     first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
@@ -278,7 +276,7 @@ def test_requests_that_begin_alike_share_blocks_until_they_part() -> None:
     assert held.use.used == 0
 
 
-def test_what_all_tokens_states_are_wanted_of_is_not_shared() -> None:
+def test_what_all_tokens_states_are_wanted_of_is_not_shared():
     held = pool("paged")
     first, second = (Scorer(model(), held.slot()) for _ in range(2))
     first.logits(CONTEXT)
@@ -287,7 +285,7 @@ def test_what_all_tokens_states_are_wanted_of_is_not_shared() -> None:
     assert len(hidden) == len(CONTEXT)
 
 
-def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared() -> None:
+def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
     held = pool("paged")
     target = Scorer(model(), held.slot())
     cheap = Scorer(first_layers(model(), 1), target.cache).twin(target.cache, shares=True)
@@ -307,7 +305,7 @@ def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_pool_changes_nothing_and_says_so(kind: PoolKind) -> None:
+def test_a_full_pool_changes_nothing_and_says_so(kind):
     held = pool(kind, 64, 2)
     first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
     first.logits(CONTEXT[:20])
@@ -327,7 +325,7 @@ def test_a_full_pool_changes_nothing_and_says_so(kind: PoolKind) -> None:
 
 
 @torch.inference_mode()
-def test_a_context_that_was_no_number_does_not_stay_in_its_slot() -> None:
+def test_a_context_that_was_no_number_does_not_stay_in_its_slot():
     held = pool("slotted")
     scorer = Scorer(model(), held.slot())
     scorer.logits(CONTEXT[:9])
@@ -341,7 +339,7 @@ def test_a_context_that_was_no_number_does_not_stay_in_its_slot() -> None:
         assert store.keys.isfinite().all()
 
 
-def test_a_pool_without_room_or_with_other_layers_is_refused() -> None:
+def test_a_pool_without_room_or_with_other_layers_is_refused():
     with pytest.raises(UsageError, match="has no room"):
         pool("paged", PAGE - 1)
     with pytest.raises(UsageError, match="has no room"):
@@ -351,7 +349,7 @@ def test_a_pool_without_room_or_with_other_layers_is_refused() -> None:
         KVPool(config, "paged", 64)
 
 
-def test_a_pool_takes_no_more_memory_than_its_tokens_need() -> None:
+def test_a_pool_takes_no_more_memory_than_its_tokens_need():
     token = bytes_per_token(model())
     assert token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, float32
     for kind, tokens in (("paged", 6 * PAGE), ("slotted", 99)):

@@ -58,7 +58,7 @@ def ids(prompts: list[Prompt]) -> list[str]:
 # The sets that come with specbench
 
 
-def test_every_promised_set_exists_and_has_at_least_eight_prompts() -> None:
+def test_every_promised_set_exists_and_has_at_least_eight_prompts():
     sets = prompt_sets()
     assert set(sets) == SINGLE_TURN | MULTI_TURN
     assert min(sets.values()) >= 8
@@ -66,7 +66,7 @@ def test_every_promised_set_exists_and_has_at_least_eight_prompts() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SINGLE_TURN | MULTI_TURN))
-def test_a_set_has_its_own_category_numbered_ids_and_as_many_turns_as_it_says(name: str) -> None:
+def test_a_set_has_its_own_category_numbered_ids_and_as_many_turns_as_it_says(name):
     prompts = load_prompts([name])
     assert ids(prompts) == [f"{name}-{number:02d}" for number in range(1, len(prompts) + 1)]
     assert {prompt.category for prompt in prompts} == {name}
@@ -77,7 +77,7 @@ def test_a_set_has_its_own_category_numbered_ids_and_as_many_turns_as_it_says(na
             assert text == text.strip("\n")
 
 
-def test_no_text_occurs_twice_in_the_sets() -> None:
+def test_no_text_occurs_twice_in_the_sets():
     prompts = load_prompts(["all"])
     assert len(prompts) == sum(prompt_sets().values())
     assert len(set(ids(prompts))) == len(prompts)
@@ -85,20 +85,20 @@ def test_no_text_occurs_twice_in_the_sets() -> None:
     assert [turn for turn, count in turns.items() if count > 1] == []
 
 
-def test_the_texts_to_summarize_are_of_the_promised_length() -> None:
+def test_the_texts_to_summarize_are_of_the_promised_length():
     for prompt in load_prompts(["summarisation"]):
         _, text = prompt.turns[0].split("\n\n", 1)
         assert 120 <= len(text.split()) <= 250, prompt.id
 
 
-def test_every_code_editing_prompt_carries_a_file_of_some_size() -> None:
+def test_every_code_editing_prompt_carries_a_file_of_some_size():
     for prompt in load_prompts(["code-editing"]):
         _, code, end = prompt.turns[0].split("```")
         assert code.count("\n") >= 15, prompt.id
         assert not end, prompt.id
 
 
-def test_the_python_in_the_prompts_is_valid() -> None:
+def test_the_python_in_the_prompts_is_valid():
     blocks = [
         part.removeprefix("python\n")
         for prompt in load_prompts(["all"])
@@ -111,12 +111,12 @@ def test_the_python_in_the_prompts_is_valid() -> None:
         compile(block, "prompt", "exec")
 
 
-def test_the_readme_names_every_set() -> None:
+def test_the_readme_names_every_set():
     readme = (ROOT / "prompts" / "README.md").read_text(encoding="utf-8")
     assert [name for name in prompt_sets() if f"`{name}`" not in readme] == []
 
 
-def test_an_installation_without_the_sets_says_so(tmp_path: Path) -> None:
+def test_an_installation_without_the_sets_says_so(tmp_path):
     shutil.copytree(
         ROOT / "specbench", tmp_path / "specbench", ignore=shutil.ignore_patterns("_*_", "_prompts")
     )
@@ -134,7 +134,7 @@ def test_an_installation_without_the_sets_says_so(tmp_path: Path) -> None:
 # Reading
 
 
-def test_a_file_is_read_with_all_its_fields(tmp_path: Path) -> None:
+def test_a_file_is_read_with_all_its_fields(tmp_path):
     path = write(
         tmp_path / "mine.jsonl",
         row(turns=["One", "Two"], system="Be brief."),
@@ -149,7 +149,7 @@ def test_a_file_is_read_with_all_its_fields(tmp_path: Path) -> None:
     ]
 
 
-def test_the_form_of_spec_bench_is_read(tmp_path: Path) -> None:
+def test_the_form_of_spec_bench_is_read(tmp_path):
     path = write(
         tmp_path / "question.jsonl",
         {"question_id": 81, "category": "writing", "turns": ["One", "Two"]},
@@ -161,7 +161,7 @@ def test_the_form_of_spec_bench_is_read(tmp_path: Path) -> None:
     ]
 
 
-def test_blank_lines_crlf_a_byte_order_mark_and_unicode_line_separators_do_no_harm(tmp_path: Path) -> None:
+def test_blank_lines_crlf_a_byte_order_mark_and_unicode_line_separators_do_no_harm(tmp_path):
     lines = [
         "",
         json.dumps(row(turns=["a\u2028b\u0085c"]), ensure_ascii=False),
@@ -177,13 +177,13 @@ def test_blank_lines_crlf_a_byte_order_mark_and_unicode_line_separators_do_no_ha
     ]
 
 
-def test_files_with_byte_order_marks_can_be_joined(tmp_path: Path) -> None:
+def test_files_with_byte_order_marks_can_be_joined(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(f"\ufeff{json.dumps(row(id=name))}\n" for name in "ab"), encoding="utf-8")
     assert [prompt.id for prompt in load_prompts([path])] == ["a", "b"]
 
 
-def test_text_is_kept_as_data_except_for_lone_surrogates(tmp_path: Path) -> None:
+def test_text_is_kept_as_data_except_for_lone_surrogates(tmp_path):
     text = " [red]\x00\x1b[31m שלום 🚲 [/] <b> "
     turns = [text, "a\ud800b", "\ud83d\ude00"]
     (prompt,) = load_prompts([write(tmp_path / "mine.jsonl", row(turns=turns, system="\udfff"))])
@@ -195,7 +195,7 @@ def test_text_is_kept_as_data_except_for_lone_surrogates(tmp_path: Path) -> None
     assert prompt.system == "\ufffd"
 
 
-def test_sources_are_read_in_order_and_each_once(tmp_path: Path) -> None:
+def test_sources_are_read_in_order_and_each_once(tmp_path):
     path = write(tmp_path / "mine.jsonl", row(), row(id="b"))
     chat = load_prompts(["chat"])
     assert load_prompts([path, "chat", path, "chat"]) == load_prompts([path]) + chat
@@ -203,7 +203,7 @@ def test_sources_are_read_in_order_and_each_once(tmp_path: Path) -> None:
     assert len(load_prompts(["chat", "all"])) == len(load_prompts(["all"]))
 
 
-def test_a_name_means_the_set_and_a_path_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_means_the_set_and_a_path_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "chat", row())
     write(tmp_path / "all", row(id="b"))
@@ -218,13 +218,13 @@ def test_a_name_means_the_set_and_a_path_the_file(tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> Path:
+def mixed(tmp_path) -> Path:
     """Five prompts of x, one of y, two of z."""
     categories = "xxxyzxzx"
     return write(tmp_path / "mixed.jsonl", *(row(id=f"{c}{n}", category=c) for n, c in enumerate(categories)))
 
 
-def test_the_limit_takes_from_the_categories_in_turn(mixed: Path) -> None:
+def test_the_limit_takes_from_the_categories_in_turn(mixed):
     whole = ["x0", "y3", "z4", "x1", "z6", "x2", "x5", "x7"]
     for limit in range(1, 9):
         assert ids(load_prompts([mixed], limit=limit)) == whole[:limit]
@@ -232,13 +232,13 @@ def test_the_limit_takes_from_the_categories_in_turn(mixed: Path) -> None:
     assert ids(load_prompts([mixed])) == ["x0", "x1", "x2", "y3", "z4", "x5", "z6", "x7"]
 
 
-def test_categories_are_chosen_before_the_limit_counts(mixed: Path) -> None:
+def test_categories_are_chosen_before_the_limit_counts(mixed):
     assert ids(load_prompts([mixed], ["z"])) == ["z4", "z6"]
     assert ids(load_prompts([mixed], ["z", "x"])) == ["x0", "x1", "x2", "z4", "x5", "z6", "x7"]
     assert ids(load_prompts([mixed], ["z", "x"], limit=3)) == ["x0", "z4", "x1"]
 
 
-def test_a_limit_over_all_sets_spreads_over_all_categories() -> None:
+def test_a_limit_over_all_sets_spreads_over_all_categories():
     sets = prompt_sets()
     assert [prompt.category for prompt in load_prompts(["all"], limit=len(sets) + 2)] == [
         *sets,
@@ -247,7 +247,7 @@ def test_a_limit_over_all_sets_spreads_over_all_categories() -> None:
 
 
 @given(st.lists(st.sampled_from("xyz"), min_size=1, max_size=20), st.integers(1, 25))
-def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories: list[str], limit: int) -> None:
+def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit):
     prompts = [Prompt(str(n), category, ("Hello",), None) for n, category in enumerate(categories)]
     taken = module.in_turn(prompts, limit)
     assert len(taken) == len(set(ids(taken))) == min(limit, len(prompts))
@@ -256,14 +256,14 @@ def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories: list[
     assert all(counts[category] >= min(supply[category], most - 1) for category in supply)
 
 
-def test_an_unknown_category_is_named_with_those_that_exist(mixed: Path) -> None:
+def test_an_unknown_category_is_named_with_those_that_exist(mixed):
     with pytest.raises(UsageError) as caught:
         load_prompts([mixed], ["x", "nope"])
     assert str(caught.value) == "No prompt has the category nope. The categories are x, y, z."
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit: int) -> None:
+def test_a_limit_below_one_is_refused(limit):
     with pytest.raises(UsageError, match=f"limit on prompts is {limit}"):
         load_prompts(["chat"], limit=limit)
 
@@ -271,7 +271,7 @@ def test_a_limit_below_one_is_refused(limit: int) -> None:
 # Errors in sources
 
 
-def test_an_unknown_set_is_named_with_those_that_exist() -> None:
+def test_an_unknown_set_is_named_with_those_that_exist():
     with pytest.raises(UsageError) as caught:
         load_prompts(["chta"])
     assert caught.value.message == "There is no prompt set chta."
@@ -279,18 +279,18 @@ def test_an_unknown_set_is_named_with_those_that_exist() -> None:
         assert name in str(caught.value)
 
 
-def test_no_sources_are_refused() -> None:
+def test_no_sources_are_refused():
     with pytest.raises(UsageError, match="No prompt set or file was named"):
         load_prompts([])
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "folder/missing", "./missing"])
-def test_a_missing_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(name) == f"There is no prompt file {Path(name)}."
 
 
-def test_names_cannot_drive_the_terminal() -> None:
+def test_names_cannot_drive_the_terminal():
     assert refused("\x1b[31mred") == r"There is no prompt set '\x1b[31mred'."
     assert refused(Path("\x1b[31mred")) == r"There is no prompt file '\x1b[31mred'."
     assert refused(Path("\udcff")) == r"There is no prompt file '\udcff'."
@@ -299,11 +299,11 @@ def test_names_cannot_drive_the_terminal() -> None:
     assert refused("n" * 5000).startswith("There is no prompt set nnn")
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path):
     assert refused(tmp_path) == f"The prompt file {tmp_path} is a folder."
 
 
-def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     path = write(tmp_path / "mine.jsonl", row())
 
     def denied(self: Path) -> bytes:
@@ -313,14 +313,14 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert refused(path) == f"The prompt file {path} cannot be read: Permission denied."
 
 
-def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_bytes(json.dumps(row()).encode() + b"\n" + '{"id": "Grüße"}'.encode("latin-1"))
     assert refused(path) == f"The prompt file {path} is not UTF-8 (line 2)."
 
 
 @pytest.mark.parametrize("content", ["", "\n \n\r\n"])
-def test_a_file_without_prompts_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_refused(content, tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text(content, encoding="utf-8")
     assert refused(path) == f"There are no prompts in {path}."
@@ -342,7 +342,7 @@ def test_a_file_without_prompts_is_refused(content: str, tmp_path: Path) -> None
         ('{"id": "a", "category": "chat"}', 'has no "turns".'),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number(line: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_refused_with_its_number(line, reason, tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text(f"{json.dumps(row())}\n\n{line}\n", encoding="utf-8")
     assert refused(path).startswith(f"Line 3 of {path} {reason}")
@@ -367,17 +367,17 @@ def test_a_bad_line_is_refused_with_its_number(line: str, reason: str, tmp_path:
         ({"system": ["Be brief."]}, '"system" is not a string.'),
     ],
 )
-def test_a_field_of_the_wrong_form_is_refused(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_a_field_of_the_wrong_form_is_refused(fields, reason, tmp_path):
     path = write(tmp_path / "mine.jsonl", row(id="first"), row(**fields))
     assert refused(path) == f"Line 2 of {path}: {reason}"
 
 
-def test_a_wrong_question_id_is_named_as_such(tmp_path: Path) -> None:
+def test_a_wrong_question_id_is_named_as_such(tmp_path):
     path = write(tmp_path / "mine.jsonl", {"question_id": None, "category": "chat", "turns": ["Hello"]})
     assert refused(path) == f'Line 1 of {path}: "question_id" is not a string or an integer.'
 
 
-def test_duplicate_ids_are_named_with_both_places(tmp_path: Path) -> None:
+def test_duplicate_ids_are_named_with_both_places(tmp_path):
     one = write(tmp_path / "one.jsonl", row(), row(id="7"))
     assert refused(write(tmp_path / "same.jsonl", row(), row(id="b"), row())) == (
         f"Two prompts have the id 'a': {tmp_path / 'same.jsonl'} line 1 and {tmp_path / 'same.jsonl'} line 3."
@@ -402,7 +402,7 @@ def no_prompt(prompt: str | None, prompt_file: Path | None, data: bytes | None =
     return caught.value.message
 
 
-def test_the_argument_is_the_prompt() -> None:
+def test_the_argument_is_the_prompt():
     assert read_prompt_text(" Hello\n", None, None) == " Hello\n"
     unread = stdin(b"unread")
     assert read_prompt_text("--", None, unread) == "--"
@@ -423,7 +423,7 @@ def test_the_argument_is_the_prompt() -> None:
         (b"\x00\x1b[31m[red]\x07\n", "\x00\x1b[31m[red]\x07"),
     ],
 )
-def test_standard_input_and_a_file_give_the_same_text(data: bytes, text: str, tmp_path: Path) -> None:
+def test_standard_input_and_a_file_give_the_same_text(data, text, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_bytes(data)
     assert read_prompt_text("-", None, stdin(data)) == text
@@ -432,21 +432,21 @@ def test_standard_input_and_a_file_give_the_same_text(data: bytes, text: str, tm
         assert read_prompt_text(None, None, stdin(data)) == text
 
 
-def test_a_terminal_is_not_waited_for() -> None:
+def test_a_terminal_is_not_waited_for():
     terminal = stdin(b"typed")
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="No prompt was given"):
         read_prompt_text(None, None, terminal)
 
 
-def test_lone_surrogates_of_the_command_line_are_replaced() -> None:
+def test_lone_surrogates_of_the_command_line_are_replaced():
     argument = os.fsdecode(b"caf\xe9 \xff!") if os.fsencode("é") == b"\xc3\xa9" else "caf\udce9 \udcff!"
     text = read_prompt_text(argument, None, None)
     assert text == "caf\ufffd \ufffd!"
 
 
 @given(st.text(st.characters(codec=None), min_size=1))
-def test_any_prompt_can_be_encoded_and_is_kept_otherwise(prompt: str) -> None:
+def test_any_prompt_can_be_encoded_and_is_kept_otherwise(prompt):
     if prompt == "-" or not prompt.strip():
         return
     text = read_prompt_text(prompt, None, None)
@@ -456,7 +456,7 @@ def test_any_prompt_can_be_encoded_and_is_kept_otherwise(prompt: str) -> None:
     )
 
 
-def test_one_source_of_the_prompt_and_no_more(tmp_path: Path) -> None:
+def test_one_source_of_the_prompt_and_no_more(tmp_path):
     for data in (None, b"", b" \n"):
         assert no_prompt(None, None, data) == "No prompt was given."
     for prompt in ("Hello", "-", ""):
@@ -464,7 +464,7 @@ def test_one_source_of_the_prompt_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b" \t\r\n", "\u3000\u2003".encode(), b"\xef\xbb\xbf"])
-def test_an_empty_prompt_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_an_empty_prompt_is_refused(data, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_bytes(data)
     assert no_prompt(data.decode("utf-8-sig"), None) == "The prompt is empty."
@@ -472,14 +472,14 @@ def test_an_empty_prompt_is_refused(data: bytes, tmp_path: Path) -> None:
     assert no_prompt(None, path) == f"The prompt file {path} is empty."
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_that_is_not_utf8_is_refused(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_bytes(b"one\ntwo \xff")
     assert no_prompt("-", None, b"\xff") == "The prompt from standard input is not UTF-8 (line 1)."
     assert no_prompt(None, path) == f"The prompt file {path} is not UTF-8 (line 2)."
 
 
-def test_a_missing_prompt_file_a_folder_and_a_closed_input_are_refused(tmp_path: Path) -> None:
+def test_a_missing_prompt_file_a_folder_and_a_closed_input_are_refused(tmp_path):
     missing = tmp_path / "missing.txt"
     assert no_prompt(None, missing) == f"There is no prompt file {missing}."
     assert no_prompt(None, tmp_path) == f"The prompt file {tmp_path} is a folder."

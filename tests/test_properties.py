@@ -43,7 +43,6 @@ from specbench.drafters.suffix import SuffixDrafter
 from specbench.errors import RunError
 from specbench.generate import encode_prompt
 from specbench.lengths import FixedLength, build_policy
-from specbench.options import CacheKind
 
 INFINITY = math.inf
 
@@ -121,7 +120,7 @@ def emitted(draft_of: Any, p: torch.Tensor, proposal: torch.Tensor) -> torch.Ten
 @pytest.mark.smoke
 @settings(max_examples=300, deadline=None)
 @given(pairs())
-def test_a_step_emits_p_whatever_the_drafter(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_a_step_emits_p_whatever_the_drafter(pair):
     p, q = pair
     before = p.clone(), q.clone()
     found = emitted(lambda token: Draft([token], q), p, q[0])
@@ -132,7 +131,7 @@ def test_a_step_emits_p_whatever_the_drafter(pair: tuple[torch.Tensor, torch.Ten
 
 @settings(max_examples=200, deadline=None)
 @given(pairs())
-def test_a_step_emits_p_whatever_a_certain_drafter_guesses(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_a_step_emits_p_whatever_a_certain_drafter_guesses(pair):
     p, _ = pair
     for token in range(p.shape[-1]):
         certain = torch.zeros(p.shape[-1])
@@ -144,8 +143,8 @@ def test_a_step_emits_p_whatever_a_certain_drafter_guesses(pair: tuple[torch.Ten
 @settings(max_examples=200, deadline=None)
 @given(pairs())
 def test_expected_acceptance_is_the_mean_chance_of_being_kept(
-    pair: tuple[torch.Tensor, torch.Tensor],
-) -> None:
+    pair,
+):
     p, q = pair
     mean = sum(
         chance * float(acceptance_probabilities(Draft([token], q), p)[0])
@@ -172,7 +171,7 @@ def judgments(
 
 @settings(max_examples=300, deadline=None)
 @given(judgments())
-def test_greedy_keeps_the_beginning_that_the_target_would_have_written(made: Any) -> None:
+def test_greedy_keeps_the_beginning_that_the_target_would_have_written(made):
     tokens, _, logits = made
     best = [max(range(len(row)), key=row.__getitem__) for row in logits.tolist()]
     kept = 0
@@ -185,7 +184,7 @@ def test_greedy_keeps_the_beginning_that_the_target_would_have_written(made: Any
 
 @settings(max_examples=300, deadline=None)
 @given(judgments(), SAMPLINGS, st.integers(0, 2**32), st.booleans())
-def test_a_sampled_verdict_is_sound(made: Any, sampling: Sampling, seed: int, certain: bool) -> None:
+def test_a_sampled_verdict_is_sound(made, sampling, seed, certain):
     tokens, q, logits = made
     draft = Draft(tokens, None if certain or not tokens else q)
     context = [0]
@@ -208,7 +207,7 @@ def test_a_sampled_verdict_is_sound(made: Any, sampling: Sampling, seed: int, ce
 
 @settings(max_examples=200, deadline=None)
 @given(judgments((*LOGITS, INFINITY, math.nan)), SAMPLINGS | st.just(Greedy()))
-def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made: Any, sampling: Sampling) -> None:
+def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made, sampling):
     tokens, q, logits = made
     draft = Draft(tokens, q if tokens else None)
     if bool((logits < INFINITY).all()):
@@ -226,7 +225,7 @@ def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made: Any, sa
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 8).flatmap(lambda vocabulary: logit_rows(vocabulary, 1)), SAMPLINGS)
-def test_what_a_transform_keeps(logits: torch.Tensor, sampling: Sampling) -> None:
+def test_what_a_transform_keeps(logits, sampling):
     """Each restriction by its definition, on the distribution that the ones before it leave."""
     context = [0]
     found = sampling.probabilities(logits, context)[0].double()
@@ -265,9 +264,7 @@ def test_what_a_transform_keeps(logits: torch.Tensor, sampling: Sampling) -> Non
     ),
     logit_rows(7, 4, (0.0, 1.0, -1.0, 2.5, -INFINITY)),
 )
-def test_a_penalty_goes_by_its_own_context_whatever_came_before(
-    asked: list[tuple[list[int], list[int]]], logits: torch.Tensor
-) -> None:
+def test_a_penalty_goes_by_its_own_context_whatever_came_before(asked, logits):
     used = Multinomial(repetition_penalty=1.7)
     for context, drafted in asked:
         rows = logits[: len(drafted) + 1]
@@ -284,7 +281,7 @@ def test_a_penalty_goes_by_its_own_context_whatever_came_before(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**63), st.lists(st.integers(0, 4), min_size=2, max_size=12))
-def test_no_random_number_is_used_twice(seed: int, events: list[int]) -> None:
+def test_no_random_number_is_used_twice(seed, events):
     """A number that decided on a draft must have no say in the token drawn behind it."""
     random = Randomness(seed)
     states = [bytes(random.generator.get_state().numpy())]
@@ -297,7 +294,7 @@ def test_no_random_number_is_used_twice(seed: int, events: list[int]) -> None:
     assert len(set(states)) == len(states), "the generator was set back"
 
 
-def test_the_number_that_decides_on_a_draft_has_no_say_in_the_token_behind_it() -> None:
+def test_the_number_that_decides_on_a_draft_has_no_say_in_the_token_behind_it():
     random, runs = Randomness(11), 4000
     pairs_of_numbers = []
     for _ in range(runs):
@@ -425,7 +422,7 @@ KINDS = ("none", "model", "self", "guesser", "lookup", "ngram", "suffix", "recyc
 @pytest.mark.smoke
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(KINDS), loops(largest=5, longest=14))
-def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind: str, made: dict[str, Any]) -> None:
+def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind, made):
     expected, reason, last = [], None, made["prompt"][-1]
     while len(expected) < room_of(made) and reason is None:
         last = int(made["target"][last].argmax())
@@ -440,9 +437,7 @@ def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind: str, 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(KINDS), loops(largest=5, longest=14), SAMPLINGS, st.integers(0, 2**32))
-def test_sampled_decoding_keeps_to_what_is_possible(
-    kind: str, made: dict[str, Any], sampling: Sampling, seed: int
-) -> None:
+def test_sampled_decoding_keeps_to_what_is_possible(kind, made, sampling, seed):
     target, first, steps = decoded(kind, made, sampling, Randomness(seed))
     output = tokens_of(first, steps)
     check_records(made, target, first, steps)
@@ -486,9 +481,7 @@ def check_records(
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(KINDS), loops(largest=3, longest=3), SAMPLINGS)
-def test_the_exact_distribution_of_the_output_is_the_targets(
-    kind: str, made: dict[str, Any], sampling: Sampling
-) -> None:
+def test_the_exact_distribution_of_the_output_is_the_targets(kind, made, sampling):
     """Over all drafts and verdicts; the reference goes token by token and knows nothing of drafts."""
     growing: dict[tuple[int, ...], float] = {(): 1.0}
     expected: dict[tuple[int, ...], float] = {}
@@ -576,7 +569,7 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
 
 
 @pytest.mark.parametrize("word", RULES)
-def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word: str) -> None:
+def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word):
     @settings(max_examples=60, deadline=None)
     @given(histories(), histories())
     def check(earlier: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
@@ -658,7 +651,7 @@ def rolled_back(scorer: Scorer, length: int, family: str) -> bool:
         ("convolution", "dynamic"),
     ],
 )
-def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family: str, kind: CacheKind) -> None:
+def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family, kind):
     model = model_of(family)
 
     @settings(max_examples=40, deadline=None)
@@ -698,7 +691,7 @@ def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family: s
 
 @settings(max_examples=40, deadline=None)
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(str.strip))
-def test_a_chat_prompt_has_the_special_tokens_of_its_template_and_no_others(text: str) -> None:
+def test_a_chat_prompt_has_the_special_tokens_of_its_template_and_no_others(text):
     """A tokenizer that puts a BOS before everything must not put a second one before the template's."""
     tokenizer = bos_tokenizer()
     bos = tokenizer.bos_token_id

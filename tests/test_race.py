@@ -50,7 +50,7 @@ def new(*names: str, limit: int = 100) -> Race:
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_the_choice_is_within_5_percent_of_the_best(number: int) -> None:
+def test_the_choice_is_within_5_percent_of_the_best(number):
     """Ten runs with other speeds, prompts, drift and neighbors each."""
     made = simulated(number)
     race, _ = made.race()
@@ -58,7 +58,7 @@ def test_the_choice_is_within_5_percent_of_the_best(number: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_planted_good_candidate_is_found(seed: int) -> None:
+def test_a_planted_good_candidate_is_found(seed):
     """Behind eleven others, on a machine that drifts and that others use; and within the time of some thirty blocks."""
     truth = {PLAIN: 0.0, **{f"c-{n}": 0.02 * n for n in range(11)}, "planted": 0.5}
     made = Simulated(truth, seed=seed, spread=0.2, noise=0.05, drift=0.4, busy=0.3)
@@ -69,7 +69,7 @@ def test_a_planted_good_candidate_is_found(seed: int) -> None:
     assert made.clock.seconds <= 800.0 + 47 / 5  # no more than the last generation over
 
 
-def test_a_choice_is_wrong_no_oftener_than_it_may_be() -> None:
+def test_a_choice_is_wrong_no_oftener_than_it_may_be():
     """Where that is most likely: all others are just outside the margin behind the best."""
     wrong = 0
     for seed in range(60):
@@ -80,7 +80,7 @@ def test_a_choice_is_wrong_no_oftener_than_it_may_be() -> None:
     assert wrong <= ERROR * 60
 
 
-def test_predictions_help_where_little_can_be_measured() -> None:
+def test_predictions_help_where_little_can_be_measured():
     """Sixteen candidates, in the time of some five blocks; and predictions that are 10% off."""
 
     def regret(seed: int, predicted: float | None) -> float:
@@ -96,13 +96,13 @@ def test_predictions_help_where_little_can_be_measured() -> None:
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_wrong_predictions_do_no_harm_where_much_can_be_measured(number: int) -> None:
+def test_wrong_predictions_do_no_harm_where_much_can_be_measured(number):
     made = replace(simulated(number), predicted=0.5)
     race, _ = made.race()
     assert made.regret(race) <= MARGIN
 
 
-def test_what_is_predicted_leads_until_more_is_known() -> None:
+def test_what_is_predicted_leads_until_more_is_known():
     race = Race(["a", "b"], PLAIN, limit=40, expected={"a": 1.6, "b": 1.2})
 
     def measure(name: str, block: Block) -> Timing:
@@ -115,7 +115,7 @@ def test_what_is_predicted_leads_until_more_is_known() -> None:
     assert led[-1] == "b"
 
 
-def test_plain_decoding_wins_where_nothing_is_faster() -> None:
+def test_plain_decoding_wins_where_nothing_is_faster():
     truth = {PLAIN: 0.0, "a": -0.3, "b": -0.5}
     made = Simulated(truth, spread=0.05, noise=0.02)
     race, _ = made.race()
@@ -123,7 +123,7 @@ def test_plain_decoding_wins_where_nothing_is_faster() -> None:
     assert race.running == [PLAIN]
 
 
-def test_what_is_within_the_margin_of_plain_decoding_counts_as_equal() -> None:
+def test_what_is_within_the_margin_of_plain_decoding_counts_as_equal():
     race, ending = Simulated({PLAIN: 0.0, "a": 0.01, "b": -0.4}, spread=0.01, noise=0.01).race()
     assert race.verdict in ("equal", "faster", "plain")
     assert ending == "decided"
@@ -131,7 +131,7 @@ def test_what_is_within_the_margin_of_plain_decoding_counts_as_equal() -> None:
 
 
 @pytest.mark.smoke
-def test_a_stored_run_is_raced(tmp_path: Path) -> None:
+def test_a_stored_run_is_raced(tmp_path):
     prompts = {f"code-{n:02}": [10.0 + n % 3] for n in range(12)}
     scaled = {
         name: {prompt: [factor * speed[0] + n % 2 / 10] for n, (prompt, speed) in enumerate(prompts.items())}
@@ -147,7 +147,7 @@ def test_a_stored_run_is_raced(tmp_path: Path) -> None:
     assert regret_in(df, "d@2", ["d@1", "d@2"])[1].value == 1.0
 
 
-def test_the_benchmark_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_benchmark_counts(capsys, tmp_path):
     assert regret.main(["--simulated", "3"]) == 0
     assert '"races": 3, "within_5_percent": 3' in capsys.readouterr().out.splitlines()[-1]
     speeds = {
@@ -163,7 +163,7 @@ def test_the_benchmark_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path
 # -- disturbances ------------------------------------------------------------------------------------
 
 
-def test_what_held_up_one_of_two_is_told_from_what_is_usual() -> None:
+def test_what_held_up_one_of_two_is_told_from_what_is_usual():
     """By two per cent passes of one take longer than those of the other in all blocks."""
     usual = 0.02 + np.array([-0.003, 0.001, 0.002, -0.001, 0.0, 0.003, -0.002])
     held, doubt = held_up(usual)
@@ -174,7 +174,7 @@ def test_what_held_up_one_of_two_is_told_from_what_is_usual() -> None:
     assert held[:-2].mean() == pytest.approx(0.0, abs=0.002)
 
 
-def test_where_blocks_say_little_two_are_taken_to_be_alike() -> None:
+def test_where_blocks_say_little_two_are_taken_to_be_alike():
     noisy = np.array([0.9, -0.5, 0.3, -0.8, 0.6, 0.2])
     held, doubt = held_up(noisy)
     assert held == pytest.approx(noisy, abs=0.01)
@@ -184,7 +184,7 @@ def test_where_blocks_say_little_two_are_taken_to_be_alike() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_who_was_held_up_is_not_thought_slow(told: bool) -> None:
+def test_who_was_held_up_is_not_thought_slow(told):
     """What is 30% ahead is held up in three of seven blocks, by a factor of two and more."""
 
     def measure(name: str, block: Block) -> Timing:
@@ -200,7 +200,7 @@ def test_who_was_held_up_is_not_thought_slow(told: bool) -> None:
         assert race.ratio("a", "b").value == pytest.approx(20 / 15.4, rel=0.04)
 
 
-def test_all_that_a_block_has_in_common_changes_nothing() -> None:
+def test_all_that_a_block_has_in_common_changes_nothing():
     def measure(name: str, block: Block) -> Timing:
         slow = 1.0 + wobble("", block)
         return Timing(100, slow * {PLAIN: 2.0, "a": 1.0}[name], slow)
@@ -210,14 +210,14 @@ def test_all_that_a_block_has_in_common_changes_nothing() -> None:
     assert race.ratio("a", PLAIN).value == pytest.approx(2.0)
 
 
-def test_slowness_is_the_time_of_passes_over_that_of_such_passes_alone() -> None:
+def test_slowness_is_the_time_of_passes_over_that_of_such_passes_alone():
     steps = [0, 4, 2], [0, 0, 2], [0.2, 0.5, 0.5]
     assert slowness(*steps, PassCosts({1: 0.1, 5: 0.25})) == pytest.approx(1.2 / 0.6)
     assert slowness(*steps, PassCosts({})) == 1.0
     assert slowness([], [], [], PassCosts({1: 0.1})) == 1.0
 
 
-def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance() -> None:
+def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance():
     """a is faster in one category and slower in the other, and the same over both."""
 
     def measured(categories: bool) -> Race:
@@ -241,7 +241,7 @@ def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance(
 # -- how a race goes -------------------------------------------------------------------------------
 
 
-def test_a_race_ends_as_soon_as_nothing_is_left_to_tell_apart() -> None:
+def test_a_race_ends_as_soon_as_nothing_is_left_to_tell_apart():
     race = new("slow", "fast")
     assert run(race, steady(plain=10, slow=8, fast=20)) == "decided"
     assert race.blocks == 6
@@ -251,7 +251,7 @@ def test_a_race_ends_as_soon_as_nothing_is_left_to_tell_apart() -> None:
     assert fall.most == pytest.approx(0.4)
 
 
-def test_looks_come_ever_more_rarely() -> None:
+def test_looks_come_ever_more_rarely():
     race, looks = new(), []
     for block in blocks(100):
         race.take(block, {PLAIN: Timing(1, 1.0)})
@@ -259,7 +259,7 @@ def test_looks_come_ever_more_rarely() -> None:
     assert looks == [6, 8, 12, 16, 24, 32, 48, 64, 96]
 
 
-def test_all_looks_together_spend_no_more_than_there_is() -> None:
+def test_all_looks_together_spend_no_more_than_there_is():
     """One bound for each of the others at every look on the way, and at the last one."""
     race = new("a", "b", "c", limit=24)
     for block in blocks(6):
@@ -271,7 +271,7 @@ def test_all_looks_together_spend_no_more_than_there_is() -> None:
     assert spent + 3 * race.level == pytest.approx(ERROR)
 
 
-def test_who_fails_is_out_and_plain_decoding_that_fails_spoils_the_block() -> None:
+def test_who_fails_is_out_and_plain_decoding_that_fails_spoils_the_block():
     def measure(name: str, block: Block) -> Timing | None:
         fails = (name == "broken" and block.prompt == "p-1") or block.prompt == "p-0"
         return None if fails else steady(plain=10, broken=30, good=20)(name, block)
@@ -284,7 +284,7 @@ def test_who_fails_is_out_and_plain_decoding_that_fails_spoils_the_block() -> No
     assert race.blocks == 6
 
 
-def test_a_block_in_which_somebody_says_nothing_counts_for_nobody() -> None:
+def test_a_block_in_which_somebody_says_nothing_counts_for_nobody():
     def measure(name: str, block: Block) -> Timing:
         silent = name == "a" and block.prompt == "p-0"
         return Timing(0, 0.0) if silent else steady(plain=10, a=20)(name, block)
@@ -295,7 +295,7 @@ def test_a_block_in_which_somebody_says_nothing_counts_for_nobody() -> None:
     assert not race.fallen
 
 
-def test_a_race_keeps_to_its_time() -> None:
+def test_a_race_keeps_to_its_time():
     clock = FakeClock()
 
     def measure(name: str, block: Block) -> Timing:
@@ -308,7 +308,7 @@ def test_a_race_keeps_to_its_time() -> None:
     assert race.blocks == 11  # another one would take until 108
 
 
-def test_a_race_that_is_not_over_says_how_much_more_it_takes() -> None:
+def test_a_race_that_is_not_over_says_how_much_more_it_takes():
     made = Simulated({PLAIN: 0.0, "a": 0.5, "b": 0.46}, spread=0.1, noise=0.02)
     few, _ = made.race(prompts=6)
     assert few.open == [name for name in ("a", "b") if name != few.leader]
@@ -321,14 +321,14 @@ def test_a_race_that_is_not_over_says_how_much_more_it_takes() -> None:
     assert over.blocks_wanted() == 0
 
 
-def test_the_same_times_and_seed_give_the_same_race() -> None:
+def test_the_same_times_and_seed_give_the_same_race():
     def standing(race: Race) -> tuple[object, ...]:
         return race.leader, race.running, race.fallen, race.blocks
 
     assert standing(simulated(3).race()[0]) == standing(simulated(3).race()[0])
 
 
-def test_candidates_run_in_another_order_in_every_block() -> None:
+def test_candidates_run_in_another_order_in_every_block():
     seen: list[list[str]] = []
 
     def measure(name: str, block: Block) -> Timing:
@@ -342,7 +342,7 @@ def test_candidates_run_in_another_order_in_every_block() -> None:
     assert all(sorted(order) == ["a", "b", "c", PLAIN] for order in seen)
 
 
-def test_every_speedup_is_paired_by_prompt() -> None:
+def test_every_speedup_is_paired_by_prompt():
     """A prompt that is slow for all says nothing about anybody."""
 
     def measure(name: str, block: Block) -> Timing:
@@ -355,7 +355,7 @@ def test_every_speedup_is_paired_by_prompt() -> None:
     assert "b" in race.fallen
 
 
-def test_who_may_be_faster_than_a_new_leader_is_measured_again() -> None:
+def test_who_may_be_faster_than_a_new_leader_is_measured_again():
     """b is no faster than a for six prompts, and so rests; a then falls behind c, than which b may be faster."""
     race = new("a", "b", "c")
     for number, block in enumerate(blocks(8)):
@@ -373,7 +373,7 @@ def test_who_may_be_faster_than_a_new_leader_is_measured_again() -> None:
     assert not race.fallen.keys() & {"b"}
 
 
-def test_a_race_that_is_decided_stays_so() -> None:
+def test_a_race_that_is_decided_stays_so():
     race = new("fast")
     for block in blocks(8):
         speeds = {PLAIN: 1.0, "fast": 2.0 if race.blocks < 6 else 0.1}
@@ -383,7 +383,7 @@ def test_a_race_that_is_decided_stays_so() -> None:
     assert (race.leader, race.verdict, race.decided) == ("fast", "faster", True)
 
 
-def test_who_surely_is_not_5_percent_faster_need_not_be_told_from_the_leader() -> None:
+def test_who_surely_is_not_5_percent_faster_need_not_be_told_from_the_leader():
     speeds = {PLAIN: 10, "a": 20, "b": 20.2}
     race = new("a", "b")
 
@@ -402,7 +402,7 @@ def scatter() -> regret.Scatter:
 
 
 @pytest.mark.parametrize("kind", regret.TRUTHS)
-def test_over_the_scatter_of_a_stored_run_choices_are_good(scatter: regret.Scatter, kind: str) -> None:
+def test_over_the_scatter_of_a_stored_run_choices_are_good(scatter, kind):
     """Two drafters that differ much from prompt to prompt; benchmarks/regret.py has all runs, and more races."""
     for seed in range(4):
         made, best = scatter.simulated(seed, kind, busy=0.0)

@@ -58,7 +58,7 @@ def expected(new: int) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.fixture(scope="module", params=CACHES)
-def target(request: pytest.FixtureRequest) -> Target:
+def target(request) -> Target:
     return load_target(MODEL, FLOAT32, cache=request.param)
 
 
@@ -86,9 +86,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("target", "spec", "rule", "new", "left_out"), list(cells()), indirect=["target"])
-def test_greedy_tokens_are_those_of_transformers(
-    target: Target, spec: str, rule: str, new: int, left_out: int | None
-) -> None:
+def test_greedy_tokens_are_those_of_transformers(target, spec, rule, new, left_out):
     drafter = load_drafter(spec, target)
     for number, (ids, tokens) in enumerate(expected(new).items()):
         if number == left_out:
@@ -104,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("batch", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", ["dynamic"], indirect=True)
-def test_tokens_in_a_batch_are_those_of_transformers(target: Target, batch: int) -> None:
+def test_tokens_in_a_batch_are_those_of_transformers(target, batch):
     """Three requests that step beside each other, each with a drafter and a rule of its own."""
     settings = [("none", "fixed"), ("lookup", "auto"), ("self:layers=10", "auto-tree")]
     runs = [
@@ -120,7 +118,7 @@ def test_tokens_in_a_batch_are_those_of_transformers(target: Target, batch: int)
 
 
 @pytest.mark.parametrize("target", ["dynamic"], indirect=True)
-def test_sampling_repeats_with_its_seed(target: Target) -> None:
+def test_sampling_repeats_with_its_seed(target):
     drafter = load_drafter("self:int8", target)
 
     def tokens(seed: int) -> tuple[int, ...]:
@@ -134,7 +132,7 @@ def test_sampling_repeats_with_its_seed(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", ["preallocated"], indirect=True)
-def test_the_answer_makes_sense(target: Target) -> None:
+def test_the_answer_makes_sense(target):
     result = speculative_generate("What is the capital of France?", target, None, max_new_tokens=24)
     assert result.text is not None
     assert "Paris" in result.text

@@ -205,14 +205,12 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def tokenizer(folder) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
-def llama_cpp(
-    tmp_path_factory: pytest.TempPathFactory, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[dict[str, str]]:
+def llama_cpp(tmp_path_factory, folder, tokenizer) -> Iterator[dict[str, str]]:
     """Addresses of two servers: the built-in model plain, and with its first layers as a draft model."""
     work = tmp_path_factory.mktemp("llama_cpp")
     python = environment(work / "environment", LLAMA_CPP)
@@ -235,9 +233,7 @@ def llama_cpp(
 GREEDY = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
 
 
-def test_llama_cpp_counts_what_our_client_counts(
-    llama_cpp: dict[str, str], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_llama_cpp_counts_what_our_client_counts(llama_cpp, tokenizer):
     for name, address in llama_cpp.items():
         before = counters(address)
         asked = ask(address, "target", PROMPTS, GREEDY)
@@ -262,7 +258,7 @@ def test_llama_cpp_counts_what_our_client_counts(
             assert 0 < accepted < drafted
 
 
-def test_llama_cpp_takes_the_time_that_our_client_measures(llama_cpp: dict[str, str]) -> None:
+def test_llama_cpp_takes_the_time_that_our_client_measures(llama_cpp):
     ours, theirs = {}, {}
     for name, address in llama_cpp.items():
         asked = ask(address, "target", PROMPTS, GREEDY)
@@ -279,9 +275,7 @@ def _timings(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return next(event["timings"] for event in reversed(events) if "timings" in event)
 
 
-def test_a_sweep_over_llama_cpp_has_its_own_counts(
-    llama_cpp: dict[str, str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_over_llama_cpp_has_its_own_counts(llama_cpp, folder, tmp_path, capsys):
     before = {name: counters(address) for name, address in llama_cpp.items()}
     words = [
         "sweep",
@@ -330,7 +324,7 @@ def test_a_sweep_over_llama_cpp_has_its_own_counts(
 
 
 @pytest.fixture(scope="module")
-def transformers_serve(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[str]:
+def transformers_serve(tmp_path_factory, folder) -> Iterator[str]:
     """Its address, with the version of `transformers` that is tested here."""
     work = tmp_path_factory.mktemp("transformers_serve")
     python = environment(work / "environment", "fastapi", "openai", "uvicorn", see_ours=True)
@@ -355,9 +349,7 @@ REPEATED = "one two three four five six seven eight, " * 6
 
 
 @pytest.mark.parametrize("lookup", [None, 6])
-def test_a_server_that_counts_steps_for_tokens_is_noticed(
-    transformers_serve: str, folder: Path, tokenizer: PreTrainedTokenizerBase, lookup: int | None
-) -> None:
+def test_a_server_that_counts_steps_for_tokens_is_noticed(transformers_serve, folder, tokenizer, lookup):
     config = {"max_new_tokens": NEW, "do_sample": False, "prompt_lookup_num_tokens": lookup}
     (asked,) = ask(transformers_serve, str(folder), [REPEATED], {"generation_config": json.dumps(config)})
     count = count_tokens(asked.answer, tokenizer)

@@ -42,7 +42,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_stored_is_read_again_without_paths(name: str) -> None:
+def test_what_is_stored_is_read_again_without_paths(name):
     recipe = RECIPES[name]
     stored = recipe.to_json()
     assert "secret" not in json.dumps(stored)
@@ -54,7 +54,7 @@ def test_what_is_stored_is_read_again_without_paths(name: str) -> None:
     )  # fmt: skip
 
 
-def test_words() -> None:
+def test_words():
     assert RECIPES["plain"].words() == ["--drafter", "none", "--target", "smollm2-135m"]
     drafter = "lookup:n=4,passes=2+/secret/place/small:vocab=9|org/other@v1|self:int8"
     assert RECIPES["folders"].words() == [
@@ -68,7 +68,7 @@ def test_words() -> None:
     assert written_drafter(stored.drafter) == drafter.replace("/secret/place/", "/path/to/")
 
 
-def test_plainly() -> None:
+def test_plainly():
     plain = RECIPES["folders"].plain
     assert (plain.drafter.is_plain, plain.rule, plain.costs) == (True, None, None)
     assert (plain.models.dtype, plain.models.drafter_dtype) == ("int8", "auto")
@@ -81,7 +81,7 @@ def test_plainly() -> None:
         ("decoding", {"max_new_tokens": 0}),
     ],
 )  # fmt: skip
-def test_what_this_version_does_not_know_is_left_out(field: str, value: Any) -> None:
+def test_what_this_version_does_not_know_is_left_out(field, value):
     stored = {**RECIPES["tree"].to_json(), field: value}
     with pytest.raises(UsageError):
         Recipe.from_json(stored)
@@ -110,7 +110,7 @@ def first_version(drafter: str, **config: Any) -> Run:
         ("smollm2-135m-head (int8)", "smollm2-135m-head", "int8"),
     ],
 )
-def test_runs_of_the_first_version_get_recipes(drafter: str, words: str | None, dtype: str | None) -> None:
+def test_runs_of_the_first_version_get_recipes(drafter, words, dtype):
     run = upgraded(first_version(drafter))
     (config,) = run.configs
     assert (run.schema, config.drafter_dtype) == (VERSION, dtype)
@@ -133,7 +133,7 @@ UNKNOWN = (
 )
 
 
-def test_what_the_first_version_did_not_say_whole_has_no_recipe() -> None:
+def test_what_the_first_version_did_not_say_whole_has_no_recipe():
     for run in (
         first_version("other:a|b"),
         first_version("lookup", policy="none-such"),

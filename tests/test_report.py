@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def times(factor: float, spread: float = 0.02, code: float = 1.0) -> dict[str, l
 
 
 @pytest.fixture
-def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
+def unpictured(monkeypatch):
     """Figures take a second and more; most tests do without."""
     monkeypatch.setattr(content, "_pictures", lambda df, folder: ([], {}))
 
@@ -96,12 +95,12 @@ OUTCOMES: dict[str, dict[str, Any]] = {  # speeds besides those of plain decodin
 class TestAnswer:
     @pytest.mark.smoke
     @pytest.mark.parametrize("case", OUTCOMES)
-    def test_answers(self, tmp_path: Path, case: str, snapshot: Callable[[str], None]) -> None:
+    def test_answers(self, tmp_path, case, snapshot):
         report = reported(tmp_path, {"plain": PLAIN} | OUTCOMES[case])
         (answer,) = report.answers
         snapshot("\n".join([f"verdict: {answer.verdict}", answer.headline, answer.rivals, *answer.details]))
 
-    def test_the_best_of_all_stands_out(self, tmp_path: Path) -> None:
+    def test_the_best_of_all_stands_out(self, tmp_path):
         report = reported(
             tmp_path, {"plain": PLAIN, "d@2": times(1.5), "d@3": times(2.0), "transformers": times(3.0)}
         )
@@ -120,7 +119,7 @@ class TestAnswer:
             in page.text
         )
 
-    def test_a_busy_machine_gets_a_provisional_verdict(self, tmp_path: Path) -> None:
+    def test_a_busy_machine_gets_a_provisional_verdict(self, tmp_path):
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}, disturbed=("machine-busy",))
         assert headline(report).startswith(
             "Verdicts are provisional: others used the processor during 24 of 24 generations. d with γ = 2: 2.00× ["
@@ -133,7 +132,7 @@ class TestAnswer:
             to_html(report).count("Provisional: also an interval") == 2
         )  # below the summary and the categories
 
-    def test_a_busy_machine_gets_no_verdict_from_an_interval_close_to_1(self, tmp_path: Path) -> None:
+    def test_a_busy_machine_gets_no_verdict_from_an_interval_close_to_1(self, tmp_path):
         """A quiet machine's would be faster: 1.03 [1.01, 1.06]."""
         speeds = {"plain": PLAIN, "d@2": times(1.025)}
         assert reported(tmp_path / "quiet", speeds).answers[0].verdict == "faster"
@@ -192,9 +191,7 @@ class TestAnswer:
             ),
         ],
     )
-    def test_the_command_decodes_as_the_configuration_did(
-        self, changes: dict[str, Any], row: dict[str, Any], command: str
-    ) -> None:
+    def test_the_command_decodes_as_the_configuration_did(self, changes, row, command):
         config = RunConfig(
             id="d@3", label="d γ=3", kind="speculative", drafter="d", gamma=3, policy="fixed", temperature=0.0,
             cache="dynamic", baseline="plain",
@@ -224,9 +221,7 @@ class TestAnswer:
             (None, "bfloat16", "whether rounding explains the others is checked at the end of a sweep"),
         ],
     )
-    def test_outputs_that_differ_come_with_their_cause(
-        self, tmp_path: Path, ties: list[bool | None] | None, dtype: str, said: str
-    ) -> None:
+    def test_outputs_that_differ_come_with_their_cause(self, tmp_path, ties, dtype, said):
         differences = ties and [
             {
                 "config": "d@2",
@@ -249,7 +244,7 @@ class TestAnswer:
         assert said in told(report)
         assert said in " ".join(tables.notes(report.summary))
 
-    def test_each_temperature_has_its_answer(self, tmp_path: Path) -> None:
+    def test_each_temperature_has_its_answer(self, tmp_path):
         warm = {"temperature": 0.7, "baseline": "plain-warm"}
         report = reported(
             tmp_path,
@@ -259,7 +254,7 @@ class TestAnswer:
         starts = [answer.headline[:30] for answer in report.answers]
         assert starts == ["Greedy: d with γ = 2: 2.00× [1", "At temperature 0.7: Speculatio"]
 
-    def test_rules_are_named(self, tmp_path: Path) -> None:
+    def test_rules_are_named(self, tmp_path):
         rule = {"d@2": {"gamma": None, "policy": "egag"}}
         assert headline(reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, configs=rule)).startswith(
             "d with egag: 2.00×"
@@ -271,20 +266,18 @@ class TestAnswer:
 
 @pytest.mark.usefixtures("unpictured")
 class TestWarnings:
-    def test_an_unfinished_run_says_how_far_it_is(self, tmp_path: Path) -> None:
+    def test_an_unfinished_run_says_how_far_it_is(self, tmp_path):
         few = {"chat-01": [20.0], "chat-02": [20.0, 20.0]}
         report = reported(tmp_path, {"plain": PLAIN, "d@2": few}, finished=None)
         warning = next(each for each in report.warnings if each.id == "unfinished")
         assert "15 of 24 generations" in warning.message
         assert "--resume" in warning.advice
 
-    def test_a_finished_run_does_not(self, tmp_path: Path) -> None:
+    def test_a_finished_run_does_not(self, tmp_path):
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)})
         assert not {"unfinished", "changed", "lines"} & {each.id for each in report.warnings}
 
-    def test_a_summary_that_is_there_already_is_not_made_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_summary_that_is_there_already_is_not_made_again(self, tmp_path, monkeypatch):
         df = load_results(write_exact(tmp_path / "run", {"plain": PLAIN, "d@2": times(1.1, spread=0.4)}))
         summary = summarize(df)
         alone = review(df)
@@ -294,13 +287,13 @@ class TestWarnings:
         )
         assert review(df, summary) == alone
 
-    def test_intervals_that_say_nothing_are_not_told_as_wide(self, tmp_path: Path) -> None:
+    def test_intervals_that_say_nothing_are_not_told_as_wide(self, tmp_path):
         far = {"chat-01": [4.0], "chat-02": [100.0]}
         plain = {name: [10.0] for name in far}
         report = reported(tmp_path, {"plain": plain, "d@2": far})
         assert [each.id for each in report.warnings] == ["few-prompts"]
 
-    def test_changes_and_damaged_lines_are_told_with_advice(self, tmp_path: Path) -> None:
+    def test_changes_and_damaged_lines_are_told_with_advice(self, tmp_path):
         folder = write_exact(
             tmp_path / "run", {"plain": PLAIN, "d@2": times(2)}, changes=[{"differing": ["torch: 2.0 → 2.1"]}]
         )
@@ -312,7 +305,7 @@ class TestWarnings:
         assert "cut short" in warnings["lines"].message
         assert all(each.advice for each in report.warnings)
 
-    def test_the_gravest_come_first(self, tmp_path: Path) -> None:
+    def test_the_gravest_come_first(self, tmp_path):
         lost: dict[str, list[float | None]] = {prompt: [None, None] for prompt in PROMPTS}
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2), "d@3": lost}, finished=None)
         severities = [each.severity for each in report.warnings]
@@ -320,7 +313,7 @@ class TestWarnings:
         assert severities == sorted(severities, key=["error", "warning", "info"].index)
         assert "out of memory" in to_markdown(report)
 
-    def test_only_known_fields_of_the_machine_get_out(self, tmp_path: Path) -> None:
+    def test_only_known_fields_of_the_machine_get_out(self, tmp_path):
         report = reported(
             tmp_path,
             {"plain": PLAIN},
@@ -333,7 +326,7 @@ class TestWarnings:
             assert "Example CPU" in text
             assert "specbench sweep --gamma 1..8 --prompts" in text
 
-    def test_the_method_is_that_of_the_run(self, tmp_path: Path) -> None:
+    def test_the_method_is_that_of_the_run(self, tmp_path):
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, seed=41, ignore_eos=False)
         method = dict(report.method)
         assert method["Measured"] == (
@@ -380,7 +373,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+def written(tmp_path_factory) -> tuple[Path, Report]:
     """The report of a run like real ones, with figures, in the run's folder."""
     folder = write_run(
         tmp_path_factory.mktemp("reports") / "my run",
@@ -397,11 +390,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
 
 
 @pytest.fixture(scope="module")
-def page(written: tuple[Path, Report]) -> Page:
+def page(written) -> Page:
     return Page((written[0] / "report.html").read_text(encoding="utf-8"))
 
 
-def test_the_page_is_whole(page: Page) -> None:
+def test_the_page_is_whole(page):
     assert page.open == []
     assert page.elements[0] == ("html", {"lang": "en"})
     headings = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
@@ -409,7 +402,7 @@ def test_the_page_is_whole(page: Page) -> None:
     assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
 
 
-def test_the_page_loads_nothing(page: Page) -> None:
+def test_the_page_loads_nothing(page):
     for tag, attributes in page.elements:
         assert tag not in ("link", "iframe", "object", "embed", "form", "base", "audio", "video")
         for name, value in attributes.items():
@@ -420,7 +413,7 @@ def test_the_page_loads_nothing(page: Page) -> None:
     assert not re.search(r"url\(|@import|fetch|XMLHttp|http", page.raw["style"] + page.raw["script"])
 
 
-def test_its_policy_allows_its_own_style_and_script_only(page: Page) -> None:
+def test_its_policy_allows_its_own_style_and_script_only(page):
     (policy,) = [
         each["content"] for each in page.all("meta") if each.get("http-equiv") == "Content-Security-Policy"
     ]
@@ -433,7 +426,7 @@ def test_its_policy_allows_its_own_style_and_script_only(page: Page) -> None:
         assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
 
 
-def test_the_page_can_be_used_without_eyes_or_script(page: Page) -> None:
+def test_the_page_can_be_used_without_eyes_or_script(page):
     assert all(each.get("alt") for each in page.all("img"))
     assert all(each.get("scope") in ("col", "row") for each in page.all("th"))
     assert not page.all("button")
@@ -453,7 +446,7 @@ ELSEWHERE = {"trees", "ranks", "servers", "batches", "latency", "training"}
 """Figures of what this run has not got: no trees, servers, batches and trained heads."""
 
 
-def test_the_pictures_are_those_beside_the_markdown(written: tuple[Path, Report], page: Page) -> None:
+def test_the_pictures_are_those_beside_the_markdown(written, page):
     folder, report = written
     files = sorted(path.stem for path in (folder / "plots").iterdir())
     assert files == sorted(set(FIGURES) - ELSEWHERE)
@@ -464,7 +457,7 @@ def test_the_pictures_are_those_beside_the_markdown(written: tuple[Path, Report]
     assert all((folder / link).is_file() for link in links)
 
 
-def test_narrow_screens_get_figures_of_their_own(page: Page) -> None:
+def test_narrow_screens_get_figures_of_their_own(page):
     wide, narrow = page.all("img"), page.all("source")
     assert len(narrow) == len(wide) == len(FIGURES) - len(ELSEWHERE)
     for large, small in zip(wide, narrow, strict=True):
@@ -474,9 +467,7 @@ def test_narrow_screens_get_figures_of_their_own(page: Page) -> None:
     assert "figure img { display: block; max-width: 100%" in page.raw["style"]
 
 
-def test_long_tables_are_folded_without_a_script(
-    written: tuple[Path, Report], page: Page, tmp_path: Path
-) -> None:
+def test_long_tables_are_folded_without_a_script(written, page, tmp_path):
     report = written[1]
     assert len(report.positions) <= 16 < len(report.positions) * 4
     assert not page.all("details")
@@ -488,14 +479,14 @@ def test_long_tables_are_folded_without_a_script(
     assert f"<details><summary>{rows}</summary>\n\n| configuration" in to_markdown(long)
 
 
-def test_cells_break_before_an_interval_only(page: Page) -> None:
+def test_cells_break_before_an_interval_only(page):
     html = templates().get_template("parts.html.jinja").module.with_intervals("1.65 [1.51, 1.79]*").strip()
     assert html == '1.65 <span class="ratio">[1.51, 1.79]*</span>'
     assert ".ratio { white-space: nowrap; }" in page.raw["style"]
     assert "td { padding: .32rem .6rem; text-align: right; border" in page.raw["style"], "and may break"
 
 
-def test_both_open_with_the_answer(written: tuple[Path, Report], page: Page) -> None:
+def test_both_open_with_the_answer(written, page):
     folder, report = written
     answer = headline(report)
     assert answer in "".join(page.text).partition("Speed")[0]
@@ -504,7 +495,7 @@ def test_both_open_with_the_answer(written: tuple[Path, Report], page: Page) -> 
     assert lines[2].replace("\\", "") == f"**{answer}**"
 
 
-def test_no_ratio_stands_without_its_interval(written: tuple[Path, Report]) -> None:
+def test_no_ratio_stands_without_its_interval(written):
     report = written[1]
     for text in (to_markdown(report).replace("\\", ""), "".join(Page(to_html(report)).text)):
         ratios = re.findall(r"[\d.]+×.{0,3}", text)
@@ -512,15 +503,13 @@ def test_no_ratio_stands_without_its_interval(written: tuple[Path, Report]) -> N
         assert all(re.fullmatch(r"[\d.]+× \[\d", each) for each in ratios)
 
 
-def test_nothing_local_gets_out(written: tuple[Path, Report]) -> None:
+def test_nothing_local_gets_out(written):
     folder, report = written
     for text in (to_html(report), to_markdown(report)):
         assert str(folder.parent) not in text
 
 
-def test_the_same_run_gives_the_same_files(
-    written: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_run_gives_the_same_files(written, tmp_path, monkeypatch):
     """With two of the figures; that each is written alike is a test of theirs."""
     folder, _ = written
     draw = content.draw_figures
@@ -532,7 +521,7 @@ def test_the_same_run_gives_the_same_files(
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_cells_sort_by_their_figures(written: tuple[Path, Report], page: Page) -> None:
+def test_cells_sort_by_their_figures(written, page):
     summary = written[1].summary
     values = {each["data-value"] for each in page.all("td") if each.get("data-value")}
     assert {repr(float(speedup)) for speedup in summary.frame["speedup"]} <= values
@@ -541,7 +530,7 @@ def test_cells_sort_by_their_figures(written: tuple[Path, Report], page: Page) -
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("unpictured")
-def test_names_are_data(tmp_path: Path) -> None:
+def test_names_are_data(tmp_path):
     report = reported(
         tmp_path,
         {"plain": PLAIN, "d@2": times(2), "d@3": {f"{EVIL}-1": [20.0], f"{EVIL}-2": [20.0]}},
@@ -570,7 +559,7 @@ def test_names_are_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unpictured")
-def test_costs_are_shown_as_passes(tmp_path: Path) -> None:
+def test_costs_are_shown_as_passes(tmp_path):
     costs = {"target_pass_s": {"1": 0.1, "3": 0.12}, "drafter_pass_s": {"d": 0.025}}
     costs["drafter_rows_s"] = {"d": {"4": 0.03}}
     report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, costs=costs)
@@ -582,7 +571,7 @@ def test_costs_are_shown_as_passes(tmp_path: Path) -> None:
     ]
 
 
-def test_figures_that_cannot_be_drawn_are_told(tmp_path: Path) -> None:
+def test_figures_that_cannot_be_drawn_are_told(tmp_path):
     folder = write_exact(tmp_path / "run", {"plain": {"chat-01": [10.0]}})
     report, _ = write_report(folder)
     assert report.missing
@@ -594,9 +583,7 @@ def test_figures_that_cannot_be_drawn_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unpictured")
 class TestCommand:
-    def test_of_several_runs_in_a_folder_the_newest_is_reported(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_of_several_runs_in_a_folder_the_newest_is_reported(self, tmp_path, capsys):
         for name, day in (("one", "01"), ("two", "03"), ("three", "02")):
             write_exact(tmp_path / name, {"plain": PLAIN}, created=f"2025-01-{day}T00:00:00Z")
         command([tmp_path])
@@ -605,9 +592,7 @@ class TestCommand:
         assert f"the newest, {str(tmp_path / 'two')!r}" in said.err
         assert not (tmp_path / "one" / "report.html").exists()
 
-    def test_each_run_that_is_named_gets_its_report(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_each_run_that_is_named_gets_its_report(self, tmp_path, capsys):
         for name in ("one", "two"):
             write_exact(tmp_path / name, {"plain": PLAIN, "d@2": times(2)})
         write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}})
@@ -619,7 +604,7 @@ class TestCommand:
         assert "one: d with γ = 2: 2.00× [" in said.err
         assert "zero: There is nothing to report" in said.err
 
-    def test_out_takes_one_run_or_a_folder_for_each(self, tmp_path: Path) -> None:
+    def test_out_takes_one_run_or_a_folder_for_each(self, tmp_path):
         runs = [write_exact(tmp_path / name, {"plain": PLAIN}) for name in ("one", "two")]
         command(runs[:1], out=tmp_path / "x")
         command(runs, out=tmp_path / "y")
@@ -628,14 +613,14 @@ class TestCommand:
         assert not (runs[0] / "report.html").exists()
 
     @pytest.mark.parametrize("name", ["zero", "empty", "nowhere", "newer"])
-    def test_nothing_to_report_is_an_error(self, tmp_path: Path, name: str) -> None:
+    def test_nothing_to_report_is_an_error(self, tmp_path, name):
         write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}})
         (tmp_path / "empty").mkdir()
         write_exact(tmp_path / "newer", {"plain": PLAIN}, schema=99)
         with pytest.raises(UsageError):
             command([tmp_path / name])
 
-    def test_a_place_that_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
+    def test_a_place_that_cannot_be_written_is_an_error(self, tmp_path):
         run = write_exact(tmp_path / "run", {"plain": PLAIN})
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(RunError, match="cannot be written"):

@@ -21,17 +21,17 @@ import sampled
         pytest.param("lookup", "preallocated", marks=pytest.mark.slow),
     ],
 )
-def test_sampled_outputs_follow_the_target(drafter: str, cache: str) -> None:
+def test_sampled_outputs_follow_the_target(drafter, cache):
     outcome = sampled.sample(drafter, cache, 1200, 1e-4)
     assert outcome.sound, outcome
 
 
-def test_the_test_finds_a_wrong_residual() -> None:
+def test_the_test_finds_a_wrong_residual():
     outcome = sampled.sample("model", "dynamic", 1200, 1e-4, residual_adjustment=False)
     assert not outcome.sound
 
 
-def test_the_number_of_runs_has_the_power_it_claims() -> None:
+def test_the_number_of_runs_has_the_power_it_claims():
     assert sampled.runs_needed(0.02, 0.001) == pytest.approx(sampled.runs_needed(0.01, 0.001) / 4, rel=0.01)
     assert sampled.p_value([500, 500], [0.5, 0.5]) == pytest.approx(1.0)
     assert sampled.p_value([600, 400], [0.5, 0.5]) < 1e-8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -89,7 +89,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 @pytest.mark.parametrize("vocab", [1, 2, 5, 256, 257, 3000])
-def test_agrees_with_transformers(sampling: Sampling, vocab: int) -> None:
+def test_agrees_with_transformers(sampling, vocab):
     for scale in (0.05, 2.0, 30.0):
         context = [token % vocab for token in (3, 1, 4, 1, 5, 9, 2, 6)]
         drafted = [token % vocab for token in (5, 3, 5)]
@@ -97,21 +97,21 @@ def test_agrees_with_transformers(sampling: Sampling, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
-def test_agrees_with_transformers_on_ties(sampling: Sampling) -> None:
+def test_agrees_with_transformers_on_ties(sampling):
     for vocab in (5, 700):
         assert_agrees(torch.zeros(2, vocab), sampling)
         assert_agrees((random_logits(3, vocab, 4.0) / 2).round() * 2, sampling, drafted=[1, 2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_treated_in_float32(dtype: torch.dtype) -> None:
+def test_half_precision_logits_are_treated_in_float32(dtype):
     logits = random_logits(3, 500, 3.0).to(dtype)
     for sampling in SETTINGS:
         assert_agrees(logits, sampling, [1, 2, 3], [4, 5])
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
-def test_impossible_tokens_stay_impossible(sampling: Sampling) -> None:
+def test_impossible_tokens_stay_impossible(sampling):
     logits = random_logits(3, 600, 3.0)
     logits[:, 300:] = -math.inf
     logits[1, 1:] = -math.inf
@@ -120,7 +120,7 @@ def test_impossible_tokens_stay_impossible(sampling: Sampling) -> None:
     assert probabilities[1, 0] == 1
 
 
-def test_logits_that_cannot_be_written_to() -> None:
+def test_logits_that_cannot_be_written_to():
     logits = random_logits(1, 50, 2.0).expand(
         3, -1
     )  # one row seen three times: writing would show everywhere
@@ -134,13 +134,13 @@ def test_logits_that_cannot_be_written_to() -> None:
 # -- the repetition penalty's context --------------------------------------------------------------
 
 
-def test_every_row_is_penalized_by_its_own_context() -> None:
+def test_every_row_is_penalized_by_its_own_context():
     sampling = Sampling(temperature=1.0, repetition_penalty=2.0)
     scores = sampling.scores(torch.tensor([[1.0, -1.0, 4.0, 8.0]] * 3), [0], [1, 2])
     assert scores.tolist() == [[0.5, -1.0, 4.0, 8.0], [0.5, -2.0, 4.0, 8.0], [0.5, -2.0, 2.0, 8.0]]
 
 
-def test_the_last_row_stands_behind_every_draft() -> None:
+def test_the_last_row_stands_behind_every_draft():
     """A drafter asks for one row at a time, with all of its drafts so far."""
     logits = random_logits(4, 30, 3.0)
     for sampling in (Sampling(temperature=1.0, repetition_penalty=1.7), Greedy(1.7)):
@@ -150,17 +150,17 @@ def test_the_last_row_stands_behind_every_draft() -> None:
             assert torch.equal(alone[0], together[i])
 
 
-def test_a_token_that_occurred_twice_is_penalized_once() -> None:
+def test_a_token_that_occurred_twice_is_penalized_once():
     scores = Greedy(2.0).scores(torch.tensor([[8.0, 8.0]]), [0, 0, 0])
     assert scores.tolist() == [[4.0, 8.0]]
 
 
-def test_context_tokens_beyond_the_logits_are_passed_over() -> None:
+def test_context_tokens_beyond_the_logits_are_passed_over():
     scores = Greedy(2.0).scores(torch.tensor([[8.0, 8.0]]), [7, 1, 2])
     assert scores.tolist() == [[8.0, 4.0]]
 
 
-def test_the_penalty_changes_the_greedy_choice() -> None:
+def test_the_penalty_changes_the_greedy_choice():
     logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     assert Greedy(2.0).choose(logits, [2], [0]) == [0, 1]
     assert Greedy().choose(logits, [2], [0]) == [0, 0]
@@ -171,7 +171,7 @@ def test_the_penalty_changes_the_greedy_choice() -> None:
     contexts=st.lists(st.lists(st.integers(0, 11), max_size=6), min_size=1, max_size=6),
     drafted=st.lists(st.integers(0, 11), max_size=4),
 )
-def test_what_was_seen_before_does_not_matter(contexts: list[list[int]], drafted: list[int]) -> None:
+def test_what_was_seen_before_does_not_matter(contexts, drafted):
     """One object serves contexts that go on, start over or change at any place, and rows of two widths."""
     sampling = Greedy(1.5)
     context: list[int] = []
@@ -201,7 +201,7 @@ def test_what_was_seen_before_does_not_matter(contexts: list[list[int]], drafted
     at=st.integers(0, 11),
     nudge=st.sampled_from([-1e-3, -1e-5, -1e-6, -6e-8, 0.0, 6e-8, 1e-6, 1e-5, 1e-3]),
 )
-def test_nuclei_whose_edge_falls_on_a_sum(weights: list[int], at: int, nudge: float) -> None:
+def test_nuclei_whose_edge_falls_on_a_sum(weights, at, nudge):
     """The mass reaches top_p all but exactly, at tokens of equal or of different probability."""
     ordered = sorted(weights, reverse=True)
     top_p = sum(ordered[: at + 1]) / sum(ordered) + nudge
@@ -217,7 +217,7 @@ def test_nuclei_whose_edge_falls_on_a_sum(weights: list[int], at: int, nudge: fl
     top_p=st.floats(1e-6, 1.0, exclude_max=True),
     seed=st.integers(0, 2**31),
 )
-def test_nuclei_of_any_width(vocab: int, scale: float, step: float, top_p: float, seed: int) -> None:
+def test_nuclei_of_any_width(vocab, scale, step, top_p, seed):
     """Flat distributions need more tokens than are looked at first, and steps make ties at the edge."""
     logits = random_logits(2, vocab, scale, seed)
     if step:
@@ -225,13 +225,13 @@ def test_nuclei_of_any_width(vocab: int, scale: float, step: float, top_p: float
     assert_agrees(logits, Nucleus(top_p))
 
 
-def test_one_wide_nucleus_beside_a_narrow_one() -> None:
+def test_one_wide_nucleus_beside_a_narrow_one():
     logits = torch.stack([torch.zeros(2000), random_logits(1, 2000, 9.0)[0]])
     widths = assert_agrees(logits, Nucleus(0.9)).count_nonzero(dim=-1).tolist()
     assert widths[0] > 256 > widths[1]
 
 
-def test_an_ordinary_nucleus_needs_no_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_nucleus_needs_no_full_sort(monkeypatch):
     logits = random_logits(3, 5000, 6.0)
     expected = reference(logits, [0], [0, 0], Nucleus(0.9))
 
@@ -265,7 +265,7 @@ logit_rows = st.integers(0, 2**31).flatmap(
 
 @settings(max_examples=200, deadline=None)
 @given(logits=logit_rows, sampling=samplings)
-def test_properties_of_distributions(logits: torch.Tensor, sampling: Sampling) -> None:
+def test_properties_of_distributions(logits, sampling):
     context, drafted = [0, logits.shape[1] - 1], [0] * (len(logits) - 1)
     probabilities = sampling.probabilities(logits, context, drafted)
     assert bool((probabilities >= 0).all())
@@ -280,7 +280,7 @@ def test_properties_of_distributions(logits: torch.Tensor, sampling: Sampling) -
 
 @settings(max_examples=100, deadline=None)
 @given(logits=logit_rows, penalty=st.floats(0.3, 3.0))
-def test_greedy_is_the_argmax_of_the_scores(logits: torch.Tensor, penalty: float) -> None:
+def test_greedy_is_the_argmax_of_the_scores(logits, penalty):
     context, drafted = [0], [logits.shape[1] - 1] * (len(logits) - 1)
     greedy = Greedy(penalty)
     best = greedy.scores(logits, context, drafted).argmax(dim=-1)
@@ -290,12 +290,12 @@ def test_greedy_is_the_argmax_of_the_scores(logits: torch.Tensor, penalty: float
     assert torch.equal(greedy.probabilities(logits, context, drafted), one_hot)
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_equals():
     assert Greedy().choose(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]]), [0], [0]) == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype: torch.dtype) -> None:
+def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype):
     logits = random_logits(3, 70_001, 1.0).to(dtype)
     logits[0, 70_000], logits[1, [5, 69_999]], logits[2, :] = 50.0, 50.0, -math.inf
     assert Greedy().choose(logits, [1]) == [70_000, 5, 0]
@@ -306,7 +306,7 @@ def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype: torch.dtype) ->
         Greedy().choose(logits, [1])
 
 
-def test_the_named_samplings() -> None:
+def test_the_named_samplings():
     logits = random_logits(2, 80, 3.0)
     pairs: list[tuple[Sampling, Sampling]] = [
         (Greedy(1.1), Sampling(repetition_penalty=1.1)),
@@ -345,7 +345,7 @@ def test_the_named_samplings() -> None:
         lambda: TopKNucleus(3, math.nan),
     ],
 )
-def test_values_out_of_range_are_refused(build: Callable[[], Sampling]) -> None:
+def test_values_out_of_range_are_refused(build):
     with pytest.raises(UsageError) as caught:
         build()
     assert caught.value.hint
@@ -364,7 +364,7 @@ def test_values_out_of_range_are_refused(build: Callable[[], Sampling]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_row_can_be_put_where_there_is_memory(sampling: Sampling, vocab: int, dtype: torch.dtype) -> None:
+def test_a_row_can_be_put_where_there_is_memory(sampling, vocab, dtype):
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = logits.clone()
     memory = torch.full((2, vocab), 9.0)
@@ -381,7 +381,7 @@ def draws(probabilities: torch.Tensor, count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("total", [1.0, 0.01, 250.0])
-def test_draws_follow_their_distribution(total: float) -> None:
+def test_draws_follow_their_distribution(total):
     probabilities = torch.tensor([0.02, 0.3, 0.0, 0.18, 0.1, 0.0, 0.4])
     counts = torch.bincount(torch.tensor(draws(probabilities * total, 20_000)), minlength=7)
     assert counts[[2, 5]].tolist() == [0, 0]
@@ -392,7 +392,7 @@ def test_draws_follow_their_distribution(total: float) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 255, 256, 257, 511, 5000, 131_072])
-def test_draws_are_where_the_cumulative_sum_passes(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_are_where_the_cumulative_sum_passes(vocab, monkeypatch):
     probabilities = random_logits(1, vocab, 4.0, seed=vocab)[0].softmax(dim=-1)
     probabilities[vocab // 2 : vocab // 2 + vocab // 3] = 0.0
     cumulative = probabilities.double().cumsum(dim=-1)
@@ -407,9 +407,7 @@ def test_draws_are_where_the_cumulative_sum_passes(vocab: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ahead", [0, 256, 4700])
-def test_a_draw_at_the_end_of_a_block_takes_its_last_possible_token(
-    ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_at_the_end_of_a_block_takes_its_last_possible_token(ahead, monkeypatch):
     """Sums of blocks round, so what is left within a block can be more than the block holds."""
     probabilities = torch.zeros(5000)
     probabilities[ahead : ahead + 250] = 0.1
@@ -420,7 +418,7 @@ def test_a_draw_at_the_end_of_a_block_takes_its_last_possible_token(
         assert Randomness(0).draw(probabilities) == ahead + 249
 
 
-def test_the_tail_of_a_large_vocabulary_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tail_of_a_large_vocabulary_is_not_lost(monkeypatch):
     """100,000 tokens, each too improbable to change a float32 sum that begins with 1."""
     probabilities = torch.full((100_001,), 2e-8)
     probabilities[0] = 1.0
@@ -438,25 +436,25 @@ def test_the_tail_of_a_large_vocabulary_is_not_lost(monkeypatch: pytest.MonkeyPa
     ),
     seed=st.integers(0, 2**31),
 )
-def test_impossible_tokens_are_never_drawn(weights: list[float], seed: int) -> None:
+def test_impossible_tokens_are_never_drawn(weights, seed):
     assert all(weights[token] > 0 for token in draws(torch.tensor(weights), 30, seed))
 
 
 @pytest.mark.parametrize("u", [0.0, 1.0])
-def test_the_ends_of_the_unit_interval(monkeypatch: pytest.MonkeyPatch, u: float) -> None:
+def test_the_ends_of_the_unit_interval(monkeypatch, u):
     """The largest number drawn times the total can round up to the total."""
     monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: torch.tensor([u], dtype=torch.float64))
     expected = 1 if u == 0 else 3
     assert Randomness(0).draw(torch.tensor([0.0, 0.5, 0.2, 0.3, 0.0])) == expected
 
 
-def test_the_same_seed_gives_the_same_draws() -> None:
+def test_the_same_seed_gives_the_same_draws():
     probabilities = torch.ones(1000)
     assert draws(probabilities, 50, seed=3) == draws(probabilities, 50, seed=3)
     assert draws(probabilities, 50, seed=3) != draws(probabilities, 50, seed=4)
 
 
-def test_draws_leave_the_global_generator_alone() -> None:
+def test_draws_leave_the_global_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -479,14 +477,14 @@ def test_draws_leave_the_global_generator_alone() -> None:
         ([1.0], 1),
     ],
 )
-def test_the_first_failure_ends_the_test(acceptance: list[float], expected: int) -> None:
+def test_the_first_failure_ends_the_test(acceptance, expected):
     for seed in range(20):
         accepted, r = Randomness(seed).test(torch.tensor(acceptance))
         assert accepted == expected
         assert len(r) == len(acceptance)
 
 
-def test_drafts_pass_where_their_number_is_below_the_acceptance() -> None:
+def test_drafts_pass_where_their_number_is_below_the_acceptance():
     random = Randomness(0)
     acceptance = torch.tensor([0.8, 0.5, 0.9])
     for _ in range(200):
@@ -496,7 +494,7 @@ def test_drafts_pass_where_their_number_is_below_the_acceptance() -> None:
         assert all(0 <= number < 1 for number in r)
 
 
-def test_drafts_pass_as_often_as_they_should() -> None:
+def test_drafts_pass_as_often_as_they_should():
     random = Randomness(1)
     acceptance = torch.tensor([0.8, 0.5, 0.9])
     counts = [0, 0, 0, 0]

@@ -40,7 +40,7 @@ def compiled(source: Path, program: Path, *options: str) -> str | None:
     sys.platform != "linux" or platform.machine() != "x86_64", reason="it is written for Linux on x86-64"
 )
 @pytest.mark.parametrize(("sanitizers", "passes"), [("address,undefined", 40), ("thread", 20), ("", 400)])
-def test_passes_are_clean(sanitizers: str, passes: int, tmp_path: Path) -> None:
+def test_passes_are_clean(sanitizers, passes, tmp_path):
     options = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
     empty = tmp_path / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")

@@ -257,22 +257,20 @@ ALONE = [case.alone() for case in MIXED]
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("batch", "most"), [(1, 512), (3, 5), (8, 1), (16, 40)])
-def test_every_request_gets_what_it_gets_alone(batch: int, most: int) -> None:
+def test_every_request_gets_what_it_gets_alone(batch, most):
     house = House()
     found = run(Scheduler(max_batch=batch, max_tokens_per_pass=most), MIXED, house)
     assert [found[number] for number in range(len(MIXED))] == ALONE
     assert house.room.taken == house.drafters_room.taken == 0
 
 
-def test_models_that_batch_nothing_are_asked_one_by_one() -> None:
+def test_models_that_batch_nothing_are_asked_one_by_one():
     found = run(Scheduler(max_batch=8), MIXED[:22], House(target=None, model=None, form=None))
     assert [found[number] for number in range(22)] == ALONE[:22]
 
 
 @pytest.mark.parametrize(("room", "drafters_room"), [(48, 50), (60, 10**6), (200, 60)])
-def test_nothing_is_lost_where_memory_is_short(
-    room: int, drafters_room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_where_memory_is_short(room, drafters_room, monkeypatch):
     house, put_back = House(Room(room), Room(drafters_room)), []
     honest = Scheduler._put_back
 
@@ -289,7 +287,7 @@ def test_nothing_is_lost_where_memory_is_short(
     assert room > 100 or False in put_back  # one in the middle of its draft as well
 
 
-def test_requests_join_and_leave_at_any_step() -> None:
+def test_requests_join_and_leave_at_any_step():
     house, choice = House(Room(150)), standard_random.Random(5)
     scheduler = Scheduler(max_batch=5, max_tokens_per_pass=12)
     found: dict[int, list[Any]] = {}
@@ -320,7 +318,7 @@ def drafting(count: int, gammas: Sequence[int] = (3,), drafters: Sequence[str] =
 
 
 @pytest.mark.parametrize("cases", [drafting(6), drafting(6, (1, 5, 2)), drafting(6, (3,), ANY)])
-def test_a_target_s_pass_takes_all_along_and_everybody_steps_alike(cases: list[Case]) -> None:
+def test_a_target_s_pass_takes_all_along_and_everybody_steps_alike(cases):
     house = House()
     scheduler = Scheduler(max_batch=6)
     for case in cases:
@@ -336,7 +334,7 @@ def test_a_target_s_pass_takes_all_along_and_everybody_steps_alike(cases: list[C
     assert {len(each) for each in house.target.passes} == {6}
 
 
-def test_drafts_share_passes_token_by_token() -> None:
+def test_drafts_share_passes_token_by_token():
     house = House()
     run(Scheduler(max_batch=4), drafting(4, (4,)), house)
     assert house.model is not None
@@ -349,7 +347,7 @@ def emitted(scheduler: Scheduler) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["none", "model"])
-def test_a_long_prompt_is_read_between_the_steps_of_others(kind: str) -> None:
+def test_a_long_prompt_is_read_between_the_steps_of_others(kind):
     house = House()
     scheduler = Scheduler(max_batch=3, max_tokens_per_pass=20)
     long = Case(tuple(i * i % VOCAB for i in range(200)), kind, tokens=3)
@@ -368,7 +366,7 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(kind: str) -> None:
         assert second - first > 5
 
 
-def test_whoever_found_no_room_in_a_pass_comes_first_in_the_next() -> None:
+def test_whoever_found_no_room_in_a_pass_comes_first_in_the_next():
     house = House()
     scheduler = Scheduler(max_batch=4, max_tokens_per_pass=3)
     for case in drafting(3, (1,), ("none",)):
@@ -378,7 +376,7 @@ def test_whoever_found_no_room_in_a_pass_comes_first_in_the_next() -> None:
     assert order.index(3) < 60
 
 
-def test_a_context_that_nobody_keeps_is_read_whole() -> None:
+def test_a_context_that_nobody_keeps_is_read_whole():
     class Forgetful(Member):
         reads_in_parts = False
 
@@ -412,7 +410,7 @@ class Listening(NoDraft):
         self.known = len(context) - 1
 
 
-def test_states_of_contexts_read_in_parts_and_anew_are_whole() -> None:
+def test_states_of_contexts_read_in_parts_and_anew_are_whole():
     house = House(Room(90))
     telling = partial(Member, TARGET, house.room, house.target, states=last_token)
     house.member = telling  # type: ignore[method-assign]
@@ -460,7 +458,7 @@ def no_request() -> Request:
 
 
 @pytest.mark.parametrize("target", [None, Together()], ids=["one by one", "together"])
-def test_one_that_fails_ends_alone(target: Together | None) -> None:
+def test_one_that_fails_ends_alone(target):
     house = House(target=target)
     scheduler = Scheduler(max_batch=4)
     scheduler.add(no_request)
@@ -476,7 +474,7 @@ def test_one_that_fails_ends_alone(target: Together | None) -> None:
     assert house.room.taken == 0
 
 
-def test_a_pass_that_breaks_ends_those_whose_own_pass_does() -> None:
+def test_a_pass_that_breaks_ends_those_whose_own_pass_does():
     house = House()
     scheduler = Scheduler(max_batch=3)
     beside = Case((2, 2))
@@ -537,7 +535,7 @@ ONCE = ("target.begin", "drafter.begin", "sampling.at", "policy.rule.reset")  # 
 
 @pytest.mark.parametrize("room", [10**6, 70], ids=["room for all", "little room"])
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_one_raises_ends_that_one(place: str, room: int) -> None:
+def test_whatever_one_raises_ends_that_one(place, room):
     for at in (1,) if place in ONCE else (1, 3):
         house = House(Room(room), Room(10**6))
         scheduler = Scheduler(max_batch=4, max_tokens_per_pass=16)
@@ -556,7 +554,7 @@ def test_whatever_one_raises_ends_that_one(place: str, room: int) -> None:
         assert house.room.taken == house.drafters_room.taken == 0
 
 
-def test_one_that_cannot_be_put_back_ends_in_place_of_the_one_that_wants_its_room() -> None:
+def test_one_that_cannot_be_put_back_ends_in_place_of_the_one_that_wants_its_room():
     house = House(Room(40))
     first, second = Case((1,) * 10, tokens=20), Case((2,) * 10, tokens=20)
 
@@ -582,7 +580,7 @@ def test_one_that_cannot_be_put_back_ends_in_place_of_the_one_that_wants_its_roo
     assert house.room.taken == 0
 
 
-def test_states_of_other_shapes_in_its_parts_end_that_one() -> None:
+def test_states_of_other_shapes_in_its_parts_end_that_one():
     class Odd(Listening):
         layers = (0,)
 
@@ -610,7 +608,7 @@ def test_states_of_other_shapes_in_its_parts_end_that_one() -> None:
     assert house.room.taken == 0
 
 
-def test_one_that_never_fits_says_so() -> None:
+def test_one_that_never_fits_says_so():
     house = House(Room(40))
     cases = [MIXED[0], Case((1,) * 50), Case((2,) * 38, tokens=9), MIXED[1]]
     found = run(Scheduler(), cases, house)
@@ -620,14 +618,14 @@ def test_one_that_never_fits_says_so() -> None:
     assert house.room.taken == 0
 
 
-def test_memory_that_others_hold_is_a_reason_too() -> None:
+def test_memory_that_others_hold_is_a_reason_too():
     house = House(Room(40))
     house.room.reserved[ScriptedCache()] = 30
     found = run(Scheduler(), [Case((1,) * 20)], house)
     assert "no room" in str(found[0][0])
 
 
-def test_cancelling_frees_the_place() -> None:
+def test_cancelling_frees_the_place():
     house = House()
     scheduler = Scheduler(max_batch=1)
     for case in drafting(3):
@@ -642,7 +640,7 @@ def test_cancelling_frees_the_place() -> None:
     assert len(scheduler) == house.room.taken == house.drafters_room.taken == 0
 
 
-def test_whoever_leaves_off_ends_them_all() -> None:
+def test_whoever_leaves_off_ends_them_all():
     house = House()
     scheduler = Scheduler(max_batch=2)
     for case in drafting(3):
@@ -661,7 +659,7 @@ class Set:
         return self.time
 
 
-def test_times_are_those_of_the_batch_without_the_consumer_s() -> None:
+def test_times_are_those_of_the_batch_without_the_consumer_s():
     clock, house = Set(), House()
     honest = house.target.score
 
@@ -685,7 +683,7 @@ def test_times_are_those_of_the_batch_without_the_consumer_s() -> None:
     assert records[2][0].queued_s == 30
 
 
-def test_a_prompt_is_not_read_for_longer_than_is_drafted() -> None:
+def test_a_prompt_is_not_read_for_longer_than_is_drafted():
     watch = Stopwatch(Ticking())
     watch.start()
     watch.lap("draft")
@@ -693,6 +691,6 @@ def test_a_prompt_is_not_read_for_longer_than_is_drafted() -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_batch": 0}, {"max_tokens_per_pass": 0}])
-def test_limits_are_at_least_one(options: dict[str, int]) -> None:
+def test_limits_are_at_least_one(options):
     with pytest.raises(UsageError, match="Give at least 1"):
         Scheduler(**options)

@@ -26,7 +26,7 @@ def states(model: Any, tokens: list[int], rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none", "static"])
-def test_a_chain(cache: Any, short: bool) -> None:
+def test_a_chain(cache, short):
     model = tiny_llama(layers=2)
     fed = CONTEXT + DRAFT
     expected = states(model, fed, len(fed))
@@ -51,7 +51,7 @@ def test_a_chain(cache: Any, short: bool) -> None:
     torch.testing.assert_close(found.hidden, expected[: len(CONTEXT), 1:2], atol=1e-5, rtol=1e-4)
 
 
-def test_a_tree() -> None:
+def test_a_tree():
     model = tiny_llama(layers=2)
     scorer = Scorer(model)
     assert scorer.takes_trees

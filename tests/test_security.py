@@ -65,7 +65,7 @@ def calls() -> list[tuple[str, ast.Call]]:
     ]
 
 
-def test_the_package_has_no_means_to_run_what_it_reads() -> None:
+def test_the_package_has_no_means_to_run_what_it_reads():
     for file, call in calls():
         called = ast.unparse(call.func)
         assert called.removeprefix("builtins.") not in RUNS_CODE, f"{file}: {called}"
@@ -90,7 +90,7 @@ def test_the_package_has_no_means_to_run_what_it_reads() -> None:
                         assert ast.unparse(value) == "False"
 
 
-def test_everything_that_could_run_a_models_code_is_told_not_to() -> None:
+def test_everything_that_could_run_a_models_code_is_told_not_to():
     """Calls that take their arguments from a dict get the word in there."""
     loading = [
         (file, call)
@@ -106,7 +106,7 @@ def test_everything_that_could_run_a_models_code_is_told_not_to() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("which", ["config", "tokenizer"])
-def test_code_beside_a_model_is_not_run(tmp_path: Path, which: str) -> None:
+def test_code_beside_a_model_is_not_run(tmp_path, which):
     folder = save_tiny(tmp_path / "model")
     mark = tmp_path / "ran"
     (folder / "theirs.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Theirs: pass\n")
@@ -140,9 +140,7 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path, which: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_model_does_not_choose_the_code_it_is_computed_by(
-    tmp_path: Path, settings_of: dict[str, Any], nested: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_does_not_choose_the_code_it_is_computed_by(tmp_path, settings_of, nested, monkeypatch):
     """Kernels are code, which `transformers` fetches from the hub by the names that a configuration gives."""
     from transformers.integrations import hub_kernels
 
@@ -167,7 +165,7 @@ def test_a_model_does_not_choose_the_code_it_is_computed_by(
             assert config._experts_implementation == same.config._experts_implementation
 
 
-def test_a_model_does_not_choose_how_it_hands_over_its_logits(tmp_path: Path) -> None:
+def test_a_model_does_not_choose_how_it_hands_over_its_logits(tmp_path):
     folder = save_tiny(tmp_path / "model")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"return_dict": False}))
@@ -210,7 +208,7 @@ def save_gemma3(folder: Path) -> Path:
         "{{ messages.append(1) }}",
     ],
 )
-def test_a_chat_template_is_a_program_in_a_cage(template: str) -> None:
+def test_a_chat_template_is_a_program_in_a_cage(template):
     with pytest.raises(UsageError, match=r"chat template refuses .* Use --raw\."):
         encode_prompt(tiny_tokenizer(chat_template=template), "Hello")
 
@@ -236,9 +234,7 @@ DOUBLED = "{% set text = namespace(of='ab') %}{% for i in range(40) %}{% set tex
         (LOOPS, "longer than 1 seconds"),
     ],
 )
-def test_a_chat_template_takes_neither_all_memory_nor_all_time(
-    template: str, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_template_takes_neither_all_memory_nor_all_time(template, why, monkeypatch):
     if why == "memory" and sys.platform != "linux":
         pytest.skip("the system has no such limit, or not for sure")
     monkeypatch.setattr(chat_templates, "SECONDS", 1.0)
@@ -248,7 +244,7 @@ def test_a_chat_template_takes_neither_all_memory_nor_all_time(
     assert encode_prompt(ordinary, "ab") == encode_prompt(ordinary, f"ab{ordinary.eos_token}", chat=False)
 
 
-def test_a_chat_template_writes_what_its_tokenizer_writes() -> None:
+def test_a_chat_template_writes_what_its_tokenizer_writes():
     template = (
         "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message['content'] | trim }}\n{% endfor %}"
         "{% generation %}{% if add_generation_prompt %}<assistant>{% endif %}{% endgeneration %}"
@@ -261,7 +257,7 @@ def test_a_chat_template_writes_what_its_tokenizer_writes() -> None:
         assert chat_templates.render_chat(tokenizer, messages, add_generation_prompt=prompt) == expected
 
 
-def test_a_tokenizer_names_no_files_outside_its_folder(tmp_path: Path) -> None:
+def test_a_tokenizer_names_no_files_outside_its_folder(tmp_path):
     """What its configuration says about files is passed over in favor of the folder's own."""
     folder = save_tiny(tmp_path / "model")
     secret = tmp_path / "secret.json"
@@ -288,7 +284,7 @@ PARTS = st.lists(
 
 @settings(max_examples=500)
 @given(PARTS.map("/".join) | PARTS.map("".join) | st.text(max_size=20))
-def test_a_file_that_a_model_names_stays_in_its_folder(name: str) -> None:
+def test_a_file_that_a_model_names_stays_in_its_folder(name):
     folder = os.path.join(os.sep, "models", "mine")  # noqa: PTH118 - as the operating system joins
     try:
         kept = plain_name(name, "mine")
@@ -300,7 +296,7 @@ def test_a_file_that_a_model_names_stays_in_its_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("shard", ["../secret", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "a\0b", ""])
-def test_an_index_that_would_leave_its_folder_is_refused(tmp_path: Path, shard: str) -> None:
+def test_an_index_that_would_leave_its_folder_is_refused(tmp_path, shard):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.raises(UsageError, match="outside its own folder"):
@@ -308,16 +304,14 @@ def test_an_index_that_would_leave_its_folder_is_refused(tmp_path: Path, shard: 
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache folder of the test's own."""
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("how", ["a link", "a name"])
-def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(
-    tmp_path: Path, cache: Path, how: str
-) -> None:
+def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(tmp_path, cache, how):
     gguf = write_gguf(tmp_path / "tiny.gguf")
     folder = prepare_gguf(gguf)
     outside = tmp_path / "outside.json"
@@ -341,7 +335,7 @@ def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Path:
+def theirs(tmp_path) -> Path:
     """The folder of a run that somebody else has made."""
     if os.name == "nt":
         pytest.skip("making links takes a privilege there")
@@ -364,7 +358,7 @@ SWEEP = [
 
 
 @pytest.fixture
-def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_figure(monkeypatch):
     """Others are written alike."""
     monkeypatch.setattr(plots, "FIGURES", {"speedup": plots.FIGURES["speedup"]})
 
@@ -386,12 +380,12 @@ def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_nothing_is_written_through_a_link(
-    theirs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    name: str,
-) -> None:
+    theirs,
+    monkeypatch,
+    capsys,
+    words,
+    name,
+):
     monkeypatch.chdir(theirs.parent)
     mine = theirs.parent / "mine"
     link = theirs / name
@@ -415,7 +409,7 @@ def test_nothing_is_written_through_a_link(
 
 
 @pytest.mark.usefixtures("one_figure")
-def test_no_name_of_an_unfinished_file_can_be_prepared(theirs: Path) -> None:
+def test_no_name_of_an_unfinished_file_can_be_prepared(theirs):
     mine = theirs.parent / "mine"
     mine.write_text("mine")
     (theirs / ".report.html.partial").symlink_to(mine)
@@ -434,13 +428,13 @@ def test_no_name_of_an_unfinished_file_can_be_prepared(theirs: Path) -> None:
     assert len(set(opened)) == len(opened) > 4
 
 
-def test_what_is_written_has_the_rights_that_new_files_have(tmp_path: Path) -> None:
+def test_what_is_written_has_the_rights_that_new_files_have(tmp_path):
     (tmp_path / "new").touch()
     write_text(tmp_path / "report.html", "")
     assert (tmp_path / "report.html").stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
-def test_a_folder_of_ones_own_may_be_a_link(theirs: Path) -> None:
+def test_a_folder_of_ones_own_may_be_a_link(theirs):
     (theirs.parent / "elsewhere").mkdir()
     (theirs.parent / "figures").symlink_to("elsewhere")
     assert run(["plot", str(theirs), "--only", "speedup", "--out", str(theirs.parent / "figures")]) == 0
@@ -451,7 +445,7 @@ def test_a_folder_of_ones_own_may_be_a_link(theirs: Path) -> None:
 
 
 @pytest.fixture
-def hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def hub_model(tmp_path, monkeypatch) -> Callable[[str], Path]:
     """A tiny model in the hub's cache as the hub client lays it out, without a network; gives where a file lies."""
     from huggingface_hub import constants
 
@@ -472,12 +466,12 @@ def hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return lambda name: (snapshot / name).resolve()
 
 
-def test_an_intact_file_of_the_hubs_cache_is_used(hub_model: Callable[[str], Path]) -> None:
+def test_an_intact_file_of_the_hubs_cache_is_used(hub_model):
     assert load_model("org/name", CPU).fingerprint
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model: Callable[[str], Path], name: str) -> None:
+def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model, name):
     content = hub_model(name).read_bytes()
     middle = len(content) // 2
     changed = b"8" if content[middle : middle + 1] != b"8" else b"9"
@@ -486,9 +480,7 @@ def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model: Callable[[str],
         load_model("org/name", CPU)
 
 
-def test_large_weights_of_the_hubs_cache_must_have_the_size_their_header_says(
-    hub_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_weights_of_the_hubs_cache_must_have_the_size_their_header_says(hub_model, monkeypatch):
     monkeypatch.setattr(specbench.models.hub, "SMALL_FILE", 0)
     assert load_model("org/name", CPU).fingerprint
     weights = hub_model("model.safetensors")
@@ -497,7 +489,7 @@ def test_large_weights_of_the_hubs_cache_must_have_the_size_their_header_says(
         load_model("org/name", CPU)
 
 
-def test_a_file_of_a_hub_that_names_files_otherwise_is_used(hub_model: Callable[[str], Path]) -> None:
+def test_a_file_of_a_hub_that_names_files_otherwise_is_used(hub_model):
     """A mirror's own names tell nothing of the content."""
     config = hub_model("config.json")
     link = config.parents[1] / "snapshots" / ("0" * 40) / "config.json"
@@ -533,7 +525,7 @@ def edits(draw: st.DrawFn) -> Callable[[bytes], bytes]:
 
 
 @pytest.fixture(scope="module")
-def readable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes, Callable[[Path], Any]]]:
+def readable(tmp_path_factory) -> dict[str, tuple[bytes, Callable[[Path], Any]]]:
     """Files of every kind that is read, and how."""
     folder = tmp_path_factory.mktemp("files")
     gguf = write_gguf(folder / "tiny.gguf").read_bytes()
@@ -552,9 +544,7 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes,
 @pytest.mark.parametrize(
     "name", ["model.gguf", "model.safetensors", "index.json", "prompts.jsonl", "trace.jsonl"]
 )
-def test_a_damaged_file_is_read_or_refused_in_a_sentence(
-    name: str, readable: dict[str, tuple[bytes, Callable[[Path], Any]]], tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, readable, tmp_path):
     content, read = readable[name]
     path = tmp_path / name
 
@@ -576,9 +566,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("numbers", [(2**63, 1), (1, 2**63), (2**64 - 1, 2**64 - 1)])
-def test_a_header_that_promises_more_than_there_is_costs_no_memory(
-    tmp_path: Path, numbers: tuple[int, int]
-) -> None:
+def test_a_header_that_promises_more_than_there_is_costs_no_memory(tmp_path, numbers):
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *numbers) + bytes(64))
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", numbers[0]) + bytes(64))
     for read, file in ((read_gguf_header, "x.gguf"), (safetensors_elements, "x.safetensors")):
@@ -595,7 +583,7 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def measured(tmp_path, monkeypatch, capsys) -> Any:
     """A sweep of a model and prompts with evil names, through the command line; what it said."""
     if sys.platform == "win32":
         pytest.skip("such names cannot be")
@@ -648,7 +636,7 @@ class Tags(html.parser.HTMLParser):
         self.attributes += [name for name, _ in attrs]
 
 
-def test_evil_names_come_out_as_what_they_are(measured: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evil_names_come_out_as_what_they_are(measured, capsys):
     assert not UNSEEN.search(measured.out.replace("\n", ""))
     assert not UNSEEN.search(measured.err.replace("\n", "").replace("\r", ""))
     frame = load_results(measured.folder)
@@ -707,9 +695,7 @@ def with_formats(value: Any, chosen: set[str]) -> Any:
     return value + FORMATS * (value in chosen) if isinstance(value, str) else value
 
 
-def test_no_field_of_a_run_is_a_format_string(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_field_of_a_run_is_a_format_string(tmp_path, monkeypatch, capsys):
     """Every text of a run is extended; where the reader refuses it, it refuses it in a sentence."""
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "model")
@@ -759,7 +745,7 @@ def test_no_field_of_a_run_is_a_format_string(
         assert "{0.__class__}{x}{:d}{%s%(y)d%99999d%$" in page.replace("\\", ""), name
 
 
-def test_format_strings_stand_in_the_program() -> None:
+def test_format_strings_stand_in_the_program():
     for file, call in calls():
         called = ast.unparse(call.func)
         assert not called.endswith((".format_map", "Template", ".from_string")), (
@@ -786,7 +772,7 @@ FORMULA_BEGINS = re.compile("[\\s'\"]*[=+@＝＋－＠]|\\s*-(?!\\d)")
     ),
     st.sampled_from(",;\t|"),
 )
-def test_no_cell_of_a_csv_file_begins_a_formula_however_it_is_cut(texts: list[str], separator: str) -> None:
+def test_no_cell_of_a_csv_file_begins_a_formula_however_it_is_cut(texts, separator):
     """Spreadsheets of some languages cut at semicolons, and some people paste."""
     import tempfile
 

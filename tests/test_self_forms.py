@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +102,7 @@ USUALLY_KEPT = [(0, 4), (0, 2, 3), (0, 1, 3, 4), (0,)]
 @pytest.mark.parametrize(
     ("family", "kept"), [(family, kept) for family in BY_FAMILY for kept in KEPT.get(family, USUALLY_KEPT)]
 )
-def test_it_computes_what_a_model_with_those_layers_computes(family: str, kept: tuple[int, ...]) -> None:
+def test_it_computes_what_a_model_with_those_layers_computes(family, kept):
     source = model_of(BY_FAMILY[family]())
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     before = whole(source, tokens)
@@ -117,7 +116,7 @@ def test_it_computes_what_a_model_with_those_layers_computes(family: str, kept: 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kept", [(0, 2, 4), (0, 1), (0, 1, 2, 3, 4)])
-def test_int8_layers_are_made_of_the_kept_ones_alone(kept: tuple[int, ...], packed: bool) -> None:
+def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     source: Any = tiny_llama(layers=LAYERS)
     if packed:
         pack_linears(source)
@@ -136,7 +135,7 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept: tuple[int, ...], pack
     assert torch.equal(whole(form, [5, 6, 7, 8]), whole(plain, [5, 6, 7, 8]))
 
 
-def test_forms_are_made_of_an_int8_model_too() -> None:
+def test_forms_are_made_of_an_int8_model_too():
     source: Any = tiny_llama(layers=LAYERS)
     int8 = cheaper_form(source, range(LAYERS), int8=True)
     again = cheaper_form(int8, (0, 3), int8=False)
@@ -163,9 +162,7 @@ def on_cache() -> Iterator[tuple[str, CacheKind, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(("family", "kind", "kept"), list(on_cache()))
-def test_only_its_layers_are_lengthened_and_rolled_back(
-    family: str, kind: CacheKind, kept: tuple[int, ...]
-) -> None:
+def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
     model = model_of(BY_FAMILY[family]())
     target = Scorer(model, kind)
     form = Scorer(cheaper_form(model, kept, int8=False), target.cache)
@@ -192,9 +189,7 @@ def test_only_its_layers_are_lengthened_and_rolled_back(
 @pytest.mark.parametrize("first_target", [True, False])
 @pytest.mark.parametrize("int8", [True, False])
 @pytest.mark.parametrize(("family", "kind", "kept"), list(on_cache()))
-def test_it_leaves_no_trace(
-    family: str, kind: CacheKind, kept: tuple[int, ...], int8: bool, first_target: bool
-) -> None:
+def test_it_leaves_no_trace(family, kind, kept, int8, first_target):
     model = model_of(BY_FAMILY[family]())
     target = Scorer(model, kind)
     drafter = SelfDrafter(Scorer(cheaper_form(model, kept, int8), target.cache), "self")
@@ -213,7 +208,7 @@ def test_it_leaves_no_trace(
 
 @pytest.mark.parametrize("cache", CACHE_KINDS)
 @pytest.mark.parametrize("spec", ["self:skip=1", "self:int8,skip=1-3", "self:layers=3,int8"])
-def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) -> None:
+def test_greedy_tokens_are_those_of_plain_decoding(spec, cache):
     target = wrap_target(tiny_language_model(layers=LAYERS).model, tiny_tokenizer(), cache=cache)
     prompt = [7, 41, 7, 19, 3, 200]
     expected = autoregressive_generate(prompt, target, max_new_tokens=20, ignore_eos=True).token_ids
@@ -227,7 +222,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) 
 
 
 @pytest.mark.smoke
-def test_every_draft_of_the_whole_target_is_accepted() -> None:
+def test_every_draft_of_the_whole_target_is_accepted():
     """Sampled: a form that leaves nothing out and is not quantized has the target's own distributions."""
     target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), pack=False)
     drafter = SelfDrafter(
@@ -253,13 +248,13 @@ def test_every_draft_of_the_whole_target_is_accepted() -> None:
         ("self: skip = 11-3-3 , int8", SelfForm(int8=True, skip=(3, 11)), "self:int8,skip=3-11"),
     ],
 )
-def test_specs(spec: str, form: SelfForm, name: str) -> None:
+def test_specs(spec, form, name):
     assert parse_drafter(spec) == form
     assert str(form) == name
     assert parse_drafter(name) == form
 
 
-def test_the_layers_that_are_used() -> None:
+def test_the_layers_that_are_used():
     assert SelfForm(layers=2).kept(5) == (0, 1)
     assert SelfForm(skip=(1, 3)).kept(5) == (0, 2, 4)
     assert SelfForm(int8=True).kept(3) == (0, 1, 2)
@@ -290,9 +285,7 @@ def test_the_layers_that_are_used() -> None:
         ),
     ],
 )
-def test_refusals_before_any_weights_are_loaded(
-    spec: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_before_any_weights_are_loaded(spec, message, tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "target", layers=LAYERS)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError) as caught:
@@ -302,7 +295,7 @@ def test_refusals_before_any_weights_are_loaded(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_rounded_target_has_no_rounded_form(dtype: str) -> None:
+def test_a_rounded_target_has_no_rounded_form(dtype):
     language_model = tiny_language_model(layers=3)
     target = wrap_target(language_model.model, tiny_tokenizer(), pack=False)
     target.dtype = dtype
@@ -323,11 +316,11 @@ def test_a_rounded_target_has_no_rounded_form(dtype: str) -> None:
         (lambda: hf.LlamaConfig(**{**USUAL, "num_hidden_layers": 1}), ()),
     ],
 )
-def test_layers_that_can_be_skipped(config: Callable[[], Any], expected: tuple[int, ...]) -> None:
+def test_layers_that_can_be_skipped(config, expected):
     assert skippable_layers(config()) == expected
 
 
-def test_layers_whose_keys_others_read_are_not_skipped() -> None:
+def test_layers_whose_keys_others_read_are_not_skipped():
     config = hf.Gemma3nTextConfig(
         **{**USUAL, "head_dim": 8, "intermediate_size": [48] * 5, "num_kv_shared_layers": 2},
         layer_types=["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2,
@@ -338,7 +331,7 @@ def test_layers_whose_keys_others_read_are_not_skipped() -> None:
         check_form(SelfForm(skip=(2,)), config)
 
 
-def test_a_model_whose_layers_are_not_found() -> None:
+def test_a_model_whose_layers_are_not_found():
     model: Any = tiny_llama(layers=3)
     model.model.adapters = nn.ModuleList([nn.Identity() for _ in range(3)])
     target = wrap_target(model, tiny_tokenizer(), pack=False)

@@ -121,7 +121,7 @@ def serving() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(serving: Running) -> Iterator[openai.OpenAI]:
+def client(serving) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -157,7 +157,7 @@ def events(text: str) -> list[Any]:
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def test_a_text_is_what_the_decoder_alone_makes_of_it(serving: Running) -> None:
+def test_a_text_is_what_the_decoder_alone_makes_of_it(serving):
     expected = alone("the thing and the thing")
     assert sum(step.accepted for step in expected.steps) > 0
     answer = serving.text(prompt="the thing and the thing", model=target().name)
@@ -169,7 +169,7 @@ def test_a_text_is_what_the_decoder_alone_makes_of_it(serving: Running) -> None:
     assert serving.text(prompt=tokens)["choices"] == answer["choices"]
 
 
-def test_the_official_client_chats_at_once_and_in_a_stream(client: openai.OpenAI) -> None:
+def test_the_official_client_chats_at_once_and_in_a_stream(client):
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "of the king"}]
     expected = alone(encode_messages(tiny_tokenizer(), messages))
     whole = client.chat.completions.create(model=target().name, messages=messages)
@@ -195,7 +195,7 @@ def test_the_official_client_chats_at_once_and_in_a_stream(client: openai.OpenAI
 
 
 @pytest.mark.smoke
-def test_the_official_client_completes_and_lists(client: openai.OpenAI) -> None:
+def test_the_official_client_completes_and_lists(client):
     expected = alone("the king", max_new_tokens=9)
     whole = client.completions.create(model=target().name, prompt="the king", max_tokens=9)
     assert whole.choices[0].text == expected.text
@@ -209,7 +209,7 @@ def test_the_official_client_completes_and_lists(client: openai.OpenAI) -> None:
         client.completions.create(model=target().name, prompt="x", n=2)
 
 
-def test_a_seed_repeats_an_answer_and_without_one_they_differ(serving: Running) -> None:
+def test_a_seed_repeats_an_answer_and_without_one_they_differ(serving):
     asked = {"prompt": "the thing", "temperature": 2.0, "top_k": 50}
     expected = alone("the thing", sampling=Sampling(temperature=2.0, top_k=50), seed=5)
     for _ in range(2):
@@ -218,7 +218,7 @@ def test_a_seed_repeats_an_answer_and_without_one_they_differ(serving: Running) 
     assert len(texts) > 1
 
 
-def test_stops_and_ends(serving: Running) -> None:
+def test_stops_and_ends(serving):
     whole = alone("the thing").text
     assert whole is not None
     stop = whole[4:6]
@@ -234,7 +234,7 @@ def test_stops_and_ends(serving: Running) -> None:
     assert serving.text(prompt="the thing", max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
-def test_many_at_once_each_get_their_own(serving: Running) -> None:
+def test_many_at_once_each_get_their_own(serving):
     prompts = [f"the thing {number} and the thing" for number in range(12)]
     with ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(lambda prompt: serving.text(prompt=prompt), prompts))
@@ -243,7 +243,7 @@ def test_many_at_once_each_get_their_own(serving: Running) -> None:
         assert (answer["choices"][0]["text"], answer["usage"]) == (expected.text, used(expected))
 
 
-def test_the_servers_own_setting_holds_where_a_request_says_nothing() -> None:
+def test_the_servers_own_setting_holds_where_a_request_says_nothing():
     defaults = replace(
         DEFAULTS,
         policy=None,
@@ -310,9 +310,7 @@ JSON = {"content-type": "application/json"}
     ],
     ids=map(str, count()),
 )
-def test_what_is_wrong_is_an_error_of_the_protocol(
-    serving: Running, path: str, content: bytes | None, headers: dict[str, str], status: int, said: str
-) -> None:
+def test_what_is_wrong_is_an_error_of_the_protocol(serving, path, content, headers, status, said):
     answer = serving.http.request(
         "GET" if content is None else "POST", path, content=content, headers=headers
     )
@@ -324,12 +322,12 @@ def test_what_is_wrong_is_an_error_of_the_protocol(
     assert error["type"] == "invalid_request_error"
 
 
-def test_only_names_of_this_machine_are_answered_to(serving: Running) -> None:
+def test_only_names_of_this_machine_are_answered_to(serving):
     for host, status in (("evil.example", 400), ("localhost:80", 200), ("127.0.0.1", 200)):
         assert serving.http.get("/health", headers={"host": host}).status_code == status
 
 
-def test_without_a_chat_template_there_is_no_chat() -> None:
+def test_without_a_chat_template_there_is_no_chat():
     plain = wrap_target(tiny_llama(), tiny_tokenizer(chat_template=None))
     engine = Engine(plain, load_drafter("none", plain), max_batch=1, max_waiting=1, pool_tokens=None)
     running = Running(engine)
@@ -341,7 +339,7 @@ def test_without_a_chat_template_there_is_no_chat() -> None:
         running.close()
 
 
-def test_a_template_that_refuses_is_a_wrong_request(serving: Running) -> None:
+def test_a_template_that_refuses_is_a_wrong_request(serving):
     running = serving
     tokenizer = target().tokenizer
     assert tokenizer is not None
@@ -359,7 +357,7 @@ def test_a_template_that_refuses_is_a_wrong_request(serving: Running) -> None:
 # -- requests that nobody waits for ------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_a_stream_takes_its_request_along(serving: Running) -> None:
+def test_a_client_that_leaves_a_stream_takes_its_request_along(serving):
     before = serving.becomes_idle().get('requests_ended_total{reason="cancelled"}', 0)
     with serving.http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
         lines = answer.iter_lines()  # held on to: whoever drops it closes the connection
@@ -372,7 +370,7 @@ def test_a_client_that_leaves_a_stream_takes_its_request_along(serving: Running)
     assert after["kv_blocks_used"] == 0
 
 
-def test_a_client_that_hangs_up_takes_its_request_along(serving: Running) -> None:
+def test_a_client_that_hangs_up_takes_its_request_along(serving):
     serving.becomes_idle()
     with serving.sent(json.dumps(ENDLESS).encode()):
         until = time.monotonic() + PATIENCE_S
@@ -387,7 +385,7 @@ def status_of(connection: socket.socket) -> bytes:
         return answer.readline()
 
 
-def test_what_clients_send_wrong_is_not_logged(serving: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_clients_send_wrong_is_not_logged(serving, caplog):
     """They are answered; the terminal of the server is not theirs to write on."""
     upgrade = (
         b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
@@ -403,7 +401,7 @@ def test_what_clients_send_wrong_is_not_logged(serving: Running, caplog: pytest.
     assert len(caplog.records) == 1
 
 
-def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch):
     monkeypatch.setattr(app, "_MOST_BESIDE", 1)
     running = Running(engine_of(max_batch=1, max_waiting=0, pool_tokens=None))
 
@@ -426,20 +424,18 @@ def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch: pytest.Mon
         running.close()
 
 
-def test_a_body_has_to_come_in_time(serving: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_has_to_come_in_time(serving, monkeypatch):
     monkeypatch.setattr(app, "_BODY_S", 0.01)
     with serving.sent(b"{", length=100) as connection:
         assert status_of(connection).startswith(b"HTTP/1.1 408")
 
 
-def test_a_body_that_would_be_too_large_is_not_waited_for(serving: Running) -> None:
+def test_a_body_that_would_be_too_large_is_not_waited_for(serving):
     with serving.sent(b"", length=10**9) as connection:
         assert status_of(connection).startswith(b"HTTP/1.1 413")
 
 
-def test_who_does_not_read_keeps_neither_others_nor_the_end_waiting(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_does_not_read_keeps_neither_others_nor_the_end_waiting(monkeypatch, caplog):
     monkeypatch.setattr(server, "_LATE_S", 0.05)
     running = Running(engine_of())
     asked = {**ENDLESS, "max_tokens": 3000, "stream": True}
@@ -451,7 +447,7 @@ def test_who_does_not_read_keeps_neither_others_nor_the_end_waiting(
     assert not caplog.records
 
 
-def test_a_second_signal_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_signal_waits_for_nobody(caplog):
     running = Running(engine_of(), grace_s=10 * PATIENCE_S)
     with running.http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
         lines = answer.iter_lines()
@@ -465,9 +461,7 @@ def test_a_second_signal_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.records
 
 
-def test_decoding_that_fails_in_the_middle_is_told_and_the_server_goes_on(
-    serving: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_that_fails_in_the_middle_is_told_and_the_server_goes_on(serving, monkeypatch):
     whole, made = Scheduler.step, []
 
     def broken(scheduler: Scheduler) -> Any:
@@ -484,7 +478,7 @@ def test_decoding_that_fails_in_the_middle_is_told_and_the_server_goes_on(
     assert serving.becomes_idle()["kv_blocks_used"] == 0
 
 
-def test_what_has_been_done_is_counted() -> None:
+def test_what_has_been_done_is_counted():
     running = Running(engine_of())
     try:
         expected = alone("the thing and the thing")
@@ -519,7 +513,7 @@ def endless() -> GenerationRun:
                          ignore_eos=True, sampling=Sampling(temperature=2.0))  # fmt: skip
 
 
-def test_only_so_many_wait() -> None:
+def test_only_so_many_wait():
     engine = engine_of(max_batch=1, max_waiting=1, pool_tokens=None)
     came: queue.Queue[Any] = queue.Queue()
     first = engine.submit(endless(), came.put)
@@ -537,7 +531,7 @@ def test_only_so_many_wait() -> None:
         engine.submit(endless(), came.put)
 
 
-def test_what_is_under_way_ends_with_the_engine() -> None:
+def test_what_is_under_way_ends_with_the_engine():
     engine = engine_of()
     came: queue.Queue[Any] = queue.Queue()
     engine.submit(endless(), came.put)
@@ -551,7 +545,7 @@ def test_what_is_under_way_ends_with_the_engine() -> None:
     assert use.used == 0
 
 
-def test_a_consumer_that_fails_loses_its_own_answer_alone() -> None:
+def test_a_consumer_that_fails_loses_its_own_answer_alone():
     engine = engine_of()
     came: queue.Queue[Any] = queue.Queue()
     seen: list[Any] = []
@@ -576,7 +570,7 @@ def test_a_consumer_that_fails_loses_its_own_answer_alone() -> None:
     assert engine.seats.use.used == 0
 
 
-def test_nobody_waits_for_an_engine_that_has_broken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_an_engine_that_has_broken_down(monkeypatch):
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     engine = engine_of()
@@ -590,7 +584,7 @@ def test_nobody_waits_for_an_engine_that_has_broken_down(monkeypatch: pytest.Mon
         engine.submit(endless(), came.put)
 
 
-def test_a_server_that_ends_lets_answers_end_or_says_why_not() -> None:
+def test_a_server_that_ends_lets_answers_end_or_says_why_not():
     for grace_s, how in ((PATIENCE_S, "length"), (0.0, "error")):
         running = Running(engine_of(), grace_s=grace_s)
         asked = {**ENDLESS, "max_tokens": 200} if how == "length" else ENDLESS
@@ -615,19 +609,19 @@ Cli = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
-def serve(cli: Cli, folder: Path) -> Cli:
+def serve(cli, folder) -> Cli:
     def call(*arguments: object) -> Result:
         return cli("serve", "--target", folder, "--quiet", *arguments)
 
     return call
 
 
-def test_what_cannot_be_served_is_refused(serve: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_served_is_refused(serve, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serve("--port", port).refused(
@@ -649,7 +643,7 @@ def test_what_cannot_be_served_is_refused(serve: Cli, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_and_nothing_listens_elsewhere(folder: Path, tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_it_and_nothing_listens_elsewhere(folder, tmp_path, number):
     words = ["serve", "--target", str(folder), "--port", "0", "--dtype", "float32", "--grace", "0", "-n", "6"]
     out, errors = tmp_path / "out", tmp_path / "errors"
     with out.open("w") as stdout, errors.open("w") as stderr:

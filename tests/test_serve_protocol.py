@@ -26,13 +26,13 @@ def text(**fields: Any) -> TextAsked:
     return found
 
 
-def test_what_is_left_out_is_the_servers_own() -> None:
+def test_what_is_left_out_is_the_servers_own():
     asked = chat()
     assert (asked.decoding, asked.transforms, asked.seed, asked.wants_usage) == ({}, {}, None, False)
     assert not asked.stream
 
 
-def test_what_is_given_is_read() -> None:
+def test_what_is_given_is_read():
     asked = chat(
         model="m", temperature=1, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.1, seed=2**64 - 1, stop="x",
         max_tokens=5, max_completion_tokens=3, stream=True, stream_options={"include_usage": True}, user="me",
@@ -52,7 +52,7 @@ def test_what_is_given_is_read() -> None:
     )
 
 
-def test_a_prompt_is_a_text_or_tokens_or_one_of_either() -> None:
+def test_a_prompt_is_a_text_or_tokens_or_one_of_either():
     for given, found in (("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([5], [5])):
         assert text(prompt=given).beginning == found
     for several in (["a", "b"], [[1], [2]], []):
@@ -60,7 +60,7 @@ def test_a_prompt_is_a_text_or_tokens_or_one_of_either() -> None:
             assert text(prompt=several).beginning
 
 
-def test_messages_are_those_of_a_template() -> None:
+def test_messages_are_those_of_a_template():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = chat(
         messages=[
@@ -121,7 +121,7 @@ WRONG: list[tuple[type[Asked], bytes | dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "body", "said"), WRONG)
-def test_what_is_wrong_is_said_in_one_line(kind: Any, body: bytes | dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_said_in_one_line(kind, body, said):
     with pytest.raises(UsageError) as caught:
         parse(body if isinstance(body, bytes) else json.dumps(body).encode(), kind)
     message = str(caught.value)
@@ -130,7 +130,7 @@ def test_what_is_wrong_is_said_in_one_line(kind: Any, body: bytes | dict[str, An
     assert len(message) < 200
 
 
-def test_text_of_a_request_is_data() -> None:
+def test_text_of_a_request_is_data():
     with pytest.raises(UsageError) as caught:
         parse(json.dumps({"prompt": "x", "a\x1b[31m\nb\ud800": 1}).encode(), TextAsked)
     assert str(caught.value).isprintable()
@@ -143,7 +143,7 @@ def step(drafted: int, accepted: int) -> Step:
     )  # fmt: skip
 
 
-def test_usage_counts_tokens_and_not_pieces() -> None:
+def test_usage_counts_tokens_and_not_pieces():
     usage = Usage()
     assert usage.take(Prefill(7, 1, 0.0)) == (1,)
     assert len(usage.take(step(5, 2))) == 3
@@ -156,7 +156,7 @@ def test_usage_counts_tokens_and_not_pieces() -> None:
     }
 
 
-def test_bodies_of_answers() -> None:
+def test_bodies_of_answers():
     head = {"id": "i", "created": 5, "model": "m"}
     whole = Reply(chat(), "i", 5, "m").whole("hi", "eos", Usage(1, 2))
     assert whole == {

@@ -76,13 +76,13 @@ DONE = b"data: [DONE]\n\n"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 9}}
 
 
-def test_what_came_when() -> None:
+def test_what_came_when():
     answer = asked(b": hello\n\n", said("the "), said("king"), said("", "length"), USAGE, DONE)
     assert answer == EngineAnswer((Piece(2.0, "the ", None), Piece(3.0, "king", None)), "length", 4.0, 4, 9)
     assert (answer.text, answer.first) == ("the king", Piece(2.0, "the ", None))
 
 
-def test_a_conversation_and_its_thoughts() -> None:
+def test_a_conversation_and_its_thoughts():
     seen: list[httpx2.Request] = []
     deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm "}, {"content": "yes"}]
     events = [{"choices": [{"delta": delta}]} for delta in deltas]
@@ -116,7 +116,7 @@ def test_a_conversation_and_its_thoughts() -> None:
         ({"usage": None, "timings": "none"}, None, None, None),
     ],
 )  # fmt: skip
-def test_acceptance_is_what_the_server_tells(more: Any, drafted: Any, accepted: Any, cached: Any) -> None:
+def test_acceptance_is_what_the_server_tells(more, drafted, accepted, cached):
     answer = asked(said("x", "stop") | more, DONE)
     assert (answer.drafted, answer.accepted, answer.cached_tokens) == (drafted, accepted, cached)
 
@@ -150,7 +150,7 @@ def test_acceptance_is_what_the_server_tells(more: Any, drafted: Any, accepted: 
         ({"meta_info": {"spec_accept_histogram": [1, 2]}}, None),
     ],
 )  # fmt: skip
-def test_acceptance_by_place_is_what_the_server_tells(more: Any, places: Any) -> None:
+def test_acceptance_by_place_is_what_the_server_tells(more, places):
     found = asked(said("x", "stop") | more, DONE).speculation
     assert (None if found is None else (found.drafts, found.kept_at)) == places
 
@@ -160,7 +160,7 @@ def answer_of(text: str, used: int | None, ids: int | None = None, reason: str =
     return EngineAnswer(tuple(pieces), reason, 1.0, 1, used)
 
 
-def test_tokens_are_counted_by_the_best_witness() -> None:
+def test_tokens_are_counted_by_the_best_witness():
     tokenizer = tiny_tokenizer()
     text = "the king and the queen"
     read = len(tokenizer(text)["input_ids"])
@@ -206,7 +206,7 @@ def test_tokens_are_counted_by_the_best_witness() -> None:
         ([{"choices": "none"}, {"choices": [3]}, {"choices": [{"text": 5, "delta": 6}]}], "broke off"),
     ],
 )
-def test_an_answer_that_goes_wrong_is_one_sentence(events: list[Any], fragment: str) -> None:
+def test_an_answer_that_goes_wrong_is_one_sentence(events, fragment):
     with pytest.raises(RunError) as caught:
         asked(*events)
     assert fragment in str(caught.value)
@@ -223,35 +223,35 @@ def test_an_answer_that_goes_wrong_is_one_sentence(events: list[Any], fragment: 
         (500, b"<html>", "status 500: no reason is given."),
     ],
 )
-def test_a_refusal_says_why(status: int, body: bytes, fragment: str) -> None:
+def test_a_refusal_says_why(status, body, fragment):
     with pytest.raises(RunError, match="refuses a request") as caught:
         asked(body, status=status)
     assert fragment in str(caught.value)
 
 
-def test_an_address_that_leads_elsewhere_is_told() -> None:
+def test_an_address_that_leads_elsewhere_is_told():
     with pytest.raises(
         ServerError, match=r"^The server far sends requests to another address \(status 302\)\.$"
     ):
         asked(b"", status=302)
 
 
-def test_what_a_library_says_ends_in_one_full_stop() -> None:
+def test_what_a_library_says_ends_in_one_full_stop():
     with pytest.raises(ServerError, match=r"broke: no response\.$"):
         asked(httpx2.RemoteProtocolError("no response."))
 
 
-def test_an_answer_that_is_no_stream_is_told() -> None:
+def test_an_answer_that_is_no_stream_is_told():
     with pytest.raises(ServerError, match="does not send its answer as a stream"):
         asked(b"{}", headers={"content-type": "application/json"})
 
 
-def test_line_separators_within_a_text_are_text() -> None:
+def test_line_separators_within_a_text_are_text():
     event = ("data: " + json.dumps(said("a\u2028b\x85", "stop"), ensure_ascii=False) + "\n\n").encode()
     assert asked(event, DONE).text == "a\u2028b\x85"
 
 
-def test_what_can_be_asked_again_later() -> None:
+def test_what_can_be_asked_again_later():
     def later(*events: object, **more: Any) -> bool:
         with pytest.raises(ServerError) as caught:
             asked(*events, **more)
@@ -277,7 +277,7 @@ def models(body: Any, status: int = 200) -> list[ListedModel]:
     return asyncio.run(listed())
 
 
-def test_the_models_of_a_server() -> None:
+def test_the_models_of_a_server():
     assert models({"data": [{"id": "m", "owned_by": "vllm"}, {"id": "n"}, {"id": 5}, 7]}) == [
         ListedModel("m", "vllm"), ListedModel("n", ""),
     ]  # fmt: skip
@@ -295,7 +295,7 @@ def pieces_at(*times: float) -> EngineAnswer:
     )
 
 
-def test_pieces_right_behind_each_other_are_one_burst() -> None:
+def test_pieces_right_behind_each_other_are_one_burst():
     assert pieces_at(1.0, 2.0, 3.1, 4.0).bursts == 4, "one by one"
     assert pieces_at(1.0, 2.0, 2.001, 2.002, 3.0, 3.001, 4.0).bursts == 4
     assert pieces_at(1.0).bursts == 1
@@ -315,7 +315,7 @@ vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9
 """
 
 
-def test_counters_are_read_by_their_names() -> None:
+def test_counters_are_read_by_their_names():
     found = speculation_counters(VLLM)
     assert found == SpeculationCounters(12, 30, 12, (8, 0, 4))
     assert speculation_counters("llamacpp:requests 3\n") is None

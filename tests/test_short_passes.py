@@ -70,7 +70,7 @@ def build(
 
 
 @pytest.fixture(autouse=True)
-def nothing_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_in_one_call(monkeypatch):
     """Passes of targets in one call, which tests/test_native.py is about, count as slower ones."""
     monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
 
@@ -105,7 +105,7 @@ def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pass_is_that_of_transformers(kind: str, dtype: torch.dtype, cache: CacheKind) -> None:
+def test_every_pass_is_that_of_transformers(kind, dtype, cache):
     if not can_pack(dtype, "cpu"):
         pytest.skip(f"no packed layers in {dtype}")
     model = build(kind, dtype)
@@ -118,7 +118,7 @@ def test_every_pass_is_that_of_transformers(kind: str, dtype: torch.dtype, cache
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
-def test_a_row_has_the_same_bits_in_every_short_pass(kind: str, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_every_short_pass(kind, dtype):
     if not can_pack(dtype, "cpu"):
         pytest.skip(f"no packed layers in {dtype}")
     scorer = Scorer(build(kind, dtype), "preallocated")
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_in_every_short_pass(kind: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_short_passes_are_in_few_operators(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_passes_are_in_few_operators(kind, monkeypatch):
     scorer = Scorer(build(kind))
     taken: list[tuple[int, ...]] = []
     whole = llama_layers._root_mean_square_norm
@@ -152,7 +152,7 @@ def test_short_passes_are_in_few_operators(kind: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_int8_model_takes_them_too(kind: str) -> None:
+def test_an_int8_model_takes_them_too(kind):
     exact = passes(Scorer(build(kind)))
     model = build(kind, int8=True)
     assert takes_short_passes(model)
@@ -160,7 +160,7 @@ def test_an_int8_model_takes_them_too(kind: str) -> None:
     assert deviation(found, exact) < 1.1 * deviation(expected, exact)
 
 
-def test_an_int8_copy_has_products_of_its_own() -> None:
+def test_an_int8_copy_has_products_of_its_own():
     model = build("Llama")
     expected = passes(Scorer(int8_copy(model)))
     own = passes(Scorer(model))
@@ -169,7 +169,7 @@ def test_an_int8_copy_has_products_of_its_own() -> None:
     assert identical(passes(Scorer(model)), own)
 
 
-def test_products_that_are_replaced_later_are_noticed() -> None:
+def test_products_that_are_replaced_later_are_noticed():
     fresh, model = build("Llama"), build("Llama")
     scorer = Scorer(model)
     packed = passes(scorer)
@@ -179,7 +179,7 @@ def test_products_that_are_replaced_later_are_noticed() -> None:
     assert not identical(passes(scorer), packed)
 
 
-def test_two_models_in_turn_do_not_mix_up_their_rotations() -> None:
+def test_two_models_in_turn_do_not_mix_up_their_rotations():
     first, second = build("Llama"), build("Qwen3")
     one, other = Scorer(first), Scorer(second)
     wanted = [passes(one), passes(other)]
@@ -205,7 +205,7 @@ def _threads_in_quick_turns() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_threads_in_quick_turns")
-def test_two_threads_decode_with_a_target_each() -> None:
+def test_two_threads_decode_with_a_target_each():
     targets = [
         wrap_target(build("Llama"), name="packed"),
         wrap_target(build("Qwen3", int8=True), name="int8"),
@@ -232,7 +232,7 @@ def test_two_threads_decode_with_a_target_each() -> None:
         assert [[run.result() for run in each] for each in runs] == [[each] * 6 for each in wanted]
 
 
-def test_the_model_s_own_generation_stays_as_it_was() -> None:
+def test_the_model_s_own_generation_stays_as_it_was():
     model = build("Llama")
     ids = torch.tensor([CONTEXT[:6], CONTEXT[6:12]])
     settings = {
@@ -248,9 +248,7 @@ def test_the_model_s_own_generation_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("broken", ["silu", "layer"])
-def test_what_comes_out_differently_is_not_taken(
-    broken: str, int8: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_out_differently_is_not_taken(broken, int8, monkeypatch):
     model = int8_copy(build("Llama")) if int8 else build("Llama")
     assert takes_short_passes(model)
     if broken == "silu":
@@ -261,7 +259,7 @@ def test_what_comes_out_differently_is_not_taken(
     assert identical(passes(Scorer(model)), passes(ordinary(model)))
 
 
-def test_what_is_not_known_goes_the_way_of_transformers() -> None:
+def test_what_is_not_known_goes_the_way_of_transformers():
     unfolded = tiny_llama()
     pack_linears(unfolded)
     unpacked = tiny_llama()
@@ -288,7 +286,7 @@ def trees(scorer: Scorer) -> torch.Tensor:
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_around_the_layers_a_short_pass_is_the_model_s_own_to_the_bit(kind: str, cache: CacheKind) -> None:
+def test_around_the_layers_a_short_pass_is_the_model_s_own_to_the_bit(kind, cache):
     dtype = torch.bfloat16 if can_pack(torch.bfloat16, "cpu") else torch.float32
     model, own = build(kind, dtype), build(kind, dtype)
     for layer in own.model.layers:
@@ -326,7 +324,7 @@ def short_forward(layer: Any) -> Any:
     return forward
 
 
-def test_short_passes_leave_the_model_s_own_forward_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_passes_leave_the_model_s_own_forward_out(monkeypatch):
     model = build("Llama")
     scorer, early = Scorer(model), Scorer(first_layers(model, 2))
     for each in (scorer, early):
@@ -339,14 +337,14 @@ def test_short_passes_leave_the_model_s_own_forward_out(monkeypatch: pytest.Monk
         scorer.logits([*CONTEXT, 5, *range(40)])
 
 
-def test_what_is_loaded_finds_the_short_pass() -> None:
+def test_what_is_loaded_finds_the_short_pass():
     target = wrap_target(tiny_llama(), None, name="tiny")
     drafters: list[Any] = [wrap_drafter(tiny_language_model(1), target), load_drafter("self:int8", target)]
     for scorer in (target.scorer, *(drafter.scorer for drafter in drafters)):
         assert isinstance(scorer._pass, ways.ShortPass)
 
 
-def test_models_that_are_otherwise_take_no_short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_are_otherwise_take_no_short_passes(monkeypatch):
     wrapped = build("Llama")
     wrapped.model.forward = wrapped.model.forward  # as a device map leaves it
     assert not takes_short_passes(wrapped)
@@ -446,7 +444,7 @@ HOOKED = [
 @pytest.mark.parametrize(
     ("hook", "name"), HOOKED, ids=[f"{hook.__name__}-{name or 'all'}" for hook, name in HOOKED]
 )
-def test_hooks_are_called(hook: Callable[[Any], Any], name: str, first: str) -> None:
+def test_hooks_are_called(hook, name, first):
     without = own_choice_of("")
     expected = own_choice_of(name, hook)
     assert expected != without
@@ -467,7 +465,7 @@ def test_hooks_are_called(hook: Callable[[Any], Any], name: str, first: str) -> 
     assert [choice(target, drafter) for drafter in drafters] == [without] * 3
 
 
-def test_hooks_hold_in_a_self_drafter_too() -> None:
+def test_hooks_hold_in_a_self_drafter_too():
     model = plain_model()
     target = wrap_target(model, name="hooked")
     drafter = load_drafter("self:layers=3", target)
@@ -482,7 +480,7 @@ def test_hooks_hold_in_a_self_drafter_too() -> None:
     assert called == [1]
 
 
-def test_short_passes_are_taken_again_when_a_hook_is_gone() -> None:
+def test_short_passes_are_taken_again_when_a_hook_is_gone():
     model = build("Llama")
     scorer = Scorer(model)
     scorer.begin()
@@ -499,7 +497,7 @@ def test_short_passes_are_taken_again_when_a_hook_is_gone() -> None:
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "none"])
 @pytest.mark.parametrize("change", ["data", "in place", "parameter", "module", "mlp", "forward", "head"])
-def test_what_is_changed_later_is_not_stale(change: str, cache: CacheKind) -> None:
+def test_what_is_changed_later_is_not_stale(change, cache):
     def apply(model: Any) -> None:
         layer = model.model.layers[1]
         norm = layer.input_layernorm
@@ -556,9 +554,7 @@ def quick_here() -> bool:
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drafter_in_float32_is_the_same_up_to_rounding(
-    kind: str, dtype: torch.dtype, cache: CacheKind
-) -> None:
+def test_a_drafter_in_float32_is_the_same_up_to_rounding(kind, dtype, cache):
     if not can_pack(dtype, "cpu") or not quick_here():
         pytest.skip(f"no int8 products of FBGEMM's, or no packed layers in {dtype}")
     exact = passes(Scorer(build(kind, dtype, rounded=True), cache))
@@ -571,7 +567,7 @@ def test_a_drafter_in_float32_is_the_same_up_to_rounding(
     assert identical(found[whole], expected[whole]), "long passes go the old way"
 
 
-def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype() -> None:
+def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype():
     if not can_pack(torch.bfloat16, "cpu") or not quick_here():
         pytest.skip("no int8 products of FBGEMM's, or no packed layers in bfloat16")
     target = build("Llama", torch.bfloat16)
@@ -589,14 +585,14 @@ def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype() -> None:
     assert float((owner.logits([*CONTEXT, 5]) - expected).abs().max()) < 0.1 * float(expected.abs().max())
 
 
-def test_the_target_of_an_int8_copy_stays_as_it_was() -> None:
+def test_the_target_of_an_int8_copy_stays_as_it_was():
     target = build("Qwen2")
     expected = passes(Scorer(target))
     passes(Scorer(int8_copy(target)))
     assert identical(passes(Scorer(target)), expected)
 
 
-def test_only_quick_products_are_read_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_quick_products_are_read_in_float32(monkeypatch):
     monkeypatch.setattr(native, "available", lambda: False)
     alike = build("Llama", torch.bfloat16, int8=True)
     assert {layer._carried for layer in short_layers(alike) or ()} == {torch.bfloat16}
@@ -607,7 +603,7 @@ def test_only_quick_products_are_read_in_float32(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_the_norm_in_few_operators_is_the_norm(scale: float) -> None:
+def test_the_norm_in_few_operators_is_the_norm(scale):
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * scale
     norm = hf.models.llama.modeling_llama.LlamaRMSNorm(40, eps=1e-5)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)

@@ -47,7 +47,7 @@ def logits_of(*chances: float) -> Logits:
 # --- Choosing them --------------------------------------------------------------------------------
 
 
-def test_the_likeliest_alternatives_come_first() -> None:
+def test_the_likeliest_alternatives_come_first():
     draft = Draft(
         tokens=[0, 1],
         logits=[logits_of(0.6, 0.3, 0.1, 0.0), logits_of(0.25, 0.5, 0.2, 0.05)],
@@ -59,14 +59,14 @@ def test_the_likeliest_alternatives_come_first() -> None:
     assert choose_siblings(draft, 2, 0.0) == ((0, 1), (1, 0))
 
 
-def test_what_is_certain_or_unknown_has_no_alternatives() -> None:
+def test_what_is_certain_or_unknown_has_no_alternatives():
     draft = Draft(tokens=[2, 0], logits=[Logits.certain(2), logits_of(0.7, 0.2, 0.1, 0.0)])
     assert choose_siblings(draft, 10, 0.01) == ((1, 1), (1, 2))
     assert choose_siblings(Draft(tokens=[2, 0]), 10, 0.0) == ()
     assert choose_siblings(Draft(), 10, 0.0) == ()
 
 
-def test_a_sibling_stands_where_the_draft_does() -> None:
+def test_a_sibling_stands_where_the_draft_does():
     parents = (-1, 0, 0, -1)
     assert tree_positions(5, parents, torch.device("cpu")).tolist() == [[5, 6, 7, 7, 6]]
     mask = tree_mask(2, parents, 9, torch.device("cpu"))
@@ -80,7 +80,7 @@ def test_a_sibling_stands_where_the_draft_does() -> None:
     ]
 
 
-def test_the_rules_take_them_as_an_option() -> None:
+def test_the_rules_take_them_as_an_option():
     for word in ("fixed:gamma=3", "auto", "confidence", "svip", "egag", "entropy-bound", "heuristic"):
         policy = build_policy(f"{word}{',' if ':' in word else ':'}siblings=6")
         assert policy.siblings.most == 6
@@ -102,7 +102,7 @@ def test_the_rules_take_them_as_an_option() -> None:
         build_policy("auto:siblings=-1")
 
 
-def test_auto_asks_for_those_that_pay() -> None:
+def test_auto_asks_for_those_that_pay():
     steep = build_policy("auto:siblings=8", costs=_costs(slope=0.2))
     level = build_policy("auto:siblings=8", costs=_costs(slope=0.0))
     draft = Draft(tokens=[0], logits=[logits_of(0.7, 0.15, 0.1, 0.05)])
@@ -117,7 +117,7 @@ def beside(policy: DraftPolicy, draft: Draft) -> list[tuple[int, int]]:
     return [(p + 1, t) for p, t in zip((tree.parents or ())[gamma:], tree.tokens[gamma:], strict=True)]
 
 
-def test_a_draft_is_widened_by_leaves_and_stays_as_it_is() -> None:
+def test_a_draft_is_widened_by_leaves_and_stays_as_it_is():
     draft = Draft(tokens=[0, 1], logits=[logits_of(0.6, 0.3, 0.1, 0.0), logits_of(0.25, 0.5, 0.2, 0.05)])
     tree = Siblings(3, lambda rows: 0.0 if rows == 3 else 1.0).widen(draft)
     assert (tree.tokens, tree.parents) == ([0, 1, 1, 0, 2], (-1, 0, -1, 0, 0))
@@ -182,7 +182,7 @@ def plain(new: int = 60, **options: Any) -> list[int]:
 @pytest.mark.parametrize("first_target", [True, False])
 @pytest.mark.parametrize("kind", ["model", "lookup", "ngram"])
 @pytest.mark.parametrize("gamma", [1, 2, 5])
-def test_greedy_output_is_the_targets_own(gamma: int, kind: str, first_target: bool) -> None:
+def test_greedy_output_is_the_targets_own(gamma, kind, first_target):
     for new in (1, 2, 3, 4, 5, 60):
         policy = build_policy(f"fixed:gamma={gamma},siblings=8")
         found, steps = decode(policy, drafter(kind), new=new, first_target=first_target)
@@ -197,7 +197,7 @@ def test_greedy_output_is_the_targets_own(gamma: int, kind: str, first_target: b
 
 
 @pytest.mark.parametrize("kind", ["model", "lookup"])
-def test_both_caches_hold_the_context_behind_a_sibling(kind: str) -> None:
+def test_both_caches_hold_the_context_behind_a_sibling(kind):
     made = drafter(kind)
     model = made.model if kind == "lookup" else made
     target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
@@ -215,7 +215,7 @@ def test_both_caches_hold_the_context_behind_a_sibling(kind: str) -> None:
     assert gained
 
 
-def test_they_save_steps() -> None:
+def test_they_save_steps():
     _, without = decode(FixedLength(3), drafter())
     _, with_them = decode(build_policy("fixed:gamma=3,siblings=8"), drafter())
     assert len(with_them) < 0.9 * len(without)
@@ -224,7 +224,7 @@ def test_they_save_steps() -> None:
     assert any(drafted), "the drafter drafts behind a sibling too"
 
 
-def test_an_end_token_among_them_ends_the_output() -> None:
+def test_an_end_token_among_them_ends_the_output():
     whole = plain()
     for end in set(whole):
         expected = whole[: whole.index(end) + 1]
@@ -236,7 +236,7 @@ def test_an_end_token_among_them_ends_the_output() -> None:
             assert steps[-1].finish_reason == "eos"
 
 
-def test_penalties_and_verdicts_on_chains_do_without() -> None:
+def test_penalties_and_verdicts_on_chains_do_without():
     for rule, sampling in (
         ("fixed:gamma=3,siblings=8", Greedy(1.3)),
         ("fixed:gamma=3,siblings=8,verification=rejection", Multinomial(0.9)),
@@ -246,20 +246,20 @@ def test_penalties_and_verdicts_on_chains_do_without() -> None:
         assert any(step.drafted for step in steps)
 
 
-def test_sampling_gains_by_them_too() -> None:
+def test_sampling_gains_by_them_too():
     _, steps = decode(build_policy("fixed:gamma=3,siblings=8"), drafter(), sampling=Multinomial(0.9))
     assert any(step.siblings for step in steps)
     assert any(step.gained for step in steps)
 
 
-def test_a_target_that_cannot_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_cannot_does_without(monkeypatch):
     monkeypatch.setattr(ScriptedScorer, "takes_trees", False)
     found, steps = decode(build_policy("fixed:gamma=3,siblings=8"), drafter())
     assert found == plain()
     assert not any(step.siblings for step in steps)
 
 
-def test_the_trace_numbers_fit() -> None:
+def test_the_trace_numbers_fit():
     _, steps = decode(build_policy("fixed:gamma=3,siblings=8"), drafter(), trace=True)
     gaining = next(step for step in steps if step.gained)
     assert gaining.verdicts is not None
@@ -280,7 +280,7 @@ def checked(siblings: int = 8) -> CheckResult:
     return checking.result()
 
 
-def test_the_check_follows_them() -> None:
+def test_the_check_follows_them():
     result = checked()
     assert result.violations == []
     assert result.verdict == "identical"
@@ -288,12 +288,12 @@ def test_the_check_follows_them() -> None:
     assert result.greedy[0].tokens == 40
 
 
-def test_the_check_finds_an_entry_that_was_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_an_entry_that_was_not_moved(monkeypatch):
     monkeypatch.setattr(ScriptedScorer, "arrange", lambda *_: None)
     assert checked().verdict == "wrong"
 
 
-def test_the_check_finds_an_alternative_that_was_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_an_alternative_that_was_not_chosen(monkeypatch):
     judge = GreedyVerification.judge
 
     def first_sibling(self: Any, draft: Draft, logits: Any, *rest: Any) -> Verdict:
@@ -327,7 +327,7 @@ def branch(node: int, parents: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("tree", [FLAT, DEEP], ids=["flat", "deep"])
-def test_a_pass_over_a_tree_is_the_separate_passes(cache: CacheKind, fold: bool, tree: Any) -> None:
+def test_a_pass_over_a_tree_is_the_separate_passes(cache, fold, tree):
     from specbench.backends.torch.kernels.attention import fold_attention
 
     model = tiny_llama()
@@ -360,7 +360,7 @@ def test_a_pass_over_a_tree_is_the_separate_passes(cache: CacheKind, fold: bool,
             scorer.keep(len(CONTEXT))
 
 
-def test_what_a_cache_has_not_read_of_a_path_is_not_kept() -> None:
+def test_what_a_cache_has_not_read_of_a_path_is_not_kept():
     scorer = Scorer(tiny_llama())
     scorer.logits(CONTEXT, [11, 4], rows=1)  # a drafter that has drafted a third token
     scorer.keep(len(CONTEXT) + 3, range(3))
@@ -396,7 +396,7 @@ class Planted(BaseDrafter):
         assert [int(row.argmax()) for row in outcome.deciding()] == emitted
 
 
-def test_greedy_decoding_walks_a_deeper_tree() -> None:
+def test_greedy_decoding_walks_a_deeper_tree():
     target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
     context, steps = list(PROMPT), 0
     for record in decode_steps(
@@ -410,7 +410,7 @@ def test_greedy_decoding_walks_a_deeper_tree() -> None:
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_the_walk_takes_each_row_in_its_own_context(penalty: float) -> None:
+def test_the_walk_takes_each_row_in_its_own_context(penalty):
     sampling = Greedy(repetition_penalty=penalty)
     tokens, parents = [3, 4, 6, 7, 5, 2], (-1, 0, 0, -1, 2, 4)
     for seed in range(40):
@@ -434,7 +434,7 @@ def test_the_walk_takes_each_row_in_its_own_context(penalty: float) -> None:
         assert torch.equal(outcome.deciding(), before)
 
 
-def test_caches_that_forget_take_none() -> None:
+def test_caches_that_forget_take_none():
     import transformers as hf
 
     config = hf.MistralConfig(
@@ -447,7 +447,7 @@ def test_caches_that_forget_take_none() -> None:
     assert not Scorer(tiny_llama(), "none").takes_trees
 
 
-def test_models_that_go_by_the_order_of_tokens_are_found_out() -> None:
+def test_models_that_go_by_the_order_of_tokens_are_found_out():
     """ALiBi takes distances from the places of tokens in the pass: the trial shows that siblings come out wrong."""
     import transformers as hf
 
@@ -459,7 +459,7 @@ def test_models_that_go_by_the_order_of_tokens_are_found_out() -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("spec", ["self:layers=1", "self:int8", "lookup+self:layers=1"])
 @pytest.mark.parametrize("rule", ["fixed:gamma=3,siblings=6", "auto:siblings=6", "confidence:siblings=3"])
-def test_on_real_caches_the_output_is_the_targets_own(cache: CacheKind, spec: str, rule: str) -> None:
+def test_on_real_caches_the_output_is_the_targets_own(cache, spec, rule):
     from specbench.generate import GenerationRun
     from specbench.models.drafters import load_drafter
     from specbench.models.target import wrap_target
@@ -484,7 +484,7 @@ def test_on_real_caches_the_output_is_the_targets_own(cache: CacheKind, spec: st
         assert any(step.siblings for step in steps)
 
 
-def test_auto_learns_costs_by_what_was_verified() -> None:
+def test_auto_learns_costs_by_what_was_verified():
     _, steps = decode(build_policy("auto:siblings=4", costs=_costs(0.0)), drafter())
     assert any(step.siblings for step in steps)
     rule = AutoLength()
@@ -495,7 +495,7 @@ def test_auto_learns_costs_by_what_was_verified() -> None:
     assert {int(n) for n in measured} == {step.verified for step in steps}
 
 
-def test_the_summary_counts_what_they_gave(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_the_summary_counts_what_they_gave(capsys, tmp_path):
     import json
 
     from tiny import save_tiny

@@ -25,7 +25,6 @@ from specbench.generate import GenerationRun
 from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
-from specbench.options import CacheKind
 
 CONTEXT = [5, 9, 14, 3, 8, 21, 2]
 SIZES: dict[str, Any] = {
@@ -78,7 +77,7 @@ def assert_alike(scorer: Scorer, other: Scorer) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("fold", [False, True])
-def test_its_passes_are_those_of_other_caches(fold: bool, captured: bool) -> None:
+def test_its_passes_are_those_of_other_caches(fold, captured):
     model = tiny_llama()
     if fold:
         fold_attention(model)
@@ -87,7 +86,7 @@ def test_its_passes_are_those_of_other_caches(fold: bool, captured: bool) -> Non
         assert 3 <= len(CAPTURES) <= 6, "one for each width, and none for the widest"
 
 
-def test_the_result_of_a_captured_pass_stays_when_it_is_repeated() -> None:
+def test_the_result_of_a_captured_pass_stays_when_it_is_repeated():
     scorer = static(tiny_llama(), captured=True)
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -100,7 +99,7 @@ def test_the_result_of_a_captured_pass_stays_when_it_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_it_grows_and_captures_anew(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_grows_and_captures_anew(captured, monkeypatch):
     monkeypatch.setattr(specbench.backends.torch.caches, "FIRST_CAPACITY", 8)
     model = tiny_llama()
     scorer, other = static(model, captured=captured), Scorer(model)
@@ -116,7 +115,7 @@ def test_it_grows_and_captures_anew(captured: bool, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_siblings_are_verified_in_it(captured: bool) -> None:
+def test_siblings_are_verified_in_it(captured):
     model = tiny_llama()
     scorer, other = static(model, captured=captured), Scorer(model)
     assert scorer.takes_trees
@@ -134,7 +133,7 @@ def test_siblings_are_verified_in_it(captured: bool) -> None:
 
 
 @pytest.mark.real
-def test_the_built_in_model_takes_it_in_bfloat16() -> None:
+def test_the_built_in_model_takes_it_in_bfloat16():
     from specbench.models.target import load_target
     from specbench.options import LoadOptions
 
@@ -143,7 +142,7 @@ def test_the_built_in_model_takes_it_in_bfloat16() -> None:
     assert target.scorer.cache.length == plain.scorer.cache.length == 0
 
 
-def test_a_model_in_bfloat16_is_tried_in_float32() -> None:
+def test_a_model_in_bfloat16_is_tried_in_float32():
     before = tiny_llama().to(torch.bfloat16)
     weights = {name: (id(each), each.dtype) for name, each in before.named_parameters()}
     Scorer(before, "static")
@@ -154,7 +153,7 @@ def test_a_model_in_bfloat16_is_tried_in_float32() -> None:
         Scorer(hf.BloomForCausalLM(alibi).to(torch.bfloat16).eval(), "static")
 
 
-def test_models_it_cannot_hold_are_refused() -> None:
+def test_models_it_cannot_hold_are_refused():
     sliding = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=8)).eval()
     with pytest.raises(UsageError, match="cannot hold layers of the kind"):
         Scorer(sliding, "static")
@@ -174,7 +173,7 @@ def test_models_it_cannot_hold_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Gemma", "Olmo2", "Phi3", "Mixtral"])
-def test_families_of_models_give_the_same_in_it(kind: str) -> None:
+def test_families_of_models_give_the_same_in_it(kind):
     torch.manual_seed(0)
     more = {"pad_token_id": 0} if kind == "Phi3" else {"num_local_experts": 2} if kind == "Mixtral" else {}
     config = getattr(hf, f"{kind}Config")(**SIZES, **more)
@@ -209,7 +208,7 @@ def output(
 
 
 @pytest.fixture
-def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_late(monkeypatch):
     """Draft as on a device that works on by itself."""
     monkeypatch.setattr(importlib.import_module("specbench.drafters.model"), "_READ_LATE", ("cpu",))
 
@@ -217,22 +216,20 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("rule", ["fixed:gamma=4", "auto", "svip"])
 @pytest.mark.parametrize("spec", ["self:layers=1", "self:int8", "lookup+self:layers=1"])
-def test_the_output_is_the_targets_own(spec: str, rule: str, cache: str, read_late: None) -> None:
+def test_the_output_is_the_targets_own(spec, rule, cache, read_late):
     expected, _ = output(None, "fixed:gamma=1", "dynamic")
     found, steps = output(spec, rule, cache)
     assert found == expected
     assert any(step.drafted for step in steps)
 
 
-def test_drafts_read_late_are_the_same_drafts(read_late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_read_late_are_the_same_drafts(read_late, monkeypatch):
     late = [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]]
     monkeypatch.setattr(importlib.import_module("specbench.drafters.model"), "_READ_LATE", ())
     assert [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]] == late
 
 
-def test_nothing_is_read_before_the_target_has_verified(
-    read_late: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_before_the_target_has_verified(read_late, monkeypatch):
     seen: list[Any] = []
     original = Scorer.score
 
@@ -248,7 +245,7 @@ def test_nothing_is_read_before_the_target_has_verified(
     assert all(each is None for each in seen)
 
 
-def test_rules_that_read_and_sampling_draft_as_ever(read_late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_that_read_and_sampling_draft_as_ever(read_late, monkeypatch):
     def never(*_: Any) -> None:
         raise AssertionError("drafted unread")
 
@@ -261,7 +258,7 @@ def test_rules_that_read_and_sampling_draft_as_ever(read_late: None, monkeypatch
     output("self:layers=1", "fixed", sampling=Greedy(1.2))
 
 
-def test_device_tokens_are_a_sequence() -> None:
+def test_device_tokens_are_a_sequence():
     tokens = DeviceTokens()
     assert (len(tokens), list(tokens), [*tokens[:3]]) == (0, [], [])
     for token in (4, 7, 9):
@@ -277,7 +274,7 @@ def test_device_tokens_are_a_sequence() -> None:
     assert list(tokens) == [4, 7, 9, 1]
 
 
-def test_a_pass_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_cannot_be_captured_says_so(monkeypatch):
     class Stream:
         def wait_stream(self, _: Any) -> None: ...
 
@@ -296,7 +293,7 @@ def test_a_pass_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("cache", ["static", "compiled"])
-def test_cuda_graphs_give_what_single_operators_give(cache: CacheKind) -> None:
+def test_cuda_graphs_give_what_single_operators_give(cache):
     model = tiny_llama().to("cuda")
     scorer, other = Scorer(model, cache), Scorer(model)
     for each in (scorer, other):
@@ -323,20 +320,20 @@ class CountingCompiler:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> CountingCompiler:
+def compiler(monkeypatch) -> CountingCompiler:
     torch._dynamo.reset()
     counting = CountingCompiler()
     monkeypatch.setitem(COMPILERS, "cpu", counting)
     return counting
 
 
-def test_compiled_passes_are_those_of_other_caches(compiler: CountingCompiler) -> None:
+def test_compiled_passes_are_those_of_other_caches(compiler):
     model = tiny_llama()
     assert_alike(Scorer(model, "compiled"), Scorer(model))
     assert compiler.graphs > 0
 
 
-def test_a_width_is_compiled_once_whatever_the_cache_holds(compiler: CountingCompiler) -> None:
+def test_a_width_is_compiled_once_whatever_the_cache_holds(compiler):
     scorer = Scorer(tiny_llama(), "compiled")
     scorer.begin()
     context = list(CONTEXT)
@@ -349,7 +346,7 @@ def test_a_width_is_compiled_once_whatever_the_cache_holds(compiler: CountingCom
     assert counts[-1] == counts[0]
 
 
-def test_every_width_is_compiled(compiler: CountingCompiler) -> None:
+def test_every_width_is_compiled(compiler):
     scorer = Scorer(tiny_llama(layers=1), "compiled")
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -373,9 +370,7 @@ def test_every_width_is_compiled(compiler: CountingCompiler) -> None:
         pytest.param("self:layers=1", "auto", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_decoding_gives_the_targets_own_tokens(
-    compiler: CountingCompiler, drafter: str, rule: str
-) -> None:
+def test_compiled_decoding_gives_the_targets_own_tokens(compiler, drafter, rule):
     expected, _ = output(None, "fixed:gamma=1", "dynamic", pack=False)
     found, steps = output(drafter, rule, "compiled", pack=False)
     assert found == expected
@@ -383,9 +378,7 @@ def test_compiled_decoding_gives_the_targets_own_tokens(
     assert compiler.graphs > 0
 
 
-def test_what_cannot_be_compiled_is_refused(
-    compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_compiled_is_refused(compiler, monkeypatch):
     def broken(_graph: Any, _inputs: Any) -> Any:
         raise RuntimeError("no such compiler")
 
@@ -398,6 +391,6 @@ def test_what_cannot_be_compiled_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_cpu_compiles_nothing() -> None:
+def test_a_cpu_compiles_nothing():
     with pytest.raises(UsageError, match="not compiled on the device cpu"):
         Scorer(tiny_llama(), "compiled")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -56,25 +55,25 @@ def hall_by_search(values: np.ndarray) -> tuple[float, float]:
 
 
 class TestNestedMeans:
-    def test_turns_then_repeats_then_prompts(self) -> None:
+    def test_turns_then_repeats_then_prompts(self):
         # a: repeat 0 has two turns (1, 3), repeat 1 one (8): (2 + 8) / 2, not (1 + 3 + 8) / 3.
         names, means = nested_means([1.0, 3.0, 8.0, 5.0], ["a", "a", "a", "b"], [0, 0, 1, 0])
         assert names.tolist() == ["a", "b"]
         assert means.tolist() == [5.0, 5.0]
 
-    def test_without_repeats_the_runs_of_a_prompt_are_averaged_at_once(self) -> None:
+    def test_without_repeats_the_runs_of_a_prompt_are_averaged_at_once(self):
         assert nested_means([1.0, 3.0, 8.0], ["a", "a", "a"])[1].tolist() == [4.0]
 
-    def test_nan_is_left_out(self) -> None:
+    def test_nan_is_left_out(self):
         names, means = nested_means([math.nan, 2.0, math.nan], ["a", "a", "b"], [0, 1, 0])
         assert names.tolist() == ["a"]
         assert means.tolist() == [2.0]
 
-    def test_nothing(self) -> None:
+    def test_nothing(self):
         assert len(nested_means([], [], [])[1]) == 0
 
     @given(st.permutations(range(8)))
-    def test_the_order_of_the_runs_is_irrelevant(self, order: list[int]) -> None:
+    def test_the_order_of_the_runs_is_irrelevant(self, order):
         values, prompts = np.arange(8.0) ** 2, np.repeat(["x", "y"], 4)
         repeats = np.tile([0, 0, 1, 2], 2)
         expected = nested_means(values, prompts, repeats)[1]
@@ -82,35 +81,35 @@ class TestNestedMeans:
 
 
 class TestMeanInterval:
-    def test_symmetric_values_give_students_interval(self) -> None:
+    def test_symmetric_values_give_students_interval(self):
         values = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
         assert mean_interval(values) == pytest.approx(student(values))
         assert mean_interval(values, 0.8) == pytest.approx(student(values, 0.8))
 
     @pytest.mark.parametrize("values", [SKEWED, -SKEWED, SKEWED * 1e-4 + 3.0])
-    def test_each_end_is_the_outer_of_students_and_halls(self, values: np.ndarray) -> None:
+    def test_each_end_is_the_outer_of_students_and_halls(self, values):
         t, hall = student(values), hall_by_search(values)
         expected = min(t[0], hall[0]), max(t[1], hall[1])
         assert mean_interval(values) == pytest.approx(expected, rel=1e-6)
         assert expected[0] in (t[0], hall[0])
         assert t != pytest.approx(hall)  # or this test would compare one with itself
 
-    def test_it_leans_to_the_long_side(self) -> None:
+    def test_it_leans_to_the_long_side(self):
         interval = mean_interval(SKEWED)
         assert interval is not None
         assert interval[1] - SKEWED.mean() > SKEWED.mean() - interval[0]
 
     @pytest.mark.parametrize("values", [[], [1.0]])
-    def test_fewer_than_two_values_have_none(self, values: list[float]) -> None:
+    def test_fewer_than_two_values_have_none(self, values):
         assert mean_interval(values) is None
 
-    def test_an_upper_bound_is_students_alone(self) -> None:
+    def test_an_upper_bound_is_students_alone(self):
         values = [1.0, 2.0, 9.0]
         half = distributions.t.ppf(0.999, 2) * np.std(values, ddof=1) / math.sqrt(3)
         assert stats.upper_bound(values, 0.001) == pytest.approx(4.0 + half)
         assert stats.upper_bound([1.0], 0.1) == math.inf
 
-    def test_a_bound_over_groups_in_turn_goes_by_what_is_left_within_them(self) -> None:
+    def test_a_bound_over_groups_in_turn_goes_by_what_is_left_within_them(self):
         values, groups = [1.0, 5.0, 1.4, 5.2, 1.2, 5.4], [*"ababab"]
         scatter = math.sqrt((2 * 0.2**2 + 2 * 0.2**2) / 4)
         half = distributions.t.ppf(0.99, 4) * scatter / math.sqrt(6)
@@ -121,12 +120,12 @@ class TestMeanInterval:
         wider = distributions.t.ppf(0.99, 4) * math.hypot(scatter / math.sqrt(6), 0.3)
         assert stats.upper_bound(values, 0.01, groups, doubt=0.3) == pytest.approx(3.2 + wider)
 
-    def test_equal_values_have_no_width(self) -> None:
+    def test_equal_values_have_no_width(self):
         assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
 
     @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.floats(-5, 5), st.floats(0.1, 10))
     @settings(max_examples=60)
-    def test_shift_and_scale(self, values: list[float], shift: float, scale: float) -> None:
+    def test_shift_and_scale(self, values, shift, scale):
         data = np.array(values)
         if data.std() < 1e-3:
             return
@@ -134,7 +133,7 @@ class TestMeanInterval:
         assert one is not None
         assert other == pytest.approx((scale * one[0] + shift, scale * one[1] + shift), rel=1e-6, abs=1e-6)
 
-    def test_an_outlier_does_not_make_it_many_times_as_wide(self) -> None:
+    def test_an_outlier_does_not_make_it_many_times_as_wide(self):
         """Beyond the steepest skewness Hall's inverse alone would be ten times as wide as Student's."""
         values = np.array([0.0, 0.01, 0.02, 0.03, 0.04, 1.0])
         low, high = student(values)
@@ -142,7 +141,7 @@ class TestMeanInterval:
         assert interval is not None
         assert high - low < interval[1] - interval[0] < 2 * (high - low)
 
-    def test_samples_at_once_are_samples_one_by_one(self) -> None:
+    def test_samples_at_once_are_samples_one_by_one(self):
         samples = np.random.default_rng(2).gamma(1.0, 1.0, (5, 7))
         low, high = mean_intervals(samples)
         assert list(zip(low, high, strict=True)) == [mean_interval(each) for each in samples]
@@ -158,49 +157,49 @@ class TestMeanInterval:
         ],
         ids=["normal", "heavy", "skewed", "skewed the other way"],
     )
-    def test_coverage(self, draw: Callable[..., np.ndarray], prompts: int) -> None:
+    def test_coverage(self, draw, prompts):
         """benchmarks/interval_coverage.py does it with more families."""
         low, high = mean_intervals(draw(np.random.default_rng(7), (20_000, prompts)))
         assert np.mean((low <= 0.0) & (high >= 0.0)) >= 0.93
 
 
 class TestGeometricMean:
-    def test_closed_form(self) -> None:
+    def test_closed_form(self):
         estimate = geometric_mean([3.8, 4.0 / 0.95], ["a", "b"], [0, 0])
         low, high = student(np.log([3.8, 4.0 / 0.95]))
         assert estimate.value == pytest.approx(4.0)
         assert (estimate.low, estimate.high) == pytest.approx((math.exp(low), math.exp(high)))
         assert (estimate.prompts, estimate.basis) == (2, "prompts")
 
-    def test_repeats_do_not_count_as_prompts(self) -> None:
+    def test_repeats_do_not_count_as_prompts(self):
         once = geometric_mean([1.0, 2.0, 3.0], ["a", "b", "c"], [0, 0, 0])
         thrice = geometric_mean([1.0, 2.0, 3.0] * 3, ["a", "b", "c"] * 3, np.repeat([0, 1, 2], 3))
         assert thrice.value == pytest.approx(once.value)
         assert (thrice.low, thrice.high, thrice.prompts) == pytest.approx((once.low, once.high, 3))
 
-    def test_a_prompt_with_more_runs_weighs_no_more(self) -> None:
+    def test_a_prompt_with_more_runs_weighs_no_more(self):
         estimate = geometric_mean([1.0, 1.0, 1.0, 4.0], ["a", "a", "a", "b"], [0, 1, 2, 0])
         assert estimate.value == pytest.approx(2.0)
 
-    def test_a_ratio_and_its_inverse_agree(self) -> None:
+    def test_a_ratio_and_its_inverse_agree(self):
         ratios, prompts = np.array([1.2, 0.8, 1.5, 1.1]), list("abcd")
         one, other = geometric_mean(ratios, prompts), geometric_mean(1 / ratios, prompts)
         assert other.low is not None
         assert one.value == pytest.approx(1 / other.value)
         assert one.high == pytest.approx(1 / other.low)
 
-    def test_one_prompt_gets_an_interval_over_its_repeats_that_says_so(self) -> None:
+    def test_one_prompt_gets_an_interval_over_its_repeats_that_says_so(self):
         estimate = geometric_mean([2 / 1.05, 2.0, 2 * 1.05], ["a"] * 3, [0, 1, 2])
         low, high = student(np.log([2 / 1.05, 2.0, 2 * 1.05]))
         assert (estimate.prompts, estimate.basis) == (1, "repeats")
         assert estimate.low == pytest.approx(math.exp(low))
         assert estimate.high == pytest.approx(math.exp(high))
 
-    def test_one_run_has_no_interval(self) -> None:
+    def test_one_run_has_no_interval(self):
         assert geometric_mean([2.0], ["a"], [0]) == Estimate(2.0, None, None, 1, None)
 
     @pytest.mark.parametrize("values", [[], [math.nan], [0.0]])
-    def test_no_data(self, values: list[float]) -> None:
+    def test_no_data(self, values):
         estimate = geometric_mean(values, ["a"] * len(values), [0] * len(values))
         assert math.isnan(estimate.value)
         assert (estimate.low, estimate.prompts, estimate.basis) == (None, 0, None)
@@ -208,7 +207,7 @@ class TestGeometricMean:
     @pytest.mark.parametrize(
         ("apart", "given"), [(1.19, True), (1.21, False), (100.0, False), (1e120, False)]
     )
-    def test_an_interval_wider_than_tenfold_is_none(self, apart: float, given: bool) -> None:
+    def test_an_interval_wider_than_tenfold_is_none(self, apart, given):
         estimate = geometric_mean([2.0, 2.0 * apart], ["a", "b"])
         assert estimate.value == pytest.approx(2 * math.sqrt(apart))
         assert (estimate.low is not None, estimate.basis) == (given, "prompts" if given else None)
@@ -217,12 +216,12 @@ class TestGeometricMean:
             assert estimate.high <= 10 * estimate.low
         assert verdict(estimate) == "cannot tell"
 
-    def test_overlaps(self) -> None:
+    def test_overlaps(self):
         assert Estimate(1.0, 0.9, 1.1, 3, "prompts").overlaps(1.0) is True
         assert Estimate(1.2, 1.1, 1.3, 3, "prompts").overlaps(1.0) is False
         assert Estimate(1.2, None, None, 1, None).overlaps(1.0) is None
 
-    def test_the_known_truth_of_a_simulated_sweep(self) -> None:
+    def test_the_known_truth_of_a_simulated_sweep(self):
         rng = np.random.default_rng(3)
         prompts, repeats = np.repeat(np.arange(400), 3), np.tile(np.arange(3), 400)
         effects = 0.3 * rng.standard_normal(400)
@@ -236,29 +235,29 @@ class TestGeometricMean:
 
 
 class TestPooled:
-    def test_rates_of_equal_weight_have_students_interval(self) -> None:
+    def test_rates_of_equal_weight_have_students_interval(self):
         """With equal denominators the pseudo-values are the prompts' own rates."""
         accepted = np.array([3.0, 4.0, 5.0, 6.0, 7.0])
         estimate = pooled_rate(accepted, np.full(5, 10.0), list("abcde"))
         assert estimate.value == pytest.approx(0.5)
         assert (estimate.low, estimate.high) == pytest.approx(student(accepted / 10))
 
-    def test_steps_of_a_prompt_are_summed_first(self) -> None:
+    def test_steps_of_a_prompt_are_summed_first(self):
         by_step = pooled_rate([1, 0, 2, 1], [2, 2, 2, 2], ["a", "a", "b", "b"])
         by_prompt = pooled_rate([1, 3], [4, 4], ["a", "b"])
         assert by_step == by_prompt
         assert by_step.value == 0.5
 
-    def test_a_rate_without_an_order_of_magnitude_has_no_interval(self) -> None:
+    def test_a_rate_without_an_order_of_magnitude_has_no_interval(self):
         assert pooled_rate([1, 9], [10, 10], ["a", "b"]) == Estimate(0.5, None, None, 2, None)
         assert pooled_rate([0, 0], [10, 10], ["a", "b"]) == Estimate(0.0, 0.0, 0.0, 2, "prompts")
 
-    def test_one_prompt_and_none(self) -> None:
+    def test_one_prompt_and_none(self):
         assert pooled_rate([1, 2], [4, 4], ["a", "a"]) == Estimate(0.375, None, None, 1, None)
         assert math.isnan(pooled_rate([], [], []).value)
         assert math.isnan(pooled_rate([0.0], [0.0], ["a"]).value)
 
-    def test_pooled_and_mean_can_point_in_opposite_directions(self) -> None:
+    def test_pooled_and_mean_can_point_in_opposite_directions(self):
         """Nine short prompts win by 20%, a long one loses by 40%: the mean says faster, the batch takes longer."""
         tokens = np.array([10.0] * 9 + [1000.0])
         base_s = tokens / 10
@@ -268,12 +267,12 @@ class TestPooled:
         assert pooled.value < 0.7
         assert geometric_mean(base_s / ours_s, np.arange(10)).value > 1.1
 
-    def test_pooled_speedup_divides_speeds_not_times(self) -> None:
+    def test_pooled_speedup_divides_speeds_not_times(self):
         """The outputs may differ in length (sampling): tokens over seconds on both sides."""
         pooled = pooled_speedup([20, 20], [2, 2], [10, 30], [2, 6], ["a", "b"])
         assert pooled.value == pytest.approx((40 / 4) / (40 / 8))
 
-    def test_pooled_speedup_of_alike_prompts_is_their_ratio(self) -> None:
+    def test_pooled_speedup_of_alike_prompts_is_their_ratio(self):
         rng = np.random.default_rng(0)
         base = np.full(200, 5.0)
         ours = base / (1.5 * np.exp(0.05 * rng.standard_normal(200)))
@@ -281,50 +280,50 @@ class TestPooled:
         assert pooled.overlaps(1.5)
         assert pooled.basis == "prompts"
 
-    def test_runs_without_figures_are_left_out(self) -> None:
+    def test_runs_without_figures_are_left_out(self):
         pooled = pooled_speedup([10, 10, math.nan], [1, 1, 1], [10, 10, 10], [2, 2, 9], ["a", "b", "c"])
         assert (pooled.value, pooled.prompts) == (pytest.approx(2.0), 2)
 
 
 class TestCompare:
-    def test_paired_by_prompt(self) -> None:
+    def test_paired_by_prompt(self):
         """Prompts differ a thousandfold, A is always 10% faster: pairing sees it."""
         b = np.array([1.0, 10.0, 100.0, 1000.0])
         result = compare(1.1 * b, list("abcd"), [0] * 4, b, list("abcd"), [0] * 4)
         assert result.ratio.value == pytest.approx(1.1)
         assert result.verdict == "faster"
 
-    def test_only_common_prompts_count(self) -> None:
+    def test_only_common_prompts_count(self):
         result = compare([2.0, 3.0, 9.0], ["a", "b", "x"], [0] * 3, [1.0, 1.5, 9.0], ["a", "b", "y"], [0] * 3)
         assert (result.ratio.value, result.ratio.prompts) == (pytest.approx(2.0), 2)
 
-    def test_repeats_are_nested_on_both_sides(self) -> None:
+    def test_repeats_are_nested_on_both_sides(self):
         result = compare([2.0, 8.0, 4.0], ["a", "a", "b"], [0, 1, 0], [1.0, 1.0], ["a", "b"], [0, 0])
         assert result.ratio.value == pytest.approx(4.0)
 
-    def test_nothing_in_common(self) -> None:
+    def test_nothing_in_common(self):
         result = compare([1.0], ["a"], [0], [1.0], ["b"], [0])
         assert math.isnan(result.ratio.value)
         assert result.verdict == "cannot tell"
 
-    def test_slower_and_cannot_tell(self) -> None:
+    def test_slower_and_cannot_tell(self):
         rng = np.random.default_rng(1)
         prompts, repeats = np.repeat(np.arange(8), 3), np.tile(np.arange(3), 8)
         noise = lambda: np.exp(0.02 * rng.standard_normal(24))  # noqa: E731
         assert compare(0.9 * noise(), prompts, repeats, noise(), prompts, repeats).verdict == "slower"
         assert compare(noise(), prompts, repeats, noise(), prompts, repeats).verdict == "cannot tell"
 
-    def test_a_single_prompt_gives_no_verdict(self) -> None:
+    def test_a_single_prompt_gives_no_verdict(self):
         assert verdict(geometric_mean([2.0, 2.01, 2.02], ["a"] * 3, [0, 1, 2])) == "cannot tell"
 
     @pytest.mark.parametrize(
         ("low", "high", "expected"),
         [(1.01, 1.2, "faster"), (0.8, 0.99, "slower"), (0.9, 1.1, "cannot tell"), (1.0, 1.1, "cannot tell")],
     )
-    def test_verdict(self, low: float, high: float, expected: str) -> None:
+    def test_verdict(self, low, high, expected):
         assert verdict(Estimate(1.0, low, high, 5, "prompts")) == expected
 
-    def test_a_against_a_is_rarely_told_apart(self) -> None:
+    def test_a_against_a_is_rarely_told_apart(self):
         rng, wrong = np.random.default_rng(5), 0
         prompts, repeats = np.repeat(np.arange(8), 3), np.tile(np.arange(3), 8)
         for _ in range(400):
@@ -334,11 +333,11 @@ class TestCompare:
 
 
 @pytest.mark.parametrize(("prompts", "share"), [(8, "31%"), (50, "6%")])
-def test_what_may_be_missing_is_said_of_what_is_slower(prompts: int, share: str) -> None:
+def test_what_may_be_missing_is_said_of_what_is_slower(prompts, share):
     text = stats.unseen_text(prompts)
     assert f"less than {share} of all" in text
     assert (1 - float(share[:-1]) / 100) ** prompts == pytest.approx(0.05, abs=0.006)
 
 
-def test_confidence_is_what_the_documents_say() -> None:
+def test_confidence_is_what_the_documents_say():
     assert stats.CONFIDENCE == 0.95

@@ -69,7 +69,7 @@ def append_raw(folder: Path, fields: dict[str, Any]) -> None:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def test_what_was_appended_is_read_back_and_known(tmp_path: Path) -> None:
+def test_what_was_appended_is_read_back_and_known(tmp_path):
     fill(tmp_path / "a" / "run")
     with RunStore.open(tmp_path / "a" / "run") as store:
         assert list(store.measurements()) == [measurement(row(repeat=repeat)) for repeat in range(3)]
@@ -85,7 +85,7 @@ def test_what_was_appended_is_read_back_and_known(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_with_results_is_not_begun_anew(tmp_path: Path) -> None:
+def test_a_folder_with_results_is_not_begun_anew(tmp_path):
     fill(tmp_path)
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(UsageError, match=r"holds results already.*--resume"):
@@ -93,7 +93,7 @@ def test_a_folder_with_results_is_not_begun_anew(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-def test_nothing_is_measured_twice_or_half(tmp_path: Path) -> None:
+def test_nothing_is_measured_twice_or_half(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append(measurement(row()))
         with pytest.raises(ValueError, match="measured already"):
@@ -106,7 +106,7 @@ def test_nothing_is_measured_twice_or_half(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 7, 100, -2])
-def test_a_line_cut_short_is_ignored_and_measured_again(tmp_path: Path, kept: int) -> None:
+def test_a_line_cut_short_is_ignored_and_measured_again(tmp_path, kept):
     fill(tmp_path)
     file = tmp_path / "generations.jsonl"
     whole = lines(tmp_path)
@@ -123,7 +123,7 @@ def test_a_line_cut_short_is_ignored_and_measured_again(tmp_path: Path, kept: in
     assert load_results(tmp_path).problems == []
 
 
-def test_a_last_line_that_lacks_only_its_break_counts(tmp_path: Path) -> None:
+def test_a_last_line_that_lacks_only_its_break_counts(tmp_path):
     fill(tmp_path)
     whole = lines(tmp_path)
     (tmp_path / "generations.jsonl").write_bytes(b"".join(whole)[:-1])
@@ -138,7 +138,7 @@ def test_a_last_line_that_lacks_only_its_break_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [b"\0" * 40, b"{}", b"[1]", b'{"schema": 1}', b"\xff\xfe", b"[" * 100_000, b""]
 )
-def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path: Path, damage: bytes) -> None:
+def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path, damage):
     fill(tmp_path)
     whole = lines(tmp_path)
     (tmp_path / "generations.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[1] + whole[2])
@@ -159,7 +159,7 @@ def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path: Path,
         {"turn": True},
     ],
 )
-def test_lines_that_are_json_and_no_measurement_are_reported(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_lines_that_are_json_and_no_measurement_are_reported(tmp_path, changed):
     fill(tmp_path, 1)
     with (tmp_path / "generations.jsonl").open("a") as file:
         file.write(json.dumps(row(repeat=1, **changed)) + "\n")
@@ -168,7 +168,7 @@ def test_lines_that_are_json_and_no_measurement_are_reported(tmp_path: Path, cha
     assert len(frame.problems) == 1
 
 
-def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path: Path) -> None:
+def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path):
     failed = {key: value for key, value in row().items() if key not in ("steps", "token_ids", "ttft_s")}
     failed.update(status="failed", error="out of memory")
     with RunStore.create(tmp_path, RUN) as store:
@@ -187,7 +187,7 @@ def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path: Path) -> None:
     assert frame.problems == []
 
 
-def test_of_repeated_keys_the_first_counts(tmp_path: Path) -> None:
+def test_of_repeated_keys_the_first_counts(tmp_path):
     fill(tmp_path, 1)
     with (tmp_path / "generations.jsonl").open("a") as file:
         file.write(json.dumps(row(decode_s=99.0)) + "\n")
@@ -196,7 +196,7 @@ def test_of_repeated_keys_the_first_counts(tmp_path: Path) -> None:
     assert frame.problems == ["1 generations stand there more than once; the first of each is used."]
 
 
-def test_fields_of_run_json_change_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_run_json_change_all_or_nothing(tmp_path, monkeypatch):
     with RunStore.create(tmp_path, RUN) as store:
         store.update(finished="today")
         assert run_json(tmp_path)["finished"] == "today"
@@ -212,7 +212,7 @@ def test_fields_of_run_json_change_all_or_nothing(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "generations.jsonl", "run.json"]
 
 
-def test_costs_stand_beside_the_generations(tmp_path: Path) -> None:
+def test_costs_stand_beside_the_generations(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append_costs([TargetTimes(tokens=1, seconds=[0.5], context_tokens=8)])
         store.append_costs([TargetTimes(tokens=2, seconds=[0.6], context_tokens=8)])
@@ -225,9 +225,7 @@ def test_costs_stand_beside_the_generations(tmp_path: Path) -> None:
 # -- a full disk, a locked or read-only folder -----------------------------------------------------
 
 
-def test_a_write_that_fails_halfway_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_halfway_leaves_nothing_behind(tmp_path, monkeypatch):
     with RunStore.create(tmp_path, RUN) as store:
         store.append(measurement(row()))
         write = os.write
@@ -259,7 +257,7 @@ def _small_disk(folder: Path) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a tmpfs")
-def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_was_measured(tmp_path):
     disk = tmp_path / "disk"
     if not _small_disk(disk):
         pytest.skip("mounting is not permitted here")
@@ -283,7 +281,7 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a read-only mount")
-def test_a_read_only_folder_is_the_users_fault(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_the_users_fault(tmp_path):
     disk = tmp_path / "disk"
     if not _small_disk(disk):
         pytest.skip("mounting is not permitted here")
@@ -302,7 +300,7 @@ def test_a_read_only_folder_is_the_users_fault(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_the_folders_place_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(UsageError, match=r"is no folder.*--out"):
         RunStore.create(tmp_path / "run", RUN)
@@ -310,7 +308,7 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
         RunStore.create(tmp_path / "run" / "below", RUN)
 
 
-def test_two_writers_cannot_mix(tmp_path: Path) -> None:
+def test_two_writers_cannot_mix(tmp_path):
     with RunStore.create(tmp_path, RUN):
         for attempt in (RunStore.open, RunStore.check_writable):
             with pytest.raises(UsageError, match="Another sweep is writing"):
@@ -327,7 +325,7 @@ def _hold(folder: Path, ready: Any) -> None:
         time.sleep(600)
 
 
-def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path):
     fill(tmp_path)
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
@@ -346,7 +344,7 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def test_the_table_has_figures_configuration_and_steps(tmp_path: Path) -> None:
+def test_the_table_has_figures_configuration_and_steps(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append(measurement(row()))
         store.append(measurement(row(repeat=1, warmup=True)))
@@ -379,7 +377,7 @@ def test_the_table_has_figures_configuration_and_steps(tmp_path: Path) -> None:
     assert frame.run.run_id == "abc"
 
 
-def test_lists_of_later_versions_may_be_missing(tmp_path: Path) -> None:
+def test_lists_of_later_versions_may_be_missing(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append(measurement(row()))
         steps = {**row()["steps"], "siblings": [3, 0, 0], "passes": [1, 2, 0]}
@@ -394,7 +392,7 @@ def test_lists_of_later_versions_may_be_missing(tmp_path: Path) -> None:
     assert len(frame.generations) == 2, "a list that is too short makes the line none"
 
 
-def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
+def test_trees_say_what_stood_beside_what_was_kept(tmp_path):
     """The second of two roots and the first node behind it are kept; then none of two; then nothing is drafted."""
     common = {"times": StepTimes(), "closing": "corrected", "passes": 2}
     tree = {"drafted": (5, 6, 7, 8), "parents": (-1, -1, 1, 1), **common}
@@ -433,7 +431,7 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
     assert frame.generations["steps_parents"].tolist() == [lists["parents"], []]
 
 
-def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path: Path) -> None:
+def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append(measurement(row(first_tokens=4)))
         store.append(measurement(row(repeat=1, new_tokens=1, decode_s=0.0)))
@@ -442,7 +440,7 @@ def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path: Path) -> No
     assert np.isnan(frame.generations["tokens_per_second"][1])
 
 
-def test_several_runs_and_folders_of_runs(tmp_path: Path) -> None:
+def test_several_runs_and_folders_of_runs(tmp_path):
     for name in ("b", "a"):
         with RunStore.create(tmp_path / "all" / name, run_of({**FIELDS, "run_id": name})) as store:
             store.append(measurement(row(run_id=name)))
@@ -456,7 +454,7 @@ def test_several_runs_and_folders_of_runs(tmp_path: Path) -> None:
         load_results(tmp_path / "all")
 
 
-def test_rows_of_another_run_or_configuration_are_left_out(tmp_path: Path) -> None:
+def test_rows_of_another_run_or_configuration_are_left_out(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append(measurement(row()))
         store.append(measurement(row(repeat=1, run_id="other")))
@@ -466,7 +464,7 @@ def test_rows_of_another_run_or_configuration_are_left_out(tmp_path: Path) -> No
     assert [problem.split(" of ")[0] for problem in frame.problems] == ["1 lines", "1 lines"]
 
 
-def test_a_run_without_rows_is_an_empty_table(tmp_path: Path) -> None:
+def test_a_run_without_rows_is_an_empty_table(tmp_path):
     RunStore.create(tmp_path, RUN).close()
     frame = load_results(tmp_path)
     assert len(frame.generations) == 0
@@ -500,14 +498,14 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_run_json_that_cannot_be_used(tmp_path: Path, content: str, message: str) -> None:
+def test_run_json_that_cannot_be_used(tmp_path, content, message):
     (tmp_path / "run.json").write_text(content)
     for read in (load_results, RunStore.open):
         with pytest.raises(UsageError, match=message):
             read(tmp_path)
 
 
-def test_lines_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+def test_lines_of_a_newer_version_are_refused(tmp_path):
     fill(tmp_path, 1)
     with (tmp_path / "generations.jsonl").open("a") as file:
         file.write(json.dumps(row(repeat=1, schema=3)) + "\n")
@@ -516,7 +514,7 @@ def test_lines_of_a_newer_version_are_refused(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-def test_where_there_are_no_results(tmp_path: Path) -> None:
+def test_where_there_are_no_results(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         load_results(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="There are no results in"):
@@ -529,7 +527,7 @@ def test_where_there_are_no_results(tmp_path: Path) -> None:
 # -- derived files ---------------------------------------------------------------------------------
 
 
-def test_csv_cells_never_begin_a_formula(tmp_path: Path) -> None:
+def test_csv_cells_never_begin_a_formula(tmp_path):
     frame = pd.DataFrame(
         {"=name": ["=1+1", "+x", "-x", "@x", "\tx", "x=1", "plain"], "number": [-1.5, 2, 3, 4, 5, 6, 7]}
     )
@@ -540,7 +538,7 @@ def test_csv_cells_never_begin_a_formula(tmp_path: Path) -> None:
     assert frame["=name"][0] == "=1+1"
 
 
-def test_text_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_replaced_as_a_whole(tmp_path, monkeypatch):
     write_text(tmp_path / "x.md", "old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     with pytest.raises(OSError, match="broken"):
@@ -548,7 +546,7 @@ def test_text_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.md", "old")]
 
 
-def test_the_documented_fields_are_those_that_are_declared() -> None:
+def test_the_documented_fields_are_those_that_are_declared():
     """Otherwise: ``python -m specbench.results.format docs/results-format.md``."""
     text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
     assert with_tables(text) == text

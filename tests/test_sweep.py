@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import killed_sweep
@@ -51,7 +50,7 @@ from specbench.specs.rules import parse_rule
         ("256", [256]),
     ],
 )
-def test_ranges_of_gamma(text: str, gammas: list[int]) -> None:
+def test_ranges_of_gamma(text, gammas):
     assert parse_gammas(text) == gammas
 
 
@@ -73,7 +72,7 @@ def test_ranges_of_gamma(text: str, gammas: list[int]) -> None:
         ("١..٣", "is no range"),
     ],
 )
-def test_ranges_of_gamma_that_are_none(text: str, message: str) -> None:
+def test_ranges_of_gamma_that_are_none(text, message):
     with pytest.raises(UsageError, match=message):
         parse_gammas(text)
 
@@ -89,12 +88,12 @@ def test_ranges_of_gamma_that_are_none(text: str, message: str) -> None:
         ({"temperatures": (0.5,), "beams": (4,)}, "Beam search draws nothing"),
     ],
 )
-def test_options_outside_their_range(options: dict[str, Any], message: str) -> None:
+def test_options_outside_their_range(options, message):
     with pytest.raises(UsageError, match=message):
         SweepOptions(**options)
 
 
-def test_the_grid_has_plain_decoding_at_every_temperature() -> None:
+def test_the_grid_has_plain_decoding_at_every_temperature():
     options = SweepOptions(
         gammas=(2, 4), temperatures=(0.0, 0.7), transformers=True, assisted=True, cache="preallocated"
     )
@@ -124,7 +123,7 @@ def test_the_grid_has_plain_decoding_at_every_temperature() -> None:
         (["beam:65"], "has 65 beams"),
     ],
 )
-def test_baselines(names: list[str], found: tuple[bool, tuple[int, ...]] | str) -> None:
+def test_baselines(names, found):
     if isinstance(found, str):
         with pytest.raises(UsageError, match=found):
             parse_baselines(names)
@@ -132,7 +131,7 @@ def test_baselines(names: list[str], found: tuple[bool, tuple[int, ...]] | str) 
         assert parse_baselines(names) == found
 
 
-def test_beam_search_stands_beside_greedy_decoding_alone() -> None:
+def test_beam_search_stands_beside_greedy_decoding_alone():
     options = SweepOptions(temperatures=(0.0, 0.7), beams=(2, 4), cache="preallocated", gammas=(1,))
     configs = build_configs(options, specs_of("lookup"))
     searched = [config for config in configs if config.kind == "beam"]
@@ -143,7 +142,7 @@ def test_beam_search_stands_beside_greedy_decoding_alone() -> None:
     }
 
 
-def test_a_run_from_before_there_were_beams_goes_on(tmp_path: Path) -> None:
+def test_a_run_from_before_there_were_beams_goes_on(tmp_path):
     now = describe(make_sweep(prompts(2)))
     before = builtins(now)
     del before["options"]["beams"]
@@ -152,7 +151,7 @@ def test_a_run_from_before_there_were_beams_goes_on(tmp_path: Path) -> None:
     assert changes(run_of(before), now) == []
 
 
-def test_other_answers_of_beam_search_are_no_differences(tmp_path: Path) -> None:
+def test_other_answers_of_beam_search_are_no_differences(tmp_path):
     sweep = make_sweep(prompts(8), repeats=1, beams=(4,))
     engine = ScriptedEngine(spoils=lambda config: config.kind == "beam", reference_s=0.005)
     with new_store(tmp_path, sweep) as store:
@@ -164,7 +163,7 @@ def test_other_answers_of_beam_search_are_no_differences(tmp_path: Path) -> None
     assert pd.isna(summary.loc["transformers:beam=4", "difference"])
 
 
-def test_widths_of_passes_that_are_timed() -> None:
+def test_widths_of_passes_that_are_timed():
     assert cost_widths([1, 2, 3]) == [1, 2, 3, 4]
     assert cost_widths([]) == [*range(1, 18)]
     assert cost_widths([4, 64]) == [*range(1, 18), 65]
@@ -175,7 +174,7 @@ def test_widths_of_passes_that_are_timed() -> None:
 # -- the plan --------------------------------------------------------------------------------------
 
 
-def test_the_plan_is_a_function_of_its_arguments() -> None:
+def test_the_plan_is_a_function_of_its_arguments():
     sweep = make_sweep(prompts(3, conversations=1), repeats=3, warmup=2)
     assert sweep.plan() == list(plan(sweep.options, sweep.prompts, sweep.configs))
     other = make_sweep(prompts(3, conversations=1), repeats=3, warmup=2, seed=1)
@@ -183,7 +182,7 @@ def test_the_plan_is_a_function_of_its_arguments() -> None:
     assert {cell.key for cell in sweep.plan()} == {cell.key for cell in other.plan()}
 
 
-def test_the_plan_holds_every_combination_once_in_blocks() -> None:
+def test_the_plan_holds_every_combination_once_in_blocks():
     sweep = make_sweep(prompts(2, conversations=1), repeats=2, warmup=2)
     cells = sweep.plan()
     measured = [cell for cell in cells if not cell.warmup]
@@ -207,12 +206,12 @@ def test_the_plan_holds_every_combination_once_in_blocks() -> None:
     ]
 
 
-def test_turns_can_be_limited() -> None:
+def test_turns_can_be_limited():
     sweep = make_sweep(prompts(0, conversations=1), turns=2)
     assert {cell.turn for cell in sweep.plan()} == {0, 1}
 
 
-def test_every_configuration_comes_at_every_place_equally_often() -> None:
+def test_every_configuration_comes_at_every_place_equally_often():
     sweep = make_sweep(prompts(40), gammas=(1, 2, 3), repeats=10)
     counts = Counter((cell.config, cell.order) for cell in sweep.plan() if not cell.warmup)
     # 400 blocks, four places: 100 each, standard deviation 8.7; ± 4.5 of them would come by chance once in 9000 runs.
@@ -220,7 +219,7 @@ def test_every_configuration_comes_at_every_place_equally_often() -> None:
     assert all(61 <= count <= 139 for count in counts.values())
 
 
-def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was() -> None:
+def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was():
     few, many = make_sweep(repeats=2), make_sweep(repeats=4)
     assert few.plan() == many.plan()[: len(few.plan())]
 
@@ -233,7 +232,7 @@ def _quiet() -> LoadSnapshot:
 
 
 @pytest.mark.smoke
-def test_a_sweep_measures_everything_and_tells_of_it(tmp_path: Path) -> None:
+def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
     sweep = make_sweep(warmup=1)
     engine, events = ScriptedEngine(), list[Event]()
     with new_store(tmp_path, sweep) as store:
@@ -259,7 +258,7 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path: Path) -> None:
     assert raw == [[0.3, 0.101, 0.01], [0.3, 0.102, 0.01], [0.3, 0.103, 0.01], [0.02, 0.01, 0.03]] * 6
 
 
-def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path: Path) -> None:
+def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path):
     sweep = make_sweep(prompts(20), repeats=2, warmup=0)
     events: list[Event] = []
     with new_store(tmp_path, sweep) as store:
@@ -276,7 +275,7 @@ def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path: Pa
     assert max(b - a for a, b in pairwise(places)) <= 12
 
 
-def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
     class Dearer(ScriptedEngine):
         def measure_costs(self, *_: Any) -> PassTimes:
             return PassTimes({1: [9.0]}, {"e": [7.0]}, 100)
@@ -293,7 +292,7 @@ def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path: Path) -> None:
     assert costs["drafter_pass_s"] == {"d": 0.02, "e": 7.0}
 
 
-def test_a_line_holds_the_steps_as_lists(tmp_path: Path) -> None:
+def test_a_line_holds_the_steps_as_lists(tmp_path):
     sweep = make_sweep(prompts(1), gammas=(2,), repeats=1, warmup=0, max_new_tokens=6)
     with new_store(tmp_path, sweep) as store:
         run_sweep(sweep, store, ScriptedEngine(), snapshot=_quiet)
@@ -313,7 +312,7 @@ def test_a_line_holds_the_steps_as_lists(tmp_path: Path) -> None:
     assert row["warnings"] == []
 
 
-def test_each_configuration_goes_on_from_its_own_answers(tmp_path: Path) -> None:
+def test_each_configuration_goes_on_from_its_own_answers(tmp_path):
     sweep = make_sweep(prompts(0, conversations=1), repeats=1, warmup=0)
     engine = ScriptedEngine(spoils=lambda config: config.id == "d@2")
     with new_store(tmp_path, sweep) as store:
@@ -329,7 +328,7 @@ def test_each_configuration_goes_on_from_its_own_answers(tmp_path: Path) -> None
     assert answers["plain"] == answers["d@1"] != answers["d@2"]
 
 
-def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path: Path) -> None:
+def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path):
     sweep = make_sweep(prompts(1, conversations=1), repeats=2)
     with new_store(tmp_path / "whole", sweep) as store:
         run_sweep(sweep, store, ScriptedEngine())
@@ -356,7 +355,7 @@ def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path: Path) -
         assert len(expected) - found == result.measured + max(0, 3 - found)
 
 
-def test_a_whole_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_whole_run_is_left_alone(tmp_path):
     sweep = make_sweep()
     with new_store(tmp_path, sweep) as store:
         run_sweep(sweep, store, ScriptedEngine())
@@ -372,9 +371,7 @@ def test_a_whole_run_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [RunError("There was not enough memory.", "Use less."), ValueError("/home/me/x.bin broke")]
 )
-def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(
-    tmp_path: Path, error: Exception
-) -> None:
+def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, error):
     sweep = make_sweep()
     engine = ScriptedEngine(fails=lambda config, prompt: error if config.id == "d@2" else None)
     with new_store(tmp_path, sweep) as store:
@@ -399,7 +396,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(
     assert len(frame.generations) == 18
 
 
-def test_a_conversation_ends_with_its_first_failure(tmp_path: Path) -> None:
+def test_a_conversation_ends_with_its_first_failure(tmp_path):
     sweep = make_sweep(prompts(0, conversations=1), repeats=1, warmup=0)
     engine = ScriptedEngine(
         fails=lambda config, prompt: RunError("no") if config.id == "d@1" and len(prompt) == 7 else None
@@ -420,7 +417,7 @@ def test_a_conversation_ends_with_its_first_failure(tmp_path: Path) -> None:
     assert conversations["d@1"] == conversations["plain"]
 
 
-def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path: Path) -> None:
+def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path):
     sweep = make_sweep()
     calls = 0
 
@@ -435,7 +432,7 @@ def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path: Path) -> 
     assert run_json(tmp_path)["finished"] is None
 
 
-def test_costs_that_cannot_be_measured_stop_nothing(tmp_path: Path) -> None:
+def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
     class NoCosts(ScriptedEngine):
         def measure_costs(self, *_: Any) -> Any:
             raise RunError("no room")
@@ -449,9 +446,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tie", "severity"), [(True, "info"), (False, "error"), (None, "warning")])
-def test_outputs_that_differ_from_plain_decoding_are_told(
-    tmp_path: Path, tie: bool | None, severity: str
-) -> None:
+def test_outputs_that_differ_from_plain_decoding_are_told(tmp_path, tie, severity):
     sweep = make_sweep(prompts(1, conversations=1), temperatures=(0.0, 0.7))
     engine = ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=tie)
     with new_store(tmp_path, sweep) as store:
@@ -469,7 +464,7 @@ def test_outputs_that_differ_from_plain_decoding_are_told(
 
 
 @pytest.mark.parametrize(("reference_s", "told"), [(0.02, False), (0.008, True)])
-def test_a_baseline_slower_than_transformers_is_told(tmp_path: Path, reference_s: float, told: bool) -> None:
+def test_a_baseline_slower_than_transformers_is_told(tmp_path, reference_s, told):
     sweep = make_sweep(prompts(8), repeats=1, transformers=True)
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, ScriptedEngine(reference_s=reference_s), snapshot=_quiet)
@@ -482,9 +477,7 @@ def test_a_baseline_slower_than_transformers_is_told(tmp_path: Path, reference_s
 
 @pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="signals of POSIX")
 @pytest.mark.parametrize("stops", [1, 2, 1000])
-def test_a_generation_during_which_the_process_was_stopped_is_measured_again(
-    tmp_path: Path, stops: int
-) -> None:
+def test_a_generation_during_which_the_process_was_stopped_is_measured_again(tmp_path, stops):
     """Once: a process that is stopped all along ends, and its lines say so."""
 
     def stop(*_: Any) -> None:
@@ -504,7 +497,7 @@ def test_a_generation_during_which_the_process_was_stopped_is_measured_again(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="signals of POSIX")
-def test_passes_that_were_timed_while_the_process_was_stopped_are_timed_again(tmp_path: Path) -> None:
+def test_passes_that_were_timed_while_the_process_was_stopped_are_timed_again(tmp_path):
     class Stopped(ScriptedEngine):
         def measure_costs(self, *arguments: Any) -> Any:
             if not self.cost_calls:
@@ -519,7 +512,7 @@ def test_passes_that_were_timed_while_the_process_was_stopped_are_timed_again(tm
     assert counts[1] == (counts[0][0] + 1, counts[0][1])
 
 
-def test_disturbances_are_noted_line_by_line(tmp_path: Path) -> None:
+def test_disturbances_are_noted_line_by_line(tmp_path):
     looks = 0
 
     def busy() -> LoadSnapshot:
@@ -542,7 +535,7 @@ def test_disturbances_are_noted_line_by_line(tmp_path: Path) -> None:
     assert run_json(tmp_path)["warnings"][0]["id"] == "few-prompts"
 
 
-def test_the_time_left_comes_from_measured_times() -> None:
+def test_the_time_left_comes_from_measured_times():
     sweep = make_sweep(prompts(2), gammas=(1,), repeats=1, warmup=1)
     cells = sweep.plan()
     left = [cell for cell in cells if not cell.warmup]
@@ -560,12 +553,12 @@ def test_the_time_left_comes_from_measured_times() -> None:
 # -- going on with another run ---------------------------------------------------------------------
 
 
-def test_the_same_sweep_on_the_same_machine_goes_on() -> None:
+def test_the_same_sweep_on_the_same_machine_goes_on():
     sweep = make_sweep()
     assert changes(describe(sweep), describe(sweep)) == []
 
 
-def test_what_has_changed_is_said() -> None:
+def test_what_has_changed_is_said():
     old, new = describe(make_sweep()), describe(make_sweep(prompts(2), repeats=3, gammas=(1, 2, 3)))
     other = structs.replace(new.environment, cpu="Other CPU", torch="3")
     new = structs.replace(new, environment=other, specbench="9")
@@ -580,14 +573,14 @@ def test_what_has_changed_is_said() -> None:
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "dtype"])
-def test_another_target_never_goes_on(field: str) -> None:
+def test_another_target_never_goes_on(field):
     sweep = make_sweep()
     other = describe(sweep, target=structs.replace(TARGET, **{field: "other"}))
     with pytest.raises(UsageError, match=r"The target is another .* Give another --out"):
         changes(describe(sweep), other)
 
 
-def test_other_settings_of_the_model_never_go_on() -> None:
+def test_other_settings_of_the_model_never_go_on():
     """Runs from before have none."""
     old, new = describe(make_sweep()), describe(make_sweep())
     new = structs.replace(new, target=structs.replace(TARGET, model_defaults={}))
@@ -597,14 +590,14 @@ def test_other_settings_of_the_model_never_go_on() -> None:
         changes(old, new)
 
 
-def test_another_text_of_a_prompt_never_goes_on() -> None:
+def test_another_text_of_a_prompt_never_goes_on():
     asked = prompts(1)
     other = (Prompt(asked[0].id, asked[0].category, ("Something else",)),)
     with pytest.raises(UsageError, match="another text"):
         changes(describe(make_sweep(asked)), describe(make_sweep(other)))
 
 
-def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path: Path) -> None:
+def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path):
     few, more = make_sweep(prompts(2), repeats=1), make_sweep(prompts(3), gammas=(2, 3), repeats=2)
     with new_store(tmp_path, few) as store:
         run_sweep(few, store, ScriptedEngine())
@@ -624,7 +617,7 @@ def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path: Path) -> N
     assert "4" in run["costs"]["target_pass_s"]
 
 
-def test_command_lines_lose_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lines_lose_their_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     given = [
@@ -642,7 +635,7 @@ def test_command_lines_lose_their_paths(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_set(tmp_path: Path) -> None:
+def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_set(tmp_path):
     expected = [cell.key for cell in killed_sweep.sweep().plan()]
     lines = tmp_path / "run" / "generations.jsonl"
     moments = random.Random(1)

@@ -51,7 +51,7 @@ from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
 # -- what is asked for -----------------------------------------------------------------------------
 
 
-def test_ways_for_requests_to_come() -> None:
+def test_ways_for_requests_to_come():
     assert parse_arrivals("closed:8") == Closed(8)
     assert parse_arrivals(" poisson:0.5") == Poisson(0.5)
     assert parse_arrivals("poisson:2.") == Poisson(2.0)
@@ -73,12 +73,12 @@ def test_ways_for_requests_to_come() -> None:
         ("poisson:99999", "99999 requests per second"),
     ],
 )
-def test_bad_ways_for_requests_to_come(text: str, fragment: str) -> None:
+def test_bad_ways_for_requests_to_come(text, fragment):
     with pytest.raises(UsageError, match=fragment):
         parse_arrivals(text)
 
 
-def test_batches_are_spelled_as_draft_lengths_are() -> None:
+def test_batches_are_spelled_as_draft_lengths_are():
     assert parse_batches("1,2,4..16..4") == [1, 2, 4, 8, 12, 16]
     for text, fragment in (("0", "--batch is 0"), ("300", "--batch is 300"), ("x", "no range of --batch")):
         with pytest.raises(UsageError, match=fragment):
@@ -95,12 +95,12 @@ def test_batches_are_spelled_as_draft_lengths_are() -> None:
         ({"batches": (2,), "turns": 1, "arrivals": ("poisson:2", "poisson:2.0")}, "given twice"),
     ],
 )
-def test_what_a_batch_cannot_do(options: dict[str, Any], fragment: str) -> None:
+def test_what_a_batch_cannot_do(options, fragment):
     with pytest.raises(UsageError, match=fragment):
         SweepOptions(**options)
 
 
-def test_more_clients_than_prompts_are_refused() -> None:
+def test_more_clients_than_prompts_are_refused():
     options = SweepOptions(batches=(2, 8), turns=1)
     check_batches(options, 8)
     with pytest.raises(UsageError, match="8 requests at a time are more than the 7 prompts"):
@@ -116,7 +116,7 @@ def batched(count: int = 4, **options: Any) -> Sweep:
     return make_sweep(prompts(count), **{**defaults, **options})
 
 
-def test_every_batch_has_its_own_baseline() -> None:
+def test_every_batch_has_its_own_baseline():
     configs = batched(temperatures=(0.0, 0.5), arrivals=("closed:2", "poisson:3")).configs
     assert len(configs) == 2 * 2 * 2 * 2
     ids = {config.id for config in configs}
@@ -133,7 +133,7 @@ def test_every_batch_has_its_own_baseline() -> None:
         )
 
 
-def test_groups_take_categories_in_turn_and_hold_every_prompt_once() -> None:
+def test_groups_take_categories_in_turn_and_hold_every_prompt_once():
     mixed = [Prompt(f"{name}-{i}", name, ("Hello",)) for name in ("a", "b", "c") for i in range(3)]
     groups = groups_of(mixed, Closed(4))
     assert [len(group.prompts) for group in groups] == [4, 4, 1]
@@ -149,7 +149,7 @@ def test_groups_take_categories_in_turn_and_hold_every_prompt_once() -> None:
     assert {group.id for group in groups}.isdisjoint(group.id for group in more)
 
 
-def test_the_plan_of_batches() -> None:
+def test_the_plan_of_batches():
     sweep = batched(5, repeats=3)
     cells = sweep.plan()
     assert cells == sweep.plan()
@@ -215,7 +215,7 @@ def served(target: Any, load: Load, batch: int, new: int = 4) -> tuple[Served, P
 ASKED = [Asked([i + 1, 2, 3], seed=i) for i in range(5)]
 
 
-def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target: Any) -> None:
+def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target):
     found, runs = served(target, Load(ASKED[:3], 2, ASKED[3:]), batch=2)
     # A pass reads the prompts of two, three more give them a token each; then the third comes with one beside it.
     assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 4.0]
@@ -230,14 +230,14 @@ def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target:
         assert each.run.result().token_ids == alone.token_ids
 
 
-def test_more_clients_than_places_wait(target: Any) -> None:
+def test_more_clients_than_places_wait(target):
     found, _ = served(target, Load(ASKED[:3], 3, ASKED[3:]), batch=2)
     assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 0.0]
     assert [each.queued_s for each in found.requests] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
     assert found.requests[2].first_s == 5.0
 
 
-def test_requests_that_come_by_the_clock(target: Any) -> None:
+def test_requests_that_come_by_the_clock(target):
     found, runs = served(target, Load(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1)
     assert [each.arrived_s for each in found.requests] == [10.0, 10.5, 30.0, 31.5]
     # Nobody waits for the first to come; the second waits for the first to end.
@@ -248,7 +248,7 @@ def test_requests_that_come_by_the_clock(target: Any) -> None:
     assert len(runs.under_way) == 16  # no pass without anybody
 
 
-def test_times_are_those_of_the_seed_and_of_the_rate() -> None:
+def test_times_are_those_of_the_seed_and_of_the_rate():
     times = Poisson(4.0).times(4000, Random(1))
     assert times == Poisson(4.0).times(4000, Random(1)) != Poisson(4.0).times(4000, Random(2))
     gaps = np.diff([0.0, *times])
@@ -257,13 +257,13 @@ def test_times_are_those_of_the_seed_and_of_the_rate() -> None:
     assert gaps.std() == pytest.approx(0.25, rel=0.1)
 
 
-def test_what_a_request_raises_ends_the_group(target: Any) -> None:
+def test_what_a_request_raises_ends_the_group(target):
     wrong = Load([Asked([1] * 5000, 0), ASKED[0]], 2, ASKED)
     with pytest.raises(UsageError, match="context"):
         served(target, wrong, batch=2)
 
 
-def test_a_clock_that_is_put_forward() -> None:
+def test_a_clock_that_is_put_forward():
     clock = SkippingClock(Ticking(1.0))
     assert clock.now() == 1.0
     clock.skip_to(10.0)
@@ -303,11 +303,11 @@ def quiet() -> LoadSnapshot:
 
 
 @pytest.fixture(scope="module")
-def falls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def falls(tmp_path_factory) -> Path:
     return write_batches(tmp_path_factory.mktemp("runs") / "falls")
 
 
-def test_a_group_is_a_line_with_its_requests(falls: Path) -> None:
+def test_a_group_is_a_line_with_its_requests(falls):
     lines = [line for line in read_lines(falls) if line["config"] == "d@3,b=4"]
     assert len(lines) == 2 * 4
     assert all([*(each["prompt"] for each in line["requests"])] for line in lines)
@@ -330,7 +330,7 @@ def test_a_group_is_a_line_with_its_requests(falls: Path) -> None:
     assert group["throughput"] == pytest.approx(4 * 36 / mine["total_s"].sum())
 
 
-def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path: Path) -> None:
+def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
     sweep = batched(6, arrivals=("poisson:2",), batches=(2,), repeats=2, warmup=0)
     engine = ScriptedEngine()
     with new_store(tmp_path, sweep) as store:
@@ -349,7 +349,7 @@ def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path: Path) -> N
     assert row["throughput"] == pytest.approx(6 * 5 / line["seconds"])
 
 
-def test_going_on_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+def test_going_on_in_the_middle_of_a_batch(tmp_path):
     class Stopped(ScriptedEngine):
         def serve(self, *args: Any, **named: Any) -> Any:
             if len(self.loads) == 17:
@@ -377,7 +377,7 @@ def test_going_on_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     )
 
 
-def test_a_group_with_a_request_that_fails_has_failed(tmp_path: Path) -> None:
+def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
     sweep = batched(4, batches=(2,), repeats=1, warmup=0)
     errors = iter([None, RuntimeError("no room")])
 
@@ -394,7 +394,7 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path: Path) -> None:
     assert list(summarize(load_results(tmp_path)).frame["generations"]) == [4, 4]
 
 
-def test_outputs_that_differ_are_found_within_groups(tmp_path: Path) -> None:
+def test_outputs_that_differ_are_found_within_groups(tmp_path):
     sweep = batched(4, batches=(2,), repeats=1, warmup=0)
     engine = ScriptedEngine(spoils=lambda config: config.kind == "speculative", tie=True)
     with new_store(tmp_path, sweep) as store:
@@ -405,7 +405,7 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path: Path) -> None:
     assert summary["identical_share"].iloc[1] == 0
 
 
-def test_a_run_from_before_batches_goes_on(tmp_path: Path) -> None:
+def test_a_run_from_before_batches_goes_on(tmp_path):
     sweep = make_sweep()
     old = builtins(describe(sweep))
     for name in ("batches", "arrivals"):
@@ -418,7 +418,7 @@ def test_a_run_from_before_batches_goes_on(tmp_path: Path) -> None:
 # -- what theory says ------------------------------------------------------------------------------
 
 
-def test_the_prediction_from_shared_passes_is_what_was_measured(falls: Path) -> None:
+def test_the_prediction_from_shared_passes_is_what_was_measured(falls):
     """Times of passes are the script's; what is left are the prompts that take up to 2% longer than they say."""
     run_fields = run_json(falls)
     assert run_fields["costs"] is None
@@ -439,7 +439,7 @@ def test_the_prediction_from_shared_passes_is_what_was_measured(falls: Path) -> 
     assert times == {1: 8 * 3, 2: 8 * 3, 4: 8 * 3, 8: 4 * 3}, "of three widths, at most once for each block"
 
 
-def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path: Path) -> None:
+def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path):
     sweep = batched(16, batches=(1, 4), repeats=2, warmup=0)
     events: list[Event] = []
     engine = ScriptedEngine()
@@ -460,7 +460,7 @@ def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path
     assert places == {1: [*range(0, 64, 8)], 4: [*range(0, 16, 2)]}
 
 
-def test_passes_of_a_drafter_go_on_as_long_as_somebody_drafts() -> None:
+def test_passes_of_a_drafter_go_on_as_long_as_somebody_drafts():
     costs = SharedCosts({2: {1: 1.0}}, {"d": {1: 3.0, 2: 4.0}})
     assert costs.draft_s("d", 2, [2, 2]) == pytest.approx(8.0)
     assert costs.draft_s("d", 2, [0, 0, 0]) == 0.0
@@ -469,14 +469,14 @@ def test_passes_of_a_drafter_go_on_as_long_as_somebody_drafts() -> None:
     assert costs.draft_s("d", 1, [1, 2]) == pytest.approx(3.0 + 0.5 * 3.0)
 
 
-def test_the_formula_of_the_ratio_of_throughputs() -> None:
+def test_the_formula_of_the_ratio_of_throughputs():
     assert predicted_throughput_ratio(1.0, 0.1, 0.1, 0.5, 10) == 1.0
     assert predicted_throughput_ratio(2.0, 0.1, 0.1, 0.0, 10) == pytest.approx(2.0)
     assert predicted_throughput_ratio(2.0, 0.1, 0.1, 1.0, 10, 0.5) == pytest.approx(2.0 / 2.0)
     assert predicted_throughput_ratio(2.0, 0.1, 0.1, 1.0, 10, 0.5, (1.0, 2.0)) == pytest.approx(2.0 / 3.5)
 
 
-def test_prompts_that_come_while_others_are_under_way() -> None:
+def test_prompts_that_come_while_others_are_under_way():
     assert prompt_readings([5], 1) == prompt_readings([8, 8, 8], 3) == 1.0
     # A prompt comes behind the end of the first, and none behind that before the second ends.
     assert prompt_readings([10, 20], 2) == 1.25
@@ -492,9 +492,7 @@ class Mixed(ScriptedEngine):
         return super().generate(replace(config, gamma=1) if fewer else config, prompt, *options, **named)
 
 
-def test_the_prediction_counts_prompts_that_are_read_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prediction_counts_prompts_that_are_read_meanwhile(tmp_path, monkeypatch):
     sweep = batched(16, batches=(4,), gammas=(3,), max_new_tokens=25, warmup=0)
     with new_store(tmp_path / "run", sweep) as store:
         run_sweep(sweep, store, Mixed(slower=falling), snapshot=quiet)
@@ -511,7 +509,7 @@ def test_the_prediction_counts_prompts_that_are_read_meanwhile(
 
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("kind", ["lookup", "self:layers=1", "self:int8", "recycle"])
-def test_shared_passes_are_timed_on_models(target: Any, kind: str, requests: int) -> None:
+def test_shared_passes_are_timed_on_models(target, kind, requests):
     times = time_shared_passes(
         target, {kind: load_drafter(kind, target)}, [1, 2, 3], requests, [1, 4], Ticking(0.5), 2, Random(0)
     )
@@ -527,7 +525,7 @@ def test_shared_passes_are_timed_on_models(target: Any, kind: str, requests: int
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def test_speedups_are_ratios_of_throughputs_over_groups(falls: Path) -> None:
+def test_speedups_are_ratios_of_throughputs_over_groups(falls):
     frame = load_results(falls)
     summary = summarize(frame)
     row = summary.frame[summary.frame["config"] == "d@3,b=4"].iloc[0]
@@ -555,7 +553,7 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls: Path) -> None:
     assert compared.verdict == "faster"
 
 
-def test_percentiles_are_those_of_all_requests(tmp_path: Path) -> None:
+def test_percentiles_are_those_of_all_requests(tmp_path):
     folder = write_batches(tmp_path / "run", batches=(4,), repeats=3)
     frame = load_results(folder)
     requests = to_frame(request_rows(frame), RequestRow)
@@ -631,11 +629,11 @@ def line(*points: tuple[int, stats.Verdict | None]) -> Line:
         ),
     ],
 )
-def test_where_it_stops_paying_in_words(points: list[tuple[int, stats.Verdict | None]], words: str) -> None:
+def test_where_it_stops_paying_in_words(points, words):
     assert words in where_it_stops(line(*points))
 
 
-def test_a_disturbed_run_gives_provisional_verdicts_in_words() -> None:
+def test_a_disturbed_run_gives_provisional_verdicts_in_words():
     why = "Verdicts are provisional: others used the processor."
     said = where_it_stops(line((1, "cannot tell")), why)
     assert said.startswith(f"{why} At batch 1 it measured 1.05×")
@@ -643,7 +641,7 @@ def test_a_disturbed_run_gives_provisional_verdicts_in_words() -> None:
     assert said.startswith(f"{why} The largest batch at which it pays is 1, 1.50×")
 
 
-def test_the_answer_of_batches(falls: Path) -> None:
+def test_the_answer_of_batches(falls):
     frame = load_results(falls)
     summary = summarize(frame)
     lines = lines_of(summary)
@@ -657,7 +655,7 @@ def test_the_answer_of_batches(falls: Path) -> None:
     assert any(part.startswith("Plain decoding gives ") for part in answer.details)
 
 
-def test_the_answer_of_requests_by_the_clock(tmp_path: Path) -> None:
+def test_the_answer_of_requests_by_the_clock(tmp_path):
     folder = write_batches(tmp_path / "run", batches=(2,), arrivals=("closed:2", "poisson:3"))
     frame = load_results(folder)
     (answer,) = find_answers(frame, summarize(frame), categorize(frame))
@@ -669,7 +667,7 @@ def test_the_answer_of_requests_by_the_clock(tmp_path: Path) -> None:
     assert "closed loop" in answer.headline
 
 
-def test_figures_of_batches(falls: Path, tmp_path: Path) -> None:
+def test_figures_of_batches(falls, tmp_path):
     drawn = draw_figures(load_results(falls), ["batches", "latency", "speedup"])
     assert {"batches", "latency", "speedup"} <= set(drawn.figures)
     (axes,) = drawn.figures["batches"].axes
@@ -689,13 +687,13 @@ def test_figures_of_batches(falls: Path, tmp_path: Path) -> None:
     assert len(draw_figures(both, ["latency"]).figures["latency"].axes[0].lines) == 4
 
 
-def test_figures_of_one_prompt_after_the_other_have_no_batches(tmp_path: Path) -> None:
+def test_figures_of_one_prompt_after_the_other_have_no_batches(tmp_path):
     frame = load_results(write_batches(tmp_path / "run", batches=(), turns=None))
     drawn = draw_figures(frame, ["speedup", "batches", "latency"])
     assert drawn.skipped["batches"] == drawn.skipped["latency"] == "requests were decoded one after the other"
 
 
-def test_the_report_tells_of_batches(falls: Path, tmp_path: Path) -> None:
+def test_the_report_tells_of_batches(falls, tmp_path):
     _, paths = write_report(falls, tmp_path)
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -709,7 +707,7 @@ def test_the_report_tells_of_batches(falls: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def sweep(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def sweep(cli, models, tmp_path, monkeypatch) -> Cli:
     """The command over batches 1 and 2 with four short prompts, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     prompts = {f"{('code', 'chat')[i % 2]}-{i}": [f"Say {i} " * (i + 1), "More"] for i in range(4)}
@@ -723,7 +721,7 @@ def sweep(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return call
 
 
-def test_a_sweep_over_batches_from_beginning_to_end(sweep: Cli, tmp_path: Path) -> None:
+def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
     arguments = ("--batch", "1,2", "--arrivals", "closed:2", "--arrivals", "poisson:50", "--ignore-eos")
     code, out, err = sweep(*arguments)
     assert code == 0, err
@@ -750,7 +748,7 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep: Cli, tmp_path: Path) 
     assert "12 of 12 groups of requests are there" in " ".join(err.split())
 
 
-def test_a_dry_run_counts_groups_and_requests(sweep: Cli) -> None:
+def test_a_dry_run_counts_groups_and_requests(sweep):
     code, out, err = sweep("--batch", "1,2,4", "--dry-run")
     assert code == 0, err
     assert "14 groups of requests side by side, 24 generations" in " ".join(out.split())
@@ -769,13 +767,13 @@ def test_a_dry_run_counts_groups_and_requests(sweep: Cli) -> None:
         (("--batch", "2", "--arrivals", "closed"), "poisson:RATE"),
     ],
 )
-def test_what_cannot_be_measured_side_by_side(sweep: Cli, arguments: Sequence[str], fragment: str) -> None:
+def test_what_cannot_be_measured_side_by_side(sweep, arguments, fragment):
     code, out, err = sweep(*arguments)
     assert (code, out) == (2, "")
     assert fragment in " ".join(err.split())
 
 
-def test_a_drafter_gets_the_configurations_it_is_asked_for() -> None:
+def test_a_drafter_gets_the_configurations_it_is_asked_for():
     options = SweepOptions(gammas=(1,), batches=(4,), turns=1, policies=("fixed", "auto"))
     configs = build_configs(options, specs_of("lookup"))
     assert [config.label for config in configs] == [

@@ -65,7 +65,7 @@ LLAMACPP = {"timings": {"draft_n": 20, "draft_n_accepted": 15, "cache_n": 0}}
         (" a=http://h/v1/completions", "http://h/v1", None),
     ],
 )
-def test_servers_are_named_by_name_address_and_model(text: str, url: str, model: str | None) -> None:
+def test_servers_are_named_by_name_address_and_model(text, url, model):
     assert parse_server(text) == ServerSpec("a", url, model)
 
 
@@ -84,20 +84,20 @@ def test_servers_are_named_by_name_address_and_model(text: str, url: str, model:
         ("a.b=http://h/v1?key=secret", "SPECBENCH_KEY_A_B"),
     ],
 )
-def test_bad_servers(text: str, fragment: str) -> None:
+def test_bad_servers(text, fragment):
     said = refusal(parse_server, text, kind=UsageError)
     assert fragment in said
     assert "secret" not in said
 
 
-def test_servers_have_names_of_their_own() -> None:
+def test_servers_have_names_of_their_own():
     assert [each.name for each in parse_servers(["a=http://h", "b=http://h"])] == ["a", "b"]
     for other in ("a", "A"):
         with pytest.raises(UsageError, match="same name"):
             parse_servers(["a=http://h", f"{other}=http://i"])
 
 
-def test_command_lines_are_kept_without_addresses() -> None:
+def test_command_lines_are_kept_without_addresses():
     given = [
         "--server",
         "a=http://host:1/v1#org/m",
@@ -109,7 +109,7 @@ def test_command_lines_are_kept_without_addresses() -> None:
     assert command_line(given) == kept
 
 
-def test_every_other_repeat_has_the_order_reversed() -> None:
+def test_every_other_repeat_has_the_order_reversed():
     options = SweepOptions(gammas=(), policies=(), repeats=4, warmup=0, turns=1, servers=("a", "b", "c"))
     configs = build_server_configs(options, ["a", "b", "c"])
     cells = list(plan(options, [Prompt(f"p{i}", "x", ("?",)) for i in range(8)], configs))
@@ -130,7 +130,7 @@ def test_every_other_repeat_has_the_order_reversed() -> None:
 
 
 @pytest.fixture
-def sweep(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def sweep(cli, tmp_path, monkeypatch) -> Cli:
     """The command with four short prompts, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     write_prompts(tmp_path / "mine.jsonl", {f"{'ab'[i % 2]}-{i}": [f"Question {i}?"] for i in range(4)})
@@ -171,9 +171,7 @@ def stored(tmp_path: Path) -> list[dict[str, Any]]:
     return [row for line in lines if not (row := json.loads(line))["warmup"]]
 
 
-def test_two_servers_from_beginning_to_end(
-    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, models: Path, tmp_path: Path
-) -> None:
+def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path):
     result = sweep("--target", models / "target", base=plain, drafting=fast)
     assert result.code == 0, result.err
     run, rows = run_json(tmp_path / "run"), stored(tmp_path)
@@ -218,9 +216,7 @@ def test_two_servers_from_beginning_to_end(
     assert report.missing["time"] == "no server tells its single steps"
 
 
-def test_a_prompt_goes_out_as_it_is_and_caches_are_off(
-    sweep: Cli, plain: ScriptedServer, tmp_path: Path
-) -> None:
+def test_a_prompt_goes_out_as_it_is_and_caches_are_off(sweep, plain, tmp_path):
     assert sweep(base=plain).code == 0
     asked = [body for body in plain.asked if prompt_of(body).startswith("Question")]
     assert len(asked) == 4 * 2 + 1
@@ -233,7 +229,7 @@ def test_a_prompt_goes_out_as_it_is_and_caches_are_off(
     assert run_json(tmp_path / "run")["options"]["salt"] == "none"
 
 
-def test_completions_sampled_behind_the_end(sweep: Cli, plain: ScriptedServer) -> None:
+def test_completions_sampled_behind_the_end(sweep, plain):
     assert sweep("--api", "completions", "--temperature", 0.7, "--ignore-eos", base=plain).code == 0
     last = plain.asked[-1]
     assert last["prompt"].startswith("Question")
@@ -241,7 +237,7 @@ def test_completions_sampled_behind_the_end(sweep: Cli, plain: ScriptedServer) -
     assert isinstance(last["seed"], int)
 
 
-def test_caches_without_a_switch_get_nothing_to_find(sweep: Cli, tmp_path: Path) -> None:
+def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
     with ScriptedServer() as one, ScriptedServer() as two:
         result = sweep(a=one, b=two)
         assert result.code == 0
@@ -256,7 +252,7 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep: Cli, tmp_path: Path)
     assert summarize(frame).frame.set_index("config").loc["b", "identical_share"] == 1.0
 
 
-def test_one_server_under_two_names_cannot_help_itself(sweep: Cli, tmp_path: Path) -> None:
+def test_one_server_under_two_names_cannot_help_itself(sweep, tmp_path):
     with ScriptedServer() as one:
         assert sweep(a=one, b=one).code == 0
         prompts = [prompt_of(body) for body in one.asked if "Question" in prompt_of(body)]
@@ -266,7 +262,7 @@ def test_one_server_under_two_names_cannot_help_itself(sweep: Cli, tmp_path: Pat
     assert run_json(tmp_path / "run")["differences"] == []
 
 
-def test_vllm_names_its_tokens_and_gets_salt(sweep: Cli, tmp_path: Path) -> None:
+def test_vllm_names_its_tokens_and_gets_salt(sweep, tmp_path):
     with ScriptedServer(Manner(owner="vllm", per_piece=3, named=True)) as server:
         assert sweep(a=server).code == 0
         salts = [body["cache_salt"] for body in server.asked]
@@ -287,7 +283,7 @@ def counters(drafts: int, drafted: int, accepted: int) -> str:
     )
 
 
-def test_acceptance_from_counters(sweep: Cli, tmp_path: Path) -> None:
+def test_acceptance_from_counters(sweep, tmp_path):
     with ScriptedServer(Manner(owner="vllm")) as server:
 
         def count(body: dict[str, Any]) -> None:
@@ -322,7 +318,7 @@ def counting(
 
 
 @pytest.mark.parametrize("batch", [None, 2])
-def test_acceptance_by_position_from_counters(sweep: Cli, tmp_path: Path, batch: int | None) -> None:
+def test_acceptance_by_position_from_counters(sweep, tmp_path, batch):
     with ScriptedServer(Manner(owner="vllm")) as plain, ScriptedServer(Manner(owner="vllm")) as server:
         counting(server, 10, 30, (8, 6, 0))
         assert sweep(*(() if batch is None else ("--batch", batch)), plain=plain, drafting=server).code == 0
@@ -347,7 +343,7 @@ def test_acceptance_by_position_from_counters(sweep: Cli, tmp_path: Path, batch:
     assert len(report.positions) == 3
 
 
-def test_drafts_of_several_lengths_have_least_rates(sweep: Cli, tmp_path: Path) -> None:
+def test_drafts_of_several_lengths_have_least_rates(sweep, tmp_path):
     with ScriptedServer(Manner(owner="vllm")) as server:
         counting(server, 10, 14, (8, 4))
         assert sweep(drafting=server).code == 0
@@ -357,7 +353,7 @@ def test_drafts_of_several_lengths_have_least_rates(sweep: Cli, tmp_path: Path) 
     assert "it does not tell how many reach this position" in table
 
 
-def test_places_of_other_answers_are_left_out(sweep: Cli, tmp_path: Path) -> None:
+def test_places_of_other_answers_are_left_out(sweep, tmp_path):
     facts = {"timings": {"draft_n": 30, "draft_n_accepted": 12, "cache_n": 0}}
     with ScriptedServer(Manner(owner="llamacpp", facts=facts)) as server:
         counting(server, 20, 60, (16, 12, 0))  # as much again for somebody else
@@ -370,9 +366,7 @@ def test_places_of_other_answers_are_left_out(sweep: Cli, tmp_path: Path) -> Non
     assert "positions" not in draw_figures(frame).figures
 
 
-def test_runs_of_servers_are_compared_without_plain_decoding(
-    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_servers_are_compared_without_plain_decoding(sweep, plain, fast, capsys):
     for folder in ("one", "two"):
         assert sweep("--out", folder, first=plain, drafting=fast).code == 0
     assert sweep("--out", "three", other=plain, drafting=fast).code == 0
@@ -393,18 +387,14 @@ def test_runs_of_servers_are_compared_without_plain_decoding(
     assert "The targets differ (tiny / giant)" in capsys.readouterr().err
 
 
-def test_settings_of_servers_cannot_be_exported(
-    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_servers_cannot_be_exported(sweep, plain, fast, capsys):
     assert sweep(base=plain, drafting=fast).code == 0
     for wanted in ([], ["--setting", "drafting"]):
         assert run_cli(["export", "run", "--to", "vllm", *wanted]) == 2
         assert "servers were measured, whose settings are not known here" in capsys.readouterr().err
 
 
-def test_servers_over_batches(
-    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, tmp_path: Path
-) -> None:
+def test_servers_over_batches(sweep, plain, fast, tmp_path):
     result = sweep("--batch", "1,2,4", base=plain, drafting=fast)
     assert result.code == 0, result.err
     rows = stored(tmp_path)
@@ -426,7 +416,7 @@ def test_servers_over_batches(
     assert [row.config.batch for row in requests] == [1, 1, 2, 2, 4, 4]
 
 
-def test_requests_that_come_by_the_clock(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_requests_that_come_by_the_clock(sweep, plain, tmp_path):
     assert sweep("--batch", 2, "--arrivals", "poisson:500", base=plain).code == 0
     for row in stored(tmp_path):
         arrived = [each["arrived_s"] for each in row["requests"]]
@@ -435,7 +425,7 @@ def test_requests_that_come_by_the_clock(sweep: Cli, plain: ScriptedServer, tmp_
         assert arrived[0] > 0
 
 
-def test_a_dry_run_says_what_would_be_asked(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_would_be_asked(sweep, plain, tmp_path):
     result = sweep("--dry-run", base=plain)
     assert result.code == 0
     assert "1 configurations: base" in result.out
@@ -447,7 +437,7 @@ def test_a_dry_run_says_what_would_be_asked(sweep: Cli, plain: ScriptedServer, t
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def test_wrong_counts_are_noticed(sweep: Cli, models: Path, tmp_path: Path) -> None:
+def test_wrong_counts_are_noticed(sweep, models, tmp_path):
     with ScriptedServer(Manner(per_piece=2, usage="events")) as server:
         result = sweep("--target", models / "target", a=server)
     assert result.code == 0
@@ -460,20 +450,20 @@ def test_wrong_counts_are_noticed(sweep: Cli, models: Path, tmp_path: Path) -> N
     assert "token-counts" in ids
 
 
-def test_a_server_without_usage_needs_the_tokenizer(sweep: Cli, models: Path, tmp_path: Path) -> None:
+def test_a_server_without_usage_needs_the_tokenizer(sweep, models, tmp_path):
     with ScriptedServer(Manner(usage="none")) as server:
         sweep(a=server).refused(2, "does not say how many tokens", "Add --target")
         assert sweep("--target", models / "target", a=server).code == 0
     assert {row["new_tokens"] for row in stored(tmp_path)} == {NEW}
 
 
-def test_unchecked_counts_are_marked(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_unchecked_counts_are_marked(sweep, plain, tmp_path):
     result = sweep(base=plain)
     assert "base: tokens are counted by the server and not checked" in result.err
     assert "tokens-unchecked" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
 
 
-def test_one_piece_has_only_a_whole_time(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_one_piece_has_only_a_whole_time(sweep, plain, tmp_path):
     with ScriptedServer(Manner(owner="llamacpp", per_piece=1000)) as server:
         result = sweep(base=plain, a=server)
     assert "a: an answer comes in one piece" in result.err
@@ -483,7 +473,7 @@ def test_one_piece_has_only_a_whole_time(sweep: Cli, plain: ScriptedServer, tmp_
     assert "one-piece" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
 
 
-def test_a_cache_that_is_on_nevertheless_is_told(sweep: Cli, tmp_path: Path) -> None:
+def test_a_cache_that_is_on_nevertheless_is_told(sweep, tmp_path):
     facts = {
         "usage": {
             "prompt_tokens": 40,
@@ -498,9 +488,7 @@ def test_a_cache_that_is_on_nevertheless_is_told(sweep: Cli, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wrong", ["error", "cut", 500])
-def test_a_broken_answer_fails_alone_and_is_tried_again(
-    sweep: Cli, plain: ScriptedServer, tmp_path: Path, wrong: str | int
-) -> None:
+def test_a_broken_answer_fails_alone_and_is_tried_again(sweep, plain, tmp_path, wrong):
     def breaks(body: dict[str, Any]) -> str | int | None:
         return wrong if "Question 2" in prompt_of(body) else None
 
@@ -519,9 +507,7 @@ def test_a_broken_answer_fails_alone_and_is_tried_again(
     assert len(frame.generations) == 16
 
 
-def test_outputs_that_part_are_found_and_judged(
-    sweep: Cli, plain: ScriptedServer, models: Path, tmp_path: Path
-) -> None:
+def test_outputs_that_part_are_found_and_judged(sweep, plain, models, tmp_path):
     with ScriptedServer(Manner(owner="llamacpp", another=True)) as server:
         target = ("--target", models / "target")
         result = sweep(*target, base=plain, a=server)
@@ -543,15 +529,13 @@ def test_outputs_that_part_are_found_and_judged(
 @pytest.mark.parametrize(
     ("words", "field"), [(["--ignore-eos"], "ignore_eos"), (["--temperature", 0, "--temperature", 1], "seed")]
 )
-def test_a_field_that_is_refused_is_found_before_anything_is_measured(
-    sweep: Cli, tmp_path: Path, words: list[Any], field: str
-) -> None:
+def test_a_field_that_is_refused_is_found_before_anything_is_measured(sweep, tmp_path, words, field):
     with ScriptedServer(Manner(wrong=lambda body: 400 if field in body else None)) as server:
         sweep(*words, a=server).refused(2, "status 400: not now", "its model and the options")
         assert sweep(a=server).code == 0
 
 
-def test_a_server_that_was_started_anew_is_told(sweep: Cli, tmp_path: Path) -> None:
+def test_a_server_that_was_started_anew_is_told(sweep, tmp_path):
     with ScriptedServer(Manner(owner="vllm")) as server:
 
         def count(body: dict[str, Any]) -> None:
@@ -568,9 +552,7 @@ def test_a_server_that_was_started_anew_is_told(sweep: Cli, tmp_path: Path) -> N
     assert errors == ["a: The server's counters have gone back: it was started anew."]
 
 
-def test_a_key_is_read_from_the_environment_and_kept_nowhere(
-    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_read_from_the_environment_and_kept_nowhere(sweep, tmp_path, monkeypatch):
     with ScriptedServer(Manner(key="sesame-1")) as server:
         sweep(a=server).refused(2, "a wants a key (status 401)", "SPECBENCH_KEY_A")
         monkeypatch.setenv("SPECBENCH_KEY_A", "sesame-2")
@@ -589,7 +571,7 @@ def test_a_key_is_read_from_the_environment_and_kept_nowhere(
     assert "sesame" not in written + result.out + result.err
 
 
-def test_models_that_are_not_there(sweep: Cli) -> None:
+def test_models_that_are_not_there(sweep):
     with ScriptedServer(Manner(models=("one", "two"))) as server:
         sweep(a=server).refused(2, "The server a lists 2 models: one, two", "Name one behind a #")
         sweep(a=f"{server.url}#three").refused(2, "there is no model three", "Its models are one, two")
@@ -597,7 +579,7 @@ def test_models_that_are_not_there(sweep: Cli) -> None:
         assert {body["model"] for body in server.asked} == {"two", "three"}
 
 
-def test_servers_that_are_none(sweep: Cli, tmp_path: Path) -> None:
+def test_servers_that_are_none(sweep, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
     sweep(a=free).refused(1, "The server a cannot be reached", f"Check that it runs at {free}")
@@ -620,19 +602,17 @@ def test_servers_that_are_none(sweep: Cli, tmp_path: Path) -> None:
         (["--batch", "8"], "more than the 4 prompts"),
     ],
 )
-def test_options_that_servers_have_not(
-    sweep: Cli, plain: ScriptedServer, words: list[str], fragment: str
-) -> None:
+def test_options_that_servers_have_not(sweep, plain, words, fragment):
     sweep(*words, base=plain).refused(2, fragment)
     assert not plain.asked
 
 
-def test_options_that_only_servers_have(sweep: Cli) -> None:
+def test_options_that_only_servers_have(sweep):
     sweep("--api", "chat").refused(2, "--api: for servers alone", "Add --server")
     sweep("--server", "nonsense").refused(2, "no name or no address")
 
 
-def test_results_that_are_there_are_kept(sweep: Cli, plain: ScriptedServer) -> None:
+def test_results_that_are_there_are_kept(sweep, plain):
     assert sweep(base=plain).code == 0
     sweep(base=plain).refused(2, "holds results already")
     with ScriptedServer(Manner(models=("other",))) as server:
@@ -722,7 +702,7 @@ def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
     return load_results(path)
 
 
-def test_times_are_those_of_the_stream(tmp_path: Path) -> None:
+def test_times_are_those_of_the_stream(tmp_path):
     scatter = random.Random(0)
     timed = Timed(lambda host, prompt: (0.1 if host[0] == "a" else 0.05) * scatter.uniform(0.95, 1.05))
     frame = measured(tmp_path / "run", timed, "a", "b")
@@ -739,7 +719,7 @@ def test_times_are_those_of_the_stream(tmp_path: Path) -> None:
     assert re.match(r"b: (1\.9|2\.0)\d× \[.*\] over a", answer.headline)
 
 
-def test_a_server_that_remembers_is_told_apart(tmp_path: Path) -> None:
+def test_a_server_that_remembers_is_told_apart(tmp_path):
     seen: dict[str, int] = {}
     scatter = random.Random(1)
 
@@ -757,7 +737,7 @@ def test_a_server_that_remembers_is_told_apart(tmp_path: Path) -> None:
     assert warning.message.startswith("b: 2.")
 
 
-def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path: Path) -> None:
+def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path):
     timed = Timed(lambda *_: 0.1, statuses=(503, 429, 200, 503, 503, 503, 500))
     frame = measured(tmp_path / "run", timed, "a", prompts=3)
     assert timed.pauses == [1.0, 2.0, 1.0, 2.0]
@@ -772,7 +752,7 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path: Path) -
 # -- our own server --------------------------------------------------------------------------------
 
 
-def test_our_own_server_is_measured(sweep: Cli, tmp_path: Path) -> None:
+def test_our_own_server_is_measured(sweep, tmp_path):
     target = wrap_target(tiny_llama(), tiny_tokenizer(), name="tiny")
     defaults = Defaults(
         policy=build_policy("fixed:gamma=3"),

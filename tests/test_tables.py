@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -94,14 +93,14 @@ def sheet(figures: Summary | Categories) -> tables.Sheet:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def made(tmp_path_factory) -> Results:
     """4 drafters × γ 1, 2, 4, 8 × 9 categories."""
     path = tmp_path_factory.mktemp("run")
     return load_results(write_run(path, gammas=(1, 2, 4, 8), transformers_row=True, entropy_policy=True))
 
 
 class TestPairedRuns:
-    def test_pairs_by_prompt_turn_and_repeat(self) -> None:
+    def test_pairs_by_prompt_turn_and_repeat(self):
         df = frame_of(
             row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
             row("plain", "a-1", 5.0, repeat=1), row("x", "a-1", 20.0, repeat=1),
@@ -116,19 +115,19 @@ class TestPairedRuns:
         ]
         assert set(pairs["config"]) == {"x"}  # the baseline is beside, not among them
 
-    def test_whole_times_are_taken_per_token(self) -> None:
+    def test_whole_times_are_taken_per_token(self):
         """An output twice as long that takes twice as long is no slower."""
         longer = row("x", "a-1", new_tokens=22, total_s=3.0)
         pairs = paired_runs(frame_of(row("plain", "a-1"), longer))
         assert pairs["ratio_total"].item() == pytest.approx((1.5 / 11) / (3.0 / 22))
 
-    def test_failures_pair_with_nothing(self) -> None:
+    def test_failures_pair_with_nothing(self):
         df = frame_of(
             row("plain", "a-1", status="failed"), row("x", "a-1"), row("plain", "b-1"), row("x", "b-1")
         )
         assert paired_runs(df)["prompt"].tolist() == ["b-1"]
 
-    def test_each_temperature_has_its_own_baseline(self) -> None:
+    def test_each_temperature_has_its_own_baseline(self):
         hot = {"temperature": 0.7, "baseline": "plain-hot"}
         df = frame_of(
             row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
@@ -140,7 +139,7 @@ class TestPairedRuns:
 
 
 class TestSummary:
-    def test_speedup_with_interval(self) -> None:
+    def test_speedup_with_interval(self):
         df = frame_of(*(
             each for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6))
             for each in (row("plain", f"a-{i}", 10.0 * 2**i), row("x", f"a-{i}", ratio * 10.0 * 2**i))
@@ -152,12 +151,12 @@ class TestSummary:
         )
         assert (figures["speedup_basis"], figures["verdict"], figures["prompts"]) == ("prompts", "faster", 4)
 
-    def test_the_baseline_is_1_without_an_interval(self) -> None:
+    def test_the_baseline_is_1_without_an_interval(self):
         figures = one(summarize(frame_of(row("plain", "a-1"), row("x", "a-1"))), "plain")
         assert (figures["speedup"], figures["pooled_speedup"]) == (1.0, 1.0)
         assert math.isnan(figures["speedup_low"])
 
-    def test_counts_of_steps(self) -> None:
+    def test_counts_of_steps(self):
         times = (0.2, 0.1, 0.6, 0.1, 0.05, 0.05)
         steps = [
             (2, 2, 2, 3, [0.9, 0.7], times),
@@ -176,7 +175,7 @@ class TestSummary:
         assert shares == pytest.approx([0.4 / total, 1.6 / total, 0.3 / total, 0.1 / total, 0.1 / total])
         assert figures["share_draft_prefill"] == pytest.approx(0.2 / total)
 
-    def test_the_same_as_the_metrics_of_single_generations(self, made: Results) -> None:
+    def test_the_same_as_the_metrics_of_single_generations(self, made):
         """For a run of one generation the summary and specbench.decoding.metrics are two ways to the same figures."""
         first = made.generations[(made.generations["config"] == "self:int8-g4")].iloc[[0]]
         generation = Results(made.run, first.reset_index(drop=True))
@@ -202,7 +201,7 @@ class TestSummary:
             assert ours.rate_of_drafted == pytest.approx(theirs.rate_of_drafted, nan_ok=True)
 
     @pytest.mark.smoke
-    def test_known_truth(self, made: Results) -> None:
+    def test_known_truth(self, made):
         """α, costs, speeds and predictions are what the run was made with."""
         frame = summarize(made)
         for drafter in DRAFTERS:
@@ -215,7 +214,7 @@ class TestSummary:
         assert one(frame, "hf")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
         assert frame.frame["identical_share"].dropna().eq(1.0).all()
 
-    def test_an_undrafting_drafter_is_predicted_to_be_plain(self, tmp_path: Path) -> None:
+    def test_an_undrafting_drafter_is_predicted_to_be_plain(self, tmp_path):
         never = Drafter("never", 0.5, 0.1, finds=0.02)
         df = load_results(
             write_run(tmp_path, drafters=(never,), gammas=(2,), categories=("chat",), tokens=40)
@@ -223,7 +222,7 @@ class TestSummary:
         figures = one(summarize(df), "never-g2")
         assert 0.95 < figures["predicted_speedup"] < 1.1
 
-    def test_siblings_and_passes_count_in_predictions(self) -> None:
+    def test_siblings_and_passes_count_in_predictions(self):
         """Two drafts a step and one pass for both; both accepted, or one and then a sibling that was right."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         steps = [(2, 2, 2, 3, [1.0, 1.0], times), (2, 2, 1, 3, [1.0, 0.0], times)]
@@ -234,7 +233,7 @@ class TestSummary:
         expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
 
-    def test_all_nodes_of_a_tree_count_in_predictions(self) -> None:
+    def test_all_nodes_of_a_tree_count_in_predictions(self):
         """Two levels and five nodes: a whole branch kept, a leaf above the deepest level kept, and a rejection."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 1, 1, 2, [1.0]), (2, 1, 0, 1, [0.0])]
@@ -247,7 +246,7 @@ class TestSummary:
             "the tokens per step there were"
         )
 
-    def test_a_tree_is_predicted_from_ranks_and_from_the_rows_of_its_drafters_passes(self) -> None:
+    def test_a_tree_is_predicted_from_ranks_and_from_the_rows_of_its_drafters_passes(self):
         """Two roots, two behind the first and one behind the second: both roots are read in one pass."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 2, 1, 2, [1.0, 0.0]), (2, 2, 1, 2, [1.0, 0.0])]
@@ -264,13 +263,13 @@ class TestSummary:
         tokens = 1 + first + second + first * first + first * second + second * first
         assert figures["predicted_speedup_iid"] == pytest.approx(tokens / step)
 
-    def test_without_costs_nothing_is_predicted(self, tmp_path: Path) -> None:
+    def test_without_costs_nothing_is_predicted(self, tmp_path):
         df = load_results(
             write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False)
         )
         assert summarize(df).frame["predicted_speedup"].isna().all()
 
-    def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self) -> None:
+    def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self):
         steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6}, "drafter_pass_s": {}}
         df = frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps), costs=costs)
@@ -279,7 +278,7 @@ class TestSummary:
         assert figures["predicted_speedup"] == pytest.approx(3 / (2 * 0.4 + 1.2))
         assert figures["predicted_speedup_iid"] == pytest.approx(3 / (2 * 0.4 + 1.2))
 
-    def test_failures_are_counted_and_count_nowhere_else(self) -> None:
+    def test_failures_are_counted_and_count_nowhere_else(self):
         failed = row("x", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
         df = frame_of(row("plain", "a-1"), row("x", "a-1", 20.0), row("plain", "b-1"), failed)
         figures = one(summarize(df), "x")
@@ -287,18 +286,18 @@ class TestSummary:
         assert figures["speedup"] == 2.0
         assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
 
-    def test_a_configuration_that_only_failed(self) -> None:
+    def test_a_configuration_that_only_failed(self):
         df = frame_of(row("plain", "a-1"), row("x", "a-1", status="failed", tokens_per_second=math.nan))
         assert math.isnan(one(summarize(df), "x")["speedup"])
 
-    def test_different_tokens_are_seen(self) -> None:
+    def test_different_tokens_are_seen(self):
         other = np.append(np.arange(10), 99)
         df = frame_of(
             row("plain", "a-1"), row("x", "a-1", token_ids=other), row("plain", "b-1"), row("x", "b-1"),
         )  # fmt: skip
         assert one(summarize(df), "x")["identical_share"] == 0.5
 
-    def test_pooled_and_mean_are_both_told_where_they_differ(self) -> None:
+    def test_pooled_and_mean_are_both_told_where_they_differ(self):
         rows = []
         for i in range(6):
             size = 100.0 if i == 5 else 1.0
@@ -314,13 +313,13 @@ class TestSummary:
         assert note.startswith("x: ")
         assert f"{figures['pooled_speedup']:.2f}" in note
 
-    def test_order_of_the_run(self) -> None:
+    def test_order_of_the_run(self):
         df = frame_of(row("x", "a-1"), row("plain", "a-1"), order=["plain", "x"])
         assert summarize(df).frame["config"].tolist() == ["plain", "x"]
 
 
 class TestOtherFrames:
-    def test_categories(self, made: Results) -> None:
+    def test_categories(self, made):
         frame = categorize(made).frame
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
@@ -330,7 +329,7 @@ class TestOtherFrames:
         expected = stats.geometric_mean(mine["ratio"], mine["prompt"].to_numpy(), mine["repeat"].to_numpy())
         assert (cell["speedup"], cell["prompts"]) == (pytest.approx(expected.value), 2)
 
-    def test_acceptance_by_position(self) -> None:
+    def test_acceptance_by_position(self):
         steps = [
             (2, 2, 1, 2, [0.8, 0.4], (0.1,) * 6),
             (2, 1, 0, 1, [0.3], (0.1,) * 6),
@@ -343,14 +342,14 @@ class TestOtherFrames:
         assert (second.drafted, second.tested, second.accepted) == (2, 1, 0)
         assert (second.rate, second.rate_of_drafted, second.alpha) == pytest.approx((0.0, 0.0, 0.4))
 
-    def test_acceptance_by_rank_and_depth(self) -> None:
+    def test_acceptance_by_rank_and_depth(self):
         mine = row("x", "a-1", steps_widths=[[2, 1], [2], [3]], steps_ranks=[[1, 0], [], [0]])
         frame = to_frame(ranks(frame_of(row("plain", "a-1"), mine)), RankRow)
         found = dict(zip(zip(frame["depth"], frame["rank"], strict=True), frame["rate"], strict=True))
         assert found == pytest.approx({(1, 0): 1 / 3, (1, 1): 1 / 3, (1, 2): 0.0, (2, 0): 1.0})
         assert frame["tested"].tolist() == [3, 3, 1, 1]
 
-    def test_accepted_lengths(self) -> None:
+    def test_accepted_lengths(self):
         steps = [
             (2, 2, 2, 3, [0.5, 0.5], (0.1,) * 6),
             (2, 1, 0, 1, [0.5], (0.1,) * 6),
@@ -365,7 +364,7 @@ class TestOtherFrames:
         assert frame["share_iid"].tolist() == pytest.approx(expected)
         assert frame["share_iid"].sum() == pytest.approx(1.0)
 
-    def test_nothing_drafted(self) -> None:
+    def test_nothing_drafted(self):
         df = frame_of(row("plain", "a-1"))
         assert to_frame(positions(df), PositionRow).empty
         assert to_frame(accepted_lengths(df), AcceptedRow).empty
@@ -392,11 +391,11 @@ def small() -> Summary:
 
 
 class TestRendering:
-    def test_at_80_columns(self, small: Summary, snapshot: Callable[[str], None]) -> None:
+    def test_at_80_columns(self, small, snapshot):
         snapshot(shown(small))
 
     @pytest.mark.parametrize("width", [60, 72, 80, 100, 120, 200])
-    def test_fits_and_never_loses_the_interval(self, made: Results, width: int) -> None:
+    def test_fits_and_never_loses_the_interval(self, made, width):
         frame = summarize(made)
         text = shown(frame, width)
         assert max(map(len, text.splitlines())) <= width
@@ -410,7 +409,7 @@ class TestRendering:
         assert "verdict" in text
         assert text.count("fastest") == 1
 
-    def test_more_room_shows_more(self, made: Results) -> None:
+    def test_more_room_shows_more(self, made):
         frame = summarize(made)
         heads = [len(shown(frame, width).split("─")[0].split()) for width in (60, 80, 120, 200)]
         assert heads == sorted(heads)
@@ -419,7 +418,7 @@ class TestRendering:
         assert "more column" not in shown(frame, 320)
 
     @pytest.mark.parametrize("width", [60, 80, 100])
-    def test_long_names_are_whole_over_several_lines(self, width: int) -> None:
+    def test_long_names_are_whole_over_several_lines(self, width):
         labels = [f"transformers prompt_lookup search, {beams} beams, lookup+self:int8" for beams in (2, 3)]
         rows = [
             each
@@ -436,14 +435,14 @@ class TestRendering:
         for label in labels:
             assert label.replace(" ", "") in first[0].replace(" ", ""), text
 
-    def test_every_category_is_shown(self, made: Results) -> None:
+    def test_every_category_is_shown(self, made):
         text = shown(categorize(made), 80)
         assert all(
             category in text.replace("\n", " ") or category.split("-")[0] in text for category in CATEGORIES
         )
         assert max(map(len, text.splitlines())) <= 80
 
-    def test_names_are_data(self) -> None:
+    def test_names_are_data(self):
         name = "[bold]\x1b[31m|<b>&`*_$\n#x"
         frame = summarize(
             frame_of(
@@ -460,19 +459,19 @@ class TestRendering:
         assert line.startswith(r"| \[bold\]\\x1b\[31m\|&lt;b&gt;&amp;\`\*\_\$ \#x | ")
         assert "\x1b" not in markdown
 
-    def test_a_console_without_greek(self, small: Summary) -> None:
+    def test_a_console_without_greek(self, small):
         text = shown(small, 120, encoding="ascii")
         assert "alpha" in text
         assert "x [red]gamma=2" in text
 
-    def test_wide_letters_stay_in_their_column(self) -> None:
+    def test_wide_letters_stay_in_their_column(self):
         label = "模型" * 20
         rows = [each for p in "ab" for each in (row("plain", f"{p}-1"), row("x", f"{p}-1", label=label))]
         table = shown(summarize(frame_of(*rows)), 80)
         assert table.count("模") == table.count("型") == 20
         assert max(map(cell_len, table.splitlines())) <= 80
 
-    def test_one_prompt_is_flagged(self) -> None:
+    def test_one_prompt_is_flagged(self):
         rows = [
             each
             for repeat, speed in enumerate((19.0, 20.0, 21.0))
@@ -485,7 +484,7 @@ class TestRendering:
         assert one(frame, "x")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize("speeds", [[20.0], [4.0, 100.0]])
-    def test_too_few_runs_have_no_interval_and_say_so(self, speeds: list[float]) -> None:
+    def test_too_few_runs_have_no_interval_and_say_so(self, speeds):
         """Two prompts that fare differently have one that reaches from 0.00 to 85002."""
         rows = [
             each
@@ -501,7 +500,7 @@ class TestRendering:
         assert one(summarize(df), "x")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize("busy", [4, 5])
-    def test_a_machine_busy_most_of_the_time_makes_verdicts_provisional(self, busy: int) -> None:
+    def test_a_machine_busy_most_of_the_time_makes_verdicts_provisional(self, busy):
         rows = [
             row(config, f"{prompt}-1", speed, warnings=["steal" if number % 2 else "machine-busy", "thermal"])
             for number, (prompt, (config, speed)) in enumerate(
@@ -523,9 +522,7 @@ class TestRendering:
         ("low", "high", "verdict"),
         [(1.1, 1.5, "faster"), (1.08, 1.5, "cannot tell"), (1.4, None, "cannot tell")],
     )
-    def test_a_provisional_verdict_wants_a_wider_interval(
-        self, low: float, high: float | None, verdict: str
-    ) -> None:
+    def test_a_provisional_verdict_wants_a_wider_interval(self, low, high, verdict):
         """1.3 · (1.08 / 1.3)^1.5 is 0.98."""
         ratio = Estimate(1.3, low if high else None, high, 6, "prompts")
         assert stats.verdict(ratio, disturbed=True) == verdict
@@ -534,13 +531,13 @@ class TestRendering:
         assert stats.verdict(mirrored, disturbed=True) == verdict.replace("faster", "slower")
 
     @pytest.mark.parametrize("width", [60, 80])
-    def test_a_provisional_verdict_fits(self, made: Results, width: int) -> None:
+    def test_a_provisional_verdict_fits(self, made, width):
         df = Results(made.run, made.generations.assign(warnings=[["steal"]] * len(made.generations)))
         text = shown(summarize(df), width)
         assert max(map(len, text.splitlines())) <= width
         assert "provisional" in text
 
-    def test_predictions_of_a_disturbed_run_are_withheld(self, made: Results) -> None:
+    def test_predictions_of_a_disturbed_run_are_withheld(self, made):
         count = len(made.generations)
         df = Results(made.run, made.generations.assign(warnings=[["machine-busy"]] * count))
         quiet, busy = summarize(made), summarize(df)
@@ -552,11 +549,11 @@ class TestRendering:
         assert not any(note.startswith("Predicted") for note in tables.notes(quiet))
         assert "predicted" not in shown(busy, 300)
 
-    def test_a_missing_baseline_is_told(self) -> None:
+    def test_a_missing_baseline_is_told(self):
         frame = summarize(frame_of(row("x", "a-1", 20.0)))
         assert "x: no generation of its baseline to compare with." in tables.notes(frame)
 
-    def test_markdown_has_every_column(self, small: Summary) -> None:
+    def test_markdown_has_every_column(self, small):
         lines = document.to_markdown(sheet(small)).splitlines()
         assert lines[0].startswith("| configuration | tokens/s | speedup | verdict | with TTFT | pooled | ")
         assert lines[1].startswith("| --- | ---: | ")
@@ -564,14 +561,14 @@ class TestRendering:
         assert {line.count(" | ") for line in lines[:4]} == {lines[0].count(" | ")}
         assert lines[-1].startswith("- Speedups are geometric means over prompts")
 
-    def test_other_frames_as_markdown(self, made: Results) -> None:
+    def test_other_frames_as_markdown(self, made):
         assert document.to_markdown(sheet(categorize(made))).startswith(
             "| configuration | chat | question-answering |"
         )
         by_position = document.to_markdown(tables.position_sheet(positions(made)))
         assert "| accepted/tested | accepted/drafted |" in by_position
 
-    def test_a_live_table(self, small: Summary) -> None:
+    def test_a_live_table(self, small):
         table = document.terminal_table(sheet(small), 80)
         assert table.row_count == 2
 
@@ -589,11 +586,11 @@ class TestRendering:
             (math.nan, "–"),
         ],
     )
-    def test_numbers(self, value: float, text: str) -> None:
+    def test_numbers(self, value, text):
         assert stats.decimals(value) == text
 
     @pytest.mark.parametrize(
         ("value", "text"), [(0.999, "99.9%"), (1.0, "100%"), (0.0, "0%"), (0.003, "0.3%"), (0.456, "46%")]
     )
-    def test_shares(self, value: float, text: str) -> None:
+    def test_shares(self, value, text):
         assert tables._percent(value) == text

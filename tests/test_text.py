@@ -110,7 +110,7 @@ def token_lists(kind: str) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_stream_is_the_decoded_text(kind: str) -> None:
+def test_the_stream_is_the_decoded_text(kind):
     tokenizer = tokenizer_of(kind)
 
     @settings(max_examples=300, deadline=None)
@@ -129,7 +129,7 @@ def test_the_stream_is_the_decoded_text(kind: str) -> None:
 @given(text=st.text(max_size=40))
 @example(text="   leading and trailing spaces  ")
 @example(text="👩‍🚀👩‍🚀 e\u0301 \ufffd\ufffd x \ufffd")
-def test_encoded_text_comes_back(text: str) -> None:
+def test_encoded_text_comes_back(text):
     tokenizer = tokenizer_of("bytes")
     released, _ = stream_of(tokenizer, tokenizer(text)["input_ids"])
     assert "".join(released) == text
@@ -137,7 +137,7 @@ def test_encoded_text_comes_back(text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("character", ["é", "€", "😀"])
-def test_a_character_appears_with_its_last_byte(kind: str, character: str) -> None:
+def test_a_character_appears_with_its_last_byte(kind, character):
     """With byte fallback only when the run of bytes has ended, for one more byte may spoil it."""
     data = character.encode()
     ids = [*ids_of(kind, "a"), *byte_ids(kind, data), *byte_ids(kind, data), *ids_of(kind, "b")]
@@ -150,13 +150,13 @@ def test_a_character_appears_with_its_last_byte(kind: str, character: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_before_an_incomplete_character_does_not_wait(kind: str) -> None:
+def test_text_before_an_incomplete_character_does_not_wait(kind):
     released, _ = stream_of(tokenizer_of(kind), [*ids_of(kind, "a", "b"), *byte_ids(kind, b"\xf0\x9f")])
     assert released[:2] == ["a", "b"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_output_may_end_within_a_character(kind: str) -> None:
+def test_an_output_may_end_within_a_character(kind):
     ids = [*ids_of(kind, "a"), *byte_ids(kind, "😀".encode()[:3])]
     released, _ = stream_of(tokenizer_of(kind), ids)
     assert released[:-1] == ["a", "", "", ""]
@@ -165,7 +165,7 @@ def test_an_output_may_end_within_a_character(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_make_no_character(kind: str) -> None:
+def test_bytes_that_make_no_character(kind):
     """They become replacement characters as soon as it is certain, and spoil nothing behind them."""
     ids = [*ids_of(kind, "a"), *byte_ids(kind, b"\xff\xf0\x9f"), *ids_of(kind, "b", "c")]
     ids += [*byte_ids(kind, "é".encode()), *ids_of(kind, "a")]
@@ -176,7 +176,7 @@ def test_bytes_that_make_no_character(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_bytes_behind_a_character_that_spoil_it_afterwards(kind: str) -> None:
+def test_bytes_behind_a_character_that_spoil_it_afterwards(kind):
     """A run of byte tokens is decoded as one, all or nothing, also over tokens that decoding leaves out."""
     for between in ([], ids_of(kind, "</s>")):
         ids = [*byte_ids(kind, "é".encode()), *between, *byte_ids(kind, b"\xff"), *ids_of(kind, "▁a", "b")]
@@ -187,26 +187,26 @@ def test_bytes_behind_a_character_that_spoil_it_afterwards(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_only_the_first_space_of_all_is_dropped(kind: str) -> None:
+def test_only_the_first_space_of_all_is_dropped(kind):
     released, _ = stream_of(tokenizer_of(kind), ids_of(kind, "▁the", "▁world", "▁", "▁the", "▁▁", "▁a", "."))
     assert released == ["the", " world", " ", " the", "  ", " a", ".", ""]
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_special_tokens_leave_no_gap(kind: str) -> None:
+def test_special_tokens_leave_no_gap(kind):
     """Neither a space less nor one more, wherever they stand."""
     ids = ids_of(kind, "<s>", "▁the", "</s>", "▁world", "<unk>", "<s>", "b", "<s>", "▁", "<s>", "▁a")
     released, _ = stream_of(tokenizer_of(kind), ids)
     assert "".join(released) == decode(tokenizer_of(kind), ids) == "the worldb  a"
 
 
-def test_no_tokens_give_no_text() -> None:
+def test_no_tokens_give_no_text():
     released, stream = stream_of(tokenizer_of("bytes"), [])
     assert released == [""]
     assert stream.text == ""
 
 
-def test_finishing_twice_adds_nothing() -> None:
+def test_finishing_twice_adds_nothing():
     stream = TextStream(tokenizer_of("bytes"), ["ab"])
     stream.push(*ids_of("bytes", "a"))
     assert (stream.finish(), stream.finish(), stream.text) == ("a", "", "a")
@@ -216,7 +216,7 @@ def test_finishing_twice_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_properties_of_streams_with_stop_strings(kind: str) -> None:
+def test_properties_of_streams_with_stop_strings(kind):
     tokenizer = tokenizer_of(kind)
     strings = st.text(alphabet="abc .é\n", min_size=1, max_size=4)
     tokens = st.lists(
@@ -266,55 +266,55 @@ def shown(text: str, *stops: str) -> list[str]:
     return stream_of(tokenizer_of("bytes"), letters(text), stops)[0]
 
 
-def test_a_stop_string_may_straddle_tokens() -> None:
+def test_a_stop_string_may_straddle_tokens():
     assert shown("one STOP two", "STOP") == ["o", "n", "e", " ", "", "", "", "", "", "", "", "", ""]
 
 
-def test_what_might_become_a_stop_string_is_held_back_and_released() -> None:
+def test_what_might_become_a_stop_string_is_held_back_and_released():
     assert shown("STOUT", "STOP") == ["", "", "", "STOU", "T", ""]
     assert shown("xSTO", "STOP") == ["x", "", "", "", "STO"]
 
 
-def test_beginnings_may_overlap() -> None:
+def test_beginnings_may_overlap():
     assert "".join(shown("aaab", "aab")) == "a"
     assert "".join(shown("ababac", "abac")) == "ab"
     assert shown("ababx", "abac") == ["", "", "", "ab", "abx", ""]
 
 
-def test_a_stop_string_at_the_very_start() -> None:
+def test_a_stop_string_at_the_very_start():
     released, stream = stream_of(tokenizer_of("bytes"), letters("\n\nHello"), ["\n\n"])
     assert set(released) == {""}
     assert stream.text == ""
     assert stream.stopped
 
 
-def test_the_stop_string_that_is_complete_first_counts() -> None:
+def test_the_stop_string_that_is_complete_first_counts():
     assert "".join(shown("say END or STOP", "STOP", "END")) == "say "
     assert "".join(shown("xabcd", "bc", "abcd")) == "xa"
     assert "".join(shown("xabcd", "cd", "abcd")) == "x"
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_how_the_text_is_cut_into_tokens_does_not_matter(kind: str) -> None:
+def test_how_the_text_is_cut_into_tokens_does_not_matter(kind):
     for names in (("hello", "a", "b", "c"), ("hello", "ab", "c")):
         assert "".join(stream_of(tokenizer_of(kind), ids_of(kind, *names), ["b", "ab"])[0]) == "hello"
     whole = stream_of(tokenizer_of("bytes"), tokenizer_of("bytes")("and")["input_ids"], ["n", "and"])[0]
     assert "".join(whole) == "".join(shown("and", "n", "and")) == "a"
 
 
-def test_a_stop_string_within_one_token() -> None:
+def test_a_stop_string_within_one_token():
     (token,) = ids_of("bytes", "tion")
     assert stream_of(tokenizer_of("bytes"), [token, token], ["io"])[0] == ["t", "", ""]
 
 
-def test_a_stop_string_beyond_ascii() -> None:
+def test_a_stop_string_beyond_ascii():
     released, stream = stream_of(tokenizer_of("llama"), byte_ids("llama", "x。y".encode()), ["。"])
     assert released == ["", "", "", "x", "", ""]
     assert stream.stopped
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_a_stop_string_of_bytes_ends_the_output_with_the_byte_that_completes_it(kind: str) -> None:
+def test_a_stop_string_of_bytes_ends_the_output_with_the_byte_that_completes_it(kind):
     """Also where one more byte would take it back; the text is that of the tokens up to there."""
     tokenizer = tokenizer_of(kind)
     pieces = [*(bytes([byte]) for byte in b"(a \n\xec\xc3\xa9"), "é".encode()]
@@ -342,7 +342,7 @@ def test_a_stop_string_of_bytes_ends_the_output_with_the_byte_that_completes_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stop_string_that_is_a_special_token(kind: str) -> None:
+def test_a_stop_string_that_is_a_special_token(kind):
     tokenizer = tokenizer_of(kind)
     name = TURN_END if kind == "bytes" else "</s>"
     (special,) = ids_of(kind, name)
@@ -358,13 +358,13 @@ def test_a_stop_string_that_is_a_special_token(kind: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [f"a{TURN_END}", f"{TURN_END}\n", f"{TURN_END}{TURN_END}"])
-def test_a_stop_string_that_joins_a_special_token_to_a_text_is_refused(stop: str) -> None:
+def test_a_stop_string_that_joins_a_special_token_to_a_text_is_refused(stop):
     with pytest.raises(UsageError, match="joins the special token") as caught:
         StopRules((), [stop], tokenizer_of("bytes"))
     assert TURN_END in caught.value.message
 
 
-def test_nothing_comes_behind_a_stop_string() -> None:
+def test_nothing_comes_behind_a_stop_string():
     stream = TextStream(tokenizer_of("bytes"), ["b"])
     assert [stream.push(token) for token in letters("abab")] == ["a", "", "", ""]
     assert (stream.finish(), stream.text) == ("", "a")
@@ -398,7 +398,7 @@ class Counting:
         ("metaspace", "漢"),
     ],
 )
-def test_the_cost_grows_with_the_length_alone(kind: str, pattern: str) -> None:
+def test_the_cost_grows_with_the_length_alone(kind, pattern):
     ids = byte_ids(kind, pattern.encode()) * 5000
     for stops in ([], ["never"]):
         counting = Counting(tokenizer_of(kind))
@@ -407,7 +407,7 @@ def test_the_cost_grows_with_the_length_alone(kind: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cost_of_tokens_that_show_nothing(kind: str) -> None:
+def test_the_cost_of_tokens_that_show_nothing(kind):
     """As when a model repeats its end token and end tokens are ignored."""
     end = ids_of(kind, SPECIAL_TOKENS[0] if kind == "bytes" else "</s>")
     for start in ([], ids_of(kind, "a")):
@@ -419,7 +419,7 @@ def test_the_cost_of_tokens_that_show_nothing(kind: str) -> None:
 # -- stop rules -----------------------------------------------------------------------------------
 
 
-def test_an_end_token_belongs_to_the_output() -> None:
+def test_an_end_token_belongs_to_the_output():
     rules = StopRules([7, 9])
     assert rules.cut([1, 2, 3]) == (3, None)
     assert rules.cut([1, 9, 7]) == (2, "eos")
@@ -427,46 +427,46 @@ def test_an_end_token_belongs_to_the_output() -> None:
     assert rules.cut([]) == (0, None)
 
 
-def test_without_rules_nothing_ends() -> None:
+def test_without_rules_nothing_ends():
     assert StopRules().cut([1, 2, 3]) == (3, None)
 
 
-def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
+def test_the_token_that_completes_a_stop_string_is_the_last():
     rules = StopRules((), ["STOP"], tokenizer_of("bytes"))
     assert rules.cut(letters("a STOP b")) == (6, "stop-string")
 
 
-def test_a_stop_string_may_straddle_steps() -> None:
+def test_a_stop_string_may_straddle_steps():
     rules = StopRules((), ["STOP"], tokenizer_of("bytes"))
     assert rules.cut(letters("a ST")) == (4, None)
     assert rules.cut(letters("OUST")) == (4, None)
     assert rules.cut(letters("OP b")) == (2, "stop-string")
 
 
-def test_whichever_comes_first_ends_the_output() -> None:
+def test_whichever_comes_first_ends_the_output():
     tokenizer = tokenizer_of("bytes")
     (end,) = ids_of("bytes", SPECIAL_TOKENS[0])
     assert StopRules([end], ["b"], tokenizer).cut([*letters("a"), end, *letters("b")]) == (2, "eos")
     assert StopRules([end], ["b"], tokenizer).cut([*letters("ab"), end]) == (2, "stop-string")
 
 
-def test_the_longest_stop_string_decides_nothing_alone() -> None:
+def test_the_longest_stop_string_decides_nothing_alone():
     rules = StopRules((), ["a long stop string that never comes", "x"], tokenizer_of("bytes"))
     assert rules.cut(letters("a long x")) == (8, "stop-string")
 
 
-def test_stop_strings_need_a_tokenizer() -> None:
+def test_stop_strings_need_a_tokenizer():
     with pytest.raises(ValueError, match="tokenizer"):
         StopRules((), ["x"])
 
 
-def test_empty_stop_strings_are_refused() -> None:
+def test_empty_stop_strings_are_refused():
     with pytest.raises(ValueError, match="empty"):
         StopRules((), ["x", ""], tokenizer_of("bytes"))
 
 
 @pytest.mark.parametrize("prompt", [[1, 10**6], [-1, 1], [1, 2**70]])
-def test_a_prompt_of_tokens_that_the_target_lacks_is_refused(prompt: list[int]) -> None:
+def test_a_prompt_of_tokens_that_the_target_lacks_is_refused(prompt):
     target = wrap_target(tiny_llama(), tiny_tokenizer())
     with pytest.raises(
         UsageError, match=f"holds the token {min(prompt) if min(prompt) < 0 else max(prompt)}, "
@@ -474,7 +474,7 @@ def test_a_prompt_of_tokens_that_the_target_lacks_is_refused(prompt: list[int]) 
         speculative_generate(prompt, target, None, max_new_tokens=2)
 
 
-def test_letters_of_one_stop_string_are_no_stop_strings() -> None:
+def test_letters_of_one_stop_string_are_no_stop_strings():
     target = wrap_target(tiny_llama(), tiny_tokenizer())
     whole = speculative_generate("the thing", target, None, max_new_tokens=60, chat=False)
     assert whole.text

@@ -41,23 +41,23 @@ texts = st.text(
         ("", ""),
     ],
 )
-def test_visible(text: str, shown: str) -> None:
+def test_visible(text, shown):
     assert visible(text) == shown
 
 
 @pytest.mark.parametrize(
     ("text", "shown"), [(" a\n\t", "_a\\n\\t"), ("é", "\\xe9"), ("😀", "\\U0001f600"), ("\u0301", "\\u0301")]
 )
-def test_visible_for_ascii(text: str, shown: str) -> None:
+def test_visible_for_ascii(text, shown):
     assert visible(text, "ascii") == shown
 
 
-def test_visible_keeps_what_the_encoding_has() -> None:
+def test_visible_keeps_what_the_encoding_has():
     assert visible("é 日", "latin-1") == "é_\\u65e5"
 
 
 @given(texts)
-def test_visible_is_one_line_of_what_can_be_seen(text: str) -> None:
+def test_visible_is_one_line_of_what_can_be_seen(text):
     shown = visible(text)
     assert shown.isprintable()
     assert not any(character.isspace() for character in shown)
@@ -79,12 +79,12 @@ def test_visible_is_one_line_of_what_can_be_seen(text: str) -> None:
         ("[red][/]", "[red][/]"),
     ],
 )
-def test_terminal_safe(text: str, safe: str) -> None:
+def test_terminal_safe(text, safe):
     assert terminal_safe(text) == safe
 
 
 @given(texts)
-def test_terminal_safe_leaves_no_control(text: str) -> None:
+def test_terminal_safe_leaves_no_control(text):
     safe = terminal_safe(text)
     assert {c for c in safe if unicodedata.category(c) in ("Cc", "Cs")} <= {"\n", "\t"}
     assert not {c for c in safe if unicodedata.bidirectional(c) in ("LRE", "RLE", "LRO", "RLO", "PDF")}
@@ -93,5 +93,5 @@ def test_terminal_safe_leaves_no_control(text: str) -> None:
 
 
 @given(texts, texts)
-def test_terminal_safe_does_not_depend_on_the_pieces(head: str, tail: str) -> None:
+def test_terminal_safe_does_not_depend_on_the_pieces(head, tail):
     assert terminal_safe(head + tail) == terminal_safe(head) + terminal_safe(tail)

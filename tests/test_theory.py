@@ -33,27 +33,27 @@ COSTS = PassCosts({1: 0.1, 5: 0.11, 9: 0.15}, {"small": 0.02}, 256)
 
 
 @pytest.mark.parametrize(("alpha", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
-def test_expected_tokens_of_the_literature(alpha: float, accepted: float) -> None:
+def test_expected_tokens_of_the_literature(alpha, accepted):
     """Accepted tokens per step for four drafts: one less than the tokens emitted."""
     assert round(expected_tokens(alpha, 4) - 1, 2) == accepted
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 4, 9])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 0.999, 1.0])
-def test_expected_tokens_are_the_sum_of_the_chances(alpha: float, gamma: int) -> None:
+def test_expected_tokens_are_the_sum_of_the_chances(alpha, gamma):
     assert expected_tokens(alpha, gamma) == pytest.approx(sum(alpha**k for k in range(gamma + 1)))
 
 
-def test_rounding_may_push_alpha_above_1() -> None:
+def test_rounding_may_push_alpha_above_1():
     assert expected_tokens(1.0000001, 3) == 4
 
 
 @given(st.floats(0.0, 1.0), st.integers(0, 30))
-def test_both_forms_agree_where_all_positions_are_alike(alpha: float, gamma: int) -> None:
+def test_both_forms_agree_where_all_positions_are_alike(alpha, gamma):
     assert expected_tokens_by_position([alpha] * gamma)[-1] == pytest.approx(expected_tokens(alpha, gamma))
 
 
-def test_by_position_equals_enumeration() -> None:
+def test_by_position_equals_enumeration():
     rates = [0.9, 0.5, 0.7]
     expected = 0.0
     for passes in itertools.product((True, False), repeat=3):
@@ -63,12 +63,12 @@ def test_by_position_equals_enumeration() -> None:
     assert expected_tokens_by_position(rates) == pytest.approx([1.0, 1.9, 2.35, expected])
 
 
-def test_a_position_that_was_never_tested_adds_nothing() -> None:
+def test_a_position_that_was_never_tested_adds_nothing():
     assert expected_tokens_by_position([0.0, math.nan]) == [1.0, 1.0, 1.0]
     assert expected_tokens_by_position([0.5, math.nan, 1.0]) == [1.0, 1.5, 1.5, 1.5]
 
 
-def test_measured_rates_give_back_the_measured_tokens_per_step() -> None:
+def test_measured_rates_give_back_the_measured_tokens_per_step():
     """With one γ throughout the product telescopes: accepted at i is what is tested at i + 1."""
     rng = np.random.default_rng(0)
     accepted = np.cumprod(rng.random((500, 4)) < [0.9, 0.6, 0.8, 0.7], axis=1).sum(axis=1)
@@ -80,39 +80,39 @@ def test_measured_rates_give_back_the_measured_tokens_per_step() -> None:
 # -- times of passes ------------------------------------------------------------------------------
 
 
-def test_cost_is_interpolated_and_goes_on() -> None:
+def test_cost_is_interpolated_and_goes_on():
     assert [COSTS.v(n) for n in (1, 3, 5, 7, 9, 13)] == pytest.approx([1.0, 1.05, 1.1, 1.3, 1.5, 1.9])
     assert COSTS.target_pass_s(13) == pytest.approx(0.19)
     assert PassCosts({3: 1.0, 5: 2.0}).target_pass_s(1) == 1.0, "level below the narrowest"
     assert COSTS.c("small") == pytest.approx(0.2)
 
 
-def test_behind_the_only_measured_width_a_gentle_slope_is_assumed() -> None:
+def test_behind_the_only_measured_width_a_gentle_slope_is_assumed():
     assert [PassCosts({1: 0.2}).v(n) for n in (1, 4)] == pytest.approx([1.0, 1.0 + 3 * SLOPE])
 
 
-def test_a_narrower_pass_that_measured_slower_is_not_prolonged_downwards() -> None:
+def test_a_narrower_pass_that_measured_slower_is_not_prolonged_downwards():
     assert PassCosts({1: 0.1, 2: 0.2, 3: 0.15}).v(10) == pytest.approx(1.5)
 
 
-def test_between_points() -> None:
+def test_between_points():
     assert [interpolate({2: 1.0, 4: 3.0}, n) for n in (0, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 3.0]
     assert interpolate({}, 5) == 0.0
 
 
-def test_no_pass_takes_longer_than_a_wider_one() -> None:
+def test_no_pass_takes_longer_than_a_wider_one():
     assert list(never_falling({9: 3.0, 1: 5.0, 5: 2.0}).items()) == [(1, 2.0), (5, 2.0), (9, 3.0)]
     assert never_falling({}) == {}
 
 
-def test_a_drafters_pass_behind_nodes_of_a_tree() -> None:
+def test_a_drafters_pass_behind_nodes_of_a_tree():
     costs = PassCosts({1: 0.1}, {"a": 0.02, "b": 0.03}, rows_s={"a": {1: 0.03, 4: 0.06, 8: 0.08}})
     assert [costs.c("a", n) for n in (0, 1, 2, 4, 6, 10)] == pytest.approx([0.2, 0.3, 0.4, 0.6, 0.7, 0.9])
     assert costs.c("b") == costs.c("b", 3) == pytest.approx(0.3), "of trees it was not timed"
     assert msgspec.json.decode(to_json(costs), type=PassCosts) == costs
 
 
-def test_costs_come_back_from_json() -> None:
+def test_costs_come_back_from_json():
     written = to_json(COSTS)
     assert json.loads(written) == {
         "target_pass_s": {"1": 0.1, "5": 0.11, "9": 0.15},
@@ -127,14 +127,14 @@ def test_costs_come_back_from_json() -> None:
 # -- trees ----------------------------------------------------------------------------------------
 
 
-def test_a_chain_is_the_plainest_tree() -> None:
+def test_a_chain_is_the_plainest_tree():
     for gamma in range(5):
         assert expected_tokens_of_tree(range(-1, gamma - 1), [0.7]) == pytest.approx(
             expected_tokens(0.7, gamma)
         )
 
 
-def test_expected_tokens_of_a_tree_are_those_of_every_outcome() -> None:
+def test_expected_tokens_of_a_tree_are_those_of_every_outcome():
     """Walked down in every way: at a node its b-th child is kept with chance P[b], or none is."""
     parents, rates = (-1, -1, 0, 0, 0, 1, 3), [0.5, 0.2, 0.1]
 
@@ -146,7 +146,7 @@ def test_expected_tokens_of_a_tree_are_those_of_every_outcome() -> None:
     assert expected_tokens_of_tree((-1, -1), [0.5]) == 1.5, "a rank that nobody measured is never kept"
 
 
-def test_the_rows_of_a_trees_passes() -> None:
+def test_the_rows_of_a_trees_passes():
     assert read_by_depth(()) == read_by_depth((-1, -1)) == []
     assert read_by_depth((-1, 0, 1)) == [1, 1]
     assert read_by_depth((-1, -1, -1, 0, 0, 2, 5)) == [2, 1]
@@ -155,7 +155,7 @@ def test_the_rows_of_a_trees_passes() -> None:
 # -- the speedup ----------------------------------------------------------------------------------
 
 
-def test_predicted_speedup() -> None:
+def test_predicted_speedup():
     assert predicted_speedup(1.5, 1, c=0.5) == pytest.approx(1.5 / 1.5)
     assert predicted_speedup(expected_tokens(1.0, 4), 4, c=0.25, v=1.5) == pytest.approx(5 / 2.5)
     assert predicted_speedup(expected_tokens(0.0, 3), 3, c=0.1) == pytest.approx(1 / 1.3)
@@ -163,19 +163,19 @@ def test_predicted_speedup() -> None:
 
 
 @given(st.floats(0.0, 0.99), st.integers(1, 8), st.floats(0.0, 1.0))
-def test_steps_that_are_alike_together_give_the_speedup_of_one(alpha: float, gamma: int, c: float) -> None:
+def test_steps_that_are_alike_together_give_the_speedup_of_one(alpha, gamma, c):
     tokens, v = expected_tokens(alpha, gamma), COSTS.v(gamma + 1)
     together = predicted_speedup(7 * tokens, 7 * gamma, c, 7 * v)
     assert together == pytest.approx(predicted_speedup(tokens, gamma, c, v))
 
 
-def test_steps_are_weighed_by_their_time() -> None:
+def test_steps_are_weighed_by_their_time():
     assert predicted_speedup(1.0 + 3.0, 0 + 4, 0.25, COSTS.v(1) + COSTS.v(5)) == pytest.approx(
         4.0 / (1.0 + 1.0 + 1.1)
     )
 
 
-def test_a_simulated_decoder_runs_as_predicted() -> None:
+def test_a_simulated_decoder_runs_as_predicted():
     """Tokens and seconds counted step by step meet the formula."""
     rng, alpha, gamma, c = np.random.default_rng(2), 0.8, 5, 0.2
     accepted = np.cumprod(rng.random((20_000, gamma)) < alpha, axis=1).sum(axis=1)
@@ -185,7 +185,7 @@ def test_a_simulated_decoder_runs_as_predicted() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 2.0), st.floats(0.0, 0.5))
-def test_the_best_length_is_the_first_of_the_fastest(rates: list[float], d: float, slope: float) -> None:
+def test_the_best_length_is_the_first_of_the_fastest(rates, d, slope):
     tokens = expected_tokens_by_position(rates)
     v = [1.0 + slope * (n - 1) for n in range(len(tokens) + 1)]
     speeds = [predicted_speedup(tokens[gamma], gamma, d, v[gamma + 1]) for gamma in range(len(tokens))]
@@ -193,7 +193,7 @@ def test_the_best_length_is_the_first_of_the_fastest(rates: list[float], d: floa
         assert best_length(tokens, d, v, least) == least + np.argmax(speeds[least:])
 
 
-def test_of_lengths_that_are_as_good_the_shortest_counts() -> None:
+def test_of_lengths_that_are_as_good_the_shortest_counts():
     tokens = [expected_tokens(1.0, gamma) for gamma in range(5)]
     assert best_length(tokens, 1.0, [1.0] * 6) == 0
     assert best_length(tokens, 1.0, [1.0] * 6, least=1) == 1

@@ -174,7 +174,7 @@ def block(text: str) -> str:
 # --- What events hold -----------------------------------------------------------------------------
 
 
-def test_a_step_event_holds_the_whole_record() -> None:
+def test_a_step_event_holds_the_whole_record():
     assert event(REJECTION) == {
         "event": "step",
         "index": 1,
@@ -231,14 +231,14 @@ def test_a_step_event_holds_the_whole_record() -> None:
     }
 
 
-def test_the_header_keeps_only_the_end_of_the_prompt() -> None:
+def test_the_header_keeps_only_the_end_of_the_prompt():
     assert header(prompt="x" * 10_000 + "end")["prompt_tail"] == "x" * 237 + "end"
 
 
 SIBLING_RIGHT = replace(REJECTION, tokens=(AIR, SCATTERS, IS), siblings=((1, SCATTERS), (1, BREAK), (0, IS)))
 
 
-def test_siblings_and_what_they_gave_are_shown() -> None:
+def test_siblings_and_what_they_gave_are_shown():
     made = event(SIBLING_RIGHT)
     assert made["siblings"] == [
         {"place": 1, "token": SCATTERS, "text": " scatters"},
@@ -271,7 +271,7 @@ TREE = replace(
 )
 
 
-def test_a_tree_is_drawn_by_branches() -> None:
+def test_a_tree_is_drawn_by_branches():
     made = event(TREE)
     assert made["parents"] == [-1, -1, 1, 1, 0]
     text = last(header(), made)
@@ -297,7 +297,7 @@ def line_of(sign: str, text: str) -> int:
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 120])
-def test_a_deep_tree_keeps_its_columns(width: int) -> None:
+def test_a_deep_tree_keeps_its_columns(width):
     deep = replace(
         TREE,
         drafted=(AIR,) * 20,
@@ -310,7 +310,7 @@ def test_a_deep_tree_keeps_its_columns(width: int) -> None:
     assert all("air" in row and cell_len(row) <= width for row in rows)
 
 
-def test_tokens_of_a_tree_are_data() -> None:
+def test_tokens_of_a_tree_are_data():
     made = event(TREE)
     made["verdicts"][0]["text"] = "[red]\x1b[31m\n"
     text = last(header(), made)
@@ -319,7 +319,7 @@ def test_tokens_of_a_tree_are_data() -> None:
 
 
 @pytest.mark.parametrize("method", ["naive", "traversal"])
-def test_the_header_says_how_a_tree_is_verified(method: str) -> None:
+def test_the_header_says_how_a_tree_is_verified(method):
     options = {"length_policy": "static-tree", "verification": method}
     beginning = header(options=options)
     assert f"by {method}, see docs/trees.md" in shown(beginning)
@@ -330,32 +330,32 @@ def test_the_header_says_how_a_tree_is_verified(method: str) -> None:
 
 
 @pytest.mark.parametrize("told", ["residual", "rejection", None])
-def test_the_header_says_what_becomes_of_drafts_beside_others(told: str | None) -> None:
+def test_the_header_says_what_becomes_of_drafts_beside_others(told):
     text = " ".join(shown(header(options={"verification": told})).split())
     beside = ", one beside it if the token in its place is it" if told == "residual" else ""
     assert f"verdict a draft is accepted if r < p/q{beside} legend" in text
 
 
 @pytest.mark.parametrize("parents", [[-1, -1, 1, 1], [-1, 1, 1, 1, 0], [-2, -1, 1, 1, 0]])
-def test_a_tree_that_is_none_is_refused(parents: list[int]) -> None:
+def test_a_tree_that_is_none_is_refused(parents):
     lines = [json.dumps(each) for each in (header(), {**event(TREE), "parents": parents})]
     with pytest.raises(UsageError, match=r"step.parents is missing or wrong"):
         list(parse_trace(io.BytesIO("\n".join(lines).encode()), "x"))
 
 
-def test_traces_from_before_siblings_are_shown_too() -> None:
+def test_traces_from_before_siblings_are_shown_too():
     old = event(REJECTION)
     del old["siblings"]
     assert last(event(REJECTION), old) == last(event(REJECTION), event(REJECTION))
 
 
-def test_a_step_without_verdicts_is_no_trace() -> None:
+def test_a_step_without_verdicts_is_no_trace():
     step = Step(0, 5, (1,), 1, 1, (1, 2), "bonus", (1.0,), TIMES)
     with pytest.raises(ValueError, match="without verdicts"):
         event(step)
 
 
-def test_values_that_json_lacks_are_left_open() -> None:
+def test_values_that_json_lacks_are_left_open():
     nan = float("nan")
     step = Step(
         0, 5, (SKY, IS), 1, 2, (SKY, IS), "corrected", (nan, 0.0), TIMES,
@@ -407,7 +407,7 @@ def hostile_events() -> list[Event]:
 
 
 @pytest.fixture
-def trace_file(tmp_path: Path) -> Callable[..., Path]:
+def trace_file(tmp_path) -> Callable[..., Path]:
     def write(*events: Event, rest: bytes = b"") -> Path:
         path = tmp_path / "trace.jsonl"
         with path.open("w", encoding="utf-8") as file:
@@ -419,7 +419,7 @@ def trace_file(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_round_trip(trace_file: Callable[..., Path]) -> None:
+def test_round_trip(trace_file):
     events = [header(), prefill(), *map(event, (ACCEPTED_ALL, REJECTION, NOTHING_DRAFTED, STOP_CUT)), SUMMARY]
     events += hostile_events()  # a second trace in the same file
     path = trace_file(*events)
@@ -428,14 +428,14 @@ def test_round_trip(trace_file: Callable[..., Path]) -> None:
     assert path.read_bytes().isascii()
 
 
-def test_events_are_written_at_once(tmp_path: Path) -> None:
+def test_events_are_written_at_once(tmp_path):
     path = tmp_path / "trace.jsonl"
     with path.open("w", encoding="utf-8") as file:
         write_event(file, header())
         assert list(read_trace(path)) == [header()]
 
 
-def test_a_last_line_cut_short_is_reported_after_the_rest(trace_file: Callable[..., Path]) -> None:
+def test_a_last_line_cut_short_is_reported_after_the_rest(trace_file):
     path = trace_file(header(), prefill(), rest=json.dumps(event(REJECTION))[:100].encode())
     events = read_trace(path)
     assert [next(events), next(events)] == [header(), prefill()]
@@ -444,7 +444,7 @@ def test_a_last_line_cut_short_is_reported_after_the_rest(trace_file: Callable[.
     assert raised.value.exit_code == 2
 
 
-def test_a_missing_last_line_end_is_no_harm(trace_file: Callable[..., Path]) -> None:
+def test_a_missing_last_line_end_is_no_harm(trace_file):
     path = trace_file(header(), rest=b"\n" + json.dumps(prefill()).encode())
     assert list(read_trace(path)) == [header(), prefill()]
 
@@ -498,7 +498,7 @@ def instead(whole: Event, **fields: Any) -> bytes:
         (instead(header(), trace_version="new"), "line 2 is broken: it has no trace version"),
     ],
 )
-def test_broken_lines(trace_file: Callable[..., Path], rest: bytes, message: str) -> None:
+def test_broken_lines(trace_file, rest, message):
     events = read_trace(trace_file(header(), rest=rest))
     assert next(events) == header()
     with pytest.raises(UsageError, match=message):
@@ -522,12 +522,12 @@ def test_broken_lines(trace_file: Callable[..., Path], rest: bytes, message: str
         (without(header(), "trace_version"), "line 1 is broken: it has no trace version"),
     ],
 )
-def test_files_that_are_no_trace(trace_file: Callable[..., Path], content: bytes, message: str) -> None:
+def test_files_that_are_no_trace(trace_file, content, message):
     with pytest.raises(UsageError, match=message):
         next(read_trace(trace_file(rest=content)))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match=r"Cannot read .*absent: No such file"):
         next(read_trace(tmp_path / "absent"))
     with pytest.raises(UsageError, match="Cannot read"):
@@ -553,7 +553,7 @@ NOTHING = end_event(
         pytest.param([NOTHING], id="interrupted"),
     ],
 )
-def test_view(snapshot: Callable[[str], None], events: list[dict[str, Any]]) -> None:
+def test_view(snapshot, events):
     snapshot(shown(*events))
 
 
@@ -566,22 +566,22 @@ def test_view(snapshot: Callable[[str], None], events: list[dict[str, Any]]) -> 
         pytest.param([event(REJECTION), event(STOP_CUT)], id="stop inside the accepted drafts"),
     ],
 )
-def test_view_of_the_last_step(snapshot: Callable[[str], None], events: list[dict[str, Any]]) -> None:
+def test_view_of_the_last_step(snapshot, events):
     snapshot(last(header(), *events))
 
 
-def test_view_in_ascii_at_60_columns(snapshot: Callable[[str], None]) -> None:
+def test_view_in_ascii_at_60_columns(snapshot):
     snapshot(shown(header(), event(REJECTION), event(NOTHING_DRAFTED), width=60, encoding="ascii"))
 
 
-def test_adjustment_off() -> None:
+def test_adjustment_off():
     text = shown(header(lossless=False), event(REJECTION))
     assert "\n  note       not lossless: the residual adjustment is off\n" in text
     assert "\n  corrected  ␣scatters  with probability 0.0314 from p₂: adjustment off\n" in text
     assert "norm" not in text
 
 
-def test_no_room() -> None:
+def test_no_room():
     assert "  stop       context-limit\n" in shown(
         prefill_event(Prefill(37, None, 0.0, "context-limit"), str)
     )
@@ -589,7 +589,7 @@ def test_no_room() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("width", [60, 71, 72, 80, 200])
-def test_no_line_is_wider_than_the_console(width: int) -> None:
+def test_no_line_is_wider_than_the_console(width):
     deep = Step(
         index=9998,
         position=1_234_567,
@@ -614,7 +614,7 @@ def test_no_line_is_wider_than_the_console(width: int) -> None:
         assert max(cell_len(line) for line in shown(*events, width=width).splitlines()) <= min(width, 100)
 
 
-def test_text_so_far_is_a_tail() -> None:
+def test_text_so_far_is_a_tail():
     words = [f" word{i}" for i in range(400)]
     steps = [
         Step(i, i, (), 0, 0, (i,), "target", (), TIMES, verdicts=(), closing_probability=0.5)
@@ -626,7 +626,7 @@ def test_text_so_far_is_a_tail() -> None:
     assert tail[0].startswith("  text       …")
 
 
-def test_text_so_far_keeps_lines_and_marks_white_space() -> None:
+def test_text_so_far_keeps_lines_and_marks_white_space():
     pieces = ["def f():", "\n", "    ", "return 1", " ", "\t"]
     drafts = Step(0, 1, (0, 1, 2), 3, 3, (0, 1, 2, 3), "bonus", (), TIMES,
                   verdicts=tuple(verdict(i, 0.5, 0.5, 0.1) for i in range(3)))  # fmt: skip
@@ -642,7 +642,7 @@ def test_text_so_far_keeps_lines_and_marks_white_space() -> None:
     ]
 
 
-def test_tokens_and_numbers_fit_their_columns() -> None:
+def test_tokens_and_numbers_fit_their_columns():
     long = " " + "x" * 60 + "日本"
     step = Step(
         0, 1, (0,), 1, 1, (0, 0), "bonus", (), TIMES, verdicts=(verdict(0, 0.00005, 0.99991, 0.99999),)
@@ -651,7 +651,7 @@ def test_tokens_and_numbers_fit_their_columns() -> None:
     assert row == "   1  ␣xxxxxx…   5e-05  0.9999   19998  1.0000  ✓ accepted"
 
 
-def test_hostile_text_stays_text() -> None:
+def test_hostile_text_stays_text():
     plain = shown(*hostile_events())
     assert {c for c in plain if not c.isprintable()} <= {"\n", "\u200d", "\u2028"}
     for piece in (
@@ -668,7 +668,7 @@ def test_hostile_text_stays_text() -> None:
     shown(*hostile_events(), width=60, encoding="ascii")
 
 
-def test_color_changes_no_character(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_changes_no_character(monkeypatch):
     events = [header(lossless=False), prefill(), *map(event, (ACCEPTED_ALL, REJECTION, STOP_CUT)), SUMMARY]
     monkeypatch.delenv("NO_COLOR", raising=False)
     colored = shown(*events, force_terminal=True, color_system="standard")
@@ -686,7 +686,7 @@ def command() -> typer.Typer:
     return app
 
 
-def test_command(trace_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(trace_file, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     events = [header(), prefill(), event(ACCEPTED_ALL), SUMMARY]
     path = trace_file(*events)
@@ -696,7 +696,7 @@ def test_command(trace_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatc
     assert (result.exit_code, result.stdout) == (0, shown(*events))
 
 
-def test_command_shows_what_there_is_before_it_complains(trace_file: Callable[..., Path]) -> None:
+def test_command_shows_what_there_is_before_it_complains(trace_file):
     result = CliRunner().invoke(command(), [str(trace_file(header(), rest=b'{"event"'))])
     assert "drafter" in result.stdout
     assert isinstance(result.exception, UsageError)

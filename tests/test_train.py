@@ -76,7 +76,7 @@ QUICK = TrainingSettings(
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
 
 
@@ -99,7 +99,7 @@ def easy() -> Target:
 
 
 @pytest.fixture(scope="module")
-def target(model: Any) -> Target:
+def target(model) -> Target:
     return wrap_target(model, tiny_tokenizer(), name="tiny", pack=False)
 
 
@@ -157,7 +157,7 @@ def decoders_rows(
 @pytest.mark.parametrize(
     ("kind", "every", "layers"), [*((kind, 1, 1) for kind in KINDS), ("eagle", 3, 1), ("eagle", 1, 2)]
 )
-def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str, every: int, layers: int) -> None:
+def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers):
     """Position by position, draft by draft, with a pass of the decoder's scorer for each."""
     texts = made_up(19, 12)
     teacher = Teacher(model, DRAFTED)
@@ -196,7 +196,7 @@ def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str, ever
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in learning)
 
 
-def test_cross_entropy_and_its_gradient_are_torchs() -> None:
+def test_cross_entropy_and_its_gradient_are_torchs():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(600, 8, generator=generator, requires_grad=True)
     head, p = torch.randn(30, 8, generator=generator), torch.randn(50, 30, generator=generator).softmax(-1)
@@ -210,7 +210,7 @@ def test_cross_entropy_and_its_gradient_are_torchs() -> None:
     assert torch.equal(right, (hidden @ head.T).argmax(-1) == p[rows].argmax(-1))
 
 
-def test_padding_teaches_nothing(model: Any) -> None:
+def test_padding_teaches_nothing(model):
     student = make_student("eagle", model, Teacher(model).head, DEPTH, 0)
     student.every = 1  # which of the others go on hangs on the batch
     short, long = made_up(9, 30)
@@ -220,7 +220,7 @@ def test_padding_teaches_nothing(model: Any) -> None:
     torch.testing.assert_close(together.losses.detach() * together.counted, sums, atol=1e-3, rtol=1e-4)
 
 
-def test_a_head_that_does_more_than_a_product_is_asked_itself(model: Any) -> None:
+def test_a_head_that_does_more_than_a_product_is_asked_itself(model):
     text = made_up(12)
     student = make_student("medusa", model, Teacher(model).head, DEPTH, 0)
     plain = lesson_of(model, student, text)
@@ -236,9 +236,7 @@ def test_a_head_that_does_more_than_a_product_is_asked_itself(model: Any) -> Non
     assert not torch.allclose(plain.p, capped.p)
 
 
-def test_states_are_no_use_where_a_head_does_more_than_a_product(
-    model: Any, target: Target, tmp_path: Path
-) -> None:
+def test_states_are_no_use_where_a_head_does_more_than_a_product(model, target, tmp_path):
     hook = model.lm_head.register_forward_hook(lambda _module, _given, out: 3 * torch.tanh(out / 3))
     try:
         said = refusal(
@@ -252,7 +250,7 @@ def test_states_are_no_use_where_a_head_does_more_than_a_product(
 # -- texts and batches -----------------------------------------------------------------------------
 
 
-def test_batches_hold_every_text_once_within_the_budget() -> None:
+def test_batches_hold_every_text_once_within_the_budget():
     texts = made_up(*Random(1).choices(range(6, 40), k=50), 90)
     for epoch in (0, 1):
         found = batches(texts, 80, 7, epoch)
@@ -264,7 +262,7 @@ def test_batches_hold_every_text_once_within_the_budget() -> None:
     assert [len(text.tokens) for text in fitting(made_up(5, 6, 50), 20, 3)] == [6, 20]
 
 
-def test_texts_are_the_targets_own_and_written_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_the_targets_own_and_written_once(target, monkeypatch):
     prompts = [[5, 9, 14], [30, 2], [1] * 600, [7, 7, 8, 1]]
     store = store_for(target, prompts, 6, 0)
     options: dict[str, Any] = {"answer_tokens": 6, "seed": 0}
@@ -285,7 +283,7 @@ def test_texts_are_the_targets_own_and_written_once(target: Target, monkeypatch:
     assert store_for(target, prompts, 7, 0).folder != store.folder
 
 
-def test_answers_that_had_not_ended_are_kept_apart(target: Target, tmp_path: Path) -> None:
+def test_answers_that_had_not_ended_are_kept_apart(target, tmp_path):
     prompts = [[5, 9, 14], [30, 2]]
     store, cut = store_for(target, prompts, 40, 0), TextStore(tmp_path / "cut")
     enough = {"enough": lambda _, everything: everything >= 12}
@@ -299,7 +297,7 @@ def test_answers_that_had_not_ended_are_kept_apart(target: Target, tmp_path: Pat
         assert 0 < text.written < 40
 
 
-def test_states_are_heard_while_the_target_writes(model: Any, target: Target, tmp_path: Path) -> None:
+def test_states_are_heard_while_the_target_writes(model, target, tmp_path):
     prompts, layers = [[5, 9, 14], [30, 2], [7, 7, 8, 1]], (1, 2, 3)
     states = HiddenStates(tmp_path / "states", layers, 32, torch.float32)
     store, cut = store_for(target, prompts, 20, 0), TextStore(tmp_path / "cut")
@@ -326,9 +324,7 @@ def test_states_are_heard_while_the_target_writes(model: Any, target: Target, tm
     assert [states.of(text.key, text.tokens) is None for text in texts.values()].count(True) == 1
 
 
-def test_a_full_disk_ends_a_training_that_goes_on_later(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_a_training_that_goes_on_later(target, tmp_path, monkeypatch):
     out, settings = tmp_path / "head", replace(QUICK, store_states=True)
     free = chain(5 * [1 << 40], repeat(1 << 30))
     with monkeypatch.context() as patched:
@@ -341,9 +337,7 @@ def test_a_full_disk_ends_a_training_that_goes_on_later(
     assert not (out / "state").exists()
 
 
-def test_a_disk_without_room_for_a_head_ends_a_training_that_goes_on_later(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_a_head_ends_a_training_that_goes_on_later(target, tmp_path, monkeypatch):
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -356,9 +350,7 @@ def test_a_disk_without_room_for_a_head_ends_a_training_that_goes_on_later(
     assert story(tmp_path / "head")["measured"]
 
 
-def test_states_that_are_stored_teach_what_the_target_would(
-    model: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_are_stored_teach_what_the_target_would(model, target, tmp_path, monkeypatch):
     texts = made_up(9, 14, 11)
     read = lesson_of(model, make_student("eagle", model, model.lm_head.weight[DRAFTED], DEPTH, 0), texts)
     states = HiddenStates(tmp_path / "states", (0, 1, 2, 3), 32, torch.float32)
@@ -376,7 +368,7 @@ def test_states_that_are_stored_teach_what_the_target_would(
         monkeypatch.setattr(learner._teacher, "states", None)  # all of them are known now
 
 
-def test_a_line_cut_short_is_written_again(tmp_path: Path) -> None:
+def test_a_line_cut_short_is_written_again(tmp_path):
     store = TextStore(tmp_path / "texts")
     first, second = made_up(8, 9)
     store.add([first])
@@ -429,7 +421,7 @@ def story(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_learns_and_drafts_exactly(easy: Target, tmp_path: Path, kind: str) -> None:
+def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
     out = tmp_path / "head"
     watch = Watched()
     settings = replace(
@@ -467,9 +459,7 @@ def test_a_head_learns_and_drafts_exactly(easy: Target, tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["read again", "stored"])
-def test_cut_off_anywhere_it_ends_the_same(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
-) -> None:
+def test_cut_off_anywhere_it_ends_the_same(target, tmp_path, monkeypatch, stored):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = replace(QUICK, store_states=stored)
     training(target, whole, settings).run()
@@ -492,9 +482,7 @@ def test_cut_off_anywhere_it_ends_the_same(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_killed_while_its_state_is_removed_a_training_has_ended(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_its_state_is_removed_a_training_has_ended(target, tmp_path, monkeypatch):
     out = tmp_path / "head"
 
     def removed_in_part(folder: Path, **_: Any) -> None:
@@ -510,7 +498,7 @@ def test_killed_while_its_state_is_removed_a_training_has_ended(
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_half_a_file_of_a_killed_training_is_gone_at_its_end(target: Target, tmp_path: Path) -> None:
+def test_half_a_file_of_a_killed_training_is_gone_at_its_end(target, tmp_path):
     out = tmp_path / "head"
     with pytest.raises(KilledError):
         training(target, out, QUICK, watch=Watched(1)).run()
@@ -523,7 +511,7 @@ def test_half_a_file_of_a_killed_training_is_gone_at_its_end(target: Target, tmp
     ]
 
 
-def test_minutes_are_kept_to(target: Target, tmp_path: Path) -> None:
+def test_minutes_are_kept_to(target, tmp_path):
     out = tmp_path / "head"
     settings = replace(QUICK, tokens=None, minutes=0.05, epochs=10_000)
     training(target, out, settings).run()
@@ -577,13 +565,13 @@ class Clock:
     ids=["quick", "slow to write", "slow to measure", "slow to learn"],
 )
 def test_minutes_hold_however_slow_the_machine_is(
-    target: Target,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    writing: float,
-    measuring: float,
-    learning: float,
-) -> None:
+    target,
+    tmp_path,
+    monkeypatch,
+    writing,
+    measuring,
+    learning,
+):
     """Five minutes, of which the target writes in half at most: a step or measure under way is all that may follow."""
     clock = Clock(monkeypatch, writing=writing, measuring=measuring, learning=learning)
     settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
@@ -596,9 +584,7 @@ def test_minutes_hold_however_slow_the_machine_is(
     assert measured[-1]["tokens"] > 0
 
 
-def test_minutes_hold_where_the_machine_becomes_slow(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_hold_where_the_machine_becomes_slow(target, tmp_path, monkeypatch):
     clock = Clock(monkeypatch, writing=1.0, measuring=0.2, learning=1.0)
 
     class Slowed(Watched):
@@ -612,9 +598,7 @@ def test_minutes_hold_where_the_machine_becomes_slow(
     assert clock.now <= 1.1 * 300
 
 
-def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(target, tmp_path, monkeypatch):
     """So that all of them are of the same texts."""
     Clock(monkeypatch, writing=1.0, measuring=3.0, learning=1.0)
     watch = Watched()
@@ -634,7 +618,7 @@ def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(
     assert 0 < seen[0] < 2 * 15
 
 
-def test_what_a_head_brings_is_held_against_what_its_drafts_cost() -> None:
+def test_what_a_head_brings_is_held_against_what_its_drafts_cost():
     untrained = Measured(0, 472, None, 1.03, (0.02, 0.0, 0.0, 0.0), step_cost=1.4)
     speedup = untrained.speedup("eagle")
     assert speedup is not None
@@ -648,9 +632,7 @@ def test_what_a_head_brings_is_held_against_what_its_drafts_cost() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "pays"), [(1.03, False), (1.6, True)])
-def test_a_head_is_recommended_only_where_it_pays(
-    tokens: float, pays: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_is_recommended_only_where_it_pays(tokens, pays, capsys):
     best = Measured(5, 472, 5.0, tokens, (tokens - 1, 0.0), step_cost=1.2)
     sys.modules["specbench.cli.train"]._tell(best, "eagle", Path("head"), as_json=False)
     said = capsys.readouterr().out
@@ -661,7 +643,7 @@ def test_a_head_is_recommended_only_where_it_pays(
     assert (json.loads(capsys.readouterr().out)["expected_speedup"] > 1) == pays
 
 
-def test_more_minutes_may_be_given_later(target: Target, tmp_path: Path) -> None:
+def test_more_minutes_may_be_given_later(target, tmp_path):
     out = tmp_path / "head"
     short = replace(QUICK, tokens=None, minutes=0.05, epochs=10_000, patience=10_000)
     with pytest.raises(KilledError):
@@ -674,7 +656,7 @@ def test_more_minutes_may_be_given_later(target: Target, tmp_path: Path) -> None
     assert told["seconds"] > 0.1 * 60
 
 
-def test_texts_are_read_once_for_several_turns() -> None:
+def test_texts_are_read_once_for_several_turns():
     course: Any = SimpleNamespace(epoch_steps=5, _together=2, turns=3)
     places = [Learner._place(course, number) for number in range(30)]
     assert [place for _, _, place in places[:15]] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 4, 4]
@@ -682,7 +664,7 @@ def test_texts_are_read_once_for_several_turns() -> None:
     assert places[15:] == [(1, chunk, place) for _, chunk, place in places[:15]]
 
 
-def test_a_text_is_read_again_only_after_all_others(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_read_again_only_after_all_others(target, monkeypatch):
     texts = made_up(*range(8, 40))
     monkeypatch.setattr(learner_module, "_READ_BYTES", 3 * 64 * 4 * 32 * 4)  # three batches of 64 tokens
     settings = replace(QUICK, batch_tokens=64)
@@ -702,9 +684,7 @@ def test_a_text_is_read_again_only_after_all_others(target: Target, monkeypatch:
     assert turns == [1, 4, 3, 3, 4]  # so that the last texts are learnt from as often as the first
 
 
-def test_a_place_weighs_what_share_of_drafts_gets_there(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_weighs_what_share_of_drafts_gets_there(target, monkeypatch):
     texts = made_up(20, 20)
     learner = Learner(target, target.language_model.model, texts, QUICK, processes(cpu=True))
     losses = torch.full((DEPTH,), 2.0, requires_grad=True)
@@ -715,7 +695,7 @@ def test_a_place_weighs_what_share_of_drafts_gets_there(
     torch.testing.assert_close(losses.grad, torch.tensor([1.0, 0.8 * 4 / 8, 0.0]))
 
 
-def test_measures_are_spread_over_the_steps_there_are_time_for() -> None:
+def test_measures_are_spread_over_the_steps_there_are_time_for():
     stand = Stand(measures_made=1)  # untrained
     found = []
     for steps in (100, 70, 70, 90):  # the machine becomes slower, and quicker again
@@ -726,9 +706,7 @@ def test_measures_are_spread_over_the_steps_there_are_time_for() -> None:
     assert stand.measures_left(4) == 0
 
 
-def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(target, tmp_path, monkeypatch):
     settings = replace(QUICK, tokens=None, minutes=2.0, epochs=None, measures=4)
     running: Any = training(target, tmp_path / "head", settings)
     monkeypatch.setattr(Training, "_seconds", 60.0)
@@ -743,7 +721,7 @@ def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(
     assert capped._in_time(learner, stand, 0.5) == 60
 
 
-def test_wide_targets_have_heads_that_learn_at_a_lower_rate() -> None:
+def test_wide_targets_have_heads_that_learn_at_a_lower_rate():
     rates = [QUICK.rate(width) for width in (32, 576, 1152)]
     assert rates[0] == rates[1] == 2 * rates[2]
     assert replace(QUICK, learning_rate=0.1).rate(4096) == 0.1
@@ -752,7 +730,7 @@ def test_wide_targets_have_heads_that_learn_at_a_lower_rate() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training_goes_on_from_a_head(easy: Target, tmp_path: Path, kind: str) -> None:
+def test_a_training_goes_on_from_a_head(easy, tmp_path, kind):
     first, second = tmp_path / "first", tmp_path / "second"
     settings = replace(QUICK, kind=kind, vocab=None, learning_rate=None if kind == "pass" else 5e-3)
     best = training(easy, first, settings).run()
@@ -782,9 +760,7 @@ def altered(
     return replace(head, files=files, tensors={**head.tensors, **tensors})
 
 
-def test_what_cannot_be_gone_on_from_is_refused(
-    model: Any, target: Target, easy: Target, tmp_path: Path
-) -> None:
+def test_what_cannot_be_gone_on_from_is_refused(model, target, easy, tmp_path):
     teacher = Teacher(model, DRAFTED)
     for kind in ("eagle", "medusa"):
         student = make_student(kind, model, teacher.head, DEPTH, 0)
@@ -821,13 +797,13 @@ def test_what_cannot_be_gone_on_from_is_refused(
     )
 
 
-def test_it_ends_when_nothing_is_gained(target: Target, tmp_path: Path) -> None:
+def test_it_ends_when_nothing_is_gained(target, tmp_path):
     out = tmp_path / "head"
     training(target, out, replace(QUICK, learning_rate=1e-9, measures=9, patience=2, epochs=9)).run()
     assert len(story(out)["measured"]) == 3
 
 
-def test_a_compact_head_drafts_like_the_whole_one(model: Any, target: Target, tmp_path: Path) -> None:
+def test_a_compact_head_drafts_like_the_whole_one(model, target, tmp_path):
     for kind in ("eagle", "medusa"):
         teacher = Teacher(model, DRAFTED)
         student = make_student(kind, model, teacher.head, DEPTH, 0)
@@ -851,7 +827,7 @@ def test_a_compact_head_drafts_like_the_whole_one(model: Any, target: Target, tm
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_a_head_for_other_weights_is_refused_unless_told(model: Any, target: Target, tmp_path: Path) -> None:
+def test_a_head_for_other_weights_is_refused_unless_told(model, target, tmp_path):
     folder = tmp_path / "head"
     teacher = Teacher(model, DRAFTED)
     student = make_student("eagle", model, teacher.head, DEPTH, 0)
@@ -907,12 +883,12 @@ REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_said_in_a_sentence(target: Target, tmp_path: Path, case: str) -> None:
+def test_what_cannot_be_is_said_in_a_sentence(target, tmp_path, case):
     call, message = REFUSED[case]
     assert message in refusal(call, target, tmp_path / "head", kind=SpecbenchError)
 
 
-def test_a_training_goes_on_as_it_was_begun(target: Target, tmp_path: Path) -> None:
+def test_a_training_goes_on_as_it_was_begun(target, tmp_path):
     out = tmp_path / "head"
     with pytest.raises(KilledError):
         training(target, out, watch=Watched(2)).run()
@@ -926,13 +902,13 @@ def test_a_training_goes_on_as_it_was_begun(target: Target, tmp_path: Path) -> N
     assert "is damaged" in refusal(training(target, out, resume=True).run, kind=RunError)
 
 
-def test_one_process_trains_into_a_folder(target: Target, tmp_path: Path) -> None:
+def test_one_process_trains_into_a_folder(target, tmp_path):
     first, second = (training(target, tmp_path / "head") for _ in range(2))
     with first._only_one():
         assert "Another process trains" in refusal(second.run, kind=RunError)
 
 
-def test_a_state_is_whole_or_refused(tmp_path: Path) -> None:
+def test_a_state_is_whole_or_refused(tmp_path):
     path = tmp_path / "a" / "state.safetensors"
     write_state(path, {"x": torch.arange(3)}, {"step": 4})
     tensors, facts = read_state(path)
@@ -945,7 +921,7 @@ def test_a_state_is_whole_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def train(cli: Cli, tmp_path: Path) -> Cli:
+def train(cli, tmp_path) -> Cli:
     folder = save_tiny(tmp_path / "tiny", layers=3)
     lines = [json.dumps({"id": each.id, "category": each.category, "turns": each.turns}) for each in PROMPTS]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -957,7 +933,7 @@ def train(cli: Cli, tmp_path: Path) -> Cli:
     return trained
 
 
-def test_train_on_the_command_line(cli: Cli, train: Cli, tmp_path: Path) -> None:
+def test_train_on_the_command_line(cli, train, tmp_path):
     out = tmp_path / "head"
     short = ("--tokens", 120, "--epochs", 1, "--held-out", 1)
     told = train(*short, "--out", out, "--compact")

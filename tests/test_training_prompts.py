@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import training_prompts as script
@@ -22,12 +21,12 @@ def runs_of_words(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + IN_A_ROW]) for i in range(len(words) - IN_A_ROW + 1)}
 
 
-def test_the_set_is_what_its_script_writes() -> None:
+def test_the_set_is_what_its_script_writes():
     written = [json.loads(line) for line in script.FILE.read_text(encoding="utf-8").splitlines()]
     assert written == script.rows()
 
 
-def test_the_set_is_large_and_varied_and_never_measured_on() -> None:
+def test_the_set_is_large_and_varied_and_never_measured_on():
     prompts = training_prompts([TRAINING_SET])
     assert TRAINING_SET not in prompt_sets()
     assert TRAINING_SET in set_names()
@@ -41,7 +40,7 @@ def test_the_set_is_large_and_varied_and_never_measured_on() -> None:
     assert not [prompt.turns[0] for prompt in prompts if known & runs_of_words(prompt.turns[0])]
 
 
-def test_what_is_measured_on_is_refused() -> None:
+def test_what_is_measured_on_is_refused():
     measured = load_prompts(["chat"])[4]
     changed = measured.turns[0].upper().replace(" ", "  ").rstrip(".") + " !"
     with pytest.raises(UsageError, match=f"'mine' is among those that are measured on .{measured.id}"):
@@ -49,7 +48,7 @@ def test_what_is_measured_on_is_refused() -> None:
     refuse_measured([Prompt("mine", "x", (measured.turns[0] + " And why?",))])
 
 
-def test_held_out_prompts_are_of_all_kinds_and_about_something_else() -> None:
+def test_held_out_prompts_are_of_all_kinds_and_about_something_else():
     prompts = load_prompts([TRAINING_SET])
     trained, held = held_out_prompts(prompts, 15)
     assert len({prompt.category for prompt in held}) == len(held) == 15
@@ -63,7 +62,7 @@ def test_held_out_prompts_are_of_all_kinds_and_about_something_else() -> None:
         held_out_prompts(few[:2], 1)
 
 
-def test_a_file_is_a_set_too(tmp_path: Path) -> None:
+def test_a_file_is_a_set_too(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"id": 1, "category": "x", "turns": ["Hello there"]}', encoding="utf-8")
     assert [prompt.turns for prompt in training_prompts([file])] == [("Hello there",)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import answered
 from specbench.decoding.records import Generation
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -88,7 +87,7 @@ def spelling(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> bytes:
 # -- what is shared ----------------------------------------------------------------------------------
 
 
-def test_tokens_with_the_same_bytes_are_shared_and_no_id_twice() -> None:
+def test_tokens_with_the_same_bytes_are_shared_and_no_id_twice():
     ours, theirs = tiny_tokenizer(), other_words("the", "Ġan", "ing")
     shared = between(ours, theirs).shared
     own, other = ours.get_vocab(), theirs.get_vocab()
@@ -98,7 +97,7 @@ def test_tokens_with_the_same_bytes_are_shared_and_no_id_twice() -> None:
     assert {own[piece] for piece in own.keys() & other.keys()} == shared.keys()
 
 
-def test_blanks_and_bytes_are_spelled_in_two_ways() -> None:
+def test_blanks_and_bytes_are_spelled_in_two_ways():
     ours, theirs = tiny_tokenizer(), sentence_piece("▁the", "▁is")
     shared = between(ours, theirs).shared
     own, other = ours.get_vocab(), theirs.get_vocab()
@@ -113,7 +112,7 @@ def test_blanks_and_bytes_are_spelled_in_two_ways() -> None:
     assert other["<0x61>"] not in back
 
 
-def test_special_tokens_are_shared_by_what_they_are_for() -> None:
+def test_special_tokens_are_shared_by_what_they_are_for():
     ours, theirs = tiny_tokenizer(), sentence_piece("▁the")
     assert between(ours, theirs).shared[ours.get_vocab()[SPECIAL_TOKENS[0]]] == theirs.eos_token_id
     renamed = other_words(*WORDS, special_tokens=("<end>", "<|im_end|>", "<|im_start|>"))
@@ -122,7 +121,7 @@ def test_special_tokens_are_shared_by_what_they_are_for() -> None:
         assert shared[ours.get_vocab()[name]] == renamed.get_vocab()[twin]
 
 
-def test_special_tokens_are_no_text() -> None:
+def test_special_tokens_are_no_text():
     ours = other_words(*WORDS, special_tokens=("<x>", "<|im_start|>"))
     theirs = other_words("the", special_tokens=("<y>",))
     translation = between(ours, theirs)
@@ -131,20 +130,20 @@ def test_special_tokens_are_no_text() -> None:
     assert spelling(theirs, translation.ids([start])) == b"<|im_start|>"
 
 
-def test_the_same_vocabulary_needs_no_translation_whatever_ends_a_text() -> None:
+def test_the_same_vocabulary_needs_no_translation_whatever_ends_a_text():
     other = tiny_tokenizer()
     other.eos_token = "<|im_end|>"
     assert translation_of(tiny_language_model(), tiny_language_model(tokenizer=other)) is None
 
 
-def test_logits_that_are_not_there_are_not_shared() -> None:
+def test_logits_that_are_not_there_are_not_shared():
     narrow = tiny_language_model(tokenizer=other_words("the"), vocab_size=200)
     translation = translation_of(tiny_language_model(), narrow)
     assert translation is not None
     assert max(translation.shared.values()) < 200
 
 
-def test_too_little_in_common() -> None:
+def test_too_little_in_common():
     many = [
         f"Ġ{first}{second}{third}" for first in "abcdefghij" for second in "abcdefghij" for third in "xyz"
     ]
@@ -163,13 +162,13 @@ def test_too_little_in_common() -> None:
 
 
 @pytest.mark.parametrize("theirs", [other_words("the", "Ġanother", "Ġsea"), sentence_piece("▁the", "▁sea")])
-def test_a_context_has_the_same_bytes_in_both(theirs: PreTrainedTokenizerFast) -> None:
+def test_a_context_has_the_same_bytes_in_both(theirs):
     ours = tiny_tokenizer()
     ids = ours(TEXT)["input_ids"]
     assert spelling(theirs, between(ours, theirs).ids(ids)) == TEXT.encode()
 
 
-def test_characters_that_are_not_complete_are_spelled_by_their_bytes() -> None:
+def test_characters_that_are_not_complete_are_spelled_by_their_bytes():
     ours, theirs = other_words("the", "ðŁ¦¦"), other_words("and")
     translation = between(ours, theirs)
     otter = ours("🦦")["input_ids"]
@@ -178,7 +177,7 @@ def test_characters_that_are_not_complete_are_spelled_by_their_bytes() -> None:
     assert longest_matches(b"axb", {b"a": 1, b"b": 2}) == [1, 2]
 
 
-def test_a_text_begins_as_the_drafter_s_texts_do() -> None:
+def test_a_text_begins_as_the_drafter_s_texts_do():
     theirs = sentence_piece("▁the")
     assert between(tiny_tokenizer(), theirs).first is None
     backend = theirs.backend_tokenizer
@@ -199,7 +198,7 @@ def pair(theirs: PreTrainedTokenizerFast, **options: Any) -> tuple[Target, Model
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
-def test_greedy_outputs_are_those_of_plain_decoding(cache: Any) -> None:
+def test_greedy_outputs_are_those_of_plain_decoding(cache):
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     drafter = wrap_drafter(language_model(other_words("the", "Ġan", "er")), target, cache=cache)
     assert isinstance(drafter, TranslatingDrafter)
@@ -211,7 +210,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(cache: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", [None, Multinomial(0.7)])
-def test_requests_side_by_side_read_in_ids_of_their_own(sampling: Sampling | None) -> None:
+def test_requests_side_by_side_read_in_ids_of_their_own(sampling):
     target, drafter = pair(other_words("the", "Ġan", "er"))
     settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 20, "sampling": sampling}
     texts = [TEXT[: 10 * number] for number in range(2, 6)]
@@ -228,7 +227,7 @@ def test_requests_side_by_side_read_in_ids_of_their_own(sampling: Sampling | Non
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("sampling", [None, Multinomial()])
-def test_a_model_with_its_tokens_renumbered_drafts_for_itself(sampling: Sampling | None) -> None:
+def test_a_model_with_its_tokens_renumbered_drafts_for_itself(sampling):
     """Everything is accepted: what it reads and drafts is what the target would."""
     ours = tiny_tokenizer()
     theirs = tiny_tokenizer(special_tokens=[*SPECIAL_TOKENS, "<more>"][::-1])
@@ -249,7 +248,7 @@ def test_a_model_with_its_tokens_renumbered_drafts_for_itself(sampling: Sampling
     assert [step.accepted for step in found.steps[:-1]] == [4] * (len(found.steps) - 1)
 
 
-def test_the_cache_holds_what_a_fresh_reading_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_holds_what_a_fresh_reading_would(monkeypatch):
     """After every step, with tokens that only one of the two has."""
     target, drafter = pair(other_words("the", "Ġan"))
     assert isinstance(drafter, TranslatingDrafter)
@@ -271,7 +270,7 @@ def test_the_cache_holds_what_a_fresh_reading_would(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(logits, fresh.logits(context, rows=1), rtol=1e-4, atol=1e-4)
 
 
-def test_it_stops_at_its_own_context_limit() -> None:
+def test_it_stops_at_its_own_context_limit():
     target, drafter = pair(other_words("the"), context=30)
     plain = autoregressive_generate("the thing", target, max_new_tokens=60, ignore_eos=True)
     found = speculative_generate("the thing", target, drafter, gamma=4, max_new_tokens=60, ignore_eos=True)
@@ -280,7 +279,7 @@ def test_it_stops_at_its_own_context_limit() -> None:
     assert not found.steps[-1].drafted
 
 
-def test_a_head_is_cut_once() -> None:
+def test_a_head_is_cut_once():
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     model = language_model(other_words("the", "Ġan"))
     first, again = wrap_drafter(model, target), wrap_drafter(model, target)
@@ -315,7 +314,7 @@ def spell(text: bytes) -> list[int]:
 TRANSLATION = Translation({0: 4, 2: 0, 3: 2}, {1: b"x"}, spell, None, VOCAB)
 
 
-def test_whatever_is_emitted_the_cache_follows() -> None:
+def test_whatever_is_emitted_the_cache_follows():
     """Other tokens than were drafted too, as of another drafter or a sibling; the scorer looks what it holds."""
     for emitted in sequences(VOCAB, 3):
         drafter = TranslatingDrafter(MappedScorer(random_table(2, 5), 5), "mapped", TRANSLATION)  # type: ignore[arg-type]
@@ -331,7 +330,7 @@ def test_whatever_is_emitted_the_cache_follows() -> None:
 # -- what is said of it ------------------------------------------------------------------------------
 
 
-def test_the_note_gives_the_share_of_the_targets_tokens() -> None:
+def test_the_note_gives_the_share_of_the_targets_tokens():
     """Special tokens count on both sides: nobody has more than all."""
     target, drafter = pair(other_words(*reversed(WORDS)))
     total = len(tiny_tokenizer())
@@ -345,7 +344,7 @@ def test_the_note_gives_the_share_of_the_targets_tokens() -> None:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> tuple[str, str]:
+def folders(tmp_path) -> tuple[str, str]:
     """A target's, and one of a drafter with another tokenizer."""
     theirs, folder = other_words("the", "Ġan"), tmp_path / "foreign"
     tiny_llama(1, vocab_size=len(theirs)).save_pretrained(folder)
@@ -354,9 +353,7 @@ def folders(tmp_path: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("command", ["generate", "check", "sweep", "tune"])
-def test_commands_say_that_the_tokenizers_differ(
-    folders: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_commands_say_that_the_tokenizers_differ(folders, tmp_path, capfd, command):
     target, drafter = folders
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"id": "a", "category": "chat", "turns": ["the otter"]}\n')

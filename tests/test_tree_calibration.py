@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec import structs
@@ -38,7 +35,7 @@ CHOICE = TreeChoice("a model", "small (int8)", 0.7, "traversal", (60, 20, 5), 40
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
 
 
@@ -50,14 +47,14 @@ def pair(seed: int = 1) -> tuple[Target, ModelDrafter]:
 # -- what is counted -------------------------------------------------------------------------------
 
 
-def test_the_probe_has_candidates_behind_the_first_of_every_level() -> None:
+def test_the_probe_has_candidates_behind_the_first_of_every_level():
     parents = _comb().parents
     assert len(parents) == 24
     assert [parents.count(node) for node in (-1, 0, 6, 12)] == [6] * 4
 
 
 @pytest.mark.parametrize(("sampling", "method"), [(Greedy(), ""), (Multinomial(0.9), "recursive")])
-def test_counts_are_those_of_the_decoder(sampling: Sampling, method: Any) -> None:
+def test_counts_are_those_of_the_decoder(sampling, method):
     target, drafter = pair()
     key = replace(KEY, verification=method)
     found = calibrate_tree(target, drafter, PROMPTS, key, sampling=sampling, tokens=12, clock=Ticking())
@@ -85,14 +82,14 @@ def test_counts_are_those_of_the_decoder(sampling: Sampling, method: Any) -> Non
     )  # fmt: skip
 
 
-def test_a_twin_s_first_candidate_is_always_kept() -> None:
+def test_a_twin_s_first_candidate_is_always_kept():
     target, drafter = pair(seed=0)
     found = calibrate_tree(target, drafter, PROMPTS, KEY, sampling=Greedy(), tokens=12, clock=Ticking())
     assert found.choice.ranks == (100,)
     assert found.tree == found.chain, "nothing stands beside what is always right"
 
 
-def test_the_time_ends_it_with_what_was_counted() -> None:
+def test_the_time_ends_it_with_what_was_counted():
     target, drafter = pair()
     found = calibrate_tree(
         target, drafter, PROMPTS, KEY, sampling=Greedy(), tokens=12, seconds=1.5, clock=Ticking()
@@ -106,14 +103,14 @@ def test_the_time_ends_it_with_what_was_counted() -> None:
 # -- which tree is chosen ----------------------------------------------------------------------------
 
 
-def test_percentages_are_never_more_than_a_hundred() -> None:
+def test_percentages_are_never_more_than_a_hundred():
     assert _percentages([0.684, 0.126, 0.049, 0.001, 0.0]) == (68, 13, 5)
     assert _percentages([0.955, 0.025, 0.015, 0.005]) == (96, 2, 2)
     assert _percentages([0.0]) == (0,)
     assert sum(_percentages([0.976, 0.008, 0.008, 0.008])) == 100
 
 
-def test_no_tree_is_predicted_to_be_faster() -> None:
+def test_no_tree_is_predicted_to_be_faster():
     ranks = (50, 25, 15)
     costs = PassCosts(
         {1: 1.0, 17: 1.2, 33: 2.0}, {"drafter": 0.2}, rows_s={"drafter": {1: 0.2, 2: 0.3, 8: 0.6}}
@@ -148,7 +145,7 @@ def test_no_tree_is_predicted_to_be_faster() -> None:
     )
 
 
-def test_where_a_pass_is_dear_one_token_is_drafted() -> None:
+def test_where_a_pass_is_dear_one_token_is_drafted():
     costs = PassCosts({1: 1.0, 2: 2.0}, {"drafter": 9.0})
     assert best_tree((50, 10), costs).nodes == 1
 
@@ -163,7 +160,7 @@ def test_where_a_pass_is_dear_one_token_is_drafted() -> None:
         {"temperature": 1.0}, {"verification": "naive"},
     ],
 )  # fmt: skip
-def test_a_tree_holds_for_all_of_what_it_was_measured_with(other: dict[str, Any]) -> None:
+def test_a_tree_holds_for_all_of_what_it_was_measured_with(other):
     TREES.write(KEY.name, CHOICE)
     assert TREES.read(KEY.name) == CHOICE
     assert TREES.read(replace(KEY, **other).name) is None
@@ -176,7 +173,7 @@ def test_a_tree_holds_for_all_of_what_it_was_measured_with(other: dict[str, Any]
         {"nodes": 65}, {"depth": 0}, {"speedup": "fast"}, {"target": None},
     ],
 )  # fmt: skip
-def test_a_damaged_tree_is_refused(change: dict[str, Any]) -> None:
+def test_a_damaged_tree_is_refused(change):
     TREES.write(KEY.name, CHOICE)
     (file,) = (cache_folder() / "trees").iterdir()
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -187,7 +184,7 @@ def test_a_damaged_tree_is_refused(change: dict[str, Any]) -> None:
 # -- where it is taken up ----------------------------------------------------------------------------
 
 
-def test_a_rule_takes_what_it_leaves_open() -> None:
+def test_a_rule_takes_what_it_leaves_open():
     target, drafter = pair()
     sampling = Multinomial(0.7)
 
@@ -230,7 +227,7 @@ def test_a_rule_takes_what_it_leaves_open() -> None:
         fitted("static-tree")
 
 
-def test_a_sweep_does_not_go_on_with_another_tree() -> None:
+def test_a_sweep_does_not_go_on_with_another_tree():
     """Its configurations are named after the tree; the options are the same."""
     old, new = (
         describe(make_sweep(policies=("static-tree",))),
@@ -250,7 +247,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(tmp_path, capsys):
     folders = [save_tiny(tmp_path / name, seed) for seed, name in enumerate(("target", "small"))]
     models = ["--target", str(folders[0]), "--drafter", str(folders[1]), "--dtype", "float32"]
     asked = ["calibrate", *models, "--tree", "--limit", "2", "--tokens", "6", "--quiet"]
@@ -293,14 +290,12 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--tree", "--minutes", "0"], "The time for decoding is 0 s"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    arguments: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_loaded(arguments, message, capsys):
     assert run(["calibrate", *arguments]) == 2
     assert message in words(capsys.readouterr().err)
 
 
-def test_a_way_to_verify_that_takes_no_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_way_to_verify_that_takes_no_trees(tmp_path, capsys):
     folder = str(save_tiny(tmp_path / "target", 0))
     asked = ["calibrate", "--tree", "--target", folder, "--drafter", "self:int8", "--temperature", "1"]
     assert run([*asked, "--limit", "2", "--tokens", "3", "--verification", "block"]) == 2

@@ -44,9 +44,7 @@ def steps_of(tree: Policy, sampling: Sampling, method: VerificationName | None, 
         *((Multinomial(0.9), name) for name in ("traversal", "recursive", "naive", "residual", "specinfer")),
     ],
 )
-def test_a_trace_has_p_and_q_of_the_nodes_own_branch(
-    sampling: Sampling, method: VerificationName | None
-) -> None:
+def test_a_trace_has_p_and_q_of_the_nodes_own_branch(sampling, method):
     emitted: list[int] = []
     seen = {"accepted": 0, "rejected": 0, "untested": 0}
     shape = StaticTree.shaped((-1, -1, 0, 0, 1, 2))
@@ -71,7 +69,7 @@ def test_a_trace_has_p_and_q_of_the_nodes_own_branch(
     assert min(seen.values()) > 0
 
 
-def test_behind_a_stop_nothing_counts() -> None:
+def test_behind_a_stop_nothing_counts():
     """Wherever the output ends within a path: the figures are those of what was emitted."""
     for end in range(VOCAB):
         for method in ("traversal", "naive"):
@@ -88,7 +86,7 @@ def test_behind_a_stop_nothing_counts() -> None:
                 assert last.tested == last.accepted == len(last.tokens)
 
 
-def test_expected_acceptance_of_certain_candidates_is_all_they_have_of_p() -> None:
+def test_expected_acceptance_of_certain_candidates_is_all_they_have_of_p():
     for step in steps_of(DynamicTree(2, 4, 2), Multinomial(0.9), None):
         assert step.verdicts is not None
         for level, node in enumerate((-1, *step.path)[: step.tested]):

@@ -34,7 +34,6 @@ from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import GivenCosts, parse_costs
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
-from specbench.options import CacheKind
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
 
@@ -118,7 +117,7 @@ class LongerByRows(GivenCosts):
 
 
 @pytest.mark.parametrize(("share", "abreast"), [(0.0, True), (8.0, False)])
-def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share: float, abreast: bool) -> None:
+def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share, abreast):
     records = decode_steps(
         PROMPT,
         ScriptedScorer(random_table(3, 8), 8, cache=ScriptedCache()),
@@ -155,7 +154,7 @@ def largest_gap(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]
 
 
 @pytest.mark.smoke
-def test_several_on_caches_of_their_own_decode_greedily() -> None:
+def test_several_on_caches_of_their_own_decode_greedily():
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model)
     expected, _ = greedy(DraftPolicy(FixedLength(1)), target, NoDraft(), Greedy())
@@ -177,7 +176,7 @@ def test_several_on_caches_of_their_own_decode_greedily() -> None:
             greedy(policy, target, SeveralDrafters(drafters), Multinomial())
 
 
-def test_several_are_written_with_a_bar() -> None:
+def test_several_are_written_with_a_bar():
     spec = parse_drafter(" lookup:n=any | lookup+self:int8|org/small")
     assert isinstance(spec, Several)
     assert str(spec) == "lookup:n=any|lookup+self:int8|org/small"
@@ -213,9 +212,7 @@ class Dropping(StaticTree):
 @pytest.mark.parametrize(
     ("shape", "method"), [((-1, -1), "recursive"), ((-1, 0), "traversal"), ((-1, -1), "traversal")]
 )
-def test_dropping_a_draft_for_its_own_probability_is_a_bias(
-    shape: tuple[int, ...], method: VerificationName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropping_a_draft_for_its_own_probability_is_a_bias(shape, method, monkeypatch):
     def pruned(tree: GrowingTree, kept: Sequence[int]) -> GrowingTree:
         smaller = keep_certain(tree, kept)
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
@@ -236,14 +233,12 @@ def test_dropping_a_draft_for_its_own_probability_is_a_bias(
 
 
 @pytest.mark.parametrize("method", ["recursive", "traversal"])
-def test_a_q_that_keeps_what_was_drawn_is_a_bias(
-    method: VerificationName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_q_that_keeps_what_was_drawn_is_a_bias(method, monkeypatch):
     monkeypatch.setattr(verdicts, "_without", lambda q, token: q)
     assert bias(TREES["two beside"], method) > 1e-3
 
 
-def test_an_early_end_of_block_verification_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_end_of_block_verification_is_a_bias(monkeypatch):
     def from_the_root(draft: Draft, p: verdicts.Rows, random: Randomness) -> verdicts.Walked:
         """The chances of block verification, tossed from the front until one fails."""
         path: list[int] = []
@@ -266,7 +261,7 @@ def test_an_early_end_of_block_verification_is_a_bias(monkeypatch: pytest.Monkey
     assert bias(None, "block") > 1e-3
 
 
-def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch):
     """Tested once, a token that came twice; its q says that there were two tries."""
 
     def once(tree: GrowingTree, parent: int, draws: Sequence[Draws], prospects: Prospects) -> None:
@@ -280,7 +275,7 @@ def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch: pytest.Monke
     assert bias(lambda: StaticTree.shaped((-1, -1)), "specinfer") > 1e-3
 
 
-def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch):
     """Both nodes of the first depth get the same token behind them, each of the right distribution."""
     level = torch.tensor([0.5, -0.5, 0.2])
     monkeypatch.setitem(
@@ -324,7 +319,7 @@ def greedy(
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_greedy_outputs_are_the_targets_own(cache: CacheKind, penalty: float) -> None:
+def test_greedy_outputs_are_the_targets_own(cache, penalty):
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model, cache)
     sampling = Greedy(penalty)
@@ -346,7 +341,7 @@ def test_greedy_outputs_are_the_targets_own(cache: CacheKind, penalty: float) ->
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
-def test_a_tree_may_be_read_depth_by_depth(cache: CacheKind) -> None:
+def test_a_tree_may_be_read_depth_by_depth(cache):
     context, tokens, parents = [3, 9, 4, 1], [5, 6, 7, 8, 2, 3], [-1, -1, 0, 1, 1, 3]
     scorer = Scorer(tiny_llama(), cache)
     whole = scorer.score(Pass(scorer, context, tokens, parents)).logits
@@ -357,7 +352,7 @@ def test_a_tree_may_be_read_depth_by_depth(cache: CacheKind) -> None:
     torch.testing.assert_close(torch.cat(rows), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_a_drafter_keeps_what_it_has_read_of_the_path() -> None:
+def test_a_drafter_keeps_what_it_has_read_of_the_path():
     scorer = ScriptedScorer(DRAFT, VOCAB)
     drafter = ModelDrafter(scorer, "model")
     drafter.begin(PROMPT)
@@ -372,7 +367,7 @@ def test_a_drafter_keeps_what_it_has_read_of_the_path() -> None:
 # --- Shapes ---------------------------------------------------------------------------------------
 
 
-def test_the_best_shape_is_the_best_of_all() -> None:
+def test_the_best_shape_is_the_best_of_all():
     """Against every tree of four nodes."""
     acceptance = (0.6, 0.3, 0.05)
 
@@ -397,7 +392,7 @@ def test_the_best_shape_is_the_best_of_all() -> None:
         assert depth(found) <= deepest
 
 
-def test_what_cannot_be_a_tree_is_refused() -> None:
+def test_what_cannot_be_a_tree_is_refused():
     target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
 
     def start(spec: str, drafter: Any = None, sampling: Sampling | None = None, **options: Any) -> None:
@@ -431,7 +426,7 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
 
 
 @pytest.mark.parametrize("quick", [2**18, 0])
-def test_the_largest_of_a_row_are_those_of_a_sort(quick: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_of_a_row_are_those_of_a_sort(quick, monkeypatch):
     monkeypatch.setattr(prospects, "_QUICK", quick)
     generator = torch.Generator().manual_seed(0)
     for length in (1, 5, 64, 700, 5003):
@@ -441,7 +436,7 @@ def test_the_largest_of_a_row_are_those_of_a_sort(quick: int, monkeypatch: pytes
             assert largest(rows, count) == places[:, :count].tolist()
 
 
-def test_prospects_of_scores_are_their_softmax() -> None:
+def test_prospects_of_scores_are_their_softmax():
     row = torch.tensor([0.5, 2.0, -torch.inf, 1.0])
     scores, q = Scores(row, normalized=False), Scores(row.softmax(-1), normalized=True)
     for each in (scores, q):
@@ -483,7 +478,7 @@ def acceptance_at_a_node(method: Method, p: torch.Tensor, q: torch.Tensor, count
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_way_to_verify_keeps_more_than_can_be(name: VerificationName) -> None:
+def test_no_way_to_verify_keeps_more_than_can_be(name):
     method, generator = METHODS[name], torch.Generator().manual_seed(7)
     shares = []
     for _ in range(6):

@@ -81,7 +81,7 @@ def grid(*drafters: str, **options: Any) -> Sweep:
 # -- candidates ------------------------------------------------------------------------------------
 
 
-def test_what_is_tried() -> None:
+def test_what_is_tried():
     given = [parse_drafter("Org/small"), parse_drafter("ngram:order=3"), parse_drafter("none")]
     tried = [str(spec) for spec in drafters_to_try(given, [SelfForm(int8=True)])]
     assert tried == [
@@ -95,7 +95,7 @@ def test_what_is_tried() -> None:
     assert len(named_twice) == len(set(named_twice)) == 6
 
 
-def test_candidates_are_configurations_of_the_grid() -> None:
+def test_candidates_are_configurations_of_the_grid():
     sweep = grid("lookup", "self:int8", "d")
     ids = {config.id for config in sweep.configs}
     assert {"plain", "lookup@auto", "lookup@8", "self:int8@auto-tree", "d@dynamic-tree", "d@3"} <= ids
@@ -105,12 +105,12 @@ def test_candidates_are_configurations_of_the_grid() -> None:
     ]  # fmt: skip
 
 
-def test_where_passes_are_the_same_to_the_bit_nothing_stands_beside_a_draft() -> None:
+def test_where_passes_are_the_same_to_the_bit_nothing_stands_beside_a_draft():
     rules = [parse_rule(rule) for rule in rules_to_try(greedy=True, chained=True)]
     assert not any(rule.siblings or rule.kind.tree for rule in rules)
 
 
-def test_above_temperature_0_a_chain_may_be_verified_together() -> None:
+def test_above_temperature_0_a_chain_may_be_verified_together():
     greedy, sampled = (rules_to_try(greedy=each, chained=False) for each in (True, False))
     (more,) = {*sampled} - {*greedy}
     assert set(rules_to_try(greedy=False, chained=True)) - set(rules_to_try(greedy=True, chained=True)) == {
@@ -133,7 +133,7 @@ def probe(drafted: Sequence[int], accepted: Sequence[int], passes: Sequence[int]
     )
 
 
-def test_a_chain_is_predicted_from_a_longer_one() -> None:
+def test_a_chain_is_predicted_from_a_longer_one():
     steps = probe([8, 8, 0], [5, 1, 0])
     # γ = 4: of 4, 4 and no drafts 4, 1 and none are kept, so 8 tokens, for 8 passes of c = 0.2 and v = 1.2, 1.2 and 1.
     assert steps.chain(4, COSTS.c("d"), COSTS) == pytest.approx(8 / (8 * 0.2 + 3.4))
@@ -143,7 +143,7 @@ def test_a_chain_is_predicted_from_a_longer_one() -> None:
     assert Probe([], [], [], [], []).chain(4, 0.2, COSTS) == 0
 
 
-def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried() -> None:
+def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried():
     sweep = grid("d", "e")
     tries = {
         "d@8": probe([8] * 4, [3] * 4),
@@ -161,7 +161,7 @@ def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried() -> None:
     assert "plain" not in found
 
 
-def test_a_wide_pass_that_seems_quicker_was_disturbed() -> None:
+def test_a_wide_pass_that_seems_quicker_was_disturbed():
     sweep, tries = grid("d"), {"d@8": probe([8], [8])}
     disturbed = structs.replace(COSTS, target_s={**COSTS.target_s, 5: 0.9})
     assert predict(sweep.configs, tries, disturbed) == predict(
@@ -174,7 +174,7 @@ def chosen(predicted: dict[str, float], **options: Any) -> candidates.Chosen:
     return choose(grid("d", "e").configs, predicted, **{**defaults, **options})
 
 
-def test_who_is_raced() -> None:
+def test_who_is_raced():
     predicted = {
         "d@2": 1.2,
         "d@4": 1.3,
@@ -190,11 +190,11 @@ def test_who_is_raced() -> None:
     assert left_out["d@auto-tree"] == "no time to try it"
 
 
-def test_who_is_far_behind_plain_decoding_is_not_raced() -> None:
+def test_who_is_far_behind_plain_decoding_is_not_raced():
     assert chosen({"d@4": 0.7, "e@auto": 0.5}).raced == ()
 
 
-def test_no_more_are_raced_than_there_is_time_for() -> None:
+def test_no_more_are_raced_than_there_is_time_for():
     predicted = {"d@auto": 2.0, "e@auto": 1.9, "d@auto-tree": 1.8}
     # Blocks with plain decoding, and two of these, take 2.03 s.
     assert chosen(predicted, seconds=8 * 2.1).raced == ("d@auto", "e@auto")
@@ -203,7 +203,7 @@ def test_no_more_are_raced_than_there_is_time_for() -> None:
     assert chosen(predicted, seconds=8 * 2.1, first_s=5.0).raced == ("d@auto",)
 
 
-def test_the_best_of_what_an_engine_has_is_raced_though_it_is_far_behind() -> None:
+def test_the_best_of_what_an_engine_has_is_raced_though_it_is_far_behind():
     predicted = {"d@auto": 3.0, "d@4": 2.9, "e@8": 1.2, "e@2": 1.3, "e@auto": 1.3}
     assert chosen(predicted).raced == ("d@auto", "d@4")
     its = {"e@2", "e@8", "e@auto"}
@@ -216,7 +216,7 @@ def test_the_best_of_what_an_engine_has_is_raced_though_it_is_far_behind() -> No
     assert "e@2" not in chosen(slower, kept=[its]).raced
 
 
-def test_what_failed_says_why() -> None:
+def test_what_failed_says_why():
     left_out = chosen({"d@auto": 1.0}, failed={"e": "out of memory"}).left_out
     assert left_out["e@auto"] == "failed: out of memory"
 
@@ -278,7 +278,7 @@ def search(
 FAST = {"d@auto": 2.0, "d@8": 1.5, "d@dynamic-tree": 1.2, "d@auto-tree": 1.1}
 
 
-def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path: Path) -> None:
+def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
     clock = FakeClock()
     engine, sweep = TimedEngine(FAST, clock), grid("d", "e")
     found = search(tmp_path / "run", engine, sweep, clock)
@@ -300,7 +300,7 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path: Path) 
     assert answer.headline.endswith("; nothing else is within 5%.")
 
 
-def test_what_held_a_generation_up_is_taken_off(tmp_path: Path) -> None:
+def test_what_held_a_generation_up_is_taken_off(tmp_path):
     """The fastest takes four times as long on every third prompt, and so do its passes of the target."""
 
     class Disturbed(TimedEngine):
@@ -323,7 +323,7 @@ def test_what_held_a_generation_up_is_taken_off(tmp_path: Path) -> None:
     assert race.ratio("d@auto", "plain").value == pytest.approx(2.0, rel=0.02)
 
 
-def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path) -> None:
+def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path):
     clock, sweep = FakeClock(), grid("d", "e")
     whole = search(tmp_path / "whole", TimedEngine(FAST, clock), sweep, clock)
     for stop in (1, 9, 17, 30):
@@ -348,7 +348,7 @@ def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path)
         assert len(keys) + stop - 1 == len(list((folder / "generations.jsonl").open(encoding="utf-8")))
 
 
-def test_nothing_is_measured_again(tmp_path: Path) -> None:
+def test_nothing_is_measured_again(tmp_path):
     clock, sweep = FakeClock(), grid("d")
     first = search(tmp_path, TimedEngine(FAST, clock), sweep, clock)
     again = TimedEngine({}, clock)
@@ -358,7 +358,7 @@ def test_nothing_is_measured_again(tmp_path: Path) -> None:
     assert second.race.fallen == first.race.fallen
 
 
-def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path: Path) -> None:
+def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path):
     clock = FakeClock()
     speeds = {"d@auto": 1.5, "d@8": 1.49, "d@auto-tree": 1.3, "d@dynamic-tree": 1.2}
     engine, sweep = TimedEngine(speeds, clock, noise=4.0), grid("d", max_new_tokens=200, repeats=9)
@@ -368,7 +368,7 @@ def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path: Path) -> None:
     assert found.race.blocks < 9 * 9
 
 
-def test_without_time_for_a_block_nothing_is_said(tmp_path: Path) -> None:
+def test_without_time_for_a_block_nothing_is_said(tmp_path):
     clock, sweep = FakeClock(), grid("d")
     message = refusal(search, tmp_path, TimedEngine(FAST, clock), sweep, clock, seconds=0.5, kind=RunError)
     assert re.fullmatch(
@@ -378,7 +378,7 @@ def test_without_time_for_a_block_nothing_is_said(tmp_path: Path) -> None:
     assert found.race.leader == "d@auto"
 
 
-def test_rounding_is_looked_at_as_long_as_there_is_time(tmp_path: Path) -> None:
+def test_rounding_is_looked_at_as_long_as_there_is_time(tmp_path):
     clock, sweep = FakeClock(), grid("d")
     engine = TimedEngine(FAST, clock, spoils=lambda config: config.kind != "plain", tie=True)
     search(tmp_path, engine, sweep, clock)
@@ -392,7 +392,7 @@ def test_rounding_is_looked_at_as_long_as_there_is_time(tmp_path: Path) -> None:
     ]
 
 
-def test_a_machine_that_others_use_is_named_as_the_reason(tmp_path: Path) -> None:
+def test_a_machine_that_others_use_is_named_as_the_reason(tmp_path):
     looks = 0
 
     def busy() -> LoadSnapshot:
@@ -409,7 +409,7 @@ def test_a_machine_that_others_use_is_named_as_the_reason(tmp_path: Path) -> Non
     )
 
 
-def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(tmp_path: Path) -> None:
+def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(tmp_path):
     clock, sweep = FakeClock(), grid("d", "e")
     broken = TimedEngine(
         FAST, clock, fails=lambda config, _: RunError("no memory") if config.drafter == "e" else None
@@ -422,7 +422,7 @@ def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(
     assert message.startswith("Plain decoding failed: no memory.")
 
 
-def test_passes_that_cannot_be_timed_end_it(tmp_path: Path) -> None:
+def test_passes_that_cannot_be_timed_end_it(tmp_path):
     class Untimed(TimedEngine):
         def measure_costs(self, *_: object) -> PassTimes:
             raise RunError("no clock")
@@ -435,14 +435,14 @@ def test_passes_that_cannot_be_timed_end_it(tmp_path: Path) -> None:
 # -- many requests ---------------------------------------------------------------------------------
 
 
-def test_a_drafter_in_a_batch_is_predicted_from_its_steps_and_shared_passes() -> None:
+def test_a_drafter_in_a_batch_is_predicted_from_its_steps_and_shared_passes():
     steps = step_lists([2, 0], emitted=[3, 1], passes=[2, 0])
     costs = SharedCosts({4: {1: 0.1, 3: 0.2}}, {"d": {4: 0.05}})
     # 2 tokens a step of one pass of the drafter and of 2 rows for each request, where plain decoding takes 0.1 for one.
     assert predicted_at(4, [steps], "d", costs) == pytest.approx(2 * 0.1 / (0.05 + 0.15))
 
 
-def test_where_it_stops_paying_is_told(tmp_path: Path) -> None:
+def test_where_it_stops_paying_is_told(tmp_path):
     speeds = {"d@8": 2.0, "d@auto": 0.5, "d@auto-tree": 0.5, "d@dynamic-tree": 0.5}
     answer, found = answered(tmp_path, speeds)
     *pays, stops = found.batches
@@ -457,7 +457,7 @@ def test_where_it_stops_paying_is_told(tmp_path: Path) -> None:
     assert as_json(answer, found)["batches"].keys() == set(map(str, found.batches))
 
 
-def test_passes_that_cannot_be_shared_leave_it_unsaid(tmp_path: Path) -> None:
+def test_passes_that_cannot_be_shared_leave_it_unsaid(tmp_path):
     class Alone(TimedEngine):
         def measure_shared_costs(self, *_: object) -> SharedTimes:
             raise RuntimeError("no memory")
@@ -478,7 +478,7 @@ def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[An
     return find_answer(found, sweep.configs, load_results(folder)), found
 
 
-def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path: Path) -> None:
+def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path):
     slow = dict.fromkeys(("d@auto", "d@8", "d@auto-tree", "d@dynamic-tree"), 0.8)
     answer, found = answered(tmp_path, slow)
     assert found.race.verdict == "plain"
@@ -488,7 +488,7 @@ def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path: P
     assert (config, note) == (Configuration(target="smollm2-135m", drafter="none", cache="dynamic"), "")
 
 
-def test_where_it_makes_no_difference_too(tmp_path: Path) -> None:
+def test_where_it_makes_no_difference_too(tmp_path):
     same = dict.fromkeys(("d@8", "d@auto-tree", "d@dynamic-tree"), 0.7) | {"d@auto": 1.01}
     answer, found = answered(tmp_path, same)
     assert found.race.verdict in ("equal", "faster")
@@ -517,7 +517,7 @@ def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
     return search(folder, Noisy({}, clock), sweep, clock, seconds=200.0), sweep
 
 
-def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path: Path) -> None:
+def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
     found, sweep = undecided(tmp_path, FakeClock())
     assert found.race.verdict == "open"
     answer = find_answer(found, sweep.configs, load_results(tmp_path))
@@ -532,7 +532,7 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path: Pa
     assert run_json(tmp_path)["finished"] is None
 
 
-def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path: Path) -> None:
+def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path):
     """Many are in question as long as plain decoding may be the fastest: those that may beat the leader are named."""
     found, sweep = undecided(tmp_path, FakeClock())
     race = found.race
@@ -556,7 +556,7 @@ def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path: Path
     )
 
 
-def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path: Path) -> None:
+def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
     """The machine becomes so slow when the race begins that not even one block fits."""
 
     class Slowing(TimedEngine):
@@ -586,7 +586,7 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path: Path) 
     assert (plainly.winner.kind, plainly.provisional) == ("plain", True)
 
 
-def test_where_everything_that_drafts_fails_plain_decoding_is_provisional(tmp_path: Path) -> None:
+def test_where_everything_that_drafts_fails_plain_decoding_is_provisional(tmp_path):
     clock, sweep = FakeClock(), grid("d")
 
     def fails(config: SweepConfig, _: object) -> Exception | None:
@@ -601,7 +601,7 @@ def test_where_everything_that_drafts_fails_plain_decoding_is_provisional(tmp_pa
     assert {each.outcome for each in answer.tried if each.blocks == 0} == {"failed"}
 
 
-def test_going_on_without_time_says_what_was_found(tmp_path: Path) -> None:
+def test_going_on_without_time_says_what_was_found(tmp_path):
     clock = FakeClock()
     first, sweep = undecided(tmp_path, clock)
     again = search(tmp_path, TimedEngine({}, clock), sweep, clock, seconds=0.0)
@@ -621,7 +621,7 @@ class Disturbed(TimedEngine):
         return replace(outcome, decode_s=4 * outcome.decode_s, steps=tuple(steps))
 
 
-def test_one_answer_is_stored_and_everything_says_it(tmp_path: Path) -> None:
+def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     """Where a race takes off what held generations up, its figures are not those of the times alone."""
     clock, sweep = FakeClock(), grid("d")
     folder = tmp_path / "run"
@@ -656,7 +656,7 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path: Path) -> None:
     assert in_place_of(df, other, best).beside.share.value == found.race.ratio("d@8", "d@auto").value
 
 
-def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path: Path) -> None:
+def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path):
     clock = FakeClock()
     found, sweep = undecided(tmp_path, clock)
     answer = find_answer(found, sweep.configs, load_results(tmp_path))
@@ -672,7 +672,7 @@ def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path: Pa
     assert (tuning.ranking, tuning.verdict, tuning.answer) == ([], None, None)
 
 
-def test_a_search_of_an_older_version_is_shown_by_its_ranking(tmp_path: Path) -> None:
+def test_a_search_of_an_older_version_is_shown_by_its_ranking(tmp_path):
     found, _ = undecided(tmp_path, FakeClock())
     df = load_results(tmp_path)
     assert df.run.tuning is not None
@@ -685,7 +685,7 @@ def test_a_search_of_an_older_version_is_shown_by_its_ranking(tmp_path: Path) ->
     assert found.race.leader == setting_of_run(df).measured.config
 
 
-def test_the_answer_as_text_markdown_and_json(tmp_path: Path) -> None:
+def test_the_answer_as_text_markdown_and_json(tmp_path):
     answer, found = answered(tmp_path, FAST)
     text = as_text(answer)
     lines = text.splitlines()
@@ -710,7 +710,7 @@ def test_the_answer_as_text_markdown_and_json(tmp_path: Path) -> None:
     assert {each["config"] for each in facts["tried"]} >= {"plain", "d@8", "e@auto"}
 
 
-def test_the_table_fits_80_columns(tmp_path: Path) -> None:
+def test_the_table_fits_80_columns(tmp_path):
     answer, _ = answered(tmp_path, FAST)
     long = "lookup+" + 4 * "a-model-with-a-long-name-" + "7b (int8) γ=3"
     many = replace(answer, tried=tuple(replace(each, label=long) for each in answer.tried))
@@ -723,7 +723,7 @@ def test_the_table_fits_80_columns(tmp_path: Path) -> None:
     assert "".join(names).replace(" ", "").count("(int8)γ=3") == len(raced) > 3
 
 
-def test_exports_name_settings_that_engines_have(tmp_path: Path) -> None:
+def test_exports_name_settings_that_engines_have(tmp_path):
     answered(tmp_path, FAST)
     found = exports(load_results(tmp_path), tmp_path)
     assert {each.engine for each in found} >= {"transformers", "vllm", "llama.cpp"}
@@ -736,7 +736,7 @@ def test_exports_name_settings_that_engines_have(tmp_path: Path) -> None:
     assert lines[2:] == [f"    {each.command}" for each in found]
 
 
-def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path: Path) -> None:
+def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path):
     """No engine has a form of the target, most have lookups."""
     clock, sweep = FakeClock(), grid("lookup", "self:int8")
     engine = TimedEngine({"self:int8@auto": 2.0, "lookup@auto": 1.3, "lookup@8": 1.2}, clock)
@@ -789,7 +789,7 @@ def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
         ("auto-tree:nodes=8", {"tree": "auto:nodes=8"}),
     ],
 )
-def test_a_configuration_says_how_to_decode(rule: str, says: dict[str, str]) -> None:
+def test_a_configuration_says_how_to_decode(rule, says):
     config, note = config_of(recipe_of("lookup:n=4+Org/small", rule))
     assert note == ""
     assert config.given == {
@@ -802,7 +802,7 @@ def test_a_configuration_says_how_to_decode(rule: str, says: dict[str, str]) -> 
 
 
 @pytest.mark.parametrize(("actual", "dtype"), [("int4", "int4"), ("int8", "auto")])
-def test_a_recipe_has_the_dtype_that_won_unless_it_is_the_usual_one(actual: str, dtype: str) -> None:
+def test_a_recipe_has_the_dtype_that_won_unless_it_is_the_usual_one(actual, dtype):
     spec = parse_drafter("lookup+Org/small")
     _, config = build_configs(
         SweepOptions(policies=("auto",)), {"a": spec}, {"a": "f"}, base=RECIPE, dtypes={"a": actual}
@@ -811,7 +811,7 @@ def test_a_recipe_has_the_dtype_that_won_unless_it_is_the_usual_one(actual: str,
     assert (config.recipe.models.drafter_dtype, config.drafter_dtype) == (dtype, actual)
 
 
-def test_a_configuration_says_dtypes_and_no_paths() -> None:
+def test_a_configuration_says_dtypes_and_no_paths():
     recipe = recipe_of("suffix", "auto", dtype="float32", drafter_dtype="bfloat16")
     config, note = config_of(replace(recipe, target=ModelSpec("folder", "/home/me/big")))
     assert (config.target, config.dtype, config.drafter_dtype) == (None, "float32", "bfloat16")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from specbench.cli import run
 from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.prospects import Scores
-from specbench.decoding.sampling import Multinomial, Sampling
+from specbench.decoding.sampling import Multinomial
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import build_policy
@@ -32,7 +31,7 @@ KEPT = (0, 5, 17, 64, 65, 101, 200, 280)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
 
 
@@ -43,7 +42,7 @@ def counted(target: Target, ranked: tuple[int, ...] = KEPT) -> None:
 # -- the notation ------------------------------------------------------------------------------------
 
 
-def test_options_follow_the_last_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_follow_the_last_colon(tmp_path, monkeypatch):
     spec = parse_drafter("org/name@v1:vocab=16000")
     assert spec == SmallModel(parse_model("org/name@v1"), 16000)
     assert str(spec) == "org/name@v1:vocab=16000"
@@ -67,7 +66,7 @@ def test_options_follow_the_last_colon(tmp_path: Path, monkeypatch: pytest.Monke
         ("org/name:vocab", "names no model"),
     ],
 )
-def test_options_that_are_none(text: str, message: str) -> None:
+def test_options_that_are_none(text, message):
     with pytest.raises(UsageError, match=message):
         parse_drafter(text)
 
@@ -75,11 +74,11 @@ def test_options_that_are_none(text: str, message: str) -> None:
 # -- what is counted ---------------------------------------------------------------------------------
 
 
-def test_the_order_of_tokens() -> None:
+def test_the_order_of_tokens():
     assert ranked_tokens([7, 8, 8, 9, 8, 9], [2], [9, 4, 4, 3]) == (2, 8, 9, 7, 4, 3)
 
 
-def test_what_was_not_seen_follows_by_its_id() -> None:
+def test_what_was_not_seen_follows_by_its_id():
     counts = TokenCounts("t", (9, 4, 30), 3, (4, 4, 1, 8))
     assert counts.most_frequent(2, range(20)) == [4, 9]
     assert counts.most_frequent(5, range(20)) == [0, 1, 2, 4, 9]
@@ -87,7 +86,7 @@ def test_what_was_not_seen_follows_by_its_id() -> None:
     assert counts.coverage([4, 9]) == 0.5
 
 
-def test_every_third_answer_shows_what_is_covered() -> None:
+def test_every_third_answer_shows_what_is_covered():
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     prompts = [[place, 40 + place, 7] for place in range(1, 7)]
     found = count_tokens(target, prompts, 5)
@@ -101,7 +100,7 @@ def test_every_third_answer_shows_what_is_covered() -> None:
         count_tokens(target, prompts[:1], 5)
 
 
-def test_counts_are_kept_and_damage_is_noticed(tmp_path: Path) -> None:
+def test_counts_are_kept_and_damage_is_noticed(tmp_path):
     counts = TokenCounts("t", (3, 1), 2, (1, 5))
     with pytest.raises(UsageError, match="The tokens that t writes were not counted yet") as caught:
         COUNTS.require("f", not_counted("t"))
@@ -126,7 +125,7 @@ def test_counts_are_kept_and_damage_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("int8", [False, True])
-def test_logits_are_the_whole_heads_and_none_elsewhere(tied: bool, int8: bool) -> None:
+def test_logits_are_the_whole_heads_and_none_elsewhere(tied, int8):
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     counted(target)
     models = [tiny_language_model(1), tiny_language_model(1)]
@@ -147,7 +146,7 @@ def test_logits_are_the_whole_heads_and_none_elsewhere(tied: bool, int8: bool) -
 
 @pytest.mark.parametrize("rule", ["fixed:gamma=3", "static-tree:nodes=6", "dynamic-tree", "auto-tree"])
 @pytest.mark.parametrize("sampling", [None, Multinomial()])
-def test_the_target_s_own_twin_is_accepted_where_it_may_draft(sampling: Sampling | None, rule: str) -> None:
+def test_the_target_s_own_twin_is_accepted_where_it_may_draft(sampling, rule):
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     plain = autoregressive_generate([3, 4, 5], target, max_new_tokens=30, ignore_eos=True)
     seen = tuple(dict.fromkeys(plain.token_ids[:15]))
@@ -169,7 +168,7 @@ def test_the_target_s_own_twin_is_accepted_where_it_may_draft(sampling: Sampling
         assert sum(step.accepted for step in found.steps) > 0
 
 
-def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impossible() -> None:
+def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impossible():
     vocabulary = DraftVocabulary(torch.tensor([7, 2, 5, 0]), 9)
     values = torch.tensor([[1.0, -0.5, 3.0, 0.2], [0.3, 0.1, -2.0, 4.0]])
     spread = vocabulary.spread(values, -math.inf)
@@ -193,13 +192,13 @@ def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impos
 
 
 @pytest.mark.parametrize("everywhere", [-math.inf, math.inf])
-def test_logits_without_an_end_have_none_in_sum(everywhere: float) -> None:
+def test_logits_without_an_end_have_none_in_sum(everywhere):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Logits(torch.full((4,), everywhere)).log_sum == everywhere
 
 
-def test_a_trace_has_the_chances_of_the_tokens_that_are_drafted() -> None:
+def test_a_trace_has_the_chances_of_the_tokens_that_are_drafted():
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     counted(target)
     drafter = wrap_drafter(tiny_language_model(1), target, vocab=len(KEPT))
@@ -213,7 +212,7 @@ def test_a_trace_has_the_chances_of_the_tokens_that_are_drafted() -> None:
     assert step.drafted == tuple(each.token for each in draft)
 
 
-def test_a_vocabulary_that_cannot_be() -> None:
+def test_a_vocabulary_that_cannot_be():
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     with pytest.raises(UsageError, match="not counted yet"):
         wrap_drafter(tiny_language_model(1), target, vocab=5)
@@ -230,7 +229,7 @@ def test_a_vocabulary_that_cannot_be() -> None:
         wrap_drafter(trimmed, target)
 
 
-def test_one_model_with_several_vocabularies(tmp_path: Path) -> None:
+def test_one_model_with_several_vocabularies(tmp_path):
     folders = [save_tiny(tmp_path / name, seed) for seed, name in enumerate(("target", "small"))]
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     loaded = prepare(parse_model(str(folders[0])), [], ModelOptions(dtype="float32"))[0]
@@ -253,7 +252,7 @@ def test_one_model_with_several_vocabularies(tmp_path: Path) -> None:
 # -- the command line --------------------------------------------------------------------------------
 
 
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(tmp_path, capsys):
     folders = [save_tiny(tmp_path / name, seed) for seed, name in enumerate(("target", "small"))]
     models = ["--target", str(folders[0]), "--dtype", "float32"]
     generate = [

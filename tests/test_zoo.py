@@ -159,7 +159,7 @@ PAIRS = ((False, "preallocated"), (True, "dynamic"))
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["pairs", "all"])
 @pytest.mark.parametrize("name", ZOO)
-def test_greedy_tokens_are_those_of_generate(name: str, full: bool) -> None:
+def test_greedy_tokens_are_those_of_generate(name, full):
     model, expected = talkative(name)
     wrong = []
     for packed in (False, True):
@@ -179,7 +179,7 @@ def test_greedy_tokens_are_those_of_generate(name: str, full: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "lfm2", "falcon-alibi"])
-def test_the_first_token_is_out_of_sight_where_a_window_slides(name: str) -> None:
+def test_the_first_token_is_out_of_sight_where_a_window_slides(name):
     """The windows of the zoo are shorter than its contexts, so that what lies behind them is put to the test."""
     class_name, config = ZOO[name]
     model = build(class_name, config())
@@ -191,7 +191,7 @@ def test_the_first_token_is_out_of_sight_where_a_window_slides(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_the_survey_finds_nothing_in_the_zoo(name: str) -> None:
+def test_the_survey_finds_nothing_in_the_zoo(name):
     class_name, config = ZOO[name]
     model = build(class_name, config())
     assert survey.cause(model, BEYOND) == []
@@ -210,7 +210,7 @@ CHANGE = 16  # longer contexts have every position rotated otherwise
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
 @pytest.mark.parametrize("length", [6, CHANGE + 4])
-def test_a_context_that_grows_over_a_change_of_rotation(length: int, cache: CacheKind) -> None:
+def test_a_context_that_grows_over_a_change_of_rotation(length, cache):
     """Phi-3 with 128k tokens: `generate` computes everything anew where the context passes the change."""
     config = hf.Phi3Config(
         **USUAL | {"max_position_embeddings": 128},
@@ -231,7 +231,7 @@ def test_a_context_that_grows_over_a_change_of_rotation(length: int, cache: Cach
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
-def test_a_context_that_yarn_has_lengthened(cache: CacheKind) -> None:
+def test_a_context_that_yarn_has_lengthened(cache):
     config = hf.Qwen2Config(
         **USUAL | {"max_position_embeddings": 32}, rope_scaling={"type": "yarn", "factor": 4.0}
     )
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(name: str) -> None:
+def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(name):
     config, says = REFUSED[name]
     with pytest.raises(UsageError, match=says) as caught:
         check_config(config(), f"my-{name}")
@@ -288,7 +288,7 @@ def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(name: s
     ("class_name", "config"),
     [("BertGenerationDecoder", hf.BertGenerationConfig), ("BertLMHeadModel", hf.BertConfig)],
 )
-def test_a_bert_that_was_trained_as_a_decoder_is_one(class_name: str, config: Callable[..., Any]) -> None:
+def test_a_bert_that_was_trained_as_a_decoder_is_one(class_name, config):
     model = build(class_name, config(**USUAL, is_decoder=True))
     check_config(model.config, "decoder")
     expected = survey.generated(model, BEYOND)
