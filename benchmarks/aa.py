@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
+from specbench.base.errors import RunError
+from specbench.base.record import Estimate
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.environment import describe_environment
@@ -37,10 +39,8 @@ from specbench.bench.manifest import describe_run
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
-from specbench.errors import RunError
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
-from specbench.record import Estimate
 from specbench.results.compare import compare_configs
 from specbench.results.results import load_results
 from specbench.results.stats import ratio_text, verdict

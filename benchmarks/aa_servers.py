@@ -31,10 +31,10 @@ from typing import Any
 from aa import COVERED, ITSELF, X, coverage, line_of, run_all, run_one
 from parts import Parts
 
+from specbench.base.errors import SpecbenchError
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Salt, Sweep, SweepOptions, build_server_configs
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.errors import SpecbenchError
 from specbench.options import DecodingOptions
 from specbench.specs.servers import parse_servers
 

@@ -33,10 +33,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Asking
 from specbench.drafters.base import BaseDrafter
-from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.checkpoints import check_config

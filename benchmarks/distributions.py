@@ -27,11 +27,11 @@ import scripted_drafters
 from scripted import enumerate_outcomes
 from scripted_drafters import DRAFTERS, PROMPT, VOCAB, scripted_target
 
+from specbench.base.errors import UsageError
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Sampling
-from specbench.errors import UsageError
 from specbench.lengths import build_policy, parse_costs
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import parse_rule

@@ -43,9 +43,10 @@ import scripted_drafters
 from tiny import tiny_tokenizer
 
 from specbench.backends.torch.parity import find_difference
+from specbench.base.errors import SpecbenchError
+from specbench.base.progress import quiet_transformers
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Sampling
-from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
@@ -53,7 +54,6 @@ from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions, quantized
-from specbench.progress import quiet_transformers
 from specbench.specs.drafters import Cascade, parse_drafter
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")

@@ -51,10 +51,10 @@ from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import quantize_linears
 from specbench.backends.torch.passes import Forward, NativePass, ShortPass
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import SpecbenchError
 from specbench.bench.environment import describe_environment
 from specbench.bench.passes import time_in_turn
 from specbench.cli.options import DEFAULT_TARGET
-from specbench.errors import SpecbenchError
 from specbench.models.load import load_model
 from specbench.models.target import load_target
 from specbench.options import LoadOptions

@@ -30,6 +30,8 @@ import parts  # noqa: F401 - before torch
 import torch
 from transformers import GenerationConfig
 
+from specbench.base.progress import quiet_transformers
+from specbench.base.record import Estimate
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.serving import Asked, Load, SkippingClock, serve
 from specbench.decoding.clocks import WallClock
@@ -41,8 +43,6 @@ from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
-from specbench.progress import quiet_transformers
-from specbench.record import Estimate
 from specbench.results.stats import geometric_mean, ratio_text
 
 WAYS = ("alone", "one", "plain", "transformers")

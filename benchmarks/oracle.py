@@ -32,10 +32,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from specbench.base.errors import SpecbenchError, UsageError
 from specbench.decoding.metrics import count_ranks, kept_by_rank
 from specbench.decoding.records import depth_of
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.errors import SpecbenchError, UsageError
 from specbench.lengths.trees import best_shapes
 from specbench.results.results import Results, load_results
 

@@ -52,6 +52,7 @@ from msgspec import structs
 from parts import Parts, busy_core
 from scipy.stats import binom
 
+from specbench.base.record import Estimate
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import open_run
 from specbench.bench.prompts import load_prompts
@@ -60,7 +61,6 @@ from specbench.cli import run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
-from specbench.record import Estimate
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.results import Results, load_results

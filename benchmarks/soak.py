@@ -34,11 +34,11 @@ from typing import Any
 import parts  # noqa: F401 - before torch
 from footprint import Footprint, given_back, growth
 
+from specbench.base.errors import UsageError
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation, Prefill
 from specbench.decoding.sampling import Greedy, Multinomial
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy

@@ -22,6 +22,7 @@ from typing import Any
 import parts
 import torch
 
+from specbench.base.progress import quiet_transformers
 from specbench.bench.prompts import load_prompts
 from specbench.cli.options import DEFAULT_TARGET
 from specbench.decoding.clocks import Stopwatch
@@ -35,7 +36,6 @@ from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
-from specbench.progress import quiet_transformers
 from specbench.results.stats import mean_interval
 
 TINY = torch.finfo(torch.float32).tiny

@@ -36,6 +36,7 @@ from peers import PEER_NAMES, PEERS, PeerError, Taken, check_peer, check_python,
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specbench.backends.torch.parity import find_difference
+from specbench.base.progress import quiet_transformers
 from specbench.bench.environment import describe_environment
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.cli.options import DEFAULT_TARGET, default_drafter
@@ -47,7 +48,6 @@ from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions, quantized
-from specbench.progress import quiet_transformers
 from specbench.results import stats
 from specbench.results.stats import ratio_text
 from specbench.specs.drafters import parse_drafter

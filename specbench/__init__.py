@@ -16,11 +16,11 @@ from specbench._version import __version__
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import prune_legacy
+    from specbench.base.errors import RunError, SpecbenchError, UsageError
     from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
     from specbench.decoding.records import Generation, Prefill, Step
     from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
-    from specbench.errors import RunError, SpecbenchError, UsageError
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
     from specbench.lengths import FixedLength
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "backends.torch.caches": ("prune_legacy",),
     "decoding.loop": ("decode_steps",),
-    "errors": ("RunError", "SpecbenchError", "UsageError"),
+    "base.errors": ("RunError", "SpecbenchError", "UsageError"),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),
     "lengths": ("FixedLength",),

@@ -14,14 +14,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from specbench.errors import UsageError
-from specbench.files import reason, write_text
+from specbench.base.errors import UsageError
+from specbench.base.files import reason, write_text
+from specbench.base.textsafe import one_line, visible
 from specbench.options import CacheName, DtypeName
 from specbench.recipe import Recipe, written_drafter, written_model
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.rules import RuleSpec, parse_rule, parse_tree
-from specbench.textsafe import one_line, visible
 
 FILE_NAME = "specbench.toml"
 VERSION = 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.errors import UsageError
 from specbench.drafters.plain import NoDraft
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun, encode_messages
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 
+from specbench.base.errors import UsageError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.origins import Origin
@@ -20,7 +21,6 @@ from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
-from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.load import Load, share_costs
 from specbench.models.chat_templates import TemplateError, render_chat

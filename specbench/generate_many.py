@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from specbench.backends.torch.seats import Seats
+from specbench.base.errors import UsageError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Generation, SharedPass
 from specbench.decoding.schedule import Event, Scheduler
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun, as_tokens, loaded_drafter
 from specbench.lengths import FixedLength
 from specbench.lengths.load import Load

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
 import typer
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.specs.verification import VERIFICATIONS, VerificationName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import one_line
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions, words_of
 from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.rules import RuleSpec, parse_rule
-from specbench.textsafe import one_line
 
 _GROUPS = ("models", "caching", "decoding", "sampling")
 _PLACE = "/path/to"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from specbench.errors import SpecbenchError
+from specbench.base.errors import SpecbenchError
 
 
 class Result(NamedTuple):

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 
-from specbench.errors import SpecbenchError
+from specbench.base.errors import SpecbenchError
 from specbench.models.load import load_model
 from specbench.options import LoadOptions
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from scripted import judge
 
+from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.explain import closing_of
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
-from specbench.errors import RunError
 
 pytestmark = pytest.mark.smoke
 

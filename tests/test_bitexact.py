@@ -16,10 +16,10 @@ from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.passes import NativePass
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.decoding.protocols import Pass
 from specbench.decoding.records import Generation
 from specbench.decoding.request import DraftPolicy
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength

@@ -23,8 +23,8 @@ from cli_runs import refusal
 from tiny import CHAT_TEMPLATE, TURN_START, tiny_llama, tiny_tokenizer
 from transformers import AutoTokenizer
 
+from specbench.base.errors import RunError, UsageError
 from specbench.decoding.stops import special_tokens
-from specbench.errors import RunError, UsageError
 from specbench.models import builtin, checkpoints
 from specbench.models import gguf as gguf_files
 from specbench.models.builtin import prepare_builtin, prepare_gguf

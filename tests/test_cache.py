@@ -16,7 +16,7 @@ from tiny import save_tiny
 
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.linear import Rounded, in_bytes, rounded
-from specbench.errors import RunError
+from specbench.base.errors import RunError
 from specbench.models import rounded_layers as module
 from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
 from specbench.models.drafters import load_drafter

@@ -18,11 +18,11 @@ from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
 from specbench.backends.torch.caches import make_cache, prune_legacy
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import answered
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.model import SelfDrafter
-from specbench.errors import RunError, UsageError
 from specbench.generate import speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.drafters import load_drafter

@@ -20,13 +20,13 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.kernels.attention import FOLDED
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import RunError, UsageError
 from specbench.cli import run
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, expected_tokens, predicted_speedup
 from specbench.drafters.layers import cheaper_form
 from specbench.drafters.model import SelfDrafter
-from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.cache import cache_folder

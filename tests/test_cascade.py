@@ -16,6 +16,7 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
@@ -26,7 +27,6 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import (
     ConfidenceLength,

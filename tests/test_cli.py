@@ -31,17 +31,17 @@ import specbench.models.drafters
 import specbench.models.prepare
 import specbench.models.target
 from specbench.backends.torch.kernels import native
+from specbench.base.errors import RunError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli import main, run
 from specbench.cli.options import complete_rules
 from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import Verification, verification_of
-from specbench.errors import RunError
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 from specbench.specs.verification import VerificationName
-from specbench.textsafe import terminal_safe
 
 LOADING = (specbench.models.drafters, specbench.models.prepare, specbench.models.target)
 

@@ -19,7 +19,7 @@ from stored_runs import write_run
 from tiny import tiny_llama, tiny_tokenizer
 
 import specbench as package
-from specbench.textsafe import terminal_safe
+from specbench.base.textsafe import terminal_safe
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 

@@ -22,15 +22,15 @@ import specbench.bench.engines.own
 import specbench.bench.environment
 import specbench.bench.estimate
 import specbench.results.load
+from specbench.base.errors import RunError
+from specbench.base.record import builtins
 from specbench.bench.estimate import estimate_time
 from specbench.bench.runner import Event, run_sweep
 from specbench.cli import run
 from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
 from specbench.decoding.theory import SLOPE
-from specbench.errors import RunError
 from specbench.options import ModelOptions
 from specbench.recipe import Recipe
-from specbench.record import builtins
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import categorize, summarize

@@ -23,6 +23,8 @@ import specbench.bench.prompts
 import specbench.cli.tune
 import specbench.results.advice
 import specbench.tune.answer
+from specbench.base.errors import RunError
+from specbench.base.files import try_lock
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepConfig
@@ -31,8 +33,6 @@ from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
-from specbench.errors import RunError
-from specbench.files import try_lock
 from specbench.models.calibrations import FORMS, Choice
 from specbench.models.drafters import choice_key
 from specbench.models.target import load_target

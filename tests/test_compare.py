@@ -15,9 +15,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from stored_runs import write_exact
 
+from specbench.base.errors import RunError, UsageError
 from specbench.cli.compare import compare as command
 from specbench.cli.named_runs import named_runs
-from specbench.errors import RunError, UsageError
 from specbench.results import stats
 from specbench.results.compare import Compared, Row, compare_configs, compare_runs, to_json
 from specbench.results.results import load_results

@@ -10,8 +10,8 @@ import pytest
 from cli_runs import Result, refusal
 from tiny import save_tiny
 
+from specbench.base.errors import UsageError
 from specbench.config import FILE_NAME, Config, read_config, write_config
-from specbench.errors import UsageError
 
 
 @pytest.fixture

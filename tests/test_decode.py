@@ -9,6 +9,7 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
 from tiny import tiny_language_model, tiny_llama
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
@@ -19,7 +20,6 @@ from specbench.decoding.stops import StopRules
 from specbench.drafters.base import BaseDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter

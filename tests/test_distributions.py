@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from scripted_drafters import DRAFTERS, VOCAB, scripted_target
 
+from specbench.base.errors import UsageError
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Step
@@ -22,7 +23,6 @@ from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.several import SeveralDrafters
-from specbench.errors import UsageError
 from specbench.lengths import build_policy
 from specbench.models.head_files import HEAD_KINDS
 from specbench.specs import drafters as specs

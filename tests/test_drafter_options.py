@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.specs.notation import (
     dashed,
     join_spec,

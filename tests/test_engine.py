@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 import specbench.models.drafters
 import specbench.models.prepare
+from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes
@@ -18,7 +19,6 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.serving import Asked, Load
 from specbench.decoding.protocols import Rows
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.prepare import prepare

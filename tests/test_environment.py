@@ -15,9 +15,9 @@ import pytest
 from msgspec import structs
 
 import specbench.bench.environment as environment
+from specbench.base.record import Estimate, builtins, to_json
 from specbench.bench.environment import describe_environment, reset_peak_memory
 from specbench.decoding.clocks import peak_memory
-from specbench.record import Estimate, builtins, to_json
 from specbench.results.advice import (
     at_start,
     baseline_too_slow,

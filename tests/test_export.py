@@ -24,11 +24,11 @@ from test_builtin import write_gguf
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specbench.base.errors import UsageError
 from specbench.cli.export import EngineName
 from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.config import Config
 from specbench.decoding.theory import expected_tokens
-from specbench.errors import UsageError
 from specbench.export.engine import kinds
 from specbench.export.engines import (
     ENGINES,

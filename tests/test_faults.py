@@ -35,8 +35,8 @@ from stored_runs import run_json
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
+from specbench.base.errors import RunError, UsageError
 from specbench.bench.runner import run_sweep
-from specbench.errors import RunError, UsageError
 from specbench.models.builtin import prepare_builtin, prepare_gguf
 from specbench.results.results import load_results
 from specbench.results.trace import read_trace

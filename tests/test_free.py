@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedCache, ScriptedScorer, Ticking, enumerate_outcomes, random_table
 from tiny import tiny_llama
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Policy, answered
@@ -27,7 +28,6 @@ from specbench.drafters.free import CandidateDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
-from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree

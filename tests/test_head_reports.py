@@ -14,7 +14,7 @@ from cli_runs import refusal
 from msgspec import structs
 from stored_runs import Drafter, change_run, write_run
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.models.stories import HeadStory, story_of
 from specbench.results.heads import best_measure, head_rows, stories, training_rows
 from specbench.results.results import Results, load_results

@@ -54,6 +54,7 @@ from specbench.backends.torch.heads import (
     EagleShape,
 )
 from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.passes import time_passes
 from specbench.check.observe import DecodingSetup
 from specbench.check.run import Case, DecodingCheck
@@ -68,7 +69,6 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength

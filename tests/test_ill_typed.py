@@ -19,10 +19,10 @@ from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, pro
 from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
+from specbench.base.errors import SpecbenchError
 from specbench.bench.manifest import changes, merge_runs
 from specbench.bench.passes import PassTimes
 from specbench.bench.runner import run_sweep
-from specbench.errors import SpecbenchError
 from specbench.generate import autoregressive_generate
 from specbench.models.target import load_target
 from specbench.results.compare import compare_configs, compare_runs

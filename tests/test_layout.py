@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
 FOLDERS = (
-    "_version errors progress record textsafe",
-    "files",
+    "_version",
+    "base",
     "specs",
     "options",
     "recipe",

@@ -17,6 +17,8 @@ from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
 import specbench.generate
+from specbench.base.errors import UsageError
+from specbench.base.record import builtins
 from specbench.bench.axes import parse_policies
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
@@ -24,7 +26,6 @@ from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import changes
 from specbench.cli import run
 from specbench.decoding.records import LONGEST_DRAFT
-from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate
 from specbench.lengths import (
     build_policy,
@@ -35,7 +36,6 @@ from specbench.lengths import (
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
-from specbench.record import builtins
 from specbench.results.lines import StepLists
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter

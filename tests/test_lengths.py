@@ -16,6 +16,7 @@ import pytest
 import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_script, random_table
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
@@ -29,7 +30,6 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.errors import UsageError
 from specbench.lengths import (
     AutoLength,
     ConfidenceLength,

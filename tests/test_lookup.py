@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
-from specbench.errors import UsageError
 from specbench.lengths import FixedLength
 from specbench.specs.drafters import Cascade, Lookup, parse_drafter
 from specbench.specs.notation import join_spec

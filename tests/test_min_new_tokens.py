@@ -14,10 +14,10 @@ from cli_runs import write_prompts
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig
 
+from specbench.base.errors import UsageError
 from specbench.check.observe import DecodingSetup
 from specbench.check.sampled import check_exact
 from specbench.decoding.sampling import Sampling
-from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.lengths import FixedLength, build_policy

@@ -12,13 +12,13 @@ import torch
 from tiny import TURN_END, save_tiny, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
+from specbench.base.errors import UsageError
 from specbench.check.observe import DecodingSetup
 from specbench.check.reference import ReferenceSettings, reference_output
 from specbench.check.sampled import check_exact
 from specbench.cli import run
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
-from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.lengths import FixedLength, build_policy
 from specbench.models.drafters import load_drafter

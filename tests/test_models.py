@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specbench.backends.torch.kernels import native
-from specbench.errors import RunError, UsageError
+from specbench.base.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, load, memory
 from specbench.models.devices import check_options

@@ -13,10 +13,10 @@ from head_files import eagle_tensors, speculators_settings, write_head
 from test_heads import PLAIN, tiny_target
 from tiny import save_tiny
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import sha256
 from specbench.cli import options
 from specbench.config import Config
-from specbench.errors import RunError, UsageError
-from specbench.files import sha256
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import stories
 from specbench.models.drafters import load_drafter

@@ -20,7 +20,7 @@ from specbench.backends.torch.kernels import native, surgery
 from specbench.backends.torch.kernels.instructions import has_vnni
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantize_linears
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.models.target import wrap_target
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

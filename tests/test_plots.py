@@ -22,8 +22,8 @@ from matplotlib.legend import Legend
 from matplotlib.text import Text
 from stored_runs import DRAFTERS, Drafter, change_lines, change_run, write_lines, write_run
 
+from specbench.base.errors import RunError, UsageError
 from specbench.cli import run as command
-from specbench.errors import RunError, UsageError
 from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, ranks
 from specbench.results.results import Results, load_results
 from specbench.results.rows import to_frame

@@ -18,8 +18,8 @@ from specbench.backends.torch.blocks import Blocks, Table
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.pools import PAGE, KVPool, PoolKind, bytes_per_token
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.decoding.protocols import Pass
-from specbench.errors import UsageError
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 

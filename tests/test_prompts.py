@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbench.base.errors import RunError, UsageError
 from specbench.bench import prompts as module
 from specbench.bench.prompts import Prompt, load_prompts, prompt_sets, read_prompt_text
-from specbench.errors import RunError, UsageError
 
 ROOT = Path(__file__).parent.parent
 SINGLE_TURN = {

@@ -25,6 +25,7 @@ from tiny import tiny_tokenizer
 from tokenizers import processors
 
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
@@ -40,7 +41,6 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter
-from specbench.errors import RunError
 from specbench.generate import encode_prompt
 from specbench.lengths import FixedLength, build_policy
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 from stored_runs import run_of
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, written_drafter
 from specbench.results.run import VERSION, Run, StoredRecipe, stored_recipes

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from stored_runs import DRAFTERS, write_exact, write_run
 
+from specbench.base.errors import RunError, UsageError
 from specbench.cli.report import report as command
-from specbench.errors import RunError, UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe
 from specbench.results.advice import review

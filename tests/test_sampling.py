@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specbench.base.errors import RunError, UsageError
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK, TopKNucleus
-from specbench.errors import RunError, UsageError
 
 
 def reference(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_table
 
+from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.loop import decode, driven
@@ -29,7 +30,6 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
-from specbench.errors import UsageError
 from specbench.lengths import build_policy
 from specbench.specs.drafters import NGram
 

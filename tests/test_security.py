@@ -28,10 +28,10 @@ from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 import specbench.models.hub
+from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.files import write_text
 from specbench.bench.prompts import load_prompts
 from specbench.cli import run
-from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.files import write_text
 from specbench.generate import autoregressive_generate, encode_prompt
 from specbench.models import chat_templates
 from specbench.models.builtin import prepare_gguf

@@ -18,11 +18,11 @@ from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.kernels.linear import Int8Linear
 from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.layers import cheaper_form, check_form, skippable_layers
 from specbench.drafters.model import SelfDrafter
-from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.drafters import check_drafter, load_drafter

@@ -12,6 +12,7 @@ from scripted import ScriptedCache, ScriptedScorer, random_table
 from tiny import tiny_language_model, tiny_llama
 
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
@@ -30,7 +31,6 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto import AutoLength
 from specbench.options import CacheKind

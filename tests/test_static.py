@@ -17,10 +17,10 @@ from specbench.backends.torch.graph_pass import GraphPass
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.graphs import COMPILERS, cuda_capture
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
+from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Sampling
-from specbench.errors import RunError, UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 from scipy import stats as distributions
 
-from specbench.record import Estimate
+from specbench.base.record import Estimate
 from specbench.results import stats
 from specbench.results.stats import (
     compare,

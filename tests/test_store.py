@@ -18,10 +18,10 @@ import pytest
 from msgspec import structs
 from stored_runs import config_of, finished, line_of, measurement, run_json, run_of, steps_of
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import write_text
+from specbench.base.record import builtins
 from specbench.decoding.records import Step, StepTimes
-from specbench.errors import RunError, UsageError
-from specbench.files import write_text
-from specbench.record import builtins
 from specbench.results.format import RECORDS, with_tables
 from specbench.results.lines import STEP_FIGURES, StepLists, TargetTimes
 from specbench.results.results import load_results

@@ -19,15 +19,15 @@ from msgspec import structs
 from scripted_engine import TARGET, ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
 from stored_runs import read_lines, run_json, run_of
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.record import builtins
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
-from specbench.errors import RunError, UsageError
 from specbench.options import DecodingOptions
-from specbench.record import builtins
 from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore

@@ -21,6 +21,8 @@ from stored_runs import read_lines, run_json, run_of
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench.base.errors import UsageError
+from specbench.base.record import Estimate, builtins
 from specbench.bench.axes import parse_batches
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs, check_batches, groups_of
@@ -30,9 +32,7 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, run_sweep
 from specbench.bench.serving import Asked, Load, Served, SkippingClock, serve
 from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, prompt_readings
-from specbench.errors import UsageError
 from specbench.generate_many import GenerationRuns
-from specbench.record import Estimate, builtins
 from specbench.results import predict, stats
 from specbench.results.compare import compare_configs
 from specbench.results.load import LoadSnapshot

@@ -20,13 +20,13 @@ from stored_runs import run_json
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import load_drafter, wrap_target
+from specbench.base.errors import UsageError
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, plan
 from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
 from specbench.cli import run as run_cli
-from specbench.errors import UsageError
 from specbench.lengths import build_policy
 from specbench.options import DecodingOptions
 from specbench.results.acceptance import PositionRow, positions

@@ -17,10 +17,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from stored_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
 
+from specbench.base.record import Estimate
 from specbench.decoding import metrics
 from specbench.decoding.records import PARTS, Step, StepTimes
 from specbench.decoding.theory import PassCosts
-from specbench.record import Estimate
 from specbench.results import stats
 from specbench.results.acceptance import AcceptedRow, PositionRow, RankRow, accepted_lengths, positions, ranks
 from specbench.results.pairs import paired_runs

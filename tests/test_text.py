@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from specbench.base.errors import UsageError
 from specbench.decoding.stops import StopRules, TextStream
-from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.models.target import wrap_target
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbench.textsafe import terminal_safe, visible
+from specbench.base.textsafe import terminal_safe, visible
 
 # Also lone surrogates, which the default strategy leaves out.
 texts = st.text(

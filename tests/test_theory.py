@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbench.base.record import to_json
 from specbench.decoding.theory import (
     SLOPE,
     PassCosts,
@@ -24,7 +25,6 @@ from specbench.decoding.theory import (
     predicted_speedup,
     read_by_depth,
 )
-from specbench.record import to_json
 
 COSTS = PassCosts({1: 0.1, 5: 0.11, 9: 0.15}, {"small": 0.02}, 256)
 

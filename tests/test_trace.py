@@ -17,9 +17,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
+from specbench.base.errors import UsageError
 from specbench.cli.trace import trace
 from specbench.decoding.records import DraftVerdict, Prefill, Step, StepTimes
-from specbench.errors import UsageError
 from specbench.results.trace import (
     TRACE_VERSION,
     Event,

@@ -23,10 +23,10 @@ from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
 from specbench.backends.torch.heads import MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import Pass
-from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.head_files import find_head

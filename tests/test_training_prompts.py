@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import training_prompts as script
 
+from specbench.base.errors import UsageError
 from specbench.bench.prompts import ALL_SETS, TRAINING_SET, Prompt, load_prompts, prompt_sets, set_names
-from specbench.errors import UsageError
 from specbench.train.prompts import held_out_prompts, refuse_measured, training_prompts
 
 IN_A_ROW = 8

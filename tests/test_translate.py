@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import RunError, UsageError
 from specbench.cli import run
 from specbench.cli.setting import facts, tokenizer_notes
 from specbench.decoding.drafts import StepOutcome
@@ -26,7 +27,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation, longest_matches
-from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.lengths import FixedLength

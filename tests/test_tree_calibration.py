@@ -11,6 +11,7 @@ from scripted import Ticking
 from scripted_engine import describe, make_sweep
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 
+from specbench.base.errors import UsageError
 from specbench.bench.manifest import changes
 from specbench.cli import run
 from specbench.decoding.records import Step
@@ -18,7 +19,6 @@ from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.decoding.theory import PassCosts, predicted_speedup
 from specbench.drafters.model import ModelDrafter
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths.trees import StaticTree
 from specbench.models.cache import cache_folder

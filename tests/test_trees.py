@@ -14,6 +14,7 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.decoding import prospects, verdicts, verify
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
@@ -29,7 +30,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
-from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import GivenCosts, parse_costs

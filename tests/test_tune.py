@@ -16,6 +16,7 @@ from regret import FakeClock
 from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
 from stored_runs import run_json, step_lists
 
+from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
@@ -24,7 +25,6 @@ from specbench.config import Config as Configuration
 from specbench.config import config_of
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
-from specbench.errors import RunError, UsageError
 from specbench.export.setting import in_place_of, setting_of_run
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe

@@ -17,8 +17,8 @@ import transformers as hf
 from specbench.backends.torch.kernels.linear import PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import int8_copy
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.drafters.model import ModelDrafter
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun, autoregressive_generate
 from specbench.lengths import FixedLength
 from specbench.models.checkpoints import check_config

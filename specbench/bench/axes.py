@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import counted
 from specbench.bench.grid import LARGEST_BATCH, MOST_BEAMS
 from specbench.decoding.records import LONGEST_DRAFT
-from specbench.errors import UsageError
 from specbench.specs.rules import RuleSpec, parse_rule, share_options
-from specbench.textsafe import counted
 
 
 def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.generate import encode_prompt
 
 if TYPE_CHECKING:

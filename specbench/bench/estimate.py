@@ -17,8 +17,8 @@ from specbench.specs.drafters import DrafterSpec, SelfForm
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from specbench.base.progress import Progress
     from specbench.options import LoadOptions, QuantizedName
-    from specbench.progress import Progress
     from specbench.recipe import Recipe
     from specbench.specs.models import ModelSpec
 

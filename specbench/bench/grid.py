@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
 from specbench.results.run import RunConfig, StoredRecipe

@@ -15,8 +15,8 @@ from uuid import uuid4
 import msgspec
 
 from specbench._version import __version__
+from specbench.base.errors import UsageError
 from specbench.bench.grid import Sweep, SweepOptions, turns_of
-from specbench.errors import UsageError
 from specbench.options import DecodingOptions, flag
 from specbench.results.run import Change, Environment, PromptInfo, Run, TargetModel
 from specbench.results.store import RunStore

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.backends.torch.scorer import Scorer
+    from specbench.base.progress import Progress
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import Asking, Drafter, Pass, Rows
     from specbench.models.target import Target
-    from specbench.progress import Progress
 
 _CONTEXT = 256  # tokens of context at which passes are timed
 _SHARED_CONTEXT = 128  # of each of several requests, which all have to be read

@@ -16,8 +16,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from specbench.errors import RunError, UsageError
-from specbench.files import reason
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import reason
 
 ALL_SETS = "all"
 TRAINING_SET = "training"

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.record import Json, rounded
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, Sweep, SweepConfig
 from specbench.bench.grid import Group as PromptGroup
@@ -21,9 +23,7 @@ from specbench.bench.manifest import now
 from specbench.bench.passes import ABREAST, PassTimes, SharedTimes, cost_widths, shared_widths
 from specbench.bench.serving import Asked, Encoded, Load
 from specbench.decoding.clocks import Clock, WallClock
-from specbench.errors import RunError, UsageError
 from specbench.options import DecodingOptions
-from specbench.record import Json, rounded
 from specbench.results.advice import during, review
 from specbench.results.lines import Generation, Group, Line, Measurement, RequestLine, StepLists
 from specbench.results.load import LoadSnapshot, count_stops, load_snapshot

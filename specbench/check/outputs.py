@@ -15,9 +15,9 @@ import torch
 
 from specbench.backends.torch.parity import tie_units, units_below
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.check.deviation import clean_rows
 from specbench.decoding.sampling import Sampling
-from specbench.errors import UsageError
 
 
 @dataclass(frozen=True)

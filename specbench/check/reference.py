@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbench.base.progress import quiet_transformers
 from specbench.check.greedy import Output, Top
 from specbench.decoding.stops import StopRules
-from specbench.progress import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

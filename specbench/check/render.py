@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 from rich.text import Text
 
+from specbench.base.textsafe import counted, terminal_safe, visible
 from specbench.check.greedy import verdict_of
 from specbench.check.results import CheckResult, OutputsResult, Piece, worst
-from specbench.textsafe import counted, terminal_safe, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

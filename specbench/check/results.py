@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from specbench.backends.torch.parity import Difference
+from specbench.base.record import Json
 from specbench.check.chisquare import POWER
 from specbench.check.deviation import DeviationResult
 from specbench.check.greedy import GreedyResult, Verdict, verdict_of
 from specbench.check.invariants import Violation
 from specbench.check.outputs import OutputResult, Refused
 from specbench.check.sampled import ExactCase, SampledTest
-from specbench.record import Json
 
 Piece = Callable[[int], str]
 """A token's own text."""

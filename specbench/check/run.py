@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from specbench.base.progress import Progress
 from specbench.check.deviation import judge_deviations
 from specbench.check.greedy import GreedyResult, Output, PlainRun, check_greedy, run_plain
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.sampled import ExactCase, SampledTest, check_exact, sample
-from specbench.progress import Progress
 
 
 @dataclass(frozen=True)

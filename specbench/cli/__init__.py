@@ -19,6 +19,8 @@ import typer
 from typer.core import TyperGroup
 
 from specbench._version import __version__
+from specbench.base.errors import RunError, SpecbenchError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli.cache import cache
 from specbench.cli.calibrate import calibrate
 from specbench.cli.chat import chat
@@ -36,8 +38,6 @@ from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
 from specbench.cli.train import train
 from specbench.cli.tune import tune
-from specbench.errors import RunError, SpecbenchError
-from specbench.textsafe import terminal_safe
 
 OUTPUT_CLOSED = 141  # what shells report for SIGPIPE
 

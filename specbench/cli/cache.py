@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specbench.textsafe import terminal_safe
+from specbench.base.textsafe import terminal_safe
 
 
 def cache(

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.watchers import write_out
-from specbench.errors import UsageError
 from specbench.options import DECODING, PROMPT, LengthOptions, ModelOptions, SamplingOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.rules import parse_rule
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,11 +148,11 @@ def calibrate(
         return
     chosen = load_prompts(asked.prompts or ["all"], limit=asked.limit or _PROMPTS)
     with starting(quiet) as progress:
+        from specbench.base.progress import quiet_transformers
         from specbench.bench.encoding import encode_turns
         from specbench.models.calibrations import FORMS
         from specbench.models.drafters import choice_key
         from specbench.models.prepare import prepare
-        from specbench.progress import quiet_transformers
         from specbench.tune.calibrate import CalibrationSettings
         from specbench.tune.calibrate import calibrate as search
 
@@ -180,10 +180,10 @@ def _count(
     """Count the tokens that a target writes, keep the counts, and say what so many of them cover."""
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
+        from specbench.base.progress import quiet_transformers
         from specbench.bench.encoding import encode_turns
         from specbench.models.calibrations import COUNTS
         from specbench.models.prepare import prepare
-        from specbench.progress import quiet_transformers
         from specbench.tune.vocabulary import count_tokens
 
         with quiet_transformers():
@@ -233,13 +233,13 @@ def _find_tree(
     rule = parse_rule("static-tree").with_options({"verification": length.verification})
     rule.check(spec)
     with starting(quiet) as progress:
+        from specbench.base.progress import quiet_transformers
         from specbench.bench.encoding import encode_turns
         from specbench.decoding.sampling import Sampling
         from specbench.models.calibrations import TREES
         from specbench.models.drafters import refuse_keep
         from specbench.models.prepare import prepare
         from specbench.models.tree_choices import tree_key
-        from specbench.progress import quiet_transformers
         from specbench.tune.ranks import calibrate_tree
 
         refuse_keep(spec)

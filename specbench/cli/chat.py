@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specbench.base.errors import SpecbenchError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.progress import starting
 from specbench.cli.signals import CtrlC, terminated
 from specbench.cli.watchers import StreamedText
-from specbench.errors import SpecbenchError
 from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.conversation import Conversation
@@ -47,9 +47,9 @@ def chat(
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Talk with a model. Its answers go to stdout, everything else to stderr; /help lists what may be typed."""
+    from specbench.base.progress import quiet_transformers
     from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_notes
-    from specbench.progress import quiet_transformers
 
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     with ExitStack() as stack:

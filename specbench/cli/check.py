@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import counted, terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.check_outputs import OutputsJob
 from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.rule import LengthRule, left_out, length_rules, with_trees
-from specbench.errors import UsageError
 from specbench.options import (
     MODELS,
     CacheOptions,
@@ -29,18 +30,17 @@ from specbench.options import (
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.textsafe import counted, terminal_safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.check.greedy import PlainRun
     from specbench.check.results import CheckResult
     from specbench.check.run import DecodingCheck
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
-    from specbench.progress import Progress
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
 
@@ -240,8 +240,8 @@ class _DecodingJob:
 
     def run(self) -> int:
         """Check, and print what was found; the exit code."""
+        from specbench.base.progress import quiet_transformers
         from specbench.check.results import worst
-        from specbench.progress import quiet_transformers
 
         done: list[tuple[str, DecodingCheck]] = []
         complete = False

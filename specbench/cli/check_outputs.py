@@ -6,18 +6,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.textsafe import counted, excerpt, visible
 from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
 from specbench.cli.progress import StageProgress
-from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.options import LengthOptions
-from specbench.textsafe import counted, excerpt, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.base.progress import Progress
     from specbench.check.outputs import GivenOutput, Refused
     from specbench.models.target import Target
-    from specbench.progress import Progress
 
 
 class OutputsJob:
@@ -103,8 +103,8 @@ def _reason(error: BaseException) -> str:
 
 def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:
     """All lines, read before any model is loaded."""
+    from specbench.base.files import reason
     from specbench.check.outputs import read_outputs
-    from specbench.files import reason
 
     name = "standard input" if str(file) == "-" else visible(str(file))
     try:

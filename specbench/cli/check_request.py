@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.watchers import write_out
-from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console

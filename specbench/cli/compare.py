@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from specbench.base.errors import RunError, UsageError
 from specbench.cli.options import TracebackOption, complete_configurations
-from specbench.errors import RunError, UsageError
 from specbench.options import OUTPUT
 
 if TYPE_CHECKING:

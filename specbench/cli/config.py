@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import terminal_safe
 from specbench.options import LengthOptions
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.config import Config

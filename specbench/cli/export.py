@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli.options import (
     DEFAULT_TARGET,
     JsonOption,
@@ -18,9 +20,7 @@ from specbench.cli.options import (
     default_drafter,
 )
 from specbench.cli.watchers import write_out
-from specbench.errors import UsageError
 from specbench.specs.rules import default_rule
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.export.engine import Export, ExportEngine

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import counted
 from specbench.cli import options as opt
 from specbench.cli.many import ManyOptions, decode_prompts
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.setting import LoadedRecipe
 from specbench.cli.watchers import StreamedText, TraceOutput, Tracer, WholeText, tokens_of, write_out
-from specbench.errors import UsageError
 from specbench.options import (
     CacheOptions,
     DecodingOptions,
@@ -27,7 +28,6 @@ from specbench.options import (
     require,
 )
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
-from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -118,10 +118,10 @@ def generate(
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
+    from specbench.base.progress import quiet_transformers
     from specbench.bench.prompts import load_prompts, read_prompt_text
     from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_legend, show_notes
-    from specbench.progress import quiet_transformers
 
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     if many.prompts:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress
 from specbench.cli.watchers import write_out
-from specbench.errors import RunError, UsageError
 from specbench.options import PROMPT, require
 
 if TYPE_CHECKING:

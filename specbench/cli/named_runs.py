@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specbench.textsafe import terminal_safe
+from specbench.base.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.results.run import Run

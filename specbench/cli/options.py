@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import (
     LENGTH,
     MODELS,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specbench.errors import RunError, UsageError
-from specbench.textsafe import terminal_safe
+from specbench.base.errors import RunError, UsageError
+from specbench.base.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.show.plots import Look
@@ -121,7 +121,7 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
 
 def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look) -> list[Path]:
     """Draw one run; the paths on stdout, what is missing on stderr."""
-    from specbench.files import explained, refuse_link
+    from specbench.base.files import explained, refuse_link
     from specbench.results.results import load_results
     from specbench.show.plots import draw_figures, save_figure
 

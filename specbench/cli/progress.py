@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from specbench.textsafe import terminal_safe
+from specbench.base.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from rich.console import Console

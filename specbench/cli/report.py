@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli.options import TracebackOption
-from specbench.errors import UsageError
 from specbench.options import OUTPUT
-from specbench.textsafe import terminal_safe
 
 
 def report(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.specs.rules import default_rule, parse_rule, parse_tree, share_options
 
 if TYPE_CHECKING:

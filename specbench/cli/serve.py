@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import counted
 from specbench.cli import options as opt
 from specbench.cli.progress import starting
-from specbench.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
-from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from specbench.cli.setting import LoadedRecipe
@@ -87,10 +87,10 @@ def serve(
 
     Options of decoding and sampling hold for requests that say nothing else.
     """
+    from specbench.base.progress import quiet_transformers
     from specbench.cli.many import refuse_for_many
     from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_notes
-    from specbench.progress import quiet_transformers
 
     _require_extra()
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)

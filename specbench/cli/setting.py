@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import SpecbenchError
 from specbench.cli.rule import LengthRule, asked_rule
-from specbench.errors import SpecbenchError
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import typer
 
     from specbench.backends.torch.scorer import Scorer
+    from specbench.base.errors import SpecbenchError
+    from specbench.base.progress import Progress
     from specbench.cli.options import DraftingOptions
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
-    from specbench.errors import SpecbenchError
     from specbench.models.target import Target
     from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
-    from specbench.progress import Progress
     from specbench.recipe import Recipe
 
 

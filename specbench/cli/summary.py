@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.textsafe import counted, terminal_safe, visible
 from specbench.decoding.metrics import acceptance_rate, time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.records import PARTS
-from specbench.textsafe import counted, terminal_safe, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

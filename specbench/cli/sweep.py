@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.progress import starting
 from specbench.cli.rule import left_out, refuse_siblings, with_trees
@@ -27,7 +28,6 @@ from specbench.cli.sweep_run import (
     show_dry_run,
 )
 from specbench.cli.sweep_servers import sweep_servers
-from specbench.errors import UsageError
 from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter

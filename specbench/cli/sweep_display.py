@@ -12,11 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from specbench.base.textsafe import terminal_safe
 from specbench.bench.grid import Sweep, SweepConfig
 from specbench.bench.runner import Begun, CellDone, CellStarted, CostsDone, Event
 from specbench.show.answer import answer_parts
 from specbench.show.document import show
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.results.lines import Measurement

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from specbench.base.errors import UsageError
 from specbench.cli import options as opt
-from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

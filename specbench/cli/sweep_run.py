@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import ResultsOptions
-from specbench.errors import RunError, UsageError
 from specbench.recipe import Recipe
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -224,7 +224,7 @@ class RunJob:
 
     def write_summary(self, summary: Summary, text: str) -> None:
         """The table and the answer in two files."""
-        from specbench.files import write_text
+        from specbench.base.files import write_text
         from specbench.results.store import write_csv
 
         try:

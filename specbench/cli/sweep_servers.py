@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress
 from specbench.cli.sweep_options import (
@@ -26,7 +27,6 @@ from specbench.cli.sweep_run import (
     refuse_taken,
     run_folder,
 )
-from specbench.errors import UsageError
 from specbench.options import DecodingOptions, LengthOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.specs.models import parse_model

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.progress import starting
 from specbench.cli.watchers import write_out
-from specbench.errors import UsageError
 from specbench.options import MODELS, PROMPT, ModelOptions, quantized
 from specbench.specs.models import parse_model
-from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
@@ -191,10 +191,10 @@ def train(
     sources = lessons.prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
     with starting(quiet) as progress:
+        from specbench.base.progress import quiet_transformers
         from specbench.models.devices import resolve_device
         from specbench.models.load import load_model
         from specbench.models.prepare import prepare
-        from specbench.progress import quiet_transformers
         from specbench.train.run import Training, processes
         from specbench.train.start import check_folder
 

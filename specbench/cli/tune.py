@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_run import RunJob, describe_sources
 from specbench.cli.watchers import write_out
-from specbench.errors import RunError, UsageError
 from specbench.options import (
     DECODING,
     MODELS,
@@ -38,9 +38,9 @@ from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
+    from specbench.base.errors import UsageError
     from specbench.bench.grid import Sweep
     from specbench.cli.progress import StageProgress
-    from specbench.errors import UsageError
     from specbench.recipe import Recipe
     from specbench.results.results import Results
     from specbench.results.store import RunStore
@@ -157,13 +157,13 @@ def tune(
     tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read; a provisional one where
     the time was too short to be sure. Exit code 1: there is no setting at all.
     """
+    from specbench.base.files import explained, require_writable
     from specbench.bench.axes import parse_policies
     from specbench.bench.engines.own import check_engine
     from specbench.bench.grid import Sweep, SweepOptions
     from specbench.bench.prompts import load_prompts
     from specbench.decoding.clocks import WallClock
     from specbench.decoding.sampling import Sampling
-    from specbench.files import explained, require_writable
     from specbench.results.load import load_snapshot
     from specbench.results.store import RunStore, read_run
     from specbench.tune.candidates import GAMMAS, rules_to_try
@@ -204,7 +204,7 @@ def tune(
         seed=asked.seed,
     )
     with starting(quiet) as progress:
-        from specbench.progress import quiet_transformers
+        from specbench.base.progress import quiet_transformers
         from specbench.tune.loading import load_candidates
 
         with quiet_transformers():
@@ -429,8 +429,8 @@ class _Job(RunJob):
 
     def _write_configuration(self, answer: TuneAnswer, out: Path, cache: str | None) -> bool:
         """The configuration, if one can say the answer; what it cannot say is told."""
+        from specbench.base.files import reason
         from specbench.config import config_of, write_config
-        from specbench.files import reason
 
         recipe = answer.winner.recipe
         assert recipe is not None

@@ -11,8 +11,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
 
-from specbench.errors import RunError, UsageError
-from specbench.textsafe import terminal_safe
+from specbench.base.errors import RunError, UsageError
+from specbench.base.textsafe import terminal_safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

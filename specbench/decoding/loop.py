@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
@@ -21,7 +22,6 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS
 from specbench.decoding.verify import verification_of
-from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

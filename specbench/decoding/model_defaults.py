@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 
 APPLIED = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Literal
 
-from specbench.textsafe import terminal_safe
+from specbench.base.textsafe import terminal_safe
 
 Origin = Literal["accepted", "sibling", "corrected", "bonus", "target"]
 """An accepted draft, a right alternative to a rejected one, or what closes a step (``records.Closing``)."""

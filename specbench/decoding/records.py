@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from specbench.base.textsafe import counted
 from specbench.decoding.origins import Origin, as_html
-from specbench.textsafe import counted
 
 SCHEMA_VERSION = 1
 """Version of the records as written to files. 1: first release."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Asking, Drafter, Drawing, Policy, Scorer
 from specbench.decoding.records import FinishReason
@@ -14,7 +15,6 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings
 from specbench.decoding.verdicts import METHODS
-from specbench.errors import UsageError
 from specbench.specs.notation import add_option
 from specbench.specs.verification import VerificationName
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specbench.base.errors import RunError, UsageError
 from specbench.decoding.model_defaults import ContextRules, ModelDefaults
-from specbench.errors import RunError, UsageError
 
 _NUCLEUS_CANDIDATES = 256
 """Tokens looked at before a nucleus falls back on sorting the whole vocabulary: most nuclei are far smaller."""

@@ -18,12 +18,12 @@ from typing import TypeAlias
 
 import torch
 
+from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Clock, PausedClock, Stopwatch
 from specbench.decoding.loop import Decoding, decode
 from specbench.decoding.protocols import Pass, Rows, Scorer
 from specbench.decoding.records import Prefill, SharedPass, Step
 from specbench.decoding.request import Request
-from specbench.errors import UsageError
 
 _NAP = 0.001
 """Seconds between two looks at the clock where nobody is there yet."""

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
-from specbench.errors import UsageError
 
 _BESIDE_ONE = 4
 """Alternatives of one drafted token that are looked at."""

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from specbench.backends.torch.kernels.surgery import first_layers, int4_copy, int8_copy
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
 from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
-from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, Drafter, Drawing, Policy, ScorerLike

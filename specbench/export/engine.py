@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.export.heads import HEADS, KINDS, SPECULATORS, Has, Lacks
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench._version import __version__
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
+from specbench.base.record import Json
+from specbench.base.textsafe import one_line
 from specbench.export.engine import Export, ExportEngine, head_of, kinds, refuse
 from specbench.export.llama_cpp import LlamaCpp
 from specbench.export.mlx_lm import MlxLm
@@ -18,10 +20,8 @@ from specbench.export.sglang import SGLang
 from specbench.export.tensorrt_llm import TensorRTLLM
 from specbench.export.transformers import Transformers
 from specbench.export.vllm import VLLM
-from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.rules import parse_rule
-from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     from specbench.models.stories import HeadStory

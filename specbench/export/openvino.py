@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.setting import Model, Setting
-from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
 
 

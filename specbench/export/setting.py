@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.record import Estimate, builtins
+from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
-from specbench.errors import RunError, UsageError
 from specbench.recipe import Recipe
-from specbench.record import Estimate, builtins
 from specbench.results import stats
 from specbench.results.compare import named_config, side_by_side
 from specbench.results.results import Results
@@ -20,7 +21,6 @@ from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, summarize
 from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.rules import RuleSpec, parse_rule
-from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

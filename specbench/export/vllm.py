@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.setting import Setting
-from specbench.record import Json
 from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from specbench.base.record import Json
 from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.base import Rule, confidence, is_free
 from specbench.lengths.costs import CostSource, MeasuredCosts
-from specbench.record import Json
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft

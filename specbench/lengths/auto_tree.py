@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.auto import AutoLength
 from specbench.lengths.base import Branching, rule_name

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.base.errors import UsageError
+from specbench.base.record import Json
 from specbench.decoding.drafts import GrowingTree
 from specbench.decoding.records import LONGEST_DRAFT
-from specbench.errors import UsageError
-from specbench.record import Json
 from specbench.specs.rules import RuleSpec, parse_rule
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Protocol
 
+from specbench.base.errors import UsageError
+from specbench.base.record import Json
 from specbench.decoding.theory import SLOPE, PassCosts, interpolate, never_falling
-from specbench.errors import UsageError
-from specbench.record import Json
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import UsageError
 from specbench.decoding.logits import Logits
-from specbench.errors import UsageError
 from specbench.lengths.base import Rule, entropy, normalized_entropy
 
 if TYPE_CHECKING:

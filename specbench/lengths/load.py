@@ -9,6 +9,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from specbench.base.record import Json
 from specbench.decoding.theory import SLOPE
 from specbench.lengths.auto import TIMINGS, AutoLength
 from specbench.lengths.costs import (
@@ -20,7 +21,6 @@ from specbench.lengths.costs import (
     WidthTimes,
     costs_to_dict,
 )
-from specbench.record import Json
 
 if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step

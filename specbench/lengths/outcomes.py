@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.lengths.base import Rule, confidence
 
 if TYPE_CHECKING:

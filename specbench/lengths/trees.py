@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import UsageError
 from specbench.decoding.drafts import GrowingTree
-from specbench.errors import UsageError
 from specbench.lengths.base import Branching, rule_name
 from specbench.specs.notation import Dashed
 

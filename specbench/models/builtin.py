@@ -25,13 +25,13 @@ import torch
 import transformers
 
 from specbench._version import __version__
-from specbench.errors import RunError, SpecbenchError
-from specbench.files import SMALL_FILE, explained, locked, sha256, sync, write_text
+from specbench.base.errors import RunError, SpecbenchError
+from specbench.base.files import SMALL_FILE, explained, locked, sha256, sync, write_text
+from specbench.base.progress import Progress
+from specbench.base.textsafe import excerpt
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
 from specbench.models.gguf import convert_gguf, read_gguf_header
-from specbench.progress import Progress
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
-from specbench.textsafe import excerpt
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # 1: first release

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import platformdirs
 
-from specbench.errors import UsageError
-from specbench.files import explained
+from specbench.base.errors import UsageError
+from specbench.base.files import explained
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 

@@ -19,8 +19,8 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from specbench.errors import RunError
-from specbench.textsafe import excerpt
+from specbench.base.errors import RunError
+from specbench.base.textsafe import excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,13 +23,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specbench.backends.torch.kernels.linear import rounded_bytes
-from specbench.errors import RunError, UsageError
-from specbench.files import reason
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import reason
+from specbench.base.progress import quiet_transformers
+from specbench.base.record import Record, wrong_field
+from specbench.base.textsafe import excerpt
 from specbench.models.memory import available_memory
 from specbench.options import QuantizedName
-from specbench.progress import quiet_transformers
-from specbench.record import Record, wrong_field
-from specbench.textsafe import excerpt
 
 # -- what a configuration tells --------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import DtypeName, LoadOptions
 
 DTYPES = get_args(DtypeName)

@@ -27,6 +27,8 @@ from specbench.backends.torch.kernels.surgery import (
     trim_head,
 )
 from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.base.errors import RunError, UsageError
+from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter, Pass
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
@@ -36,7 +38,6 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation
-from specbench.errors import RunError, UsageError
 from specbench.models.calibrations import COUNTS, FORMS, ChoiceKey, not_counted, read_choice
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
@@ -47,7 +48,6 @@ from specbench.models.pairing import translation_of
 from specbench.models.rounded_layers import rounded_layers
 from specbench.models.target import Target, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
-from specbench.progress import Progress, announce
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,

@@ -21,7 +21,7 @@ from specbench._version import __version__
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import circumstances
 from specbench.backends.torch.samples import sample_in, time_samples
-from specbench.errors import SpecbenchError
+from specbench.base.errors import SpecbenchError
 from specbench.models.json_store import JsonStore
 
 if TYPE_CHECKING:

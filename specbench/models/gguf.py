@@ -15,11 +15,11 @@ from gguf import GGML_QUANT_SIZES
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.files import explained
+from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.files import explained
+from specbench.base.progress import Progress, announce, quiet_transformers
+from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
-from specbench.progress import Progress, announce, quiet_transformers
-from specbench.textsafe import excerpt
 
 # llama.cpp's names for vocabularies that split every digit off before the usual byte-level rules.
 DIGIT_SPLITTERS = frozenset(

@@ -23,7 +23,9 @@ from specbench.backends.torch.heads import (
     ParallelEagleHead,
     RecurrentHead,
 )
-from specbench.errors import RunError, UsageError
+from specbench.base.errors import RunError, UsageError
+from specbench.base.progress import Progress
+from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import (
     MAX_HEADER,
     read_settings,
@@ -31,9 +33,7 @@ from specbench.models.checkpoints import (
 )
 from specbench.models.hub import HubModel
 from specbench.models.stories import HeadStory, packaged_folder, story_of
-from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
-from specbench.textsafe import excerpt
 
 HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass")
 """The kinds of heads that are read; ``eagle`` is EAGLE-1 and 2."""

@@ -27,7 +27,8 @@ from specbench.backends.torch.heads import (
     LookAheadEmbedding,
     MedusaHeads,
 )
-from specbench.errors import RunError, UsageError
+from specbench.base.errors import RunError, UsageError
+from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import (
     check_memory,
     safetensors_elements,
@@ -35,7 +36,6 @@ from specbench.models.checkpoints import (
 )
 from specbench.models.head_files import HeadFiles
 from specbench.models.stories import check_weights
-from specbench.textsafe import excerpt
 
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 """What training leaves beside a head."""

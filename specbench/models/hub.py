@@ -16,11 +16,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from specbench.errors import RunError, UsageError
-from specbench.files import SMALL_FILE, explained, feed, is_full
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import SMALL_FILE, explained, feed, is_full
+from specbench.base.progress import Progress, quiet_transformers
+from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
-from specbench.progress import Progress, quiet_transformers
-from specbench.textsafe import excerpt
 
 HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a folder is a path such as ./name."
 BESIDE_WEIGHTS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")

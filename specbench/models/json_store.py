@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
-from specbench.errors import RunError, UsageError
-from specbench.files import explained, reason, write_text
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import explained, reason, write_text
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:

@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.backends.torch.kernels.instructions import has_bfloat16
+from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.progress import Progress, announce, quiet_transformers
+from specbench.base.textsafe import excerpt
 from specbench.decoding.model_defaults import ModelDefaults
-from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
     check_class,
@@ -47,9 +49,7 @@ from specbench.models.hub import HubModel
 from specbench.models.memory import available_memory
 from specbench.models.tokenizers import TEMPLATE, end_ids_of, make_tokenizer, tokenizer_digest
 from specbench.options import LoadOptions, QuantizedName, quantized
-from specbench.progress import Progress, announce, quiet_transformers
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
-from specbench.textsafe import excerpt
 
 
 class WeightFiles(NamedTuple):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.errors import UsageError
 from specbench.decoding.stops import special_tokens
 from specbench.drafters.translate import Translation, longest_matches
-from specbench.errors import UsageError
 from specbench.models.load import LanguageModel
 from specbench.models.tokenizers import end_of_turn
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.backends.torch.caches import make_cache
+from specbench.base.errors import RunError, UsageError
+from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
-from specbench.errors import RunError, UsageError
 from specbench.models.devices import check_options
 from specbench.models.drafters import DrafterLoader, check_drafter, load_own
 from specbench.models.heads import TrainedHead
@@ -16,7 +17,6 @@ from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
 from specbench.options import CacheKind, ModelOptions
-from specbench.progress import Progress, announce
 from specbench.specs.drafters import (
     DrafterSpec,
 )

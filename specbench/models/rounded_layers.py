@@ -30,9 +30,9 @@ from specbench._version import __version__
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
 from specbench.backends.torch.kernels.linear import Rounded, RoundedWeight
-from specbench.files import sha256, sync, write_text
+from specbench.base.files import sha256, sync, write_text
+from specbench.base.progress import Progress, announce
 from specbench.models.cache import LAYERS_FOLDER, cache_folder, folder_size
-from specbench.progress import Progress, announce
 
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import RoundedLayers

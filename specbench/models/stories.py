@@ -10,9 +10,9 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from specbench.errors import RunError, UsageError
-from specbench.files import explained, sha256
-from specbench.record import Count, Number, Record, Seconds, doc
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import explained, sha256
+from specbench.base.record import Count, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"

@@ -19,7 +19,8 @@ from specbench.backends.torch.kernels.surgery import (
     round_linears,
 )
 from specbench.backends.torch.scorer import Scorer
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
+from specbench.base.progress import Progress, announce
 from specbench.models.load import (
     LanguageModel,
     load_model,
@@ -27,7 +28,6 @@ from specbench.models.load import (
 )
 from specbench.models.rounded_layers import rounded_layers
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
-from specbench.progress import Progress, announce
 from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.progress import quiet_transformers
+from specbench.base.textsafe import excerpt
 from specbench.decoding.stops import special_tokens
-from specbench.errors import RunError, UsageError
 from specbench.models.chat_templates import TemplateError, render_chat, start_renderer
 from specbench.models.checkpoints import (
     custom_code,
     text_config,
 )
 from specbench.models.hub import HubModel
-from specbench.progress import quiet_transformers
-from specbench.textsafe import excerpt
 
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from specbench.errors import SpecbenchError
+from specbench.base.errors import SpecbenchError
 from specbench.lengths import build_policy
 from specbench.models.calibrations import TREES, TreeKey, circumstances
 from specbench.specs.notation import Dashed

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from specbench.record import ratio
+from specbench.base.record import ratio
 from specbench.results.results import Results
 from specbench.results.run import RunConfig
 from specbench.results.steps import at_least, rank_counts

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from specbench.base.record import Estimate, builtins
+from specbench.base.textsafe import counted
 from specbench.options import quantized
-from specbench.record import Estimate, builtins
 from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
-from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     import pandas as pd

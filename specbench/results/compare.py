@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from specbench.errors import UsageError
-from specbench.record import Estimate, Json
+from specbench.base.errors import UsageError
+from specbench.base.record import Estimate, Json
+from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.pairs import paired_runs, whole_speed
 from specbench.results.results import Results
 from specbench.results.run import PLAIN, Environment, Run, RunConfig
 from specbench.results.summary import baseline_words, disturbance
-from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

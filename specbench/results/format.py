@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
+from specbench.base.record import Record
 from specbench.decoding.theory import PassCosts, SharedCosts
-from specbench.record import Record
 from specbench.results import lines as _lines  # noqa: F401 - declares records
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specbench.base.record import NO_FIGURE, Estimate
 from specbench.models.stories import HeadMeasure, HeadStory
-from specbench.record import NO_FIGURE, Estimate
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import RunConfig

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from specbench.decoding.records import Step
-from specbench.record import (
+from specbench.base.record import (
     Count,
     Figure,
     Number,
@@ -23,6 +22,7 @@ from specbench.record import (
     rounded,
     to_json,
 )
+from specbench.decoding.records import Step
 from specbench.results.run import VERSION
 
 Key = tuple[str, str, int, int, bool]

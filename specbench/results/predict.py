@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from specbench.base.record import NO_FIGURE, Estimate, ratio
 from specbench.decoding.metrics import kept_by_rank
 from specbench.decoding.theory import (
     PassCosts,
@@ -21,7 +22,6 @@ from specbench.decoding.theory import (
     prompt_readings,
     read_by_depth,
 )
-from specbench.record import NO_FIGURE, Estimate, ratio
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import RunConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from specbench.record import Estimate
+from specbench.base.record import Estimate
 from specbench.results.results import Results
 from specbench.results.run import RIVALS, RunConfig
 from specbench.results.summary import Summary, SummaryRow, acceptance_rate, configs_of, speed_of

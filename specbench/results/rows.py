@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from specbench.record import Estimate
+from specbench.base.record import Estimate
 from specbench.results.run import RunConfig
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Literal
 
+from specbench.base.errors import UsageError
+from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, builtins, doc
 from specbench.decoding.theory import PassCosts, SharedCosts
-from specbench.errors import UsageError
 from specbench.models.stories import HeadStory
 from specbench.recipe import Recipe
-from specbench.record import Count, Estimate, Json, Length, Number, Record, Size, builtins, doc
 
 VERSION = 2
 """Of the files of a run. 1: first form. 2: configurations have recipes."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats as distributions
 
-from specbench.record import Estimate
+from specbench.base.record import Estimate
 
 CONFIDENCE = 0.95
 """Coverage that intervals aim at."""

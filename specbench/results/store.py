@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specbench.errors import RunError, UsageError
-from specbench.files import explained, reason, refuse_link, sync, try_lock, write_text
-from specbench.record import to_json, wrong_field
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import explained, reason, refuse_link, sync, try_lock, write_text
+from specbench.base.record import to_json, wrong_field
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run
 from specbench.results.upgrade import upgraded

@@ -14,8 +14,9 @@ from typing import TypeVar
 import numpy as np
 import pandas as pd
 
+from specbench.base.record import NO_FIGURE, Estimate, ratio
+from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
-from specbench.record import NO_FIGURE, Estimate, ratio
 from specbench.results import stats
 from specbench.results.pairs import paired_groups, paired_runs
 from specbench.results.predict import NO_PREDICTION, Prediction, predict, predict_batch
@@ -23,7 +24,6 @@ from specbench.results.results import Results
 from specbench.results.rows import to_frame
 from specbench.results.run import RIVALS, Mismatch, Run, RunConfig
 from specbench.results.steps import Steps
-from specbench.textsafe import one_line
 
 _NAN = math.nan
 _OTHERS = frozenset({"machine-busy", "steal"})

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, Literal, TextIO
 import msgspec
 
 from specbench._version import __version__
+from specbench.base.errors import UsageError
+from specbench.base.record import Count, Json, Number, Record, wrong_field
 from specbench.decoding.records import FinishReason, Prefill, Step
-from specbench.errors import UsageError
-from specbench.record import Count, Json, Number, Record, wrong_field
 
 TRACE_VERSION = 1
 """Version of the trace format, written in its header. 1: first release."""

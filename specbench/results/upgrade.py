@@ -9,14 +9,14 @@ from dataclasses import replace
 import msgspec
 from msgspec import structs
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import one_line
 from specbench.options import CacheOptions, DecodingOptions, LoadOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, options_of, with_models
 from specbench.results.run import VERSION, Run, RunConfig, StoredRecipe
 from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
 from specbench.specs.rules import RuleSpec, parse_rule
-from specbench.textsafe import one_line
 
 _DTYPE = re.compile(r" \((\w+)\)")
 """What version 1 had behind the name of a drafter's model."""

@@ -20,15 +20,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.record import Json
+from specbench.base.textsafe import excerpt
 from specbench.decoding.sampling import Sampling
-from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
 from specbench.options import DecodingOptions
-from specbench.record import Json
 from specbench.serve.counters import CONTENT_TYPE, metrics_text
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.protocol import LONGEST_NAME, ChatAsked, Reply, TextAsked, Usage, error_body, parse
-from specbench.textsafe import excerpt
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

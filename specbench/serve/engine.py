@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.backends.torch.seats import Seats
+from specbench.base.errors import RunError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.schedule import Event, Scheduler
-from specbench.errors import RunError
 from specbench.generate_many import BESIDE
 from specbench.lengths.load import Load
 

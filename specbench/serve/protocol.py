@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from specbench.base.errors import UsageError
+from specbench.base.record import Json, not_json
+from specbench.base.textsafe import excerpt, one_line
 from specbench.decoding.records import FinishReason, Prefill, Step
-from specbench.errors import UsageError
 from specbench.options import DecodingKeywords
-from specbench.record import Json, not_json
-from specbench.textsafe import excerpt, one_line
 
 _FINISHED: Mapping[FinishReason, str] = {
     "eos": "stop",

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import one_line
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
@@ -20,7 +21,6 @@ from specbench.results.summary import Categories, CategoryRow, Summary, SummaryR
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
 from specbench.specs.rules import parse_rule
-from specbench.textsafe import one_line
 
 _FEW = 3  # categories that the answer names one by one
 _TIES = 5  # configurations as good as the best that the answer names

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbench.textsafe import counted, one_line, terminal_safe
+from specbench.base.textsafe import counted, one_line, terminal_safe
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from specbench.base.textsafe import terminal_safe
 from specbench.decoding.origins import Origin
-from specbench.textsafe import terminal_safe
 
 # Codes of SGR: what tells the origins apart without color, and the color.
 _TERMINAL: dict[Origin, tuple[str, str]] = {

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from specbench.base.record import NO_FIGURE, Estimate
+from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
-from specbench.record import NO_FIGURE, Estimate
 from specbench.results import stats
 from specbench.results.acceptance import PositionRow
 from specbench.results.heads import PLACES, HeadRow, TrainingRow
@@ -16,7 +17,6 @@ from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN, RunConfig
 from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show.document import Sheet
-from specbench.textsafe import counted, one_line
 
 Row = TypeVar("Row")
 _NAN = float("nan")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from specbench.base.textsafe import terminal_safe, visible
 from specbench.decoding.records import PARTS
-from specbench.textsafe import terminal_safe, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from random import Random
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 
 MOST_CLIENTS = 1024
 FASTEST, SLOWEST = 1000.0, 0.001

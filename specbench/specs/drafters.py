@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.specs.notation import (
     Dashed,

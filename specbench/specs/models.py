@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 
 
 @dataclass(frozen=True)

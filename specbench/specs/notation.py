@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 
 _OPTION = "option"
 """Where a field's metadata has what ``option`` was given."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import Dashed, Option, dashed, join_spec, read_options, split_spec
 from specbench.specs.verification import verification_name

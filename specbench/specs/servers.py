@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 
 KEY_PREFIX = "SPECBENCH_KEY_"
 """Of the environment variables that hold keys; the server's name in capitals stands behind it."""

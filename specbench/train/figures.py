@@ -7,10 +7,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from specbench.files import explained
+from specbench.base.files import explained
+from specbench.base.record import Json
 from specbench.models.heads import TrainedHead
 from specbench.models.stories import TRAINING_FILE
-from specbench.record import Json
 from specbench.train.learner import Learnt
 from specbench.train.settings import Measured
 

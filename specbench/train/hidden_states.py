@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from specbench.base.errors import RunError
+from specbench.base.files import explained, write_bytes
 from specbench.drafters.plain import NoDraft
-from specbench.errors import RunError
-from specbench.files import explained, write_bytes
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.models.calibrations import TokenCounts
 from specbench.models.checkpoints import text_config
 from specbench.models.heads import shape_text

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from specbench.base.errors import UsageError
 from specbench.bench.prompts import ALL_SETS, Prompt, load_prompts
-from specbench.errors import UsageError
 
 _NO_WORD = re.compile(r"[\W_]+")
 

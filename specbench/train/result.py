@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
-from specbench.files import explained, sha256, write_bytes, write_text
+from specbench.base.files import explained, sha256, write_bytes, write_text
+from specbench.base.record import Json
 from specbench.models.stories import TRAINING_FILE, WEIGHTS
-from specbench.record import Json
 from specbench.train.students import Student
 
 if TYPE_CHECKING:

@@ -24,11 +24,12 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from specbench._version import __version__
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import explained, try_lock, write_text
+from specbench.base.record import Json
 from specbench.bench.encoding import encode_turns
 from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
 from specbench.decoding.records import Step
-from specbench.errors import RunError, UsageError
-from specbench.files import explained, try_lock, write_text
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
@@ -36,7 +37,6 @@ from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states, wrap_head
 from specbench.models.head_files import find_head
 from specbench.models.heads import TrainedHead, load_head
-from specbench.record import Json
 from specbench.specs.models import parse_model
 from specbench.train.figures import Pace, Silent, Stand, earlier
 from specbench.train.hidden_states import HiddenStates

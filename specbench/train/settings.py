@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from specbench.errors import UsageError
-from specbench.record import Json
+from specbench.base.errors import UsageError
+from specbench.base.record import Json
 
 _RATES = {"eagle": 1.6e-3, "medusa": 1e-3, "pass": 1e-2}
 _WIDTH = 576

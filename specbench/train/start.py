@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.models.heads import TrainedHead
 from specbench.models.stories import TRAINING_FILE
 from specbench.train.settings import TrainingSettings

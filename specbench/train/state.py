@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from specbench.errors import RunError
-from specbench.files import explained, write_bytes
-from specbench.record import Json
-from specbench.textsafe import excerpt
+from specbench.base.errors import RunError
+from specbench.base.files import explained, write_bytes
+from specbench.base.record import Json
+from specbench.base.textsafe import excerpt
 
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:

@@ -16,8 +16,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedConfig
 
 from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
+from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
-from specbench.record import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

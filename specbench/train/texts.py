@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import explained, refuse_link
+from specbench.base.record import Count
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial
-from specbench.errors import RunError, UsageError
-from specbench.files import explained, refuse_link
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
-from specbench.record import Count
 from specbench.train.hidden_states import StateListener
 
 if TYPE_CHECKING:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import UsageError
+from specbench.base.record import NO_FIGURE, Estimate, Json
+from specbench.base.textsafe import counted, one_line
 from specbench.bench.grid import SweepConfig
-from specbench.errors import UsageError
 from specbench.export.engines import ENGINES, export_fastest
 from specbench.export.setting import Measured, Setting, settings_of_run
-from specbench.record import NO_FIGURE, Estimate, Json
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
 from specbench.show.document import Items, Paragraph, Part, Sheet, to_markdown, to_text
-from specbench.textsafe import counted, one_line
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:

@@ -26,22 +26,22 @@ from transformers.cache_utils import DynamicCache
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.kernels.attention import FOLDED, RAGGED
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import counted
 from specbench.bench.passes import time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.theory import PassCosts, best_length, expected_tokens, predicted_speedup
 from specbench.drafters.layers import cheaper_form, skippable_layers
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import SelfDrafter
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.calibrations import Choice
 from specbench.specs.drafters import Lookup, SelfForm
-from specbench.textsafe import counted
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
     from specbench.models.target import Target
-    from specbench.progress import Progress
 
 _LONGEST_DRAFT = 8
 _WIDTHS = (1, 2, 3, 5, 7, 9)

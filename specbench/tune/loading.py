@@ -13,12 +13,12 @@ import numpy as np
 
 from specbench.backends.torch.kernels.native import available
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.estimate import estimate_memory
 from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
-from specbench.errors import RunError, UsageError
 from specbench.export.engines import ENGINES, expresses
 from specbench.generate import encode_prompt
 from specbench.models.calibrations import read_choice
@@ -35,9 +35,9 @@ from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
     from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
     from specbench.options import CacheKind, ModelOptions
-    from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
     from specbench.specs.rules import RuleSpec
 

@@ -31,9 +31,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specbench.base.record import Estimate
 from specbench.decoding.clocks import Clock
 from specbench.decoding.theory import PassCosts
-from specbench.record import Estimate
 from specbench.results import stats
 
 ERROR = 0.05

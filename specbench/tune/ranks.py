@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import UsageError
 from specbench.bench.passes import ABREAST, time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.metrics import count_ranks
@@ -23,16 +24,15 @@ from specbench.decoding.theory import (
     predicted_speedup,
     read_by_depth,
 )
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths.trees import StaticTree, best_shapes, falling
 from specbench.models.calibrations import TreeChoice, TreeKey
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.sampling import Sampling
     from specbench.models.target import Target
-    from specbench.progress import Progress
     from specbench.specs.verification import VerificationName
 
 _RANKS = 6  # candidates of a node

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from specbench.base.errors import RunError
+from specbench.base.textsafe import counted
 from specbench.bench.grid import Cell, Sweep, SweepConfig
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.errors import RunError
 from specbench.results.lines import Generation, Key, Measurement, StepLists
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import Tuning
-from specbench.textsafe import counted
 from specbench.tune.batches import BATCHES, mean_rows, predicted_at
 from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
 from specbench.tune.race import Block, Ending, Race, Timing, run_race, slowness
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
     from specbench.bench.engines.engine import BenchEngine
     from specbench.decoding.clocks import Clock
-    from specbench.progress import Progress
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
 

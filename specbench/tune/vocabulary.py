@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from specbench.base.errors import UsageError
 from specbench.drafters.lookup import LookupDrafter
-from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.calibrations import TokenCounts
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
     from specbench.models.target import Target
-    from specbench.progress import Progress
 
 _HELD_OUT = 3
 """Every third answer is not counted, and shows what the counts cover."""

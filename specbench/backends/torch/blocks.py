@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 
 if TYPE_CHECKING:
     pass

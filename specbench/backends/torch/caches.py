@@ -32,7 +32,7 @@ from specbench.backends.torch.cache_layers import (
     gather,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 from specbench.backends.torch.blocks import Blocks, Mark, PoolUse, Reach, Store, Table, reach_of
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, Ragged, Span
 from specbench.backends.torch.kernels.native import NativeRequest, attends
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

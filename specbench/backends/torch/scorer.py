@@ -15,10 +15,10 @@ from specbench.backends.torch.kernels.surgery import rounds_to_int8
 from specbench.backends.torch.passes import Forward, OrdinaryPass, ShortPass
 from specbench.backends.torch.pools import PoolKind, Slot
 from specbench.backends.torch.trials import choose_pass, trees_are_right, why_not_ragged, why_widths_differ
+from specbench.base.errors import UsageError
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.errors import UsageError
 from specbench.options import CacheKind
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from specbench.backends.torch.kernels.linear import PackedLinear, settled
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, holds, rounds_to_int8
 from specbench.backends.torch.passes import Forward, NativePass, OrdinaryPass, RaggedPass, ShortPass
 from specbench.backends.torch.pools import Joined, KVPool, Part, PoolKind
+from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.watch import finish_reason, watch_generate
 from specbench.bench.grid import LOOKUP_TOKENS, SweepConfig, SweepOptions
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
 from specbench.bench.serving import Answered, Asked, Load, SkippingClock, serve
 from specbench.decoding.records import Step
-from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions, quantized
 from specbench.results.lines import Pool
@@ -24,6 +24,7 @@ from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
+    from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from specbench.lengths.load import Load as PassLoad
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
-    from specbench.progress import Progress
     from specbench.recipe import Recipe
     from specbench.specs.rules import RuleSpec
 
@@ -304,7 +304,7 @@ class ModelEngine:
         import torch
         from transformers import GenerationConfig, StoppingCriteriaList
 
-        from specbench.progress import quiet_transformers
+        from specbench.base.progress import quiet_transformers
 
         if self.reference is None:
             raise RunError("The model was not loaded for transformers' own generate.")

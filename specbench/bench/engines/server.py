@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import httpx2
 
-from specbench.errors import RunError
-from specbench.record import Json
-from specbench.textsafe import excerpt
+from specbench.base.errors import RunError
+from specbench.base.record import Json
+from specbench.base.textsafe import excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

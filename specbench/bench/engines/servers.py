@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import httpx2
 
+from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.record import Json, builtins
+from specbench.base.textsafe import one_line
 from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.server import (
     EngineAnswer,
@@ -30,13 +33,10 @@ from specbench.bench.engines.server import (
 )
 from specbench.bench.grid import Salt, SweepConfig
 from specbench.bench.serving import Asked, Load
-from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions
-from specbench.record import Json, builtins
 from specbench.results.lines import ServerAnswer, Speculation
 from specbench.results.run import TargetModel
-from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
-from specbench.errors import UsageError
-from specbench.files import explained, write_bytes
+from specbench.base.errors import UsageError
+from specbench.base.files import explained, write_bytes
 from specbench.results.results import Results
 from specbench.show.plots.canvas import FIGURES, SIZES, STYLE, Look, NoDataError, Run
 

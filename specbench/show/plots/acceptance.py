@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from specbench.record import Estimate
+from specbench.base.record import Estimate
 from specbench.results.acceptance import AcceptedRow, PositionRow, accepted_lengths
 from specbench.results.acceptance import positions as acceptance_by_position
 from specbench.show.plots.canvas import (

@@ -20,13 +20,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from specbench.record import Estimate
+from specbench.base.record import Estimate
+from specbench.base.textsafe import counted, one_line
 from specbench.results.requests import is_closed
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Environment, RunConfig
 from specbench.results.stats import Floats
 from specbench.results.summary import SummaryRow, summarize
-from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

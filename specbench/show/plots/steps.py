@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
 from specbench.show.plots.canvas import (
     BLACK,
@@ -28,7 +29,6 @@ from specbench.show.plots.canvas import (
     row_names,
     short,
 )
-from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from specbench.record import Estimate
+from specbench.base.record import Estimate
 from specbench.results.acceptance import RankRow, ranks
 from specbench.results.summary import SummaryRow, bare
 from specbench.show.plots.acceptance import two_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specbench.files import explained, refuse_link, write_text
+from specbench.base.files import explained, refuse_link, write_text
 from specbench.results.results import load_results
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.markdown import to_markdown

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import counted, one_line
 from specbench.decoding.theory import SharedCosts
-from specbench.errors import UsageError
 from specbench.results import stats
 from specbench.results.acceptance import PositionRow, positions
 from specbench.results.advice import review
@@ -24,7 +25,6 @@ from specbench.results.run import FOREIGN, Run, RunWarning
 from specbench.results.summary import Categories, Summary, baseline_words, categorize, summarize
 from specbench.show.answer import Answer, find_answers
 from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
-from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

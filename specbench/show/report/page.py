@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from specbench.base.record import Json
+from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
-from specbench.record import Json
 from specbench.results import stats
 from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show import tables
@@ -30,7 +31,6 @@ from specbench.show.report.content import (
     alternative,
     missing_figures,
 )
-from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     pass

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specbench.errors import RunError, UsageError
+from specbench.base.errors import RunError, UsageError
 
 COMPILERS: dict[str, Any] = {"cuda": "inductor"}
 """By type of device, what ``torch.compile`` gets. A CPU has packed layers instead, which cannot be traced."""

@@ -23,7 +23,7 @@ from torch import nn
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
 from specbench.backends.torch.kernels.instructions import allowed, has_bfloat16, has_vnni
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
 
 _ROWS_HINT = 5

@@ -28,7 +28,7 @@ from specbench.backends.torch.kernels.linear import (
     in_bytes,
 )
 from specbench.backends.torch.kernels.native import Panels
-from specbench.errors import UsageError
+from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
