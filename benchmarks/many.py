@@ -33,7 +33,7 @@ from transformers import GenerationConfig
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Estimate
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.bench.serving import Asked, Load, SkippingClock, serve
+from specbench.bench.serving import BenchRequest, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import WallClock
 from specbench.decoding.protocols import Drafter
 from specbench.generate import GenerationRun, encode_prompt
@@ -98,9 +98,9 @@ class Ours:
         if self.batch is None:
             return self._one_by_one(jobs)
         clock = SkippingClock(WallClock())
-        asked = [Asked(job, 0) for job in jobs]
+        asked = [BenchRequest(job, 0) for job in jobs]
         before = asked[-self.batch :]
-        load = Load([*before, *asked], clients=self.batch, beside=asked)
+        load = Workload([*before, *asked], clients=self.batch, background=asked)
         runs = GenerationRuns(
             [],
             max_batch=self.batch,
@@ -108,7 +108,7 @@ class Ours:
             later=[self._run(job) for job in jobs],
             clock=clock,
         )
-        served = serve(load, runs, lambda each: self._run(each.prompt), clock).requests[len(before) :]
+        served = run_workload(load, runs, lambda each: self._run(each.prompt), clock).requests[len(before) :]
         latencies = [each.last_s - each.arrived_s for each in served]
         outputs = [each.run.result().token_ids for each in served]
         return Taken(sum(latencies) / self.batch, outputs, latencies)

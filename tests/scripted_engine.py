@@ -16,7 +16,7 @@ from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.prompts import Prompt
-from specbench.bench.serving import Load
+from specbench.bench.serving import Workload
 from specbench.decoding.records import Step, StepTimes
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
@@ -62,7 +62,7 @@ class ScriptedEngine:
         self.calls: list[tuple[str, tuple[int, ...], int]] = []
         self.cost_calls: list[tuple[int, ...]] = []
         self.shared_calls: list[tuple[int, ...]] = []
-        self.loads: list[tuple[str, Load]] = []
+        self.loads: list[tuple[str, Workload]] = []
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
         ids = [
@@ -95,7 +95,7 @@ class ScriptedEngine:
             peak_memory_bytes=1000,
         )
 
-    def serve(self, config: SweepConfig, load: Load, decoding: DecodingOptions) -> GroupOutcome:
+    def generate_group(self, config: SweepConfig, load: Workload, decoding: DecodingOptions) -> GroupOutcome:
         self.loads.append((config.id, load))
         served = []
         for number, asked in enumerate(load.requests):

@@ -16,7 +16,7 @@ from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
-from specbench.bench.serving import Asked, Load
+from specbench.bench.serving import BenchRequest, Workload
 from specbench.decoding.protocols import Rows
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.generate import autoregressive_generate
@@ -239,10 +239,10 @@ def test_groups_of_one_configuration_know_what_their_passes_cost(engine):
     options = SweepOptions(gammas=(), policies=("auto",), batches=(1, 2), turns=1)
     configs = {(each.kind, each.batch): each for each in build_configs(options, specs_of("small"))}
     config, other = configs["speculative", 2], configs["plain", 2]
-    asked = [Asked(PROMPT, 1), Asked(PROMPT[:4], 2)]
-    group, rounds = Load(asked, 2, asked), []
+    asked = [BenchRequest(PROMPT, 1), BenchRequest(PROMPT[:4], 2)]
+    group, rounds = Workload(asked, 2, asked), []
     for each in (config, other, config):
-        engine.serve(each, group, DECODING)
+        engine.generate_group(each, group, DECODING)
         rounds.append(engine._loads[each.id].rounds)
     assert rounds[2] > rounds[0] > 0
     assert len(engine._loads) == 2

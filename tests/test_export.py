@@ -38,7 +38,7 @@ from specbench.export.engines import (
     export_setting,
     expresses,
 )
-from specbench.export.heads import HEADS, KINDS, Has, Lacks
+from specbench.export.heads import HEADS, KINDS, HeadSupport, NoHeadSupport
 from specbench.export.setting import (
     Model,
     Setting,
@@ -454,9 +454,9 @@ def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path):
     assert made.options["--speculative-config"]["method"] == "ngram"
     assert found.measured is not None
     assert found.measured.config == "lookup@2"
-    assert found.beside is not None
-    assert found.beside.fastest.config == "self:int8@2"
-    assert found.beside.share.value == pytest.approx(0.6)
+    assert found.replaces is not None
+    assert found.replaces.fastest.config == "self:int8@2"
+    assert found.replaces.share.value == pytest.approx(0.6)
     text = as_file(ENGINES["vllm"], found, made, "run")
     assert "# The fastest setting of the run, self:int8 γ=2: 2.00 × [2.00, 2.00]" in text
     assert "0.60 × [0.60, 0.60] the speed of self:int8 γ=2" in " ".join(text.replace("#", "").split())
@@ -495,7 +495,7 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
     assert [each.measured.best for each in settings if each.measured] == [True, False, False]
     assert setting_of_run(df) == settings[0]
     found, _ = export_fastest(ENGINES["vllm"], settings, df)
-    assert found.beside is None
+    assert found.replaces is None
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -503,9 +503,9 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
 def test_every_engine_has_every_kind_of_head_or_says_why_not(name, kind):
     engine, known = ENGINES[name], KNOWN[name]
     here, there = setting("org/head", head=kind), HEADS[name][kind]
-    assert expresses(engine, here.drafter, HeadStory(kind=kind)) == isinstance(there, Has)
+    assert expresses(engine, here.drafter, HeadStory(kind=kind)) == isinstance(there, HeadSupport)
     assert not expresses(engine, here.drafter, HeadStory(kind=kind, compact=True))
-    if isinstance(there, Lacks):
+    if isinstance(there, NoHeadSupport):
         message = refusal(export_setting, engine, here, kind=UsageError)
         assert message.startswith(
             f"The drafter org/head cannot be exported to {engine.title} {engine.version}, which {there.why}."

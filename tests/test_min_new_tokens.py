@@ -25,7 +25,7 @@ from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
 from specbench.results.results import load_results
-from specbench.serve.protocol import TextAsked, parse
+from specbench.serve.protocol import TextRequest, parse
 
 PROMPT, NEW, LEAST = [5, 6, 7, 5, 6, 7, 5, 6], 24, 12
 END = 3
@@ -174,7 +174,7 @@ def test_serve():
         assert running.post("/v1/completions", prompt="the", min_tokens=-1).status_code == 400
     finally:
         running.close()
-    assert parse(b'{"prompt": "a", "min_tokens": 4}', TextAsked).decoding == {"min_new_tokens": 4}
+    assert parse(b'{"prompt": "a", "min_tokens": 4}', TextRequest).decoding == {"min_new_tokens": 4}
 
 
 def test_a_tokenizers_end_token_is_held_back_too():

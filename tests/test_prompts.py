@@ -249,7 +249,7 @@ def test_a_limit_over_all_sets_spreads_over_all_categories():
 @given(st.lists(st.sampled_from("xyz"), min_size=1, max_size=20), st.integers(1, 25))
 def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit):
     prompts = [Prompt(str(n), category, ("Hello",), None) for n, category in enumerate(categories)]
-    taken = module.in_turn(prompts, limit)
+    taken = module.interleave_categories(prompts, limit)
     assert len(taken) == len(set(ids(taken))) == min(limit, len(prompts))
     supply, counts = Counter(categories), Counter(prompt.category for prompt in taken)
     most = max(counts.values())

@@ -24,7 +24,7 @@ import torch
 from test_builtin import write_as_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from specbench.bench.engines.server import EngineAnswer, ServerClient, SpeculationCounters, count_tokens
+from specbench.bench.engines.server import ServerClient, SpeculationCounters, StreamedAnswer, count_tokens
 from specbench.cli import run
 from specbench.models.builtin import prepare_builtin
 
@@ -165,7 +165,7 @@ class Recorder(httpx2.AsyncBaseTransport):
 class Asked(NamedTuple):
     """An answer as our client has it, and the events it was made of."""
 
-    answer: EngineAnswer
+    answer: StreamedAnswer
     events: list[dict[str, Any]]
 
 

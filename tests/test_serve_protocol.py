@@ -9,20 +9,20 @@ import pytest
 
 from specbench import UsageError
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.serve.protocol import Asked, ChatAsked, Reply, TextAsked, Usage, parse
+from specbench.serve.protocol import BaseRequest, ChatRequest, Reply, TextRequest, Usage, parse
 
 SAID = [{"role": "user", "content": "hi"}]
 
 
-def chat(**fields: Any) -> ChatAsked:
-    found = parse(json.dumps({"messages": SAID, **fields}).encode(), ChatAsked)
-    assert isinstance(found, ChatAsked)
+def chat(**fields: Any) -> ChatRequest:
+    found = parse(json.dumps({"messages": SAID, **fields}).encode(), ChatRequest)
+    assert isinstance(found, ChatRequest)
     return found
 
 
-def text(**fields: Any) -> TextAsked:
-    found = parse(json.dumps({"prompt": "hi", **fields}).encode(), TextAsked)
-    assert isinstance(found, TextAsked)
+def text(**fields: Any) -> TextRequest:
+    found = parse(json.dumps({"prompt": "hi", **fields}).encode(), TextRequest)
+    assert isinstance(found, TextRequest)
     return found
 
 
@@ -76,47 +76,47 @@ def test_messages_are_those_of_a_template():
     ]
 
 
-WRONG: list[tuple[type[Asked], bytes | dict[str, Any], str]] = [
-    (ChatAsked, b"", "no JSON"),
-    (ChatAsked, b"{", "no JSON"),
-    (ChatAsked, b"\xff\xfe", "no JSON"),
-    (ChatAsked, b"[" * 100_000, "no JSON"),
-    (ChatAsked, b"[]", "no JSON object"),
-    (ChatAsked, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "no JSON"),
-    (ChatAsked, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature: "),
-    (ChatAsked, {}, "messages: "),
-    (ChatAsked, {"messages": []}, "messages: "),
-    (ChatAsked, {"messages": "hi"}, "messages: "),
-    (ChatAsked, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
-    (ChatAsked, {"messages": [{"role": "user"}]}, "messages.0.content: "),
-    (ChatAsked, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content."),
-    (ChatAsked, {"messages": SAID, "temprature": 1}, "temprature: "),
-    (ChatAsked, {"messages": SAID, "n": 2}, "n can only be 1"),
-    (ChatAsked, {"messages": SAID, "n": True}, "n can only be 1"),
-    (ChatAsked, {"messages": SAID, "logprobs": True}, "logprobs can only be false"),
-    (ChatAsked, {"messages": SAID, "tools": [{}]}, "tools can only be []"),
-    (ChatAsked, {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format can only be"),
-    (ChatAsked, {"messages": SAID, "temperature": "1"}, "temperature: "),
-    (ChatAsked, {"messages": SAID, "temperature": -1}, "temperature: "),
-    (ChatAsked, {"messages": SAID, "top_p": 0}, "top_p: "),
-    (ChatAsked, {"messages": SAID, "top_p": 1.5}, "top_p: "),
-    (ChatAsked, {"messages": SAID, "top_k": 1.5}, "top_k: "),
-    (ChatAsked, {"messages": SAID, "seed": -(2**63) - 1}, "seed: "),
-    (ChatAsked, {"messages": SAID, "seed": 2**64}, "seed: "),
-    (ChatAsked, {"messages": [7] * 9999}, "messages.0: "),
-    (TextAsked, {"prompt": [7] * 9999 + ["x"]}, "prompt."),
-    (ChatAsked, {"messages": SAID, "max_tokens": 0}, "max_tokens: "),
-    (ChatAsked, {"messages": SAID, "max_tokens": True}, "max_tokens: "),
-    (ChatAsked, {"messages": SAID, "stop": [1]}, "stop."),
-    (ChatAsked, {"messages": SAID, "stop": ["x"] * 17}, "stop: there are more than 16"),
-    (ChatAsked, {"messages": SAID, "stream": "yes"}, "stream: "),
-    (ChatAsked, {"messages": SAID, "stream_options": {"x": 1}}, "stream_options.x: "),
-    (TextAsked, {}, "prompt: "),
-    (TextAsked, {"prompt": {"a": 1}}, "prompt."),
-    (TextAsked, {"prompt": "x", "echo": True}, "echo can only be false"),
-    (TextAsked, {"prompt": "x", "best_of": 3}, "best_of can only be 1"),
-    (TextAsked, {"prompt": "x", "logprobs": 5}, "logprobs can only be false"),
-    (TextAsked, {"prompt": "x", "messages": SAID}, "messages: "),
+WRONG: list[tuple[type[BaseRequest], bytes | dict[str, Any], str]] = [
+    (ChatRequest, b"", "no JSON"),
+    (ChatRequest, b"{", "no JSON"),
+    (ChatRequest, b"\xff\xfe", "no JSON"),
+    (ChatRequest, b"[" * 100_000, "no JSON"),
+    (ChatRequest, b"[]", "no JSON object"),
+    (ChatRequest, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "no JSON"),
+    (ChatRequest, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature: "),
+    (ChatRequest, {}, "messages: "),
+    (ChatRequest, {"messages": []}, "messages: "),
+    (ChatRequest, {"messages": "hi"}, "messages: "),
+    (ChatRequest, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+    (ChatRequest, {"messages": [{"role": "user"}]}, "messages.0.content: "),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content."),
+    (ChatRequest, {"messages": SAID, "temprature": 1}, "temprature: "),
+    (ChatRequest, {"messages": SAID, "n": 2}, "n can only be 1"),
+    (ChatRequest, {"messages": SAID, "n": True}, "n can only be 1"),
+    (ChatRequest, {"messages": SAID, "logprobs": True}, "logprobs can only be false"),
+    (ChatRequest, {"messages": SAID, "tools": [{}]}, "tools can only be []"),
+    (ChatRequest, {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format can only be"),
+    (ChatRequest, {"messages": SAID, "temperature": "1"}, "temperature: "),
+    (ChatRequest, {"messages": SAID, "temperature": -1}, "temperature: "),
+    (ChatRequest, {"messages": SAID, "top_p": 0}, "top_p: "),
+    (ChatRequest, {"messages": SAID, "top_p": 1.5}, "top_p: "),
+    (ChatRequest, {"messages": SAID, "top_k": 1.5}, "top_k: "),
+    (ChatRequest, {"messages": SAID, "seed": -(2**63) - 1}, "seed: "),
+    (ChatRequest, {"messages": SAID, "seed": 2**64}, "seed: "),
+    (ChatRequest, {"messages": [7] * 9999}, "messages.0: "),
+    (TextRequest, {"prompt": [7] * 9999 + ["x"]}, "prompt."),
+    (ChatRequest, {"messages": SAID, "max_tokens": 0}, "max_tokens: "),
+    (ChatRequest, {"messages": SAID, "max_tokens": True}, "max_tokens: "),
+    (ChatRequest, {"messages": SAID, "stop": [1]}, "stop."),
+    (ChatRequest, {"messages": SAID, "stop": ["x"] * 17}, "stop: there are more than 16"),
+    (ChatRequest, {"messages": SAID, "stream": "yes"}, "stream: "),
+    (ChatRequest, {"messages": SAID, "stream_options": {"x": 1}}, "stream_options.x: "),
+    (TextRequest, {}, "prompt: "),
+    (TextRequest, {"prompt": {"a": 1}}, "prompt."),
+    (TextRequest, {"prompt": "x", "echo": True}, "echo can only be false"),
+    (TextRequest, {"prompt": "x", "best_of": 3}, "best_of can only be 1"),
+    (TextRequest, {"prompt": "x", "logprobs": 5}, "logprobs can only be false"),
+    (TextRequest, {"prompt": "x", "messages": SAID}, "messages: "),
 ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_said_in_one_line(kind, body, said):
 
 def test_text_of_a_request_is_data():
     with pytest.raises(UsageError) as caught:
-        parse(json.dumps({"prompt": "x", "a\x1b[31m\nb\ud800": 1}).encode(), TextAsked)
+        parse(json.dumps({"prompt": "x", "a\x1b[31m\nb\ud800": 1}).encode(), TextRequest)
     assert str(caught.value).isprintable()
 
 

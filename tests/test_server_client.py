@@ -13,12 +13,12 @@ from tiny import tiny_tokenizer
 
 from specbench import RunError
 from specbench.bench.engines.server import (
-    EngineAnswer,
+    Chunk,
     ListedModel,
-    Piece,
     ServerClient,
     ServerError,
     SpeculationCounters,
+    StreamedAnswer,
     count_tokens,
     speculation_counters,
 )
@@ -48,7 +48,7 @@ def asked(
     seen: list[httpx2.Request] | None = None,
     headers: Any = STREAM,
     **settings: Any,
-) -> EngineAnswer:
+) -> StreamedAnswer:
     """What a client makes of a scripted answer."""
     clock = [0.0]
 
@@ -57,7 +57,7 @@ def asked(
             seen.append(request)
         return httpx2.Response(status, headers=headers, stream=Script(events, clock))
 
-    async def answer() -> EngineAnswer:
+    async def answer() -> StreamedAnswer:
         transport = httpx2.MockTransport(handler)
         client = ServerClient("far", URL, key="secret", transport=transport, clock=lambda: clock[0])
         try:
@@ -78,8 +78,8 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 9}}
 
 def test_what_came_when():
     answer = asked(b": hello\n\n", said("the "), said("king"), said("", "length"), USAGE, DONE)
-    assert answer == EngineAnswer((Piece(2.0, "the ", None), Piece(3.0, "king", None)), "length", 4.0, 4, 9)
-    assert (answer.text, answer.first) == ("the king", Piece(2.0, "the ", None))
+    assert answer == StreamedAnswer((Chunk(2.0, "the ", None), Chunk(3.0, "king", None)), "length", 4.0, 4, 9)
+    assert (answer.text, answer.first) == ("the king", Chunk(2.0, "the ", None))
 
 
 def test_a_conversation_and_its_thoughts():
@@ -155,9 +155,9 @@ def test_acceptance_by_place_is_what_the_server_tells(more, places):
     assert (None if found is None else (found.drafts, found.kept_at)) == places
 
 
-def answer_of(text: str, used: int | None, ids: int | None = None, reason: str = "length") -> EngineAnswer:
-    pieces = [Piece(0.0, text, None if ids is None else (5,) * ids)]
-    return EngineAnswer(tuple(pieces), reason, 1.0, 1, used)
+def answer_of(text: str, used: int | None, ids: int | None = None, reason: str = "length") -> StreamedAnswer:
+    pieces = [Chunk(0.0, text, None if ids is None else (5,) * ids)]
+    return StreamedAnswer(tuple(pieces), reason, 1.0, 1, used)
 
 
 def test_tokens_are_counted_by_the_best_witness():
@@ -289,9 +289,9 @@ def test_the_models_of_a_server():
         models({}, status=404)
 
 
-def pieces_at(*times: float) -> EngineAnswer:
-    return EngineAnswer(
-        tuple(Piece(time, "x", None) for time in times), "length", times[-1] if times else 0.0
+def pieces_at(*times: float) -> StreamedAnswer:
+    return StreamedAnswer(
+        tuple(Chunk(time, "x", None) for time in times), "length", times[-1] if times else 0.0
     )
 
 

@@ -26,7 +26,7 @@ from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt
-from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
+from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, TimeLeft, run_sweep
 from specbench.options import DecodingOptions
 from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
@@ -266,7 +266,7 @@ def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path):
     places = []
     done = 0
     for event in events:
-        if isinstance(event, CostsDone):
+        if isinstance(event, CostsMeasured):
             places.append(done)
         done += isinstance(event, CellDone)
     assert len(places) == 12
@@ -441,7 +441,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
     sweep = make_sweep(prompts(1), repeats=1)
     with new_store(tmp_path, sweep) as store:
         assert run_sweep(sweep, store, NoCosts(), on_event=events.append).measured == 3
-    assert CostsDone(None, "no room") in events
+    assert CostsMeasured(None, "no room") in events
     assert run_json(tmp_path)["costs"] is None
 
 

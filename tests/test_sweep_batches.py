@@ -25,12 +25,12 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, builtins
 from specbench.bench.axes import parse_batches
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs, check_batches, groups_of
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs, check_batches, make_groups
 from specbench.bench.manifest import changes
 from specbench.bench.passes import SharedTimes, time_shared_passes
 from specbench.bench.prompts import Prompt
-from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, run_sweep
-from specbench.bench.serving import Asked, Load, Served, SkippingClock, serve
+from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, run_sweep
+from specbench.bench.serving import BenchRequest, SkippingClock, Workload, WorkloadResult, run_workload
 from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, prompt_readings
 from specbench.generate_many import GenerationRuns
 from specbench.results import predict, stats
@@ -135,17 +135,17 @@ def test_every_batch_has_its_own_baseline():
 
 def test_groups_take_categories_in_turn_and_hold_every_prompt_once():
     mixed = [Prompt(f"{name}-{i}", name, ("Hello",)) for name in ("a", "b", "c") for i in range(3)]
-    groups = groups_of(mixed, Closed(4))
+    groups = make_groups(mixed, Closed(4))
     assert [len(group.prompts) for group in groups] == [4, 4, 1]
     assert groups[0].prompts == ("a-0", "b-0", "c-0", "a-1")
     assert Counter(name for group in groups for name in group.prompts) == Counter(p.id for p in mixed)
-    assert groups[0].beside[:5] == (*groups[1].prompts, *groups[2].prompts)
-    assert all(sorted(group.beside) == sorted(p.id for p in mixed) for group in groups)
-    assert [group.prompts for group in groups_of(mixed, Poisson(1.0))] == [
+    assert groups[0].background[:5] == (*groups[1].prompts, *groups[2].prompts)
+    assert all(sorted(group.background) == sorted(p.id for p in mixed) for group in groups)
+    assert [group.prompts for group in make_groups(mixed, Poisson(1.0))] == [
         tuple(p.id for p in (mixed[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)))
     ]
     # A group that holds other prompts is another one.
-    more = groups_of([*mixed, Prompt("d-0", "d", ("Hello",))], Closed(4))
+    more = make_groups([*mixed, Prompt("d-0", "d", ("Hello",))], Closed(4))
     assert {group.id for group in groups}.isdisjoint(group.id for group in more)
 
 
@@ -201,22 +201,22 @@ def target() -> Any:
     return wrap_target(tiny_llama(), tiny_tokenizer())
 
 
-def served(target: Any, load: Load, batch: int, new: int = 4) -> tuple[Served, Passes]:
+def served(target: Any, load: Workload, batch: int, new: int = 4) -> tuple[WorkloadResult, Passes]:
     hand = ByHand()
     clock = SkippingClock(hand)
 
-    def start(asked: Asked) -> GenerationRun:
+    def start(asked: BenchRequest) -> GenerationRun:
         return GenerationRun(asked.prompt, target, max_new_tokens=new, ignore_eos=True, seed=asked.seed)
 
     runs = Passes([start(asked) for asked in load.different], clock, hand, batch)
-    return serve(load, runs, start, clock), runs
+    return run_workload(load, runs, start, clock), runs
 
 
-ASKED = [Asked([i + 1, 2, 3], seed=i) for i in range(5)]
+ASKED = [BenchRequest([i + 1, 2, 3], seed=i) for i in range(5)]
 
 
 def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target):
-    found, runs = served(target, Load(ASKED[:3], 2, ASKED[3:]), batch=2)
+    found, runs = served(target, Workload(ASKED[:3], 2, ASKED[3:]), batch=2)
     # A pass reads the prompts of two, three more give them a token each; then the third comes with one beside it.
     assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 4.0]
     assert [each.first_s for each in found.requests] == [1.0, 1.0, 5.0]
@@ -231,14 +231,14 @@ def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target)
 
 
 def test_more_clients_than_places_wait(target):
-    found, _ = served(target, Load(ASKED[:3], 3, ASKED[3:]), batch=2)
+    found, _ = served(target, Workload(ASKED[:3], 3, ASKED[3:]), batch=2)
     assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 0.0]
     assert [each.queued_s for each in found.requests] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
     assert found.requests[2].first_s == 5.0
 
 
 def test_requests_that_come_by_the_clock(target):
-    found, runs = served(target, Load(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1)
+    found, runs = served(target, Workload(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1)
     assert [each.arrived_s for each in found.requests] == [10.0, 10.5, 30.0, 31.5]
     # Nobody waits for the first to come; the second waits for the first to end.
     assert [each.first_s for each in found.requests] == [11.0, 15.0, 31.0, 35.0]
@@ -258,7 +258,7 @@ def test_times_are_those_of_the_seed_and_of_the_rate():
 
 
 def test_what_a_request_raises_ends_the_group(target):
-    wrong = Load([Asked([1] * 5000, 0), ASKED[0]], 2, ASKED)
+    wrong = Workload([BenchRequest([1] * 5000, 0), ASKED[0]], 2, ASKED)
     with pytest.raises(UsageError, match="context"):
         served(target, wrong, batch=2)
 
@@ -351,10 +351,10 @@ def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
 
 def test_going_on_in_the_middle_of_a_batch(tmp_path):
     class Stopped(ScriptedEngine):
-        def serve(self, *args: Any, **named: Any) -> Any:
+        def generate_group(self, *args: Any, **named: Any) -> Any:
             if len(self.loads) == 17:
                 raise KeyboardInterrupt
-            return super().serve(*args, **named)
+            return super().generate_group(*args, **named)
 
     sweep = batched(5, repeats=2)
     with new_store(tmp_path, sweep) as store, pytest.raises(KeyboardInterrupt):
@@ -450,7 +450,7 @@ def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path
     places: dict[int | None, list[int]] = {1: [], 4: []}
     done = Counter[int | None]()
     for event, following in pairwise(events):
-        if isinstance(event, CostsDone):
+        if isinstance(event, CostsMeasured):
             assert isinstance(following, CellStarted)
             batch = batches[following.cell.config]
             assert next(calls)[0] == batch

@@ -25,7 +25,7 @@ from specbench.config import Config as Configuration
 from specbench.config import config_of
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
-from specbench.export.setting import in_place_of, setting_of_run
+from specbench.export.setting import setting_of_run, with_replaced
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.load import LoadSnapshot
@@ -653,7 +653,7 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     assert any(name == "Tuning" for name, _ in report.method)
     best, other = (setting_of_run(df, name) for name in (None, "d@8"))
     assert best.measured.speedup.value == answer.speedup.value
-    assert in_place_of(df, other, best).beside.share.value == found.race.ratio("d@8", "d@auto").value
+    assert with_replaced(df, other, best).replaces.share.value == found.race.ratio("d@8", "d@auto").value
 
 
 def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path):
@@ -729,7 +729,7 @@ def test_exports_name_settings_that_engines_have(tmp_path):
     assert {each.engine for each in found} >= {"transformers", "vllm", "llama.cpp"}
     for each in found:
         assert each.command == f"specbench export {tmp_path} --to {each.engine}"
-        assert (each.measured.config, each.setting.beside) == ("d@auto", None)
+        assert (each.measured.config, each.setting.replaces) == ("d@auto", None)
     lines = exports_text(found).splitlines()
     assert lines[0] == "Deploy it, or what comes nearest to it there:"
     assert lines[1].startswith("  d auto: 2.0")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.bench.grid import WARMUP_TOKENS, Sweep, SweepConfig, turns_of
+from specbench.bench.grid import WARMUP_TOKENS, Sweep, SweepConfig, num_turns
 from specbench.decoding.theory import PassCosts
 from specbench.options import quantized
 from specbench.specs.drafters import DrafterSpec, SelfForm
@@ -32,7 +32,7 @@ _REQUEST = 0.25  # by how much another request lengthens a pass, about
 
 
 @dataclass(frozen=True, slots=True)
-class TimeNeed:
+class TimeEstimate:
     """Seconds a sweep takes on a quiet machine, and what that was worked out from, in words."""
 
     seconds: float
@@ -40,7 +40,7 @@ class TimeNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryNeed:
+class MemoryEstimate:
     """Bytes a sweep takes at most, by what takes them, and how many there are."""
 
     parts: Mapping[str, int]
@@ -66,7 +66,7 @@ def estimate_time(
     folder: Path,
     *,
     progress: Progress | None = None,
-) -> TimeNeed:
+) -> TimeEstimate:
     """From a stored run of the same target on this processor if there is one, else from one pass over as many weights.
 
     Args:
@@ -79,10 +79,10 @@ def estimate_time(
     if stored is not None:
         speeds, name = stored
         seconds = sum(_from_speeds(sweep, config, speeds) for config in sweep.configs)
-        return TimeNeed(seconds, f"from the speeds measured in {name}")
+        return TimeEstimate(seconds, f"from the speeds measured in {name}")
     token_s, draft_s = _calibrated(base, drafters, progress)
     seconds = sum(_from_passes(sweep, config, token_s, draft_s) for config in sweep.configs)
-    return TimeNeed(
+    return TimeEstimate(
         seconds,
         "roughly, from the speed at which this machine reads as many weights, as if no draft were accepted",
     )
@@ -100,7 +100,7 @@ def slowdown(load_average: float | None, cores: int) -> float:
 
 def estimate_memory(
     sweep: Sweep, base: Recipe, drafters: Sequence[DrafterSpec] = (), *, progress: Progress | None = None
-) -> MemoryNeed:
+) -> MemoryEstimate:
     """Memory for weights, caches and the program, on the target's device.
 
     Raises:
@@ -120,17 +120,17 @@ def estimate_memory(
         parts[name] = kept
 
     load("target", *weights)
-    if sweep.options.foreign:
+    if sweep.options.uses_transformers:
         load("target for transformers", *weights)
     for spec in drafters:
         load(str(spec), *_drafter_weights(spec, target, base.models.drafter, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
-    turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
+    turns = max(num_turns(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.decoding.max_new_tokens
     texts = (2 + max(sweep.options.beams, default=0)) * max(sweep.options.batches, default=1)
     parts["cache"] = texts * tokens * target.cache_values * width
     parts["more while loading"] = max(0, peak - sum(parts.values()))
-    return MemoryNeed(
+    return MemoryEstimate(
         {name: size for name, size in parts.items() if size},
         available_memory(None if device.type == "cpu" else device),
     )
@@ -180,7 +180,7 @@ def _generations(sweep: Sweep, batch: int) -> float:
     """Per configuration; a warm-up counts for the share of a generation that it is, and is of a whole batch."""
     longest = sweep.options.decoding.max_new_tokens
     warmups = batch * sweep.options.warmup * min(WARMUP_TOKENS, longest) / longest
-    return warmups + sweep.options.repeats * sum(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
+    return warmups + sweep.options.repeats * sum(num_turns(prompt, sweep.options) for prompt in sweep.prompts)
 
 
 # -- from a calibrated pass ------------------------------------------------------------------------

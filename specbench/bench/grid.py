@@ -153,7 +153,7 @@ class SweepOptions:
     salt: Salt = "none"
 
     @property
-    def foreign(self) -> bool:
+    def uses_transformers(self) -> bool:
         """Whether ``transformers`` decodes with the target, too."""
         return self.transformers or self.assisted or bool(self.beams)
 
@@ -368,7 +368,7 @@ def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[Sw
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PromptGroup:
     """Prompts that are decoded side by side, and measured together.
 
     Attributes:
@@ -380,21 +380,21 @@ class Group:
 
     id: str
     prompts: tuple[str, ...]
-    beside: tuple[str, ...]
+    background: tuple[str, ...]
 
 
-def groups_of(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[Group]:
+def make_groups(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[PromptGroup]:
     """Prompts in groups: one for each client, in turn from the categories; all of them where they come by the clock."""
-    from specbench.bench.prompts import in_turn
+    from specbench.bench.prompts import interleave_categories
 
-    names = [prompt.id for prompt in in_turn(prompts)]
+    names = [prompt.id for prompt in interleave_categories(prompts)]
     size = arrivals.clients if isinstance(arrivals, Closed) else len(names)
     groups = []
     for number, first in enumerate(range(0, len(names), size), start=1):
         mine = names[first : first + size]
         mark = zlib.crc32("\n".join(mine).encode("utf-8", "surrogatepass"))
         behind = () if isinstance(arrivals, Poisson) else (*names[first + size :], *names[: first + size])
-        groups.append(Group(f"group-{number}-{mark:08x}", tuple(mine), behind))
+        groups.append(PromptGroup(f"group-{number}-{mark:08x}", tuple(mine), behind))
     return groups
 
 
@@ -434,7 +434,7 @@ class Cell:
     order: int
     warmup: bool
     seed: int
-    group: Group | None = None
+    group: PromptGroup | None = None
 
     @property
     def key(self) -> Key:
@@ -456,7 +456,7 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Swe
         repeat: int,
         warmup: bool,
         mine: Sequence[SweepConfig],
-        group: Group | None = None,
+        group: PromptGroup | None = None,
     ) -> Iterator[Cell]:
         reverse = bool(options.servers) and repeat % 2 == 1
         begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
@@ -470,7 +470,7 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Swe
 
     if options.batches:
         loads = dict.fromkeys(load for config in configs if (load := config.load) is not None)
-        groups = {load: groups_of(prompts, load[1]) for load in loads}
+        groups = {load: make_groups(prompts, load[1]) for load in loads}
         at = {load: [config for config in configs if config.load == load] for load in loads}
         for repeat in range(options.warmup):
             for load in loads:
@@ -486,11 +486,11 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Swe
         yield from block(prompts[repeat % len(prompts)].id, 0, repeat, True, configs)
     for repeat in range(options.repeats):
         for prompt in prompts:
-            for turn in range(turns_of(prompt, options)):
+            for turn in range(num_turns(prompt, options)):
                 yield from block(prompt.id, turn, repeat, False, configs)
 
 
-def turns_of(prompt: Prompt, options: SweepOptions) -> int:
+def num_turns(prompt: Prompt, options: SweepOptions) -> int:
     """How many turns of a conversation are run."""
     return len(prompt.turns) if options.turns is None else min(len(prompt.turns), options.turns)
 

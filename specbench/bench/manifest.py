@@ -16,7 +16,7 @@ import msgspec
 
 from specbench._version import __version__
 from specbench.base.errors import UsageError
-from specbench.bench.grid import Sweep, SweepOptions, turns_of
+from specbench.bench.grid import Sweep, SweepOptions, num_turns
 from specbench.options import DecodingOptions, flag
 from specbench.results.run import Change, Environment, PromptInfo, Run, TargetModel
 from specbench.results.store import RunStore
@@ -58,7 +58,7 @@ def describe_run(
             PromptInfo(
                 id=prompt.id,
                 category=prompt.category,
-                turns=turns_of(prompt, options),
+                turns=num_turns(prompt, options),
                 fingerprint=_fingerprint(prompt),
             )
             for prompt in sweep.prompts

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CONTEXT = 256  # tokens of context at which passes are timed
 _SHARED_CONTEXT = 128  # of each of several requests, which all have to be read
 _BESIDE = 64  # positions of a pool beside that, to begin with
-ABREAST = (1, 2, 4, 8)
+TREE_NODES = (1, 2, 4, 8)
 """Nodes of a tree that drafters are timed with reading at once."""
 
 Name = TypeVar("Name")

@@ -93,7 +93,7 @@ def load_prompts(
         names = ", ".join(_resolve(sources).values())
         raise UsageError(f"There are no prompts in {names}.", "Give each prompt a line of its own.")
     prompts = _of_categories(prompts, categories)
-    return prompts if limit is None else in_turn(prompts, limit)
+    return prompts if limit is None else interleave_categories(prompts, limit)
 
 
 def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO | None) -> str:
@@ -248,7 +248,7 @@ def _of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Pro
     return [prompt for prompt in prompts if not categories or prompt.category in categories]
 
 
-def in_turn(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:
+def interleave_categories(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:
     """The first of every category, then the second of every category, and so on, up to ``limit``."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Generic
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Json, rounded
 from specbench.bench.engines.engine import BenchEngine, Outcome
-from specbench.bench.grid import WARMUP_TOKENS, Cell, Sweep, SweepConfig
-from specbench.bench.grid import Group as PromptGroup
+from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep, SweepConfig
 from specbench.bench.manifest import now
-from specbench.bench.passes import ABREAST, PassTimes, SharedTimes, cost_widths, shared_widths
-from specbench.bench.serving import Asked, Encoded, Load
+from specbench.bench.passes import TREE_NODES, PassTimes, SharedTimes, cost_widths, shared_widths
+from specbench.bench.serving import BenchRequest, Encoded, Workload
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
 from specbench.results.advice import during, review
@@ -44,7 +43,7 @@ SHARED_COST_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class SweepStarted:
     """What there is to measure is known.
 
     Attributes:
@@ -86,14 +85,14 @@ class CellDone:
 
 
 @dataclass(frozen=True, slots=True)
-class CostsDone:
+class CostsMeasured:
     """Single passes have been timed once more; ``costs`` is ``None`` and ``error`` says why if they could not be."""
 
     costs: PassTimes | SharedTimes | None
     error: str | None = None
 
 
-Event = Begun | CellStarted | CellDone | CostsDone
+Event = SweepStarted | CellStarted | CellDone | CostsMeasured
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ def run_sweep(
     )
     failed = 0
     planned = {cell.key for cell in cells if not cell.warmup} & done
-    tell(Begun([each for each in store.measurements() if each.key in planned], total))
+    tell(SweepStarted([each for each in store.measurements() if each.key in planned], total))
 
     def run(cell: Cell, count: int) -> None:
         nonlocal failed
@@ -330,12 +329,12 @@ class CellRunner(Generic[Encoded]):
             times = arrivals.times(count, random.Random(f"arrivals/{cell.seed}"))
         else:
             clients = arrivals.clients
-        served = self._engine.serve(
+        served = self._engine.generate_group(
             config,
-            Load(
+            Workload(
                 [self._asked(name, cell) for name in group.prompts],
                 clients,
-                [self._asked(name, cell) for name in group.beside],
+                [self._asked(name, cell) for name in group.background],
                 times,
             ),
             decoding,
@@ -359,12 +358,12 @@ class CellRunner(Generic[Encoded]):
             ],
         )
 
-    def _asked(self, name: str, cell: Cell) -> Asked[Encoded]:
+    def _asked(self, name: str, cell: Cell) -> BenchRequest[Encoded]:
         if name not in self._encoded:
             self._encoded[name] = self._engine.encode(self._prompts[name], [])
-        return Asked(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
+        return BenchRequest(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
 
-    def measure_costs(self, batch: int | None = None) -> CostsDone:
+    def measure_costs(self, batch: int | None = None) -> CostsMeasured:
         """Time single passes, or those that so many requests share, unless that fails: the sweep can do without."""
         stops = self._snapshot().stops
         try:
@@ -373,19 +372,19 @@ class CellRunner(Generic[Encoded]):
                 costs = self._costs(batch)
         except Exception as error:
             self.costs_work = False
-            return CostsDone(None, _message(error))
+            return CostsMeasured(None, _message(error))
         self._store.append_costs(costs.lines())
         if batch is None:
             self._store.update(costs=PassTimes.of(self._store.costs()).medians())
         else:
             self._store.update(shared_costs=SharedTimes.of(self._store.costs()).medians())
-        return CostsDone(costs)
+        return CostsMeasured(costs)
 
     def _costs(self, batch: int | None) -> PassTimes | SharedTimes:
         gammas, trees = self._sweep.options.gammas, self._nodes
         prompt = self._engine.encode(self._sweep.prompts[0], [])
         if batch is None:
-            return self._engine.measure_costs(prompt, cost_widths(gammas, trees), ABREAST if trees else ())
+            return self._engine.measure_costs(prompt, cost_widths(gammas, trees), TREE_NODES if trees else ())
         return self._engine.measure_shared_costs(prompt, batch, shared_widths(gammas, trees))
 
     @property

@@ -18,7 +18,7 @@ Encoded = TypeVar("Encoded")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[Encoded]):
+class BenchRequest(Generic[Encoded]):
     """A request: its prompt, and the seed of its sampling."""
 
     prompt: Encoded
@@ -26,7 +26,7 @@ class Asked(Generic[Encoded]):
 
 
 @dataclass(frozen=True, slots=True)
-class Load(Generic[Encoded]):
+class Workload(Generic[Encoded]):
     """Requests, and when they are sent.
 
     Attributes:
@@ -37,24 +37,26 @@ class Load(Generic[Encoded]):
         times: Of an open loop: seconds at which each of the requests comes, ascending.
     """
 
-    requests: Sequence[Asked[Encoded]]
+    requests: Sequence[BenchRequest[Encoded]]
     clients: int | None
-    beside: Sequence[Asked[Encoded]] = ()
+    background: Sequence[BenchRequest[Encoded]] = ()
     times: Sequence[float] = ()
 
-    def asked(self, number: int) -> Asked[Encoded]:
+    def asked(self, number: int) -> BenchRequest[Encoded]:
         """The request that is sent as the ``number``-th, from 0."""
         own = len(self.requests)
-        return self.requests[number] if number < own else self.beside[(number - own) % len(self.beside)]
+        return (
+            self.requests[number] if number < own else self.background[(number - own) % len(self.background)]
+        )
 
     @property
-    def different(self) -> Sequence[Asked[Encoded]]:
+    def different(self) -> Sequence[BenchRequest[Encoded]]:
         """All that may be sent, each once."""
-        return [*self.requests, *self.beside]
+        return [*self.requests, *self.background]
 
 
 @dataclass(slots=True)
-class Answered:
+class BenchResult:
     """What one request got. Seconds are counted from when the first could be sent.
 
     Attributes:
@@ -94,7 +96,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class WorkloadResult:
     """What came of a load.
 
     Attributes:
@@ -103,7 +105,7 @@ class Served:
         tokens: That all requests got in this time, those beside them too.
     """
 
-    requests: Sequence[Answered]
+    requests: Sequence[BenchResult]
     seconds: float
     tokens: int
 
@@ -127,12 +129,12 @@ class SkippingClock:
         self._skipped += max(0.0, time - self.now())
 
 
-def serve(
-    load: Load[Sequence[int]],
+def run_workload(
+    load: Workload[Sequence[int]],
     runs: GenerationRuns,
-    start: Callable[[Asked[Sequence[int]]], GenerationRun],
+    start: Callable[[BenchRequest[Sequence[int]]], GenerationRun],
     clock: SkippingClock,
-) -> Served:
+) -> WorkloadResult:
     """Send requests, and decode until the last measured one has ended. Whatever one of them raises goes through.
 
     Args:
@@ -148,15 +150,15 @@ def serve(
 class _Service:
     """A load on its way."""
 
-    load: Load[Sequence[int]]
+    load: Workload[Sequence[int]]
     runs: GenerationRuns
-    start: Callable[[Asked[Sequence[int]]], GenerationRun]
+    start: Callable[[BenchRequest[Sequence[int]]], GenerationRun]
     clock: SkippingClock
-    sent: list[Answered] = field(default_factory=list)
+    sent: list[BenchResult] = field(default_factory=list)
     began: float = 0.0
     tokens: int = 0
 
-    def served(self) -> Served:
+    def served(self) -> WorkloadResult:
         own = len(self.load.requests)
         self.began = self.clock.now()
         now, left = 0.0, own
@@ -181,7 +183,7 @@ class _Service:
                             self._send(now)
         finally:
             self.runs.close()
-        return Served(self.sent[:own], now, self.tokens)
+        return WorkloadResult(self.sent[:own], now, self.tokens)
 
     def _send_due(self) -> None:
         """Those whose time has come, though nobody may have looked for a while."""
@@ -192,5 +194,5 @@ class _Service:
 
     def _send(self, at: float) -> None:
         run = self.start(self.load.asked(len(self.sent)))
-        self.sent.append(Answered(run, at))
+        self.sent.append(BenchResult(run, at))
         self.runs.add(run, self.began + at)

@@ -74,8 +74,8 @@ def export(
         write_out(json.dumps(as_json(engine, found, made, name), allow_nan=False) + "\n")
     else:
         write_out(terminal_safe(as_file(engine, found, made, name), sys.stdout.encoding or "utf-8"))
-        if found.beside is not None:
-            what = f"{found.measured}, {found.beside}"
+        if found.replaces is not None:
+            what = f"{found.measured}, {found.replaces}"
             note = f"{engine.title} does not have the fastest setting of {name}; exported is {what}."
             typer.echo(f"specbench: {terminal_safe(note)}", err=True)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.grid import Sweep, SweepConfig
-from specbench.bench.runner import Begun, CellDone, CellStarted, CostsDone, Event
+from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, SweepStarted
 from specbench.show.answer import answer_parts
 from specbench.show.document import show
 
@@ -79,7 +79,7 @@ class SweepDisplay:
             self._now = self._describe(event)
         elif isinstance(event, CellDone):
             self._take(event)
-        elif isinstance(event, Begun):
+        elif isinstance(event, SweepStarted):
             self._done, self._total = len(event.measurements), event.total
             for each in event.measurements:
                 self._take_measured(each)
@@ -110,7 +110,7 @@ class SweepDisplay:
         else:
             self._failed += 1
 
-    def _take_costs(self, event: CostsDone) -> None:
+    def _take_costs(self, event: CostsMeasured) -> None:
         if event.costs is None:
             self._console.print(
                 Text(self._safe(f"Single passes could not be timed: {event.error}")),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.bench.engines.engine import BenchEngine
-    from specbench.bench.estimate import TimeNeed
+    from specbench.bench.estimate import TimeEstimate
     from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt
     from specbench.results.load import LoadSnapshot
@@ -110,7 +110,7 @@ def _resumed(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bo
     )
 
 
-def _time_needed(need: TimeNeed, start: LoadSnapshot) -> str:
+def _time_needed(need: TimeEstimate, start: LoadSnapshot) -> str:
     """A time, or a range of times on a machine that others use."""
     from specbench.bench.estimate import slowdown
     from specbench.cli.sweep_display import duration

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specbench.base.errors import UsageError
-from specbench.export.heads import HEADS, KINDS, SPECULATORS, Has, Lacks
+from specbench.export.heads import HEADS, KINDS, SPECULATORS, HeadSupport, NoHeadSupport
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
@@ -72,13 +72,13 @@ class ExportEngine(Protocol):
 def kinds(engine: ExportEngine) -> str:
     """The drafters that it has, in words."""
     names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
-    have = (KINDS[kind] for kind, there in HEADS[engine.name].items() if isinstance(there, Has))
+    have = (KINDS[kind] for kind, there in HEADS[engine.name].items() if isinstance(there, HeadSupport))
     heads = ", ".join(dict.fromkeys(have))
     found = [names.get(kind, kind.word) for kind in engine.drafters]
     return ", ".join([*found, f"heads ({heads})"] if heads else found)
 
 
-def head_of(engine: ExportEngine, setting: Setting) -> Has | None:
+def head_of(engine: ExportEngine, setting: Setting) -> HeadSupport | None:
     """The trained head in a setting as an engine has it; ``None`` without one.
 
     Raises:
@@ -86,10 +86,10 @@ def head_of(engine: ExportEngine, setting: Setting) -> Has | None:
     """
     if setting.head is None:
         return None
-    there = HEADS[engine.name].get(setting.head, Lacks(f"has no heads of the kind {setting.head}"))
-    if isinstance(there, Has) and setting.speculators and not there.speculators:
+    there = HEADS[engine.name].get(setting.head, NoHeadSupport(f"has no heads of the kind {setting.head}"))
+    if isinstance(there, HeadSupport) and setting.speculators and not there.speculators:
         there = SPECULATORS
-    if isinstance(there, Lacks):
+    if isinstance(there, NoHeadSupport):
         raise _refusal(
             f"The drafter {setting.drafter} cannot be exported to {engine.title} {engine.version}, which {there.why}.",
             _SERVE,

@@ -15,7 +15,7 @@ from specbench.export.engine import Export, ExportEngine, head_of, kinds, refuse
 from specbench.export.llama_cpp import LlamaCpp
 from specbench.export.mlx_lm import MlxLm
 from specbench.export.openvino import OpenVino
-from specbench.export.setting import Model, Setting, in_place_of
+from specbench.export.setting import Model, Setting, with_replaced
 from specbench.export.sglang import SGLang
 from specbench.export.tensorrt_llm import TensorRTLLM
 from specbench.export.transformers import Transformers
@@ -88,7 +88,7 @@ def export_fastest(
             made = export_setting(engine, setting)
         except UsageError:
             continue
-        return (setting if setting is settings[0] else in_place_of(results, setting, settings[0])), made
+        return (setting if setting is settings[0] else with_replaced(results, setting, settings[0])), made
     drafters = dict.fromkeys(str(setting.drafter) for setting in settings)
     what = refuse(engine, settings[0]).message
     if len(drafters) > 1:
@@ -116,10 +116,10 @@ def _measured(setting: Setting) -> Iterator[str]:
     measured = setting.measured
     if measured is None:
         return
-    if setting.beside is not None:
+    if setting.replaces is not None:
         yield (
-            f"The fastest setting of the run, {setting.beside.fastest}, has no counterpart there. This is the fastest"
-            f" that has one, {setting.beside}."
+            f"The fastest setting of the run, {setting.replaces.fastest}, has no counterpart there. This is the fastest"
+            f" that has one, {setting.replaces}."
         )
     best = "The best setting of the run" if measured.best else "Measured"
     at = f" at temperature {setting.temperature:g}" if setting.temperature else ""
@@ -177,7 +177,7 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
 
 
 def _in_place_of(setting: Setting) -> Json | None:
-    beside = setting.beside
+    beside = setting.replaces
     if beside is None:
         return None
     share = beside.share

@@ -18,7 +18,7 @@ KINDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Has:
+class HeadSupport:
     """A kind of head that an engine reads.
 
     Attributes:
@@ -33,7 +33,7 @@ class Has:
 
 
 @dataclass(frozen=True)
-class Lacks:
+class NoHeadSupport:
     """A kind of head that an engine does not read.
 
     Attributes:
@@ -43,75 +43,79 @@ class Lacks:
     why: str
 
 
-def _none(why: str) -> Mapping[str, Lacks]:
+def _none(why: str) -> Mapping[str, NoHeadSupport]:
     """An engine without any."""
-    return dict.fromkeys(KINDS, Lacks(why))
+    return dict.fromkeys(KINDS, NoHeadSupport(why))
 
 
-_PASS = Lacks("reads no PaSS, whose form is specbench's own")
-SPECULATORS = Lacks("reads no head in the form of `speculators`, which is what specbench train writes")
+_PASS = NoHeadSupport("reads no PaSS, whose form is specbench's own")
+SPECULATORS = NoHeadSupport(
+    "reads no head in the form of `speculators`, which is what specbench train writes"
+)
 """Of an engine that reads heads as their authors write them alone."""
 
-_OPENVINO = Lacks("reads such a head only as a model in OpenVINO's own form, and no conversion was tried")
+_OPENVINO = NoHeadSupport(
+    "reads such a head only as a model in OpenVINO's own form, and no conversion was tried"
+)
 
 
 def _authors(kind: str) -> str:
     return f"The head as the authors of {kind} write it: the form of `speculators` is not read there."
 
 
-HEADS: Mapping[str, Mapping[str, Has | Lacks]] = {
+HEADS: Mapping[str, Mapping[str, HeadSupport | NoHeadSupport]] = {
     "transformers": _none("has no trained heads, for its assistant is a whole model"),
     "vllm": {
-        "eagle": Has("eagle3"),
-        "eagle3": Has("eagle3"),
-        "peagle": Has("eagle3"),
-        "eagle-1": Has("eagle"),
-        "dflash": Has("dflash"),
-        "medusa": Lacks("has no Medusa any more, as 0.32 had"),
+        "eagle": HeadSupport("eagle3"),
+        "eagle3": HeadSupport("eagle3"),
+        "peagle": HeadSupport("eagle3"),
+        "eagle-1": HeadSupport("eagle"),
+        "dflash": HeadSupport("dflash"),
+        "medusa": NoHeadSupport("has no Medusa any more, as 0.32 had"),
         "pass": _PASS,
     },
     "sglang": {
         "eagle": SPECULATORS,
-        "eagle3": Has("EAGLE3", _authors("EAGLE-3"), speculators=False),
-        "peagle": Lacks("has no P-EAGLE, for its EAGLE3 drafts one token after the other"),
-        "eagle-1": Lacks(
+        "eagle3": HeadSupport("EAGLE3", _authors("EAGLE-3"), speculators=False),
+        "peagle": NoHeadSupport("has no P-EAGLE, for its EAGLE3 drafts one token after the other"),
+        "eagle-1": NoHeadSupport(
             "reads no EAGLE-1 head whose config.json names LlamaForCausalLM, as its authors write it"
         ),
-        "dflash": Has("DFLASH", _authors("DFlash"), speculators=False),
-        "medusa": Lacks("has no Medusa heads"),
+        "dflash": HeadSupport("DFLASH", _authors("DFlash"), speculators=False),
+        "medusa": NoHeadSupport("has no Medusa heads"),
         "pass": _PASS,
     },
     "llama.cpp": {
-        "eagle": Lacks(
+        "eagle": NoHeadSupport(
             "was not seen to read an EAGLE-3 head of several layers, as specbench train makes them"
         ),
-        "eagle3": Has(
+        "eagle3": HeadSupport(
             "draft-eagle3",
             "The head as a GGUF file: convert_hf_to_gguf.py HEAD --target-model-dir TARGET, of one decoder layer.",
         ),
-        "peagle": Lacks("has no P-EAGLE"),
-        "eagle-1": Lacks("has EAGLE-3 alone of EAGLE's kinds"),
-        "dflash": Lacks("was not seen to convert a DFlash head as its authors write it"),
-        "medusa": Lacks("has no Medusa heads"),
+        "peagle": NoHeadSupport("has no P-EAGLE"),
+        "eagle-1": NoHeadSupport("has EAGLE-3 alone of EAGLE's kinds"),
+        "dflash": NoHeadSupport("was not seen to convert a DFlash head as its authors write it"),
+        "medusa": NoHeadSupport("has no Medusa heads"),
         "pass": _PASS,
     },
     "tensorrt-llm": {
         "eagle": SPECULATORS,
-        "eagle3": Has("Eagle3", _authors("EAGLE-3"), speculators=False),
-        "peagle": Lacks("has no P-EAGLE"),
-        "eagle-1": Lacks("has EAGLE-3 alone of EAGLE's kinds"),
-        "dflash": Lacks("has no DFlash in this version"),
-        "medusa": Lacks("has no Medusa heads where trtllm-serve runs PyTorch, its default"),
+        "eagle3": HeadSupport("Eagle3", _authors("EAGLE-3"), speculators=False),
+        "peagle": NoHeadSupport("has no P-EAGLE"),
+        "eagle-1": NoHeadSupport("has EAGLE-3 alone of EAGLE's kinds"),
+        "dflash": NoHeadSupport("has no DFlash in this version"),
+        "medusa": NoHeadSupport("has no Medusa heads where trtllm-serve runs PyTorch, its default"),
         "pass": _PASS,
     },
     "mlx-lm": _none("has no trained heads, for its drafter is a whole model"),
     "openvino": {
         "eagle": _OPENVINO,
         "eagle3": _OPENVINO,
-        "peagle": Lacks("has no P-EAGLE"),
-        "eagle-1": Lacks("has EAGLE-3 alone of EAGLE's kinds"),
+        "peagle": NoHeadSupport("has no P-EAGLE"),
+        "eagle-1": NoHeadSupport("has EAGLE-3 alone of EAGLE's kinds"),
         "dflash": _OPENVINO,
-        "medusa": Lacks("has no Medusa heads"),
+        "medusa": NoHeadSupport("has no Medusa heads"),
         "pass": _PASS,
     },
 }

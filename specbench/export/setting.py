@@ -84,7 +84,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Replaced:
     """The fastest setting of a run, where something else is exported because an engine does not have it.
 
     Attributes:
@@ -132,7 +132,7 @@ class Setting:
     drafter_dtype: str | None = None
     temperature: float | None = None
     measured: Measured | None = None
-    beside: Beside | None = None
+    replaces: Replaced | None = None
     head: str | None = None
     compact: bool = False
     speculators: bool = False
@@ -255,7 +255,7 @@ def settings_of_run(
     return settings
 
 
-def in_place_of(results: Results, setting: Setting, fastest: Setting) -> Setting:
+def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setting:
     """A setting that is exported because an engine does not have the fastest one, with that beside it.
 
     Args:
@@ -269,12 +269,12 @@ def in_place_of(results: Results, setting: Setting, fastest: Setting) -> Setting
     if tuning is not None and tuning.answer is not None:
         mine = tuning.answer.measured.get(setting.measured.config)
         if mine is not None and mine.share and tuning.ranking[:1] == [fastest.measured.config]:
-            return replace(setting, beside=Beside(fastest.measured, mine.share))
+            return replace(setting, replaces=Replaced(fastest.measured, mine.share))
     pairs = side_by_side(results, setting.measured.config, fastest.measured.config)
     share = stats.geometric_mean(
         (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
     )
-    return replace(setting, beside=Beside(fastest.measured, share))
+    return replace(setting, replaces=Replaced(fastest.measured, share))
 
 
 class _Run:
@@ -373,7 +373,7 @@ def _fixed(results: Results, rows: Sequence[SummaryRow], row: SummaryRow, rule: 
     config = row.config
     if rule.word == "fixed" and config.gamma is not None:
         return config.gamma, ""
-    beside = [
+    replaces = [
         other
         for other in rows
         if other.measured
@@ -381,10 +381,10 @@ def _fixed(results: Results, rows: Sequence[SummaryRow], row: SummaryRow, rule: 
         and other.config.kind == "speculative"
         and (other.config.drafter, other.config.temperature) == (config.drafter, config.temperature)
     ]
-    if beside:
-        best = max(beside, key=lambda other: other.speedup.value)
+    if replaces:
+        best = max(replaces, key=lambda other: other.speedup.value)
         ratio = stats.ratio_text(best.speedup, " ×")
-        return best.config.gamma or 1, f"the best of the {len(beside)} fixed γ measured with it, {ratio}"
+        return best.config.gamma or 1, f"the best of the {len(replaces)} fixed γ measured with it, {ratio}"
     steps = by_config(results)[config.id]
     steps = steps.take(steps["drafted"] > 0)
     predicted = _predicted(steps, config.drafter, _costs(results.run, config.batch))

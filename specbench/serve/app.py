@@ -28,7 +28,7 @@ from specbench.generate import GenerationRun, encode_messages, encode_prompt, sh
 from specbench.options import DecodingOptions
 from specbench.serve.counters import CONTENT_TYPE, metrics_text
 from specbench.serve.engine import BusyError, Engine, StoppedError
-from specbench.serve.protocol import LONGEST_NAME, ChatAsked, Reply, TextAsked, Usage, error_body, parse
+from specbench.serve.protocol import LONGEST_NAME, ChatRequest, Reply, TextRequest, Usage, error_body, parse
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -95,7 +95,7 @@ def application(engine: Engine, defaults: Defaults, *, hosts: Sequence[str] = ("
         routes=routes,
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
-            Middleware(_AtMost, most=engine.most + _MOST_BESIDE),
+            Middleware(_OpenRequestLimit, most=engine.most + _MOST_BESIDE),
         ],
         exception_handlers={
             SpecbenchError: _explained,
@@ -139,16 +139,16 @@ class _Serving:
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation."""
-        return await self._answer(request, ChatAsked)
+        return await self._answer(request, ChatRequest)
 
     async def text(self, request: Request) -> Response:
         """What continues a text."""
-        return await self._answer(request, TextAsked)
+        return await self._answer(request, TextRequest)
 
-    async def _answer(self, request: Request, kind: type[ChatAsked] | type[TextAsked]) -> Response:
+    async def _answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
         # In a thread: of a large body it takes a second, in which others are to be answered.
         asked, run = await run_in_threadpool(self._taken, await _body_of(request), kind)
-        ticket = _Ticket(self._engine, run)
+        ticket = _RecordStream(self._engine, run)
         reply = Reply(asked, f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), self._model["id"])
         # An answer that fails before it has begun is an error of the protocol, also for who wants a stream.
         try:
@@ -161,8 +161,8 @@ class _Serving:
             raise
 
     def _taken(
-        self, body: bytes, kind: type[ChatAsked] | type[TextAsked]
-    ) -> tuple[ChatAsked | TextAsked, GenerationRun]:
+        self, body: bytes, kind: type[ChatRequest] | type[TextRequest]
+    ) -> tuple[ChatRequest | TextRequest, GenerationRun]:
         """A request as values, and what is to be decoded for it.
 
         Raises:
@@ -178,7 +178,7 @@ class _Serving:
             message = f"There is no model {model!r} here. Ask for {self._model['id']!r}, or leave it out."
             raise _ProtocolError(404, error_body(message, "invalid_request_error", "model_not_found"))
 
-    def _run(self, asked: ChatAsked | TextAsked) -> GenerationRun:
+    def _run(self, asked: ChatRequest | TextRequest) -> GenerationRun:
         """What a request asks for.
 
         Raises:
@@ -205,8 +205,8 @@ class _Serving:
             decoding=decoding,
         )
 
-    def _prompt(self, asked: ChatAsked | TextAsked) -> list[int]:
-        if isinstance(asked, TextAsked):
+    def _prompt(self, asked: ChatRequest | TextRequest) -> list[int]:
+        if isinstance(asked, TextRequest):
             beginning = asked.beginning
             if isinstance(beginning, str):
                 return encode_prompt(self._tokenizer, beginning, chat=False)
@@ -228,7 +228,7 @@ class _ProtocolError(HTTPException):
         self.body = body
 
 
-class _Ticket(AsyncIterator["Prefill | Step"]):
+class _RecordStream(AsyncIterator["Prefill | Step"]):
     """The records of a request as they come, in the loop that it was made in.
 
     Raises:
@@ -266,7 +266,7 @@ class _Ticket(AsyncIterator["Prefill | Step"]):
 class _EventStream(StreamingResponse):
     """Server-sent events; a client that goes takes its request along."""
 
-    def __init__(self, events: AsyncGenerator[str], ticket: _Ticket) -> None:
+    def __init__(self, events: AsyncGenerator[str], ticket: _RecordStream) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._events, self._ticket = events, ticket
 
@@ -278,7 +278,7 @@ class _EventStream(StreamingResponse):
             self._ticket.close()
 
 
-class _AtMost:
+class _OpenRequestLimit:
     """Lets so many requests be open at a time, and refuses others before their bodies are read.
 
     The engine's own limit ends with a request's last step. This one holds until the answer has been sent, so that
@@ -305,7 +305,7 @@ class _AtMost:
 
 
 async def _texts(
-    ticket: _Ticket, first: Prefill | Step, usage: Usage
+    ticket: _RecordStream, first: Prefill | Step, usage: Usage
 ) -> AsyncGenerator[tuple[str, FinishReason | None]]:
     """The text that every record makes final, and why it is the last one."""
     stream = ticket.run.text_stream()
@@ -320,7 +320,7 @@ async def _texts(
         record = await anext(ticket, None)
 
 
-async def _whole(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> Json:
+async def _whole(reply: Reply, ticket: _RecordStream, first: Prefill | Step) -> Json:
     usage = Usage()
     parts = [part async for part in _texts(ticket, first, usage)]
     reason = parts[-1][1]
@@ -328,7 +328,7 @@ async def _whole(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> Json:
     return reply.whole("".join(text for text, _ in parts), reason, usage)
 
 
-async def _events(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> AsyncGenerator[str]:
+async def _events(reply: Reply, ticket: _RecordStream, first: Prefill | Step) -> AsyncGenerator[str]:
     usage = Usage()
     if (opening := reply.opening()) is not None:
         yield _event(opening)

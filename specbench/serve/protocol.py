@@ -83,7 +83,7 @@ class _StreamOptions(_Body):
     include_obfuscation: bool | None = None  # padding against listeners, which our stream has none of
 
 
-class Asked(_Body):
+class BaseRequest(_Body):
     """What both kinds of requests have; ``None`` where the server's own setting holds."""
 
     model: str | None = None
@@ -158,7 +158,7 @@ class _Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatAsked(Asked):
+class ChatRequest(BaseRequest):
     """A conversation to be answered."""
 
     messages: _List[_Message] = Field(min_length=1)
@@ -172,7 +172,7 @@ class ChatAsked(Asked):
         return self.max_completion_tokens or self.max_tokens
 
 
-class TextAsked(Asked):
+class TextRequest(BaseRequest):
     """A text, or its tokens, to be continued."""
 
     prompt: str | _List[str] | _List[int] | _List[_List[int]]
@@ -200,7 +200,7 @@ class TextAsked(Asked):
         return only
 
 
-def parse(body: bytes, kind: type[ChatAsked] | type[TextAsked]) -> ChatAsked | TextAsked:
+def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatRequest | TextRequest:
     """A request's body as values.
 
     Raises:
@@ -303,14 +303,14 @@ class Reply:
         model: The model's name.
     """
 
-    asked: ChatAsked | TextAsked
+    asked: ChatRequest | TextRequest
     id: str
     created: int
     model: str
 
     def whole(self, text: str, finish_reason: FinishReason, usage: Usage) -> Json:
         """The answer to who wants it at once."""
-        chat = isinstance(self.asked, ChatAsked)
+        chat = isinstance(self.asked, ChatRequest)
         said: Json = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         return {
             **self._head(self.asked.kind),
@@ -322,7 +322,7 @@ class Reply:
         """The first event of a stream, before any text; ``None`` where it begins with text."""
         return (
             self._chunk({"role": "assistant", "content": ""}, None)
-            if isinstance(self.asked, ChatAsked)
+            if isinstance(self.asked, ChatRequest)
             else None
         )
 
@@ -340,10 +340,10 @@ class Reply:
 
     @property
     def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if isinstance(self.asked, ChatAsked) else self.asked.kind
+        return "chat.completion.chunk" if isinstance(self.asked, ChatRequest) else self.asked.kind
 
     def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None) -> Json:
-        chat = isinstance(self.asked, ChatAsked)
+        chat = isinstance(self.asked, ChatRequest)
         said: Json = {"delta": delta} if chat else {"text": delta.get("content", "")}
         usage = {"usage": None} if self.asked.wants_usage else {}
         return {**self._head(self._chunk_kind), "choices": [_choice(said, finish_reason)], **usage}

@@ -457,7 +457,7 @@ def exports_text(found: Sequence[Exported]) -> str:
     lines = ["Deploy it, or what comes nearest to it there:"]
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]
-        beside = same[0].setting.beside
+        beside = same[0].setting.replaces
         low = same[0].measured.speedup.low
         unsure = ", not surely faster than that" if low is None or low <= 1.0 else ""
         lines.append(f"  {same[0].measured}{unsure}{'' if beside is None else f'; {beside}'}")
@@ -465,7 +465,7 @@ def exports_text(found: Sequence[Exported]) -> str:
     without = [name for name in ENGINES if name not in {each.engine for each in found}]
     if without:
         lines.append(f"Nothing faster than plain decoding: {', '.join(without)}.")
-    if all(each.setting.beside is not None for each in found):
+    if all(each.setting.replaces is not None for each in found):
         lines.append("The fastest is deployed by `specbench serve`.")
     return "".join(f"{line}\n" for line in lines)
 
@@ -478,7 +478,7 @@ def exports_json(found: Sequence[Exported]) -> list[Json]:
             "command": each.command,
             "config": each.measured.config,
             **_ends(each.measured.speedup),
-            "share": None if each.setting.beside is None else _ends(each.setting.beside.share),
+            "share": None if each.setting.replaces is None else _ends(each.setting.replaces.share),
         }
         for each in found
     ]

@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.bench.passes import ABREAST, time_passes
+from specbench.bench.passes import TREE_NODES, time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.metrics import count_ranks
 from specbench.decoding.records import Step
@@ -150,7 +150,7 @@ def calibrate_tree(
         _TIMED,
         Random(0),
         progress,
-        abreast=ABREAST,
+        abreast=TREE_NODES,
     )
     nodes = sum(tested for (_, rank), (tested, _) in counts.items() if rank == 0)
     shares = [0.0] * (1 + max(rank for _, rank in counts))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from specbench.bench.grid import SweepConfig
 from specbench.bench.passes import PassTimes, SharedTimes
-from specbench.bench.serving import Encoded, Load
+from specbench.bench.serving import Encoded, Workload
 from specbench.decoding.records import Step
 from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions
@@ -122,7 +122,9 @@ class BenchEngine(Protocol[Encoded]):
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def serve(self, config: SweepConfig, load: Load[Encoded], decoding: DecodingOptions) -> GroupOutcome:
+    def generate_group(
+        self, config: SweepConfig, load: Workload[Encoded], decoding: DecodingOptions
+    ) -> GroupOutcome:
         """Decode requests side by side, in the batch of the configuration; any exception means that all failed."""
         ...
 

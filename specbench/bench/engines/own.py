@@ -14,7 +14,7 @@ from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.watch import finish_reason, watch_generate
 from specbench.bench.grid import LOOKUP_TOKENS, SweepConfig, SweepOptions
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
-from specbench.bench.serving import Answered, Asked, Load, SkippingClock, serve
+from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.records import Step
 from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions, quantized
@@ -165,18 +165,18 @@ class ModelEngine:
             outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
         return outcome
 
-    def serve(
-        self, config: SweepConfig, load: Load[Sequence[int]], decoding: DecodingOptions
+    def generate_group(
+        self, config: SweepConfig, load: Workload[Sequence[int]], decoding: DecodingOptions
     ) -> GroupOutcome:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
         from specbench.generate_many import GenerationRuns
         from specbench.lengths.load import Load as PassLoad
 
-        def made(asked: Asked[Sequence[int]]) -> GenerationRun:
+        def made(asked: BenchRequest[Sequence[int]]) -> GenerationRun:
             return self._run(config, asked.prompt, decoding, asked.seed)
 
-        def start(asked: Asked[Sequence[int]]) -> GenerationRun:
+        def start(asked: BenchRequest[Sequence[int]]) -> GenerationRun:
             return ready.pop(id(asked), None) or made(asked)
 
         assert config.batch is not None
@@ -189,7 +189,7 @@ class ModelEngine:
             runs = GenerationRuns(
                 (), max_batch=config.batch, later=[*ready.values()], clock=clock, load=known
             )
-            served = serve(load, runs, start, clock)
+            served = run_workload(load, runs, start, clock)
         use = None if runs.seats is None else runs.seats.use
         return GroupOutcome(
             requests=tuple(
@@ -438,7 +438,7 @@ def _dtype_of(drafter: Drafter) -> str | None:
     return found[-1].removeprefix("torch.") if found else None
 
 
-def _outcome(answered: Answered) -> Outcome:
+def _outcome(answered: BenchResult) -> Outcome:
     """A request's figures, by when its tokens came."""
     generation = answered.run.result()
     return Outcome(
@@ -501,7 +501,7 @@ def check_engine(
     options = options or SweepOptions()
     check_models(base.target, drafters, base.models, progress=progress)
     rounded = quantized(base.models.dtype)
-    if rounded is not None and options.foreign:
+    if rounded is not None and options.uses_transformers:
         raise UsageError(
             f"The target is {rounded}, and transformers would decode with the unquantized model.",
             f"Leave out --dtype {rounded}, or the rows of transformers.",
@@ -542,7 +542,7 @@ def load_engine(
         progress=progress,
     )
     reference = None
-    if options.foreign:
+    if options.uses_transformers:
         reference = load_model(
             base.target, models.target, progress=progress, allow_pickle=models.allow_pickle
         )

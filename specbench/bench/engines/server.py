@@ -48,7 +48,7 @@ class ServerError(RunError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """What one event of a stream has brought.
 
     Attributes:
@@ -63,7 +63,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAnswer:
+class StreamedAnswer:
     """A whole answer.
 
     Attributes:
@@ -76,7 +76,7 @@ class EngineAnswer:
         steps_by_kept: How many steps that drafted kept 0, 1, 2, ... tokens; ``None`` if the server does not say.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Chunk, ...]
     finish_reason: str
     ended_s: float
     prompt_tokens: int | None = None
@@ -109,7 +109,7 @@ class EngineAnswer:
         return SpeculationCounters(sum(self.steps_by_kept), self.drafted, self.accepted, kept_at)
 
     @property
-    def first(self) -> Piece | None:
+    def first(self) -> Chunk | None:
         """The first piece that brought anything; ``None`` if none did."""
         return next((piece for piece in self.pieces if piece.text or piece.ids), None)
 
@@ -124,7 +124,7 @@ class EngineAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class TokenCount:
     """How many tokens an answer has.
 
     Attributes:
@@ -138,7 +138,7 @@ class Count:
     problem: str | None = None
 
 
-def count_tokens(answer: EngineAnswer, tokenizer: PreTrainedTokenizerBase | None) -> Count:
+def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | None) -> TokenCount:
     """Count the tokens of an answer by the best witness there is, and hold the others against it.
 
     Args:
@@ -153,15 +153,15 @@ def count_tokens(answer: EngineAnswer, tokenizer: PreTrainedTokenizerBase | None
     source: Literal["ids", "usage"] = "usage" if ids is None else "ids"
     if said is None:
         problem = "The server does not say how many tokens its answer has."
-        return Count(read, "nothing" if read is None else "tokenizer", problem)
+        return TokenCount(read, "nothing" if read is None else "tokenizer", problem)
     if (
         ids is not None and answer.used_tokens is not None and abs(ids - answer.used_tokens) > 1
     ):  # an end token
-        return Count(ids, "ids", f"The stream names {ids} tokens, and usage {answer.used_tokens}.")
+        return TokenCount(ids, "ids", f"The stream names {ids} tokens, and usage {answer.used_tokens}.")
     if read is not None and _apart(said, read, answer.finish_reason):
         problem = f"The server counts {said} tokens, and its text has {read} by the target's tokenizer."
-        return Count(read, "tokenizer", problem)
-    return Count(said, source)
+        return TokenCount(read, "tokenizer", problem)
+    return TokenCount(said, source)
 
 
 def _apart(said: int, read: int, finish_reason: str) -> bool:
@@ -281,7 +281,7 @@ class ServerClient:
 
     async def ask(
         self, model: str, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]
-    ) -> EngineAnswer:
+    ) -> StreamedAnswer:
         """One answer, as a stream. Cancelling it closes the connection, which tells the server to stop.
 
         Args:
@@ -338,8 +338,8 @@ class ServerClient:
             return None
         return speculation_counters(response.text) if response.status_code == 200 else None
 
-    async def _read(self, response: httpx2.Response, began: float) -> EngineAnswer:
-        pieces: list[Piece] = []
+    async def _read(self, response: httpx2.Response, began: float) -> StreamedAnswer:
+        pieces: list[Chunk] = []
         facts: Json = {}
         reason, ended_s = None, 0.0
         async for event in httpx2.EventSource(response, max_event_size=None):
@@ -353,14 +353,14 @@ class ServerClient:
             choice = _choice(body)
             text, ids = _text_of(choice), _ids_of(choice)
             if text or ids:
-                pieces.append(Piece(at_s, text, ids))
+                pieces.append(Chunk(at_s, text, ids))
             why = choice.get("finish_reason")
             if isinstance(why, str):
                 reason, ended_s = why, at_s
             facts |= _facts(body, choice)
         if reason is None:
             raise ServerError(f"The answer of the server {self.name} broke off before its end.")
-        return EngineAnswer(tuple(pieces), reason, ended_s, **facts)
+        return StreamedAnswer(tuple(pieces), reason, ended_s, **facts)
 
     def _refused(self, response: httpx2.Response) -> ServerError:
         status, said = response.status_code, self._message(_object(response.text))
@@ -436,7 +436,7 @@ def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
-    """What an event tells of counts, by the names of ``EngineAnswer``.
+    """What an event tells of counts, by the names of ``StreamedAnswer``.
 
     ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's, under older names and
     newer ones.

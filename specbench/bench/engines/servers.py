@@ -24,15 +24,15 @@ from specbench.base.record import Json, builtins
 from specbench.base.textsafe import one_line
 from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.server import (
-    EngineAnswer,
     ListedModel,
     ServerClient,
     ServerError,
     SpeculationCounters,
+    StreamedAnswer,
     count_tokens,
 )
 from specbench.bench.grid import Salt, SweepConfig
-from specbench.bench.serving import Asked, Load
+from specbench.bench.serving import BenchRequest, Workload
 from specbench.models.stories import HeadStory
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer, Speculation
@@ -128,13 +128,13 @@ class MeasuredServer:
     def dialect(self) -> _Dialect:
         return _DIALECTS.get(self.owner, _UNKNOWN)
 
-    def drafted(self, answer: EngineAnswer) -> tuple[int | None, int | None]:
+    def drafted(self, answer: StreamedAnswer) -> tuple[int | None, int | None]:
         """Tokens drafted for an answer and kept; ``None`` if it does not say."""
         if answer.drafted is None and self.dialect.tells:
             return 0, 0
         return answer.drafted, answer.accepted
 
-    def speculation(self, answer: EngineAnswer, meanwhile: SpeculationCounters | None) -> Speculation:
+    def speculation(self, answer: StreamedAnswer, meanwhile: SpeculationCounters | None) -> Speculation:
         """What was drafted for an answer: what it says itself, and where it does not, what was counted meanwhile.
 
         Places are left out where they are not those of the answer: somebody else has been asking.
@@ -261,7 +261,7 @@ class ServerEngine:
             raise self._explained(error, spec, listed) from error
         return MeasuredServer(spec, model, owner, has_counters, tuple(self._notes(spec, answer)))
 
-    def _notes(self, spec: ServerSpec, answer: EngineAnswer) -> list[str]:
+    def _notes(self, spec: ServerSpec, answer: StreamedAnswer) -> list[str]:
         count = count_tokens(answer, self._tokenizer)
         if count.tokens is None:
             raise UsageError(
@@ -312,9 +312,11 @@ class ServerEngine:
     def generate(
         self, config: SweepConfig, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
-        return self._loop.run(self._alone(config, Asked(prompt, seed), decoding))
+        return self._loop.run(self._alone(config, BenchRequest(prompt, seed), decoding))
 
-    def serve(self, config: SweepConfig, load: Load[ServerPrompt], decoding: DecodingOptions) -> GroupOutcome:
+    def generate_group(
+        self, config: SweepConfig, load: Workload[ServerPrompt], decoding: DecodingOptions
+    ) -> GroupOutcome:
         return self._loop.run(self._side_by_side(config, load, decoding))
 
     def measure_costs(
@@ -357,7 +359,7 @@ class ServerEngine:
     # -- asking --------------------------------------------------------------------------------------
 
     async def _alone(
-        self, config: SweepConfig, asked: Asked[ServerPrompt], decoding: DecodingOptions
+        self, config: SweepConfig, asked: BenchRequest[ServerPrompt], decoding: DecodingOptions
     ) -> Outcome:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
@@ -366,12 +368,12 @@ class ServerEngine:
         return self._outcome(answer, attempts, server.speculation(answer, meanwhile))
 
     async def _side_by_side(
-        self, config: SweepConfig, load: Load[ServerPrompt], decoding: DecodingOptions
+        self, config: SweepConfig, load: Workload[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
 
-        async def answer(asked: Asked[ServerPrompt]) -> tuple[EngineAnswer, int]:
+        async def answer(asked: BenchRequest[ServerPrompt]) -> tuple[StreamedAnswer, int]:
             return await self._answer(config, asked, decoding)
 
         crowd = _Crowd(load, answer, self._clock, self._pause)
@@ -400,15 +402,15 @@ class ServerEngine:
         )
 
     async def _answer(
-        self, config: SweepConfig, asked: Asked[ServerPrompt], decoding: DecodingOptions
-    ) -> tuple[EngineAnswer, int]:
+        self, config: SweepConfig, asked: BenchRequest[ServerPrompt], decoding: DecodingOptions
+    ) -> tuple[StreamedAnswer, int]:
         server = self._by_name[config.drafter]
         settings = self._settings(server, config.temperature, decoding, asked.seed)
         return await self._ask(server, self._salted(config, asked), settings)
 
     async def _ask(
         self, server: MeasuredServer, prompt: ServerPrompt, settings: Mapping[str, Any]
-    ) -> tuple[EngineAnswer, int]:
+    ) -> tuple[StreamedAnswer, int]:
         """An answer, and how often the server was asked for it; what broke off in its middle is not asked again."""
         client, attempt = self._clients[server.spec.name], 1
         while True:
@@ -433,7 +435,7 @@ class ServerEngine:
             **({dialect.salt: secrets.token_hex(16)} if dialect.salt else {}),
         }
 
-    def _salted(self, config: SweepConfig, asked: Asked[ServerPrompt]) -> ServerPrompt:
+    def _salted(self, config: SweepConfig, asked: BenchRequest[ServerPrompt]) -> ServerPrompt:
         """The prompt, behind a line that is new to the server where its cache has to be defeated so."""
         if self.salt == "none":
             return asked.prompt
@@ -459,7 +461,7 @@ class ServerEngine:
         except RunError as error:
             raise RunError(f"{server.spec.name}: {error.message}") from error
 
-    def _outcome(self, answer: EngineAnswer, attempts: int, speculation: Speculation) -> Outcome:
+    def _outcome(self, answer: StreamedAnswer, attempts: int, speculation: Speculation) -> Outcome:
         count = count_tokens(answer, self._tokenizer)
         if count.tokens is None:
             raise RunError(count.problem or "Nothing tells how many tokens the answer has.")
@@ -489,7 +491,7 @@ class ServerEngine:
             ),
         )
 
-    def _first_tokens(self, answer: EngineAnswer, tokens: int) -> int:
+    def _first_tokens(self, answer: StreamedAnswer, tokens: int) -> int:
         """Tokens of the first piece; 1 where nothing tells."""
         first = answer.first
         if first is None or len(answer.pieces) == 1:
@@ -507,7 +509,7 @@ class ServerEngine:
 class _Served:
     """An answer among others, when it was asked for, and how often."""
 
-    answer: EngineAnswer
+    answer: StreamedAnswer
     attempts: int
     arrived_s: float
 
@@ -524,8 +526,8 @@ class _Crowd:
         answered: Whole answers, by the number of the request.
     """
 
-    load: Load[ServerPrompt]
-    ask: Callable[[Asked[ServerPrompt]], Awaitable[tuple[EngineAnswer, int]]]
+    load: Workload[ServerPrompt]
+    ask: Callable[[BenchRequest[ServerPrompt]], Awaitable[tuple[StreamedAnswer, int]]]
     clock: Callable[[], float]
     pause: Callable[[float], Awaitable[object]]
     answered: dict[int, _Served] = field(default_factory=dict)
