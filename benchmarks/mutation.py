@@ -948,9 +948,9 @@ MUTANTS = (
     # -- tuning ------------------------------------------------------------------------------------
     Mutant(
         "a race drops whoever is behind, sure or not",
-        "tune/race.py:Race.most",
-        "self._bound(name, over, self.level)",
-        "self._ahead(name, over)",
+        "tune/race.py:Race.upper_bound",
+        "self._log_bound(name, over, self.level)",
+        "self._log_ratio(name, over)",
         ("tests/test_race.py", "-k", "wrong_no_oftener"),
     ),
     Mutant(
@@ -963,15 +963,15 @@ MUTANTS = (
     Mutant(
         "what held a generation up counts as its own slowness",
         "tune/race.py:Race._differences",
-        "speed + held",
+        "speed + correction",
         "speed",
         ("tests/test_race.py", "-k", "thought_slow"),
     ),
     Mutant(
         "who rests never comes back to a race",
         "tune/race.py:Race.look",
-        "name not in self.fallen or self.fallen[name].most is not None",
-        "name not in self.fallen",
+        "name not in self.eliminated or self.eliminated[name].bound is not None",
+        "name not in self.eliminated",
         ("tests/test_race.py", "-k", "measured_again"),
     ),
     Mutant(

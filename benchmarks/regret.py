@@ -70,7 +70,7 @@ from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.tune.candidates import GAMMAS, rules_to_try
 from specbench.tune.loading import configurations, load_candidates
-from specbench.tune.race import ERROR, MARGIN, Block, Ending, Race, Timing, run_race, slowness
+from specbench.tune.race import ERROR, MARGIN, Block, Ending, Race, Timing, relative_slowdown, run_race
 
 PLAIN = "plain"
 BUSY_GOAL, SPREAD_GOAL = 0.9, 0.95
@@ -367,7 +367,7 @@ def stored(results: Results) -> tuple[list[str], str, list[Block], Measure]:
         (str(row.config), Block(str(row.prompt), int(row.repeat), str(row.category))): Timing(
             int(row.new_tokens) - 1,
             float(row.decode_s),
-            slowness(row.steps_nodes, row.steps_siblings, row.steps_verify_s, costs),
+            relative_slowdown(row.steps_nodes, row.steps_siblings, row.steps_verify_s, costs),
         )
         for row in rows.itertuples()
     }

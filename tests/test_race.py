@@ -16,7 +16,16 @@ from stored_runs import write_exact
 
 from specbench.decoding.theory import PassCosts
 from specbench.results.results import load_results
-from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, held_up, run_race, slowness
+from specbench.tune.race import (
+    ERROR,
+    MARGIN,
+    Block,
+    Race,
+    Timing,
+    noise_correction,
+    relative_slowdown,
+    run_race,
+)
 
 PLAIN = "plain"
 
@@ -127,7 +136,7 @@ def test_what_is_within_the_margin_of_plain_decoding_counts_as_equal():
     race, ending = Simulated({PLAIN: 0.0, "a": 0.01, "b": -0.4}, spread=0.01, noise=0.01).race()
     assert race.verdict in ("equal", "faster", "plain")
     assert ending == "decided"
-    assert "b" in race.fallen
+    assert "b" in race.eliminated
 
 
 @pytest.mark.smoke
@@ -140,7 +149,7 @@ def test_a_stored_run_is_raced(tmp_path):
     df = load_results(write_exact(tmp_path / "run", scaled))
     race = race_over(df)
     assert choice_of(race) == "d@2"
-    assert {"d@1", "d@3"} == set(race.fallen)
+    assert {"d@1", "d@3"} == set(race.eliminated)
     best, ratio = regret_in(df, "d@1", ["plain", "d@1", "d@2", "d@3"])
     assert best == "d@2"
     assert ratio.value == pytest.approx(0.8, rel=0.01)
@@ -166,21 +175,21 @@ def test_the_benchmark_counts(capsys, tmp_path):
 def test_what_held_up_one_of_two_is_told_from_what_is_usual():
     """By two per cent passes of one take longer than those of the other in all blocks."""
     usual = 0.02 + np.array([-0.003, 0.001, 0.002, -0.001, 0.0, 0.003, -0.002])
-    held, doubt = held_up(usual)
+    held, doubt = noise_correction(usual)
     assert held.mean() == pytest.approx(0.0, abs=1e-3)
     assert 0.0 < doubt < 0.001  # seven blocks say it well
-    held, doubt = held_up(np.append(usual, [1.02, -0.68]))
+    held, doubt = noise_correction(np.append(usual, [1.02, -0.68]))
     assert held[-2:] == pytest.approx([1.0, -0.7], abs=0.02)
     assert held[:-2].mean() == pytest.approx(0.0, abs=0.002)
 
 
 def test_where_blocks_say_little_two_are_taken_to_be_alike():
     noisy = np.array([0.9, -0.5, 0.3, -0.8, 0.6, 0.2])
-    held, doubt = held_up(noisy)
+    held, doubt = noise_correction(noisy)
     assert held == pytest.approx(noisy, abs=0.01)
     assert doubt == pytest.approx(0.02, abs=0.001)
-    assert held_up(np.array([5.0]))[0].tolist() == [0.0]
-    assert len(held_up(np.array([]))[0]) == 0
+    assert noise_correction(np.array([5.0]))[0].tolist() == [0.0]
+    assert len(noise_correction(np.array([]))[0]) == 0
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -212,9 +221,9 @@ def test_all_that_a_block_has_in_common_changes_nothing():
 
 def test_slowness_is_the_time_of_passes_over_that_of_such_passes_alone():
     steps = [0, 4, 2], [0, 0, 2], [0.2, 0.5, 0.5]
-    assert slowness(*steps, PassCosts({1: 0.1, 5: 0.25})) == pytest.approx(1.2 / 0.6)
-    assert slowness(*steps, PassCosts({})) == 1.0
-    assert slowness([], [], [], PassCosts({1: 0.1})) == 1.0
+    assert relative_slowdown(*steps, PassCosts({1: 0.1, 5: 0.25})) == pytest.approx(1.2 / 0.6)
+    assert relative_slowdown(*steps, PassCosts({})) == 1.0
+    assert relative_slowdown([], [], [], PassCosts({1: 0.1})) == 1.0
 
 
 def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance():
@@ -227,7 +236,7 @@ def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance(
             block = Block(f"p-{number}", 0, kind if categories else "")
             speed = 1.5 if kind == "code" else 1 / 1.5
             wave = 1.0 + number % 4 / 100
-            race.take(block, {PLAIN: Timing(1, 1.0), "a": Timing(1, wave / speed)})
+            race.add_block(block, {PLAIN: Timing(1, 1.0), "a": Timing(1, wave / speed)})
         race.look(last=True)
         return race
 
@@ -246,16 +255,16 @@ def test_a_race_ends_as_soon_as_nothing_is_left_to_tell_apart():
     assert run(race, steady(plain=10, slow=8, fast=20)) == "decided"
     assert race.blocks == 6
     assert race.running == [PLAIN, "fast"]
-    fall = race.fallen["slow"]
+    fall = race.eliminated["slow"]
     assert (fall.blocks, fall.leader) == (6, "fast")
-    assert fall.most == pytest.approx(0.4)
+    assert fall.bound == pytest.approx(0.4)
 
 
 def test_looks_come_ever_more_rarely():
     race, looks = new(), []
     for block in blocks(100):
-        race.take(block, {PLAIN: Timing(1, 1.0)})
-        looks += [race.blocks] if race.due else []
+        race.add_block(block, {PLAIN: Timing(1, 1.0)})
+        looks += [race.blocks] if race.look_due else []
     assert looks == [6, 8, 12, 16, 24, 32, 48, 64, 96]
 
 
@@ -263,7 +272,7 @@ def test_all_looks_together_spend_no_more_than_there_is():
     """One bound for each of the others at every look on the way, and at the last one."""
     race = new("a", "b", "c", limit=24)
     for block in blocks(6):
-        race.take(block, {name: Timing(1, 1.0 + wobble(name, block)) for name in race.running})
+        race.add_block(block, {name: Timing(1, 1.0 + wobble(name, block)) for name in race.running})
     race.look()
     spent = 5 * 3 * race.level  # after 6, 8, 12, 16 and 24 blocks
     assert spent == pytest.approx(ERROR / 2)
@@ -278,8 +287,8 @@ def test_who_fails_is_out_and_plain_decoding_that_fails_spoils_the_block():
 
     race = new("broken", "good")
     assert run(race, measure) == "decided"
-    assert race.fallen["broken"].most is None
-    assert race.measured("broken") == 0
+    assert race.eliminated["broken"].bound is None
+    assert race.num_blocks("broken") == 0
     assert race.leader == "good"
     assert race.blocks == 6
 
@@ -291,8 +300,8 @@ def test_a_block_in_which_somebody_says_nothing_counts_for_nobody():
 
     race = new("a")
     run(race, measure)
-    assert race.measured("a") == race.measured(PLAIN) == 6
-    assert not race.fallen
+    assert race.num_blocks("a") == race.num_blocks(PLAIN) == 6
+    assert not race.eliminated
 
 
 def test_a_race_keeps_to_its_time():
@@ -312,18 +321,18 @@ def test_a_race_that_is_not_over_says_how_much_more_it_takes():
     made = Simulated({PLAIN: 0.0, "a": 0.5, "b": 0.46}, spread=0.1, noise=0.02)
     few, _ = made.race(prompts=6)
     assert few.open == [name for name in ("a", "b") if name != few.leader]
-    wanted = few.blocks_wanted()
+    wanted = few.blocks_needed()
     assert wanted is None or wanted > 20
     many, _ = Simulated(made.truth, spread=0.1, noise=0.02).race(prompts=24)
-    assert many.blocks_wanted() is not None
+    assert many.blocks_needed() is not None
     over = new("fast")
     run(over, steady(plain=1, fast=3))
-    assert over.blocks_wanted() == 0
+    assert over.blocks_needed() == 0
 
 
 def test_the_same_times_and_seed_give_the_same_race():
     def standing(race: Race) -> tuple[object, ...]:
-        return race.leader, race.running, race.fallen, race.blocks
+        return race.leader, race.running, race.eliminated, race.blocks
 
     assert standing(simulated(3).race()[0]) == standing(simulated(3).race()[0])
 
@@ -352,7 +361,7 @@ def test_every_speedup_is_paired_by_prompt():
     race = new("a", "b")
     assert run(race, measure) == "decided"
     assert race.ratio("a", PLAIN).value == pytest.approx(2.0)
-    assert "b" in race.fallen
+    assert "b" in race.eliminated
 
 
 def test_who_may_be_faster_than_a_new_leader_is_measured_again():
@@ -363,22 +372,22 @@ def test_who_may_be_faster_than_a_new_leader_is_measured_again():
         speeds = {PLAIN: 1.0, "a": 3.0, "b": 2.7, "c": 2.0 * (1.0 + 0.4 * (number % 2))}
         if number >= 6:
             speeds |= {"a": 0.5, "c": 6.0}
-        race.take(block, {name: Timing(100, wave / speeds[name]) for name in race.running})
-        if race.due:
+        race.add_block(block, {name: Timing(100, wave / speeds[name]) for name in race.running})
+        if race.look_due:
             race.look()
         if race.blocks == 6:
-            assert (race.leader, set(race.fallen)) == ("a", {"b"})
+            assert (race.leader, set(race.eliminated)) == ("a", {"b"})
     assert race.leader == "c"
     assert "b" in race.running
-    assert not race.fallen.keys() & {"b"}
+    assert not race.eliminated.keys() & {"b"}
 
 
 def test_a_race_that_is_decided_stays_so():
     race = new("fast")
     for block in blocks(8):
         speeds = {PLAIN: 1.0, "fast": 2.0 if race.blocks < 6 else 0.1}
-        race.take(block, {name: Timing(100, 1.0 / speeds[name]) for name in race.running})
-        if race.due:
+        race.add_block(block, {name: Timing(100, 1.0 / speeds[name]) for name in race.running})
+        if race.look_due:
             race.look()
     assert (race.leader, race.verdict, race.decided) == ("fast", "faster", True)
 
@@ -392,8 +401,8 @@ def test_who_surely_is_not_5_percent_faster_need_not_be_told_from_the_leader():
 
     assert run(race, measure) == "decided"
     assert race.leader == "b"
-    assert race.fallen["a"].most is not None
-    assert 0.98 < race.fallen["a"].most < 1 / (1 - MARGIN)
+    assert race.eliminated["a"].bound is not None
+    assert 0.98 < race.eliminated["a"].bound < 1 / (1 - MARGIN)
 
 
 @pytest.fixture(scope="module")

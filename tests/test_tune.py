@@ -286,7 +286,7 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
     assert "e@auto" in found.left_out  # a pass of it takes as long as twenty of the target
     assert len(engine.cost_calls) == 3
     df = load_results(tmp_path / "run")
-    assert set(df.generations["config"]) == {"plain", *found.race.fallen, "d@auto"}
+    assert set(df.generations["config"]) == {"plain", *found.race.eliminated, "d@auto"}
     assert df.generations.groupby("config")["prompt"].nunique()["plain"] == found.race.blocks
     assert sorted(df.generations[df.generations["prompt"] == "one-0"]["order"]) == list(
         range(len(set(df.generations["config"])))
@@ -342,7 +342,7 @@ def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path):
             assert run_json(folder)["finished"] is None
         rest = TimedEngine(FAST, clock)
         again = search(folder, rest, sweep, clock)
-        assert (again.race.running, again.race.fallen) == (whole.race.running, whole.race.fallen)
+        assert (again.race.running, again.race.eliminated) == (whole.race.running, whole.race.eliminated)
         assert (again.predicted, again.left_out) == (whole.predicted, whole.left_out)
         keys = [(config, prompt) for config, prompt, _ in rest.calls]
         assert len(keys) + stop - 1 == len(list((folder / "generations.jsonl").open(encoding="utf-8")))
@@ -355,7 +355,7 @@ def test_nothing_is_measured_again(tmp_path):
     second = search(tmp_path, again, sweep, clock)
     assert (again.calls, again.cost_calls, again.shared_calls) == ([], [], [])
     assert second.batches == first.batches
-    assert second.race.fallen == first.race.fallen
+    assert second.race.eliminated == first.race.eliminated
 
 
 def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path):
@@ -606,7 +606,7 @@ def test_going_on_without_time_says_what_was_found(tmp_path):
     first, sweep = undecided(tmp_path, clock)
     again = search(tmp_path, TimedEngine({}, clock), sweep, clock, seconds=0.0)
     assert (again.ending, again.race.blocks) == ("time", first.race.blocks)
-    assert again.race.fallen == first.race.fallen
+    assert again.race.eliminated == first.race.eliminated
     assert again.block_s > 0
 
 

@@ -327,7 +327,7 @@ class _Job(RunJob):
         def show(race: Race) -> None:
             shown = self._standing(race, until - clock.now())
             progress.update(f"racing: {shown}", 0, None)
-            if race.due and not self.quiet and not self.console.is_terminal:
+            if race.look_due and not self.quiet and not self.console.is_terminal:
                 self.say(shown)
 
         try:

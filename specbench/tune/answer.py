@@ -156,8 +156,8 @@ def _sentence(text: str) -> str:
 
 def _runner_up(race: Race) -> str | None:
     """The fastest that drafts, of those in question, or else of all."""
-    drafting = [name for name in race.names if name != race.plain and race.measured(name)]
-    drafting = [name for name in drafting if name not in race.fallen] or drafting
+    drafting = [name for name in race.names if name != race.plain and race.num_blocks(name)]
+    drafting = [name for name in drafting if name not in race.eliminated] or drafting
     return max(drafting, key=lambda name: _speedup(race, name).value, default=None)
 
 
@@ -167,7 +167,7 @@ def _speedup(race: Race, name: str) -> Estimate:
 
 def _near(race: Race) -> list[str]:
     """Those that measure within the margin of the leader, but for plain decoding."""
-    others = [name for name in race.names if name not in (race.leader, race.plain) and race.measured(name)]
+    others = [name for name in race.names if name not in (race.leader, race.plain) and race.num_blocks(name)]
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
@@ -182,7 +182,7 @@ def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> 
         yield f"Within 5% of {leader}: {_listed(near)}."
     unclear = [
         f"{_described(by_id[name])} ({stats.decimals(race.ratio(name, race.leader).value)} ×, at most"
-        f" {_bound(race, name)} ×, in {counted(race.measured(name), 'block')})"
+        f" {_bound(race, name)} ×, in {counted(race.num_blocks(name), 'block')})"
         for name in race.rivals
     ]
     if unclear:
@@ -227,7 +227,7 @@ def _many(batches: Mapping[int, float]) -> Iterator[str]:
 
 def _time_wanted(found: Found) -> str:
     """How long it would take to tell apart what is open."""
-    wanted = found.race.blocks_wanted()
+    wanted = found.race.blocks_needed()
     if wanted is None:
         return "How much more time that takes cannot be told yet; --resume --overwrite goes on."
     minutes = math.ceil((wanted * found.block_s + found.aside_s) / 60)
@@ -258,9 +258,9 @@ def _extremes(categories: Mapping[str, Estimate]) -> str:
 
 def _tried(found: Found, configs: Sequence[SweepConfig]) -> Iterator[Tried]:
     race, by_id = found.race, {config.id: config for config in configs}
-    failed = [name for name in race.names if not race.measured(name)]
+    failed = [name for name in race.names if not race.num_blocks(name)]
     for name in (*(race.ranking if race.blocks else ()), *failed):
-        blocks = race.measured(name)
+        blocks = race.num_blocks(name)
         yield Tried(
             name,
             one_line(by_id[name].label),
@@ -277,10 +277,10 @@ def _tried(found: Found, configs: Sequence[SweepConfig]) -> Iterator[Tried]:
 
 def _outcome(race: Race, name: str) -> str:
     """The bound of somebody's speed over the leader's, and what follows from it."""
-    fall = race.fallen.get(name)
-    if fall is not None and fall.most is None:
+    fall = race.eliminated.get(name)
+    if fall is not None and fall.bound is None:
         return "failed"
-    if not race.measured(name):
+    if not race.num_blocks(name):
         return "not measured"
     if name == race.leader:
         return "leads" if race.open else "fastest measured"
@@ -292,7 +292,7 @@ def _outcome(race: Race, name: str) -> str:
 
 def _bound(race: Race, name: str) -> str:
     """The most that somebody's speed may be over the leader's, never rounded down."""
-    most = race.most(name, race.leader)
+    most = race.upper_bound(name, race.leader)
     return f"{math.ceil(100 * most) / 100:.2f}" if most < stats.WIDEST else "any"
 
 
@@ -355,7 +355,7 @@ def as_markdown(answer: TuneAnswer) -> str:
 def stored(answer: TuneAnswer, found: Found) -> TuningAnswer:
     """The answer as ``run.json`` keeps it, for everything that shows the run."""
     race = found.race
-    measured = [name for name in race.names if name != race.plain and race.measured(name)]
+    measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     shares = {name: race.ratio(name, race.leader) for name in measured}
     return TuningAnswer(
         headline=answer.headline,

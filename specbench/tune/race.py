@@ -1,24 +1,23 @@
-"""Which way of decoding is fastest? A race in blocks, in which whoever surely is not rests.
+"""Race drafting configurations in blocks until the fastest is known.
 
-In a block all that are in question decode one prompt back to back, in random order, so that whatever the machine does
-for longer meets all alike. What it does to one generation alone is seen in the time of its passes of the target:
-differences of log speeds are put right by it (``held_up``). Now and then there is a look at how much faster than the
-leader each of the others may be: the mean of these differences over prompts has an upper bound, of Student's t. Who
-surely is not ``MARGIN`` faster rests, and comes back should another leader, with whom it may be, take over. The race is
-decided when nobody is left who may be: the leader then is as good as the best, up to the margin (an indifference zone:
-Bechhofer 1954). Measuring the leader and those whose bounds reach beyond it, until none does, is LUCB (Kalyanakrishnan
-et al. 2012).
+In a block, every candidate that is still running decodes one prompt back to back, in random order, so that slow drifts
+of the machine affect all alike. Disturbances of a single generation show in the time of its target passes and are
+corrected for (``noise_correction``). At some blocks there is a look: the mean difference of log speeds over prompts has
+an upper bound (Student's t), and a candidate that is surely not ``MARGIN`` faster than the leader is eliminated; it
+returns if it may be faster than a later leader. The race is decided when no candidate may be faster: the leader is then
+the best, up to the margin (an indifference zone: Bechhofer 1954). Measuring the leader and those whose bounds exceed it
+is LUCB (Kalyanakrishnan et al. 2012).
 
-Who leads is told by what was measured and by what was predicted, each by how sure it is: where others use the machine
-and the time is short, measurements alone often have the wrong one ahead.
+The leader is chosen from measurements and predictions, weighted by their precision: on a busy machine and in a short
+time, measurements alone often put the wrong candidate ahead.
 
-Error control: a race comes to a wrong choice only if the bound of the truly fastest over what is chosen is too low, at
-one of the looks. What is chosen might be any of the others, so a look's level is shared out among them (Bonferroni, as
-in Hsu's 1981 comparisons with the best; the leader's own comparisons need no share, for all of them have to hold).
-Half of the chance of an error there may be in all is spent in equal parts on the looks on the way, whose number is
-bounded by that of the blocks, the other half on the one when the time is up.
+Error control: a race chooses wrongly only if the bound of the truly fastest candidate over the choice is too low at one
+of the looks. The choice might be any of the others, so the level of a look is divided among them (Bonferroni, as in
+Hsu's 1981 comparisons with the best; the leader's own comparisons need no share, since all of them have to hold). Half
+of the total error is divided equally among the looks, whose number follows from the number of blocks; the other half is
+for the last look, when the time is up.
 
-Nothing here decodes or knows a model: ``run_race`` asks for the time of one candidate on one block.
+Nothing here decodes or knows a model: ``run_race`` calls ``measure`` for the time of one candidate on one block.
 """
 
 from __future__ import annotations
@@ -37,54 +36,55 @@ from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 
 ERROR = 0.05
-"""Chance that another candidate is more than ``MARGIN`` faster than the choice of a race that is decided."""
+"""Probability that a decided race chooses a candidate while another is more than ``MARGIN`` faster."""
 
 MARGIN = 0.05
-"""How far behind the fastest a choice may be, as a share of its speed."""
+"""Largest speed loss of the choice against the fastest candidate, as a share."""
 
 NARROW = 0.05
-"""Half the width of the interval of the leader's speed over plain decoding, as a share of it, that is enough."""
+"""Half-width of the interval of the leader's speedup, as a share of it, at which measuring may stop."""
 
-_ORDINARY = 1.345
-"""Times the scatter of what is usual: what lies beyond counts no more than that. 1.345 is Huber's usual constant."""
+_HUBER = 1.345
+"""Huber's usual constant: differences beyond this many standard deviations are clipped."""
 
 _QUARTILE = 0.3186
-"""A quarter of normal values of standard deviation 1 are nearer to 0."""
+"""Half-width of the interval around 0 that holds a quarter of a standard normal distribution."""
 
-_OWN = 0.02
-"""By how much passes of the same width differ in time between two candidates: the usual size of the log of it."""
+_OWN_SCALE = 0.02
+"""Prior standard deviation of how much passes of two candidates differ in log time without a disturbance."""
 
-_PREDICTED = 0.08
-"""By how much a predicted speedup is off: the usual size of the log of it."""
+_PREDICTION_SCALE = 0.08
+"""Standard deviation of the log of a predicted speedup's error."""
 
 _ONE_SIGMA = 0.1587
-"""A normal value is more than a standard deviation above its mean as often as this."""
+"""Probability that a normal value exceeds its mean by a standard deviation."""
 
 _FIRST_LOOK = 6
-"""Blocks; with fewer a bound says next to nothing, and a look would waste its share of the error."""
+"""Blocks before the first look: with fewer, bounds are too wide to be worth their share of the error."""
 
-_ABREAST = 3
-"""Beside plain decoding and the leader at least so many of those in question decode a block, or half of them."""
+_MIN_RUNNING = 3
+"""Challengers that decode a block at least, in addition to plain decoding and the leader (or half of them, if more)."""
 
 _SLACK = -math.log1p(-MARGIN)
 """``MARGIN`` as a difference of log speeds."""
 
 Ending = Literal["decided", "time", "blocks", "interrupted"]
-"""Why a race ended: nothing was left to tell apart, the time was up, there were no more blocks, or the user stopped."""
+"""Why a race ended: it is decided, the time is up, there are no more blocks, or the user stopped it."""
 
 Verdict = Literal["faster", "equal", "plain", "open"]
-"""The leader is surely faster than plain decoding; it leads, but surely nobody is by more than the margin; plain
-decoding leads, and surely nobody is faster by more than that; or that cannot be told."""
+"""``faster``: the leader is surely faster than plain decoding. ``equal``: the leader drafts, and surely nothing is
+faster than plain decoding by more than the margin. ``plain``: the same, with plain decoding as the leader. ``open``:
+not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What all decode back to back.
+    """One prompt that all running candidates decode.
 
     Attributes:
         prompt: Its id.
-        repeat: 0 for the first time, then once more.
-        category: Of the prompt. Prompts come from all categories in turn.
+        repeat: 0 the first time this prompt is used.
+        category: Of the prompt.
     """
 
     prompt: str
@@ -94,42 +94,41 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one candidate did in a block.
+    """One candidate's result on a block.
 
     Attributes:
-        tokens: Behind the first emission.
-        seconds: For them.
-        slowness: Time of the target's passes in it over what such passes take alone, in any unit of its own: it is only
-            held against that of other generations.
+        tokens: Emitted after the first emission.
+        seconds: Time for these.
+        slowdown: See ``relative_slowdown``; only compared with that of other generations.
     """
 
     tokens: int
     seconds: float
-    slowness: float = 1.0
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fall:
-    """Why somebody is not measured any more.
+class Elimination:
+    """Why a candidate is no longer measured.
 
     Attributes:
-        blocks: After how many.
-        leader: Who led then.
-        most: Surely its speed is no more than this times the leader's; ``None`` if it failed.
+        blocks: How many blocks had been decoded.
+        leader: The leader at that time.
+        bound: Upper bound of its speed over the leader's; ``None`` if it failed.
     """
 
     blocks: int
     leader: str
-    most: float | None
+    bound: float | None
 
 
-class _Paired(NamedTuple):
+class _Pair(NamedTuple):
     """Two candidates on the prompts that both were measured on.
 
     Attributes:
         categories: Of the prompts.
-        means: Mean difference of their log speeds at each, shape [prompts].
-        doubt: See ``held_up``.
+        means: Mean difference of log speeds for each prompt, shape [prompts].
+        doubt: See ``noise_correction``.
     """
 
     categories: Sequence[str]
@@ -142,21 +141,21 @@ class Race:
 
     Args:
         candidates: The most promising first.
-        plain: Plain decoding, one more of them, which is measured to the end: all speedups are over it.
-        limit: How many blocks there may be.
-        expected: Speedups over plain decoding that were predicted, of all candidates; without, measurements alone tell.
-        error: Chance that another one is more than ``MARGIN`` faster than what a decided race chooses.
+        plain: Plain decoding, which is always measured: it is the baseline of all speedups.
+        limit: Largest number of blocks.
+        expected: Predicted speedups of all candidates; without them, measurements alone decide who leads.
+        error: See ``ERROR``.
 
     Attributes:
-        names: Of all, plain decoding first.
-        leader: Who is ahead, see ``_lead``.
+        names: All candidates, plain decoding first.
+        leader: The candidate that is ahead, see ``_lead``.
         running: Those that decode the next block, plain decoding first.
-        fallen: Those that are not in question any more.
-        blocks: How many blocks there were.
-        level: Chance that a bound is too low, as of the latest look.
-        verdict: What could be said then of the leader and plain decoding.
-        open: Those beside the leader that kept the race from being decided then.
-        decided: Whether nobody is left to be told from the leader; from then on it stays what it is.
+        eliminated: Those that are no longer measured.
+        blocks: Number of blocks so far.
+        level: Probability that a bound is too low, as of the latest look.
+        verdict: Of the leader against plain decoding, as of the latest look.
+        open: Candidates that kept the race from being decided at the latest look.
+        decided: Whether nothing is left to tell apart; once true, the leader stays.
     """
 
     def __init__(
@@ -172,124 +171,129 @@ class Race:
         self.plain = self.leader = plain
         self.names = [plain, *candidates]
         self.running = list(self.names)
-        self.fallen: dict[str, Fall] = {}
+        self.eliminated: dict[str, Elimination] = {}
         self.blocks = 0
         self.verdict: Verdict = "open"
         self.open: list[str] = []
         self.decided = False
         self._logs: dict[str, dict[Block, tuple[float, float]]] = {name: {} for name in self.names}
-        self._paired: dict[tuple[str, str], _Paired] = {}  # until the next block
+        self._pairs: dict[tuple[str, str], _Pair] = {}  # cleared by each block
         self._share = error / 2 / max(1, len(candidates))
         self._looks = max(1, sum(map(_is_due, range(limit + 1))))
         self.level = self._share / self._looks
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- blocks and looks --------------------------------------------------------------------------
 
-    def take(self, block: Block, timings: Mapping[str, Timing | None]) -> None:
-        """Take in a block.
+    def add_block(self, block: Block, timings: Mapping[str, Timing | None]) -> None:
+        """Add the timings of a block.
 
         Args:
             block: Which.
-            timings: Of all that are running; ``None``: it failed, and drops out. A block in which plain decoding fails,
-                or somebody emits nothing behind the first token, counts for nobody.
+            timings: Of all that are running; ``None`` for a failure, which eliminates the candidate. A block does not
+                count if plain decoding fails or any candidate emits nothing after the first token.
         """
         if timings[self.plain] is None:
             return
         for name in [name for name in self.running if timings[name] is None]:
             self.running.remove(name)
-            self.fallen[name] = Fall(self.blocks, self.leader, None)
-        if self.leader in self.fallen:
+            self.eliminated[name] = Elimination(self.blocks, self.leader, None)
+        if self.leader in self.eliminated:
             self.leader, self.decided = self.plain, False
-            self.fallen = {name: fall for name, fall in self.fallen.items() if fall.most is None}
+            self.eliminated = {name: each for name, each in self.eliminated.items() if each.bound is None}
         logs = {name: _logs(timings[name]) for name in self.running}
         if None in logs.values():
             return
         self.blocks += 1
-        self._paired.clear()
+        self._pairs.clear()
         for name, each in logs.items():
             assert each is not None
             self._logs[name][block] = each
         if not self.decided:
             over = self.leader
             self.leader = max(self.running, key=lambda name: self._lead(name, over))
-        self._choose()
+        self._choose_running()
 
     @property
-    def due(self) -> bool:
-        """Whether there should be a look: after 6, 8, 12, 16, 24, 32, ... blocks."""
+    def look_due(self) -> bool:
+        """Whether to look now: after 6, 8, 12, 16, 24, 32, ... blocks."""
         return _is_due(self.blocks)
 
     def look(self, *, last: bool = False) -> None:
-        """See what can be told, and who is in question.
+        """Update the verdict, and who is eliminated.
 
         Args:
-            last: Whether the time is up, or there are no more blocks.
+            last: Whether the time is up or there are no more blocks.
         """
         if self.decided:
             return
         self.level = self._share if last else self._share / self._looks
-        able = [name for name in self.names if name not in self.fallen or self.fallen[name].most is not None]
-        self.verdict = self._judged(able)
+        able = [
+            name
+            for name in self.names
+            if name not in self.eliminated or self.eliminated[name].bound is not None
+        ]
+        self.verdict = self._find_verdict(able)
         self.open = [name for name in able if name != self.leader and self._keeps_open(name)]
         self.decided = self.verdict != "open" and not self.open
         for name in able:
             if name in (self.plain, self.leader, *self.open):
-                self.fallen.pop(name, None)
-            elif name not in self.fallen:
-                self.fallen[name] = Fall(self.blocks, self.leader, self.most(name, self.leader))
-        self._choose()
+                self.eliminated.pop(name, None)
+            elif name not in self.eliminated:
+                bound = self.upper_bound(name, self.leader)
+                self.eliminated[name] = Elimination(self.blocks, self.leader, bound)
+        self._choose_running()
 
-    def _choose(self) -> None:
-        """Who decodes the next block: plain decoding, the leader, and of the others those likeliest to be ahead.
+    def _choose_running(self) -> None:
+        """Choose who decodes the next block: plain decoding, the leader, and the challengers likeliest to be ahead.
 
-        And one of whom the least is known, by the level of the last look, that all have to fall to.
+        In addition the challenger about which least is known, by the level that all bounds have to reach.
         """
         both = (self.plain, self.leader)
-        others = [name for name in self.names if name not in self.fallen and name not in both]
+        others = [name for name in self.names if name not in self.eliminated and name not in both]
         if self.blocks >= _FIRST_LOOK:
-            most = max(_ABREAST, math.ceil(len(others) / 2)) - 1
-            others.sort(key=lambda name: -self._bound(name, self.leader, ERROR))
-            rest = sorted(others[most:], key=lambda name: -self._bound(name, self.leader, self._share))
-            others = [*others[:most], *rest[:1]]
+            count = max(_MIN_RUNNING, math.ceil(len(others) / 2)) - 1
+            others.sort(key=lambda name: -self._log_bound(name, self.leader, ERROR))
+            rest = sorted(others[count:], key=lambda name: -self._log_bound(name, self.leader, self._share))
+            others = [*others[:count], *rest[:1]]
         self.running = [name for name in self.names if name in (*both, *others)]
 
-    def _judged(self, able: Sequence[str]) -> Verdict:
-        if self.leader != self.plain and self.most(self.plain, self.leader) < 1.0:
+    def _find_verdict(self, able: Sequence[str]) -> Verdict:
+        if self.leader != self.plain and self.upper_bound(self.plain, self.leader) < 1.0:
             return "faster"
         if any(self._may_beat(name, self.plain) for name in able if name != self.plain):
             return "open"
         return "plain" if self.leader == self.plain else "equal"
 
     def _keeps_open(self, name: str) -> bool:
-        """Whether somebody may be faster, by more than the margin, than what else would be chosen."""
+        """Return whether a candidate may be faster, by more than the margin, than what would be chosen."""
         if self.verdict == "open":
             return name == self.plain or self._may_beat(name, self.leader) or self._may_beat(name, self.plain)
         return self.verdict == "faster" and self._may_beat(name, self.leader)
 
     def _may_beat(self, name: str, over: str) -> bool:
-        return self.most(name, over) * (1.0 - MARGIN) > 1.0
+        return self.upper_bound(name, over) * (1.0 - MARGIN) > 1.0
 
     @property
     def rivals(self) -> list[str]:
-        """Those in question that may be more than ``MARGIN`` faster than the leader, but for plain decoding."""
+        """Candidates other than plain decoding that may be more than ``MARGIN`` faster than the leader."""
         return [name for name in self.open if name != self.plain and self._may_beat(name, self.leader)]
 
     def verdict_of(self, name: str) -> stats.Verdict:
-        """What the bounds allow to say of a candidate and plain decoding; of the leader it is the race's verdict."""
+        """Return the verdict on a candidate against plain decoding; for the leader, that of the race."""
         if name == self.leader:
             return "faster" if self.verdict == "faster" else "cannot tell"
-        if self.most(self.plain, name) < 1.0:
+        if self.upper_bound(self.plain, name) < 1.0:
             return "faster"
-        return "slower" if self.most(name, self.plain) < 1.0 else "cannot tell"
+        return "slower" if self.upper_bound(name, self.plain) < 1.0 else "cannot tell"
 
-    # -- how it stands -----------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------
 
-    def most(self, name: str, over: str) -> float:
-        """By what factor one may be faster than another at most, by the level of the latest look."""
-        return float(np.exp(self._bound(name, over, self.level)))
+    def upper_bound(self, name: str, over: str) -> float:
+        """Return the upper bound of one speed over another, at the level of the latest look."""
+        return float(np.exp(self._log_bound(name, over, self.level)))
 
     def ratio(self, name: str, over: str, category: str | None = None) -> Estimate:
-        """Speed over speed with its 95% interval, in the blocks that both were measured in, or those of a category."""
+        """Return one speed over another with its 95% interval, in their shared blocks or those of a category."""
         blocks, logs, _ = self._differences(name, over)
         chosen = [i for i, block in enumerate(blocks) if category in (None, block.category)]
         return stats.geometric_mean(
@@ -297,61 +301,59 @@ class Race:
         )
 
     def categories(self, name: str) -> list[str]:
-        """Of the prompts that somebody was measured on, in alphabetical order."""
+        """Return the categories that a candidate was measured on, in alphabetical order."""
         return sorted({block.category for block in self._logs[name]} - {""})
 
     def _differences(self, name: str, over: str) -> tuple[list[Block], stats.Floats, float]:
-        """The blocks that both were measured in, how far apart their log speeds are, and what ``held_up`` doubts."""
+        """Return the shared blocks, their corrected differences of log speed, and the correction's doubt."""
         mine, others = self._logs[name], self._logs[over]
         blocks = [block for block in mine if block in others]
         ours, theirs = (np.array([each[block] for block in blocks]).reshape(-1, 2) for each in (mine, others))
-        speed, slow = (ours - theirs).T
-        held, doubt = held_up(slow)
-        return blocks, speed + held, doubt
+        speed, slowdown = (ours - theirs).T
+        correction, doubt = noise_correction(slowdown)
+        return blocks, speed + correction, doubt
 
-    def _by_prompt(self, name: str, over: str) -> _Paired:
-        if (name, over) not in self._paired:
+    def _pair(self, name: str, over: str) -> _Pair:
+        if (name, over) not in self._pairs:
             blocks, logs, doubt = self._differences(name, over)
             categories = {block.prompt: block.category for block in blocks}
             prompts, means = stats.nested_means(
                 logs, [block.prompt for block in blocks], [block.repeat for block in blocks]
             )
-            self._paired[name, over] = _Paired(
-                [categories[prompt] for prompt in prompts.tolist()], means, doubt
-            )
-        return self._paired[name, over]
+            self._pairs[name, over] = _Pair([categories[each] for each in prompts.tolist()], means, doubt)
+        return self._pairs[name, over]
 
-    def _bound(self, name: str, over: str, error: float) -> float:
-        paired = self._by_prompt(name, over)
-        return stats.upper_bound(paired.means, error, paired.categories, doubt=paired.doubt)
+    def _log_bound(self, name: str, over: str, error: float) -> float:
+        pair = self._pair(name, over)
+        return stats.upper_bound(pair.means, error, pair.categories, doubt=pair.doubt)
 
-    def _ahead(self, name: str, over: str) -> float:
-        return float(self._by_prompt(name, over).means.mean())
+    def _log_ratio(self, name: str, over: str) -> float:
+        return float(self._pair(name, over).means.mean())
 
     def _lead(self, name: str, over: str) -> float:
-        """How far one is ahead in log speed by what was measured and predicted, each by how sure it is."""
-        ahead = self._ahead(name, over)
+        """Return the log ratio of two speeds as measured and as predicted, each weighted by its precision."""
+        measured = self._log_ratio(name, over)
         if self._expected is None or name == over:
-            return ahead
+            return measured
         expected = math.log(self._expected[name] / self._expected[over])
-        off = _PREDICTED**2 * (2 - (self.plain in (name, over)))
-        doubt = self._bound(name, over, _ONE_SIGMA) - ahead  # infinite with a single prompt
-        trust = off / (off + doubt**2)
-        return trust * ahead + (1.0 - trust) * expected
+        variance = _PREDICTION_SCALE**2 * (2 - (self.plain in (name, over)))
+        doubt = self._log_bound(name, over, _ONE_SIGMA) - measured  # infinite with a single prompt
+        weight = variance / (variance + doubt**2)
+        return weight * measured + (1.0 - weight) * expected
 
     @property
     def ranking(self) -> list[str]:
-        """Everybody who was measured, the leader first, the others by their speed over its own in shared blocks."""
-        rest = [name for name in self.names if name != self.leader and self.measured(name)]
-        return [self.leader, *sorted(rest, key=lambda name: -self._ahead(name, self.leader))]
+        """All that were measured: the leader first, the others by their speed over its in shared blocks."""
+        rest = [name for name in self.names if name != self.leader and self.num_blocks(name)]
+        return [self.leader, *sorted(rest, key=lambda name: -self._log_ratio(name, self.leader))]
 
-    def measured(self, name: str) -> int:
-        """In how many blocks somebody was measured."""
+    def num_blocks(self, name: str) -> int:
+        """Return the number of blocks that a candidate was measured in."""
         return len(self._logs[name])
 
     @property
-    def known(self) -> bool:
-        """Whether the leader's speedup is known well."""
+    def speedup_is_known(self) -> bool:
+        """Whether the interval of the leader's speedup is narrow enough."""
         if self.leader == self.plain:
             return True
         speedup = self.ratio(self.leader, self.plain)
@@ -359,21 +361,21 @@ class Race:
             return False
         return (speedup.high - speedup.low) / 2 / speedup.value <= NARROW
 
-    def blocks_wanted(self) -> int | None:
-        """About how many blocks more would decide the race; ``None`` if that cannot be told yet.
+    def blocks_needed(self) -> int | None:
+        """Return about how many more blocks would decide the race; ``None`` if that cannot be told yet.
 
-        A bound comes nearer to its mean with the root of their number. It has to come as near as the margin and what
-        somebody is behind; or, of plain decoding, as near as what that is behind, if that is more.
+        The distance of a bound from its mean falls with the root of the number of blocks. It has to fall to the margin
+        plus what the candidate is behind; for plain decoding, to what that is behind, if that is more.
         """
-        wanted = self.blocks
+        needed = self.blocks
         for name in self.open:
-            ahead = self._ahead(name, self.leader)
-            half = math.log(self.most(name, self.leader)) - ahead
+            ahead = self._log_ratio(name, self.leader)
+            half = math.log(self.upper_bound(name, self.leader)) - ahead
             if not math.isfinite(half):
                 return None
             enough = max(-ahead, _SLACK + ahead) if name == self.plain else _SLACK - ahead
-            wanted = max(wanted, math.ceil(self.measured(name) * (half / enough) ** 2))
-        return wanted - self.blocks
+            needed = max(needed, math.ceil(self.num_blocks(name) * (half / enough) ** 2))
+        return needed - self.blocks
 
 
 def _is_due(blocks: int) -> bool:
@@ -384,54 +386,53 @@ def _is_due(blocks: int) -> bool:
 
 
 def _logs(timing: Timing | None) -> tuple[float, float] | None:
-    """Of speed and of slowness."""
+    """Return the logs of speed and slowdown."""
     if timing is None or timing.tokens <= 0 or timing.seconds <= 0:
         return None
-    return math.log(timing.tokens / timing.seconds), math.log(timing.slowness)
+    return math.log(timing.tokens / timing.seconds), math.log(timing.slowdown)
 
 
-def slowness(
+def relative_slowdown(
     nodes: Iterable[int], siblings: Iterable[int], verify_s: Iterable[float], costs: PassCosts
 ) -> float:
-    """See ``Timing``; 1 where nothing tells.
+    """Return the time of a generation's target passes over that of the same passes alone; 1 where it is unknown.
 
     Args:
-        nodes, siblings, verify_s: Of the steps of a generation.
+        nodes, siblings, verify_s: Of the generation's steps.
         costs: Times of single passes.
     """
     if not costs.target_s:
         return 1.0
-    drafts = zip(nodes, siblings, strict=True)
-    alone = sum(costs.target_pass_s(1 + int(drafted) + int(beside)) for drafted, beside in drafts)
-    took = sum(verify_s)
-    return took / alone if took > 0 and alone > 0 else 1.0
+    widths = zip(nodes, siblings, strict=True)
+    alone = sum(costs.target_pass_s(1 + int(drafted) + int(more)) for drafted, more in widths)
+    measured = sum(verify_s)
+    return measured / alone if measured > 0 and alone > 0 else 1.0
 
 
-def held_up(slowness: stats.Floats) -> tuple[stats.Floats, float]:
-    """What held one of two up and not the other, block by block, as differences of log seconds.
+def noise_correction(slowdown: stats.Floats) -> tuple[stats.Floats, float]:
+    """Return what disturbed one of two candidates and not the other, by block, as differences of log seconds.
 
-    Two candidates differ by chance in how slow their passes are, and always by how much longer passes take within their
-    steps than alone. The latter is their own and no disturbance. It is small, ``_OWN`` or so, and is taken for what
-    that and all blocks together say, each by how sure it is (a normal prior). All blocks together say Huber's (1964)
-    mean, which no few of them can move far, in one step from the median (Bickel 1975), with the scale of the quarter of
-    the blocks nearest to that, as most may be disturbed.
+    Two candidates differ in how slow their passes are by chance, and always by how much longer passes take within their
+    steps than alone. The latter is no disturbance. It is small (``_OWN_SCALE``) and is estimated from that prior and
+    from all blocks, each weighted by its precision. The estimate from the blocks is Huber's (1964) mean, which no few
+    of them can move far, in one step from the median (Bickel 1975), with the scale of the quarter of the blocks nearest
+    to it, since most may be disturbed.
 
     Args:
-        slowness: Differences of the log slowness of two candidates by block, shape [blocks].
+        slowdown: Differences of the log slowdown of two candidates by block, shape [blocks].
 
     Returns:
-        What to add to differences of log speeds, of the same shape: with it they scatter as their mean does. And the
-        standard deviation of what that takes for granted.
+        What to add to differences of log speed, of the same shape, and the standard deviation of its common part.
     """
-    count = len(slowness)
+    count = len(slowdown)
     if count < 2:
         return np.zeros(count), 0.0
-    middle = float(np.median(slowness))
-    off = slowness - middle
-    usual = _ORDINARY * float(np.quantile(np.abs(off), 0.25)) / _QUARTILE
+    middle = float(np.median(slowdown))
+    off = slowdown - middle
+    usual = _HUBER * float(np.quantile(np.abs(off), 0.25)) / _QUARTILE
     own = middle + np.clip(off, -usual, usual) / float((np.abs(off) <= usual).mean())
-    trust = _OWN**2 / (_OWN**2 + float(own.var(ddof=1)) / count)
-    return slowness - trust * own, (1.0 - trust) * _OWN
+    weight = _OWN_SCALE**2 / (_OWN_SCALE**2 + float(own.var(ddof=1)) / count)
+    return slowdown - weight * own, (1.0 - weight) * _OWN_SCALE
 
 
 def run_race(
@@ -443,52 +444,52 @@ def run_race(
     until: float = math.inf,
     seed: int = 0,
     on_block: Callable[[Race], None] = lambda _: None,
-    known: Callable[[str, Block], bool] = lambda *_: False,
+    is_stored: Callable[[str, Block], bool] = lambda *_: False,
 ) -> Ending:
-    """Run a race to its end. The same timings, seed and no end of time give the same race.
+    """Run a race to its end. The same timings and seed, without a time limit, give the same race.
 
     Args:
         race: A new one.
-        blocks: In their order, no more than the race was told.
-        measure: The time of a candidate on a block; ``None`` if it failed. Whatever it raises goes through.
+        blocks: In order, at most the race's limit.
+        measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
         clock: Tells how long blocks take, with everything around them.
-        until: When to stop, on that clock. A block is not begun if it would probably end later.
+        until: When to stop, on that clock. A block that would probably end later is not begun.
         seed: Of the order within blocks.
-        on_block: Told after every block.
-        known: Whether the time of a candidate on a block is there already: blocks of such ones alone need no time.
+        on_block: Called after every block.
+        is_stored: Whether the timing of a candidate on a block is stored; blocks of these alone need no time.
     """
-    took: dict[str, float] = {}
+    durations: dict[str, float] = {}
     ending: Ending = "blocks"
     for block in blocks:
-        end = math.inf if all(known(name, block) for name in race.running) else until
-        timings = _measured(race, block, measure, took, clock, end, seed)
+        end = math.inf if all(is_stored(name, block) for name in race.running) else until
+        timings = _measure_block(race, block, measure, durations, clock, end, seed)
         if timings is None:
             ending = "time"
             break
         before = race.blocks
-        race.take(block, timings)
-        due = race.due and race.blocks > before
+        race.add_block(block, timings)
+        due = race.look_due and race.blocks > before
         if due:
             race.look()
         on_block(race)
-        if due and race.decided and race.known:
+        if due and race.decided and race.speedup_is_known:
             return "decided"
     if race.blocks:
         race.look(last=True)
     return "decided" if race.decided else ending
 
 
-def _measured(
+def _measure_block(
     race: Race,
     block: Block,
     measure: Callable[[str, Block], Timing | None],
-    took: dict[str, float],
+    durations: dict[str, float],
     clock: Clock,
     until: float,
     seed: int,
 ) -> dict[str, Timing | None] | None:
-    """The timings of all that are running, or ``None`` if the time is up before."""
-    if clock.now() + sum(took.get(name, 0.0) for name in race.running) > until:
+    """Return the timings of all that are running; ``None`` if the time is up before."""
+    if clock.now() + sum(durations.get(name, 0.0) for name in race.running) > until:
         return None
     order = list(race.running)
     random.Random(f"{seed}/{block.repeat}/{block.prompt}").shuffle(order)
@@ -498,5 +499,5 @@ def _measured(
         if began > until:
             return None
         timings[name] = measure(name, block)
-        took[name] = clock.now() - began
+        durations[name] = clock.now() - began
     return timings

@@ -27,7 +27,7 @@ from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import Tuning
 from specbench.tune.batches import BATCHES, mean_rows, predicted_at
 from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
-from specbench.tune.race import Block, Ending, Race, Timing, run_race, slowness
+from specbench.tune.race import Block, Ending, Race, Timing, relative_slowdown, run_race
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -153,7 +153,7 @@ class Search:
                 until=self._until - kept_s,
                 seed=self._sweep.options.seed,
                 on_block=on_block,
-                known=lambda name, block: self._cell(name, block, 0).key in self._known,
+                is_stored=lambda name, block: self._cell(name, block, 0).key in self._known,
             )
             if not race.blocks and ending != "time":
                 raise _no_speeds()
@@ -302,7 +302,7 @@ class Search:
         self._plain_works |= name == self._plain.id
         tokens = result.new_tokens - result.first_tokens
         steps = result.steps
-        slow = slowness(steps.nodes, steps.siblings, steps.verify_s, self._alone)
+        slow = relative_slowdown(steps.nodes, steps.siblings, steps.verify_s, self._alone)
         return Timing(tokens, result.decode_s, slow)
 
     def _cell(self, name: str, block: Block, place: int) -> Cell:
