@@ -142,7 +142,7 @@ def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
 
 def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions) -> tuple[str, Way]:
     """specbench with a drafter and a draft-length rule, and its name."""
-    proposer = load_drafter(drafter, target, options)
+    loaded_drafter = load_drafter(drafter, target, options)
     policy = build_policy(f"fixed:gamma={rule}" if rule.isdecimal() else rule)
 
     def run(prompt: list[int], count: int) -> Taken:
@@ -150,7 +150,7 @@ def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions)
         run = GenerationRun(
             prompt,
             target,
-            proposer,
+            loaded_drafter,
             policy=policy,
             max_new_tokens=count,
             ignore_eos=True,
@@ -163,7 +163,7 @@ def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions)
         split = time_split(result.prefill, result.steps)
         return Taken(list(result.token_ids), ended - began, split.decode_s, 1)
 
-    return f"{OURS} {proposer.name}@{rule}", run
+    return f"{OURS} {loaded_drafter.name}@{rule}", run
 
 
 def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], Target]:

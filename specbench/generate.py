@@ -91,7 +91,7 @@ def as_tokens(
     return encode_prompt(target.tokenizer, prompt, chat=chat, system=system)
 
 
-def loaded_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | None:
+def resolve_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | None:
     """A drafter, which may be given by its spec."""
     if not isinstance(drafter, str):
         return drafter
@@ -172,7 +172,7 @@ class GenerationRun:
         **options: Unpack[DecodingKeywords],
     ) -> None:
         decoding = (decoding or DecodingOptions()).but(**options)
-        self.target, self.drafter = target, loaded_drafter(drafter, target) or NoDraft()
+        self.target, self.drafter = target, resolve_drafter(drafter, target) or NoDraft()
         sampling = sampling or Greedy()
         if policy is None:
             # A rule that learns would only take time, and several drafters draft chains of one length.

@@ -13,7 +13,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Generation, SharedPass
 from specbench.decoding.schedule import Event, Scheduler
-from specbench.generate import GenerationRun, as_tokens, loaded_drafter
+from specbench.generate import GenerationRun, as_tokens, resolve_drafter
 from specbench.lengths import FixedLength
 from specbench.lengths.load import Load
 
@@ -252,7 +252,7 @@ def speculative_generate_many(
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
     if policy is None and gamma is not None:
         policy = FixedLength(gamma)
-    drafter = loaded_drafter(drafter, target)
+    drafter = resolve_drafter(drafter, target)
 
     def run(prompt: Sequence[int]) -> GenerationRun:
         return GenerationRun(prompt, target, drafter, policy=policy, sampling=sampling, seed=seed, **settings)

@@ -475,8 +475,8 @@ def test_a_prompt_without_numbers_spoils_none_behind_it(kind, drafter):
         return wrap_target(made, name="tiny", cache=kind)
 
     def answer(of: Target, prompt: list[int]) -> tuple[int, ...]:
-        proposer = load_drafter(drafter, of)
-        return speculative_generate(prompt, of, proposer, gamma=3, max_new_tokens=12).token_ids
+        loaded_drafter = load_drafter(drafter, of)
+        return speculative_generate(prompt, of, loaded_drafter, gamma=3, max_new_tokens=12).token_ids
 
     used, fresh = target(), target()
     with pytest.raises(RunError, match="no numbers"):

@@ -211,9 +211,9 @@ def test_how_a_model_was_loaded_is_said_below_the_answer(tiny, monkeypatch):
     prepare = specbench.models.prepare.prepare
 
     def with_a_note(*arguments: Any, **options: Any) -> Any:
-        target, proposers = prepare(*arguments, **options)
+        target, loaded_drafters = prepare(*arguments, **options)
         target.language_model.notes.append("It was measured.")
-        return target, proposers
+        return target, loaded_drafters
 
     monkeypatch.setattr(specbench.models.prepare, "prepare", with_a_note)
     err = tiny("the thing", "-n", 4).err

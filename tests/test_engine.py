@@ -363,7 +363,7 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "load_model", load)
     words = ["lookup", str(small), f"lookup+{small}", "self:int8", "lookup:passes=1+self:int8"]
     met: list[list[str]] = []
-    ready, proposers = prepare(
+    ready, loaded_drafters = prepare(
         parse_model(str(target)),
         [parse_drafter(word) for word in words],
         ModelOptions("float32"),
@@ -371,14 +371,14 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(tmp_path, monkeypatch):
     )
     assert loaded == ["target", "small"]
     assert met == [["target", "target", "small"]], "before that no drafter's model may turn out not to fit"
-    assert [each.name for each in proposers] == [
+    assert [each.name for each in loaded_drafters] == [
         "lookup", "small (int8)", "lookup+small (int8)", "self:int8", "lookup:passes=1+self:int8",
     ]  # fmt: skip
-    one, small_alone, small_behind, own_alone, own_behind = (each.drafter for each in proposers)
+    one, small_alone, small_behind, own_alone, own_behind = (each.drafter for each in loaded_drafters)
     assert isinstance(small_behind, CascadeDrafter)
     assert isinstance(own_behind, CascadeDrafter)
     assert (small_behind.model, own_behind.model) == (small_alone, own_alone)
-    assert [bool(each.models) for each in proposers] == [False, True, True, False, False]
+    assert [bool(each.models) for each in loaded_drafters] == [False, True, True, False, False]
     assert ready.name == "target"
     assert one.name == "lookup"
 
@@ -396,9 +396,9 @@ def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(tmp_pat
     save_tiny(tmp_path / "small")
     target = parse_model(str(save_tiny(tmp_path / "target")))
     specs = [parse_drafter(str(tmp_path / "small")), parse_drafter(f"lookup+{tmp_path / 'small'}"), Lookup()]
-    _, proposers = prepare(target, specs, ModelOptions())
-    assert [each.name for each in proposers] == ["small", "lookup+small", "lookup"]
-    for each in proposers[:2]:
+    _, loaded_drafters = prepare(target, specs, ModelOptions())
+    assert [each.name for each in loaded_drafters] == ["small", "lookup+small", "lookup"]
+    for each in loaded_drafters[:2]:
         with pytest.raises(RunError, match="not enough memory"):
             _ = each.drafter
-    assert proposers[2].drafter.name == "lookup"
+    assert loaded_drafters[2].drafter.name == "lookup"

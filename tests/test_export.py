@@ -46,7 +46,7 @@ from specbench.export.setting import (
     setting_of_run,
     settings_of_run,
 )
-from specbench.models.stories import HeadStory
+from specbench.models.training_metadata import TrainingMetadata
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import parse_rule
@@ -503,8 +503,8 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
 def test_every_engine_has_every_kind_of_head_or_says_why_not(name, kind):
     engine, known = ENGINES[name], KNOWN[name]
     here, there = setting("org/head", head=kind), HEADS[name][kind]
-    assert expresses(engine, here.drafter, HeadStory(kind=kind)) == isinstance(there, HeadSupport)
-    assert not expresses(engine, here.drafter, HeadStory(kind=kind, compact=True))
+    assert expresses(engine, here.drafter, TrainingMetadata(kind=kind)) == isinstance(there, HeadSupport)
+    assert not expresses(engine, here.drafter, TrainingMetadata(kind=kind, compact=True))
     if isinstance(there, NoHeadSupport):
         message = refusal(export_setting, engine, here, kind=UsageError)
         assert message.startswith(
@@ -560,16 +560,16 @@ def test_heads_of_engines_that_read_them():
 
 
 def test_a_run_tells_of_its_heads(tmp_path):
-    story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
+    training = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
     drafters = (Drafter("head", 0.8, 0.1),)
     write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
 
-    def told(story: Any) -> Setting:
-        return setting_of_run(load_results(change_run(tmp_path / "run", heads={"head": story})))
+    def told(training: Any) -> Setting:
+        return setting_of_run(load_results(change_run(tmp_path / "run", heads={"head": training})))
 
-    options = export_setting(ENGINES["vllm"], told(story)).options["--speculative-config"]
+    options = export_setting(ENGINES["vllm"], told(training)).options["--speculative-config"]
     assert (options["method"], options["model"]) == ("eagle3", "head")
-    message = refusal(export_setting, ENGINES["vllm"], told({**story, "compact": True}), kind=UsageError)
+    message = refusal(export_setting, ENGINES["vllm"], told({**training, "compact": True}), kind=UsageError)
     assert "vLLM cannot read the head in head, which is compact" in message
 
 

@@ -15,8 +15,8 @@ from msgspec import structs
 from stored_runs import Drafter, change_run, write_run
 
 from specbench.base.errors import UsageError
-from specbench.models.stories import HeadStory, story_of
-from specbench.results.heads import best_measure, head_rows, stories, training_rows
+from specbench.models.training_metadata import TrainingMetadata, read_metadata
+from specbench.results.heads import best_measurement, head_rows, training_rows, with_measurements
 from specbench.results.results import Results, load_results
 from specbench.results.summary import categorize
 from specbench.show import tables
@@ -25,7 +25,7 @@ from specbench.show.report import write_report
 
 HEAD, FREE = Drafter("head (int8)", 0.4, 0.1, spread=0.2), Drafter("lookup", 0.6, 0.001)
 EVIL = "<b>chat</b>"
-STORY: dict[str, Any] = {
+TRAINING: dict[str, Any] = {
     "kind": "eagle",
     "tokens": 400_000,
     "seconds": 5400.0,
@@ -48,7 +48,7 @@ def run_with(path: Path, heads: dict[str, Any] | None) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return run_with(tmp_path_factory.mktemp("results") / "heads", {HEAD.name: STORY})
+    return run_with(tmp_path_factory.mktemp("results") / "heads", {HEAD.name: TRAINING})
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,10 @@ def test_heads_are_told_by_category(df):
 
 
 def test_the_best_measure_is_that_of_the_head_that_was_kept(df):
-    told = stories(df.run.heads)
-    assert told == {HEAD.name: msgspec.convert(STORY, HeadStory)}
-    assert best_measure(told[HEAD.name]).tokens == 300_000
-    assert stories({"x": HeadStory(kind="eagle")}) == {}
+    told = with_measurements(df.run.heads)
+    assert told == {HEAD.name: msgspec.convert(TRAINING, TrainingMetadata)}
+    assert best_measurement(told[HEAD.name]).tokens == 300_000
+    assert with_measurements({"x": TrainingMetadata(kind="eagle")}) == {}
 
 
 def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
@@ -120,7 +120,7 @@ def test_the_figure_shows_acceptance_by_place_against_tokens(df):
 
 def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path):
     df = load_results(
-        run_with(tmp_path / "run", {FREE.name: STORY, HEAD.name: STORY, "x": {"kind": "eagle3"}})
+        run_with(tmp_path / "run", {FREE.name: TRAINING, HEAD.name: TRAINING, "x": {"kind": "eagle3"}})
     )
     left, _ = draw_figures(df, ["training"]).figures["training"].axes
     assert left.get_title(loc="left") == FREE.name
@@ -142,18 +142,18 @@ def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):
 
 
 def test_a_damaged_story_is_refused(tmp_path):
-    path = run_with(tmp_path / "run", {HEAD.name: {**STORY, "tokens": -1}})
+    path = run_with(tmp_path / "run", {HEAD.name: {**TRAINING, "tokens": -1}})
     assert "heads" in refusal(load_results, path, kind=UsageError)
 
 
 def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path):
-    assert story_of(tmp_path) is None
+    assert read_metadata(tmp_path) is None
     file = tmp_path / "training.json"
-    whole = {**STORY, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
+    whole = {**TRAINING, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
     file.write_text(json.dumps({name: value for name, value in whole.items() if name != "tokens"}))
-    assert story_of(tmp_path) == msgspec.convert(STORY, HeadStory)
+    assert read_metadata(tmp_path) == msgspec.convert(TRAINING, TrainingMetadata)
     file.write_text(json.dumps({**whole, "settings": {"compact": True}}))
-    assert story_of(tmp_path) == msgspec.convert({**STORY, "compact": True}, HeadStory)
+    assert read_metadata(tmp_path) == msgspec.convert({**TRAINING, "compact": True}, TrainingMetadata)
     for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"seconds": NaN}'):
         file.write_text(damaged)
-        assert story_of(tmp_path) is None
+        assert read_metadata(tmp_path) is None

@@ -1029,13 +1029,13 @@ def test_a_drafter_does_not_keep_the_weights_that_it_was_made_of(tmp_path):
     head = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     options = ModelOptions(dtype="float32")
     specs = [parse_drafter(str(head)), parse_drafter(f"lookup+{head}")]
-    _, proposers = prepare(parse_model(str(folder)), specs, options)
-    for proposer in proposers:
-        (kept,) = proposer.models
+    _, loaded_drafters = prepare(parse_model(str(folder)), specs, options)
+    for loaded_drafter in loaded_drafters:
+        (kept,) = loaded_drafter.models
         assert isinstance(kept, TrainedHead)
         assert not kept.tensors
-        assert proposer.weights == kept.fingerprint
-    assert proposers[0].name == "head (int8)"
+        assert loaded_drafter.weights == kept.fingerprint
+    assert loaded_drafters[0].name == "head (int8)"
 
 
 def test_medusa_as_its_authors_write_it(tmp_path):

@@ -58,9 +58,11 @@ def tokens(seed: int, count: int) -> list[int]:
     return [*part, *part]
 
 
-def run(prompt: list[int], own: Target, proposer: Drafter, **settings: Any) -> GenerationRun:
-    rule = "fixed:gamma=3" if "|" in proposer.name else "fixed:gamma=3,siblings=2"
-    return GenerationRun(prompt, own, proposer, policy=build_policy(rule), max_new_tokens=NEW, **settings)
+def run(prompt: list[int], own: Target, loaded_drafter: Drafter, **settings: Any) -> GenerationRun:
+    rule = "fixed:gamma=3" if "|" in loaded_drafter.name else "fixed:gamma=3,siblings=2"
+    return GenerationRun(
+        prompt, own, loaded_drafter, policy=build_policy(rule), max_new_tokens=NEW, **settings
+    )
 
 
 def output(decoded: GenerationRun) -> list[int]:
@@ -87,8 +89,8 @@ def fed(monkeypatch) -> list[int]:
 def test_the_output_is_that_of_a_fresh_start(name, fed):
     """A second turn, one that goes back into the first, and one with nothing in common."""
     own = target()
-    proposer = drafter(name, own)
-    first = run(tokens(1, 60), own, proposer)
+    loaded_drafter = drafter(name, own)
+    first = run(tokens(1, 60), own, loaded_drafter)
     begun = output(first)
     second_prompt = [*tokens(1, 60), *begun, *tokens(2, 8)]
     edited = [*second_prompt[:40], *tokens(3, 20)]
@@ -97,13 +99,13 @@ def test_the_output_is_that_of_a_fresh_start(name, fed):
     outputs = []
     for prompt in (second_prompt, edited, other):
         fed.clear()
-        last = run(prompt, own, proposer, after=last)
+        last = run(prompt, own, loaded_drafter, after=last)
         outputs.append(output(last))
         kept.append(last.kept)
         assert fed[0] == len(prompt) - last.kept
         assert max(fed) <= len(prompt) - last.kept + NEW, "somebody has read the whole prompt again"
     assert kept == [60 + NEW - 1, 40, 0]
-    assert outputs == [output(run(prompt, own, proposer)) for prompt in (second_prompt, edited, other)]
+    assert outputs == [output(run(prompt, own, loaded_drafter)) for prompt in (second_prompt, edited, other)]
 
 
 @pytest.mark.parametrize("unread", [False, True])
@@ -111,13 +113,13 @@ def test_the_output_is_that_of_a_fresh_start(name, fed):
 def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path):
     """Also where the head has the target's states of the context before, and has read nothing of it."""
     own = wrap_target(few_tokens(), pack=False)
-    proposer = few_head(tmp_path, kind, own)
+    loaded_drafter = few_head(tmp_path, kind, own)
 
     def decoded(
         prompt: list[int], new: int, after: GenerationRun | None = None
     ) -> tuple[GenerationRun, list[Any]]:
         policy = build_policy("fixed:gamma=3")
-        found = GenerationRun(prompt, own, proposer, policy=policy, max_new_tokens=new, after=after)
+        found = GenerationRun(prompt, own, loaded_drafter, policy=policy, max_new_tokens=new, after=after)
         return found, [(step.drafted, step.accepted) for step in found if isinstance(step, Step)]
 
     chosen = standard_random.Random(2)
@@ -143,58 +145,58 @@ def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path)
 @pytest.mark.parametrize("kind", CACHES)
 def test_in_every_cache_that_keeps_its_positions(kind):
     own = target(kind)
-    proposer = load_drafter("lookup+self:layers=1", own)
-    first = run(tokens(1, 300), own, proposer)
+    loaded_drafter = load_drafter("lookup+self:layers=1", own)
+    first = run(tokens(1, 300), own, loaded_drafter)
     prompt = [*tokens(1, 300), *output(first), *tokens(2, 8)]
-    second = run(prompt, own, proposer, after=first)
+    second = run(prompt, own, loaded_drafter, after=first)
     found = output(second)
     assert second.kept == 300 + NEW - 1
-    assert found == output(run(prompt, own, proposer))
+    assert found == output(run(prompt, own, loaded_drafter))
 
 
 @pytest.mark.parametrize("name", ["model", "self:layers=1"])
 def test_a_seed_draws_the_same(name):
     own = target()
-    proposer = drafter(name, own)
+    loaded_drafter = drafter(name, own)
     settings = {"sampling": Multinomial(0.8), "seed": 3}
-    first = run(tokens(1, 40), own, proposer, **settings)
+    first = run(tokens(1, 40), own, loaded_drafter, **settings)
     prompt = [*tokens(1, 40), *output(first), *tokens(2, 8)]
-    second = run(prompt, own, proposer, after=first, **settings)
+    second = run(prompt, own, loaded_drafter, after=first, **settings)
     found = output(second)
     assert second.kept > 40
-    assert found == output(run(prompt, own, proposer, **settings))
+    assert found == output(run(prompt, own, loaded_drafter, **settings))
 
 
 def test_the_same_prompt_again_reads_its_last_token_only(fed):
     own = target()
-    proposer = load_drafter("none", own)
-    first = run(tokens(1, 40), own, proposer)
+    loaded_drafter = load_drafter("none", own)
+    first = run(tokens(1, 40), own, loaded_drafter)
     begun = output(first)
     fed.clear()
-    again = run(tokens(1, 40), own, proposer, after=first)
+    again = run(tokens(1, 40), own, loaded_drafter, after=first)
     assert output(again) == begun
     assert (again.kept, fed[0]) == (39, 1)
 
 
 def test_what_was_left_in_the_middle_is_taken_up():
     own = target()
-    proposer = drafter("model", own)
-    first = run(tokens(1, 40), own, proposer)
+    loaded_drafter = drafter("model", own)
+    first = run(tokens(1, 40), own, loaded_drafter)
     for _ in islice(first, 3):
         pass
     begun = list(first.result().token_ids)
     assert 0 < len(begun) < NEW
     prompt = [*tokens(1, 40), *begun, *tokens(2, 8)]
-    second = run(prompt, own, proposer, after=first)
+    second = run(prompt, own, loaded_drafter, after=first)
     found = output(second)
     assert second.kept == 40 + len(begun) - 1
-    assert found == output(run(prompt, own, proposer))
+    assert found == output(run(prompt, own, loaded_drafter))
 
 
 def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch):
     own = target()
-    proposer = drafter("self:layers=1", own)
-    first = run(tokens(1, 40), own, proposer)
+    loaded_drafter = drafter("self:layers=1", own)
+    first = run(tokens(1, 40), own, loaded_drafter)
     records: Iterator[Any] = iter(first)
     next(records)
     whole = Scorer.score
@@ -212,35 +214,35 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch):
         list(records)
     monkeypatch.setattr(Scorer, "score", whole)
     assert list(first) == []
-    second = run(tokens(1, 40), own, proposer, after=first)
-    assert output(second) == output(run(tokens(1, 40), own, proposer))
+    second = run(tokens(1, 40), own, loaded_drafter, after=first)
+    assert output(second) == output(run(tokens(1, 40), own, loaded_drafter))
     assert second.kept == 0
 
 
 def test_another_generation_in_between_or_another_drafter_begins_anew():
     own = target()
-    proposer = load_drafter("lookup", own)
-    first = run(tokens(1, 40), own, proposer)
+    loaded_drafter = load_drafter("lookup", own)
+    first = run(tokens(1, 40), own, loaded_drafter)
     expected = output(first)
-    output(run(tokens(5, 40), own, proposer))
-    late = run(tokens(1, 40), own, proposer, after=first)
+    output(run(tokens(5, 40), own, loaded_drafter))
+    late = run(tokens(1, 40), own, loaded_drafter, after=first)
     assert output(late) == expected
     other = run(tokens(1, 40), own, load_drafter("lookup", own), after=late)
     assert output(other) == expected
     assert (late.kept, other.kept) == (0, 0)
-    never_begun = run(tokens(1, 40), own, proposer, after=run(tokens(1, 40), own, proposer))
+    never_begun = run(tokens(1, 40), own, loaded_drafter, after=run(tokens(1, 40), own, loaded_drafter))
     assert output(never_begun) == expected
     assert never_begun.kept == 0
 
 
 def test_a_prompt_that_is_refused_takes_nothing_away():
     own = target()
-    proposer = load_drafter("lookup", own)
-    first = run(tokens(1, 40), own, proposer)
+    loaded_drafter = load_drafter("lookup", own)
+    first = run(tokens(1, 40), own, loaded_drafter)
     expected = output(first)
     with pytest.raises(UsageError, match="context holds 512"):
-        output(run([1] * 600, own, proposer, after=first))
-    again = run(tokens(1, 40), own, proposer, after=first)
+        output(run([1] * 600, own, loaded_drafter, after=first))
+    again = run(tokens(1, 40), own, loaded_drafter, after=first)
     assert output(again) == expected
     assert again.kept == 39
 
@@ -257,9 +259,9 @@ def test_windows_that_forget_and_no_cache_at_all_read_it_again():
     sliding = wrap_target(model, tiny_tokenizer())
     uncached = prepare_target(wrap_model(tiny_llama(), tiny_tokenizer(), name="tiny"), "none")
     for own in (sliding, uncached):
-        proposer = load_drafter("lookup", own)
-        first = run(tokens(1, 60), own, proposer)
+        loaded_drafter = load_drafter("lookup", own)
+        first = run(tokens(1, 60), own, loaded_drafter)
         prompt = [*tokens(1, 60), *output(first), *tokens(2, 8)]
-        second = run(prompt, own, proposer, after=first)
-        assert output(second) == output(run(prompt, own, proposer))
+        second = run(prompt, own, loaded_drafter, after=first)
+        assert output(second) == output(run(prompt, own, loaded_drafter))
         assert second.kept == 0

@@ -18,10 +18,10 @@ from specbench.base.files import sha256
 from specbench.cli import options
 from specbench.config import Config
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.models import stories
+from specbench.models import training_metadata
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_config
-from specbench.models.stories import TRAINING_FILE, WEIGHTS, is_packaged, story_of
+from specbench.models.training_metadata import TRAINING_FILE, WEIGHTS, is_packaged, read_metadata
 from specbench.results.results import load_results
 from specbench.specs import models as specs
 from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
@@ -35,10 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def packaged(tmp_path, monkeypatch) -> Path:
     """A stand-in for the head, for a tiny target."""
-    monkeypatch.setattr(stories, "_PACKAGED", tmp_path / "packaged")
+    monkeypatch.setattr(training_metadata, "_PACKAGED", tmp_path / "packaged")
     folder = write_head(tmp_path / "packaged" / ALIAS, speculators_settings(), eagle_tensors())
-    story = {"sha256": sha256(folder / WEIGHTS), "kind": "eagle"}
-    (folder / TRAINING_FILE).write_text(json.dumps(story))
+    training = {"sha256": sha256(folder / WEIGHTS), "kind": "eagle"}
+    (folder / TRAINING_FILE).write_text(json.dumps(training))
     return folder
 
 
@@ -78,7 +78,7 @@ def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path):
 
 
 def test_where_it_is_missing_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(stories, "_PACKAGED", tmp_path)
+    monkeypatch.setattr(training_metadata, "_PACKAGED", tmp_path)
     assert "does not come with this specbench" in refusal(load_drafter, ALIAS, tiny_target(), kind=UsageError)
     assert "only drafts for smollm2-135m" in refusal(load_config, ALIAS, kind=UsageError)
 
@@ -104,16 +104,16 @@ def test_it_drafts_by_default_where_it_is_there_and_ahead(cli, packaged, tmp_pat
 
 
 def test_a_sweep_keeps_how_its_heads_came_about(cli, packaged, tmp_path):
-    story = {"kind": "eagle", "seconds": 9.0, "data": {"tokens": 70}}
+    training = {"kind": "eagle", "seconds": 9.0, "data": {"tokens": 70}}
     measured = {"tokens": 0, "tokens_per_step": 1.0, "accepted": [0.1], "categories": {}}
-    told = {"sha256": sha256(packaged / WEIGHTS), **story, "measured": [measured]}
+    told = {"sha256": sha256(packaged / WEIGHTS), **training, "measured": [measured]}
     (packaged / TRAINING_FILE).write_text(json.dumps(told))
     target, out = save_tiny(tmp_path / "tiny", layers=3), tmp_path / "run"
     prompts = write_prompts(tmp_path / "p.jsonl", {"one": ["the thing"]})
     words = ("sweep", "--target", target, "--dtype", "float32", "--drafter", f"lookup+{ALIAS}", "--gamma", 2)
     few = ("--prompts", prompts, "-n", 6, "--repeats", 1, "--out", out, "--no-config", "--quiet")
     assert cli(*words, *few).code == 0
-    assert load_results(out).run.heads == {f"lookup+{ALIAS} (int8)": story_of(packaged)}
+    assert load_results(out).run.heads == {f"lookup+{ALIAS} (int8)": read_metadata(packaged)}
 
 
 @pytest.mark.parametrize("alias", PACKAGED_HEADS)
@@ -121,10 +121,10 @@ def test_what_is_shipped_is_small_whole_and_attributed(alias):
     """Of the heads that are there."""
     if not is_packaged(alias):
         pytest.skip(f"{alias} is not there")
-    folder = stories.packaged_folder(alias)
+    folder = training_metadata.packaged_folder(alias)
     assert sum(file.stat().st_size for file in folder.iterdir()) <= LARGEST
-    stories.check_weights(folder, alias)
-    assert story_of(folder) is not None
+    training_metadata.check_weights(folder, alias)
+    assert read_metadata(folder) is not None
     assert alias in (ROOT / "NOTICE").read_text(encoding="utf-8")
 
 

@@ -240,10 +240,10 @@ def test_one_model_with_several_vocabularies(tmp_path):
         f"lookup+{folders[1]}:vocab=5",
         f"{folders[1]}:vocab=8",
     ]
-    _, proposers = prepare(
+    _, loaded_drafters = prepare(
         parse_model(str(folders[0])), list(map(parse_drafter, words)), ModelOptions(dtype="float32")
     )
-    widths = [getattr(each.drafter, "draftable", None) for each in proposers]
+    widths = [getattr(each.drafter, "draftable", None) for each in loaded_drafters]
     assert [None if width is None else len(width) for width in widths] == [None, 5, 5, 8]
     assert load_drafter(words[1], loaded).name == "small:vocab=5 (int8)"
     assert target.vocab_size == loaded.vocab_size

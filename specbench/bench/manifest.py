@@ -23,7 +23,7 @@ from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
-    from specbench.models.stories import HeadStory
+    from specbench.models.training_metadata import TrainingMetadata
 
 
 def describe_run(
@@ -33,7 +33,7 @@ def describe_run(
     environment: Environment,
     sources: Mapping[str, Any],
     command: Sequence[str] = (),
-    heads: Mapping[str, HeadStory] | None = None,
+    heads: Mapping[str, TrainingMetadata] | None = None,
 ) -> Run:
     """What ``run.json`` holds when a run begins.
 
@@ -233,7 +233,7 @@ def open_run(
     sources: Mapping[str, Any],
     advice: str,
     command: Sequence[str] = (),
-    heads: Mapping[str, HeadStory] | None = None,
+    heads: Mapping[str, TrainingMetadata] | None = None,
     accept_changes: bool = False,
 ) -> RunStore:
     """The folder of a run to measure into: a new one, or the stored one if it was made as this would be.

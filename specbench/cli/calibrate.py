@@ -245,13 +245,13 @@ def _find_tree(
         refuse_keep(spec)
         transforms = Sampling(temperature=sampling.temperature)
         with quiet_transformers():
-            loaded, (proposer,) = prepare(parse_model(target), [spec], models, progress=progress)
+            loaded, (loaded_drafter,) = prepare(parse_model(target), [spec], models, progress=progress)
             encoded = encode_turns(loaded, prompts)
     with StageProgress(quiet, animated=False) as progress:
-        key = tree_key(loaded, proposer.drafter, proposer.weights, transforms, rule)
+        key = tree_key(loaded, loaded_drafter.drafter, loaded_drafter.weights, transforms, rule)
         found = calibrate_tree(
             loaded,
-            proposer.drafter,
+            loaded_drafter.drafter,
             encoded,
             key,
             sampling=transforms,

@@ -297,7 +297,7 @@ class _DecodingJob:
                 [None] * len(prompts) if rounded else self._references(model, prompts, progress)
             )
 
-        target, proposers = prepare(
+        target, loaded_drafters = prepare(
             request.recipe.target,
             self.drafters,
             request.recipe.models,
@@ -306,7 +306,7 @@ class _DecodingJob:
             progress=progress,
             beforehand=answer,
         )
-        for line in tokenizer_notes(each.outcome for each in proposers):
+        for line in tokenizer_notes(each.outcome for each in loaded_drafters):
             request.note(line)
         if (parting := opt.widths_differ(target)) is not None:
             request.note(parting)
@@ -316,14 +316,14 @@ class _DecodingJob:
         ]
         decoding = request.recipe.decoding
         plain_runs: dict[tuple[int, ...], PlainRun] = {}
-        chosen = [(each, rule) for each in proposers for rule in self._rules_for(each.spec)]
-        for proposer, rule in chosen:
-            policy, calibrated = rule.build(target, proposer, request.sampling)
+        chosen = [(each, rule) for each in loaded_drafters for rule in self._rules_for(each.spec)]
+        for loaded_drafter, rule in chosen:
+            policy, calibrated = rule.build(target, loaded_drafter, request.sampling)
             if calibrated:
                 request.note(calibrated)
             setup = DecodingSetup(
                 target=target.scorer,
-                drafter=proposer.drafter,
+                drafter=loaded_drafter.drafter,
                 policy=policy,
                 sampling=request.sampling,
                 max_new_tokens=decoding.max_new_tokens,
@@ -342,7 +342,7 @@ class _DecodingJob:
                 bit_exact=request.recipe.caching.bit_exact or target.bit_exact,
                 plain_runs=plain_runs,
             )
-            self._checks.append((_label(proposer.name, setup.policy.name), checking))
+            self._checks.append((_label(loaded_drafter.name, setup.policy.name), checking))
         self._describe(target)
 
     def _say_what_has_no_effect(self) -> None:

@@ -129,7 +129,7 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
 
 def default_drafter(target: str) -> str:
     """What drafts for a target where nothing is said."""
-    from specbench.models.stories import is_packaged
+    from specbench.models.training_metadata import is_packaged
     from specbench.specs import models
 
     there = any(is_packaged(alias) for alias, model in models.PACKAGED_HEADS.items() if model == target)

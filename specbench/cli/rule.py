@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
-    from specbench.models.prepare import Proposer
+    from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
@@ -43,7 +43,9 @@ class LengthRule:
             self._costs = load_costs(costs)
             check_costs(self._costs)
 
-    def build(self, target: Target, proposer: Proposer, sampling: Sampling) -> tuple[DraftPolicy, str | None]:
+    def build(
+        self, target: Target, loaded: LoadedDrafter, sampling: Sampling
+    ) -> tuple[DraftPolicy, str | None]:
         """The rule for a drafter, with what was calibrated for it, and a sentence if there is anything to say of that.
 
         Costs may be those of several drafters.
@@ -52,10 +54,10 @@ class LengthRule:
         from specbench.lengths import FixedLength, build_policy, parse_costs
         from specbench.models.tree_choices import calibrated_tree
 
-        costs = None if self._costs is None else parse_costs(self._costs, proposer.name)
-        if self.spec.kind.tree and proposer.spec.is_plain:  # it has no effect
+        costs = None if self._costs is None else parse_costs(self._costs, loaded.name)
+        if self.spec.kind.tree and loaded.spec.is_plain:  # it has no effect
             return DraftPolicy(FixedLength()), None
-        spec, note = calibrated_tree(self.spec, target, proposer.drafter, proposer.weights, sampling)
+        spec, note = calibrated_tree(self.spec, target, loaded.drafter, loaded.weights, sampling)
         return build_policy(spec, costs=costs), note
 
 

@@ -87,7 +87,7 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
     rule = LengthRule(recipe.rule, recipe.costs, chained=chained(recipe.models, recipe.caching))
     if not recipe.drafter.is_plain:
         rule.spec.check(recipe.drafter)
-    target, (proposer,) = prepare(
+    target, (loaded_drafter,) = prepare(
         recipe.target,
         [recipe.drafter],
         recipe.models,
@@ -97,8 +97,10 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
     )
     defaults = target.language_model.defaults.under(recipe.decoding)
     transforms = transforms.with_defaults(defaults, target.vocab_size)
-    policy, note = rule.build(target, proposer, transforms)
-    return LoadedRecipe(replace(recipe, rule=rule.spec), target, proposer.drafter, policy, transforms, note)
+    policy, note = rule.build(target, loaded_drafter, transforms)
+    return LoadedRecipe(
+        replace(recipe, rule=rule.spec), target, loaded_drafter.drafter, policy, transforms, note
+    )
 
 
 def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[str]:

@@ -24,7 +24,7 @@ from specbench.specs.drafters import DrafterSpec
 from specbench.specs.rules import parse_rule
 
 if TYPE_CHECKING:
-    from specbench.models.stories import HeadStory
+    from specbench.models.training_metadata import TrainingMetadata
     from specbench.results.results import Results
 
     pass
@@ -47,7 +47,7 @@ def export_setting(engine: ExportEngine, setting: Setting) -> Export:
     return replace(made, needs=[*made.needs, there.needs]) if there is not None and there.needs else made
 
 
-def expresses(engine: ExportEngine, drafter: DrafterSpec, story: HeadStory | None = None) -> bool:
+def expresses(engine: ExportEngine, drafter: DrafterSpec, training: TrainingMetadata | None = None) -> bool:
     """Whether an engine has a drafter.
 
     Args:
@@ -55,7 +55,7 @@ def expresses(engine: ExportEngine, drafter: DrafterSpec, story: HeadStory | Non
         drafter: Any.
         story: What is told of the trained head in it; ``None`` without one.
     """
-    setting = Setting(Model("target"), drafter, parse_rule("fixed"), 1).with_head(story)
+    setting = Setting(Model("target"), drafter, parse_rule("fixed"), 1).with_head(training)
     try:
         export_setting(engine, setting)
     except UsageError:

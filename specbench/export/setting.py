@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.config import Config
-    from specbench.models.stories import HeadStory
+    from specbench.models.training_metadata import TrainingMetadata
 
 _TESTED = 10
 """Drafts that were tested at a position before its acceptance counts."""
@@ -144,17 +144,17 @@ class Setting:
         model = self.drafter.own_model
         return None if model is None else Model.named(model.name)
 
-    def with_head(self, story: HeadStory | None) -> Setting:
+    def with_head(self, training: TrainingMetadata | None) -> Setting:
         """With the trained head in its drafter, as results tell of it."""
-        if story is None:
+        if training is None:
             return self
         model = self.drafter.own_model
         packaged = model is not None and model.kind == "packaged"
         return replace(
             self,
-            head=story.kind,
-            compact=packaged or story.compact,
-            speculators=story.form == "speculators",
+            head=training.kind,
+            compact=packaged or training.compact,
+            speculators=training.form == "speculators",
         )
 
 
@@ -199,7 +199,7 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
         return replace(setting, unseen=True)  # the hub cannot be reached, or only by others
 
 
-def _head_in(drafter: DrafterSpec) -> HeadStory | None:
+def _head_in(drafter: DrafterSpec) -> TrainingMetadata | None:
     """What is told of a trained head in a drafter, as the command line would find it; ``None`` if it is none."""
     model = drafter.own_model
     if model is None:
@@ -207,7 +207,7 @@ def _head_in(drafter: DrafterSpec) -> HeadStory | None:
     from specbench.models.head_files import find_head
 
     files = find_head(model)
-    return None if files is None else files.story
+    return None if files is None else files.training
 
 
 # -- of a run --------------------------------------------------------------------------------------

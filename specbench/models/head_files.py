@@ -32,7 +32,7 @@ from specbench.models.checkpoints import (
     text_config,
 )
 from specbench.models.hub import HubModel
-from specbench.models.stories import HeadStory, packaged_folder, story_of
+from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec
 
 HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass")
@@ -82,11 +82,11 @@ class HeadFiles:
         return given if isinstance(given, dict) else {}
 
     @property
-    def story(self) -> HeadStory:
+    def training(self) -> TrainingMetadata:
         """What results keep of it; ``specbench train`` calls EAGLE-3 ``eagle``."""
         form = "speculators" if "speculators_model_type" in self.settings else None
         kind = "eagle-1" if self.kind == "eagle" else self.kind
-        return story_of(self.folder) or HeadStory(kind=kind, form=form)
+        return read_metadata(self.folder) or TrainingMetadata(kind=kind, form=form)
 
     @property
     def is_eagle(self) -> bool:

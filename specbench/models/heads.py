@@ -35,7 +35,7 @@ from specbench.models.checkpoints import (
     weight_files,
 )
 from specbench.models.head_files import HeadFiles
-from specbench.models.stories import check_weights
+from specbench.models.training_metadata import check_weights
 
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 """What training leaves beside a head."""

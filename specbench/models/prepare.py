@@ -23,11 +23,11 @@ from specbench.specs.drafters import (
 from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:
-    from specbench.models.stories import HeadStory
+    from specbench.models.training_metadata import TrainingMetadata
 
 
 @dataclass(frozen=True)
-class Proposer:
+class LoadedDrafter:
     """A drafter that is ready, or the reason why it is not.
 
     Attributes:
@@ -54,11 +54,11 @@ class Proposer:
         return self.outcome
 
     @property
-    def story(self) -> HeadStory | None:
+    def training(self) -> TrainingMetadata | None:
         """How its head came about, or, where nothing tells of that, its kind; ``None`` without one."""
         for model in self.models:
             if isinstance(model, TrainedHead):
-                return model.files.story
+                return model.files.training
         return None
 
     @property
@@ -94,7 +94,7 @@ def prepare(
     bit_exact: bool = False,
     progress: Progress | None = None,
     beforehand: Callable[[LanguageModel], None] | None = None,
-) -> tuple[Target, list[Proposer]]:
+) -> tuple[Target, list[LoadedDrafter]]:
     """Load a target and its drafters. Every model is loaded once for each vocabulary, whoever drafts with it.
 
     Args:
@@ -136,11 +136,13 @@ def prepare(
         announce(progress, "trying passes of several widths")
         ready.scorer.require_bit_exact()
 
-    proposers = prepare_drafters(ready, drafters, options, cache=cache, progress=progress, loaded=loaded)
+    loaded_drafters = prepare_drafters(
+        ready, drafters, options, cache=cache, progress=progress, loaded=loaded
+    )
     for drafting in loaded.values():
         if isinstance(drafting, LanguageModel):
             language_model.notes += drafting.notes
-    return ready, proposers
+    return ready, loaded_drafters
 
 
 def prepare_drafters(
@@ -151,7 +153,7 @@ def prepare_drafters(
     cache: CacheKind | None = None,
     progress: Progress | None = None,
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] | None = None,
-) -> list[Proposer]:
+) -> list[LoadedDrafter]:
     """Load drafters for a target that is loaded. Every model is loaded once for each vocabulary.
 
     Args:
@@ -174,7 +176,7 @@ def prepare_drafters(
         allow_pickle=options.allow_pickle,
         loaded=loaded,
     )
-    proposers: list[Proposer] = []
+    loaded_drafters: list[LoadedDrafter] = []
     for spec in drafters:
         outcome: Drafter | RunError
         try:
@@ -182,8 +184,8 @@ def prepare_drafters(
         except RunError as error:
             outcome = error
         name = str(spec) if isinstance(outcome, RunError) else outcome.name
-        if any(name == other.name for other in proposers):
+        if any(name == other.name for other in loaded_drafters):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
         models = tuple(loader.loaded[model] for model in spec.own_models if model in loader.loaded)
-        proposers.append(Proposer(name, spec, outcome, models))
-    return proposers
+        loaded_drafters.append(LoadedDrafter(name, spec, outcome, models))
+    return loaded_drafters

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbench.base.record import NO_FIGURE, Estimate
-from specbench.models.stories import HeadMeasure, HeadStory
+from specbench.models.training_metadata import TrainingMeasurement, TrainingMetadata
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import RunConfig
@@ -62,23 +62,23 @@ class HeadRow:
     provisional: bool
 
 
-def stories(heads: Mapping[str, HeadStory]) -> dict[str, HeadStory]:
+def with_measurements(heads: Mapping[str, TrainingMetadata]) -> dict[str, TrainingMetadata]:
     """Those heads of a run that were measured while they were trained, by the names of their drafters."""
-    return {name: story for name, story in heads.items() if story.measured}
+    return {name: training for name, training in heads.items() if training.measured}
 
 
-def distinct_stories(heads: Mapping[str, HeadStory]) -> dict[str, HeadStory]:
+def distinct_trainings(heads: Mapping[str, TrainingMetadata]) -> dict[str, TrainingMetadata]:
     """The same, with each training once: a head that drafts alone and in a cascade learnt once."""
-    told: dict[str, HeadStory] = {}
-    for name, story in stories(heads).items():
-        if story not in told.values():
-            told[name] = story
+    told: dict[str, TrainingMetadata] = {}
+    for name, training in with_measurements(heads).items():
+        if training not in told.values():
+            told[name] = training
     return told
 
 
-def best_measure(story: HeadStory) -> HeadMeasure:
+def best_measurement(training: TrainingMetadata) -> TrainingMeasurement:
     """What was measured of the head as it was kept."""
-    return max(story.measured, key=lambda each: each.tokens_per_step)
+    return max(training.measured, key=lambda each: each.tokens_per_step)
 
 
 def training_rows(results: Results) -> list[TrainingRow]:
@@ -92,17 +92,17 @@ def training_rows(results: Results) -> list[TrainingRow]:
                 str(place + 1): share
                 for place, share in enumerate([*each.accepted, *[math.nan] * PLACES][:PLACES])
             },
-            each is best_measure(story),
+            each is best_measurement(training),
         )
-        for name, story in distinct_stories(results.run.heads).items()
-        for each in story.measured
+        for name, training in distinct_trainings(results.run.heads).items()
+        for each in training.measured
     ]
 
 
 def head_rows(results: Results) -> list[HeadRow]:
     """Trained heads by category, a row per configuration that drafts with one and category."""
     run, generations, steps = results.run, results.generations, results.steps
-    told = stories(run.heads)
+    told = with_measurements(run.heads)
     configs = {config.id: config for config in run.configs}
     order = {config: number for number, config in enumerate(configs)}
     speedups = {(row.config.id, row.category): row for row in categorize(results).rows}
@@ -125,7 +125,7 @@ def head_rows(results: Results) -> list[HeadRow]:
                 float(mine["emitted"].mean()),
                 first,
                 second,
-                best_measure(told[drafter]).categories.get(category, math.nan),
+                best_measurement(told[drafter]).categories.get(category, math.nan),
                 NO_FIGURE if row is None else row.speedup,
                 None if row is None else row.verdict,
                 provisional=row is not None and row.provisional,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, builtins, doc
 from specbench.decoding.theory import PassCosts, SharedCosts
-from specbench.models.stories import HeadStory
+from specbench.models.training_metadata import TrainingMetadata
 from specbench.recipe import Recipe
 
 VERSION = 2
@@ -237,7 +237,7 @@ class Run(Record):
     target: TargetModel
     configs: list[RunConfig]
     prompts: list[PromptInfo]
-    heads: Annotated[dict[str, HeadStory], doc("by drafter")] = {}
+    heads: Annotated[dict[str, TrainingMetadata], doc("by drafter")] = {}
     seed: Annotated[int | None, doc("of the options, for convenience, like the next ones")] = None
     repeats: Count = 1
     warmup: Count = 0

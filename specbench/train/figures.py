@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specbench.base.files import explained
 from specbench.base.record import Json
 from specbench.models.heads import TrainedHead
-from specbench.models.stories import TRAINING_FILE
+from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train.learner import Learnt
 from specbench.train.settings import Measured
 
@@ -39,8 +39,8 @@ def earlier(start: TrainedHead) -> Json:
     """What is known of a head that a training went on from: the story of its own, too, where it was trained here."""
     path = start.files.folder / TRAINING_FILE
     with explained(f"The file {str(path)!r} cannot be read"):
-        story = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return {"name": start.name, "fingerprint": start.fingerprint, "training": story}
+        training = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return {"name": start.name, "fingerprint": start.fingerprint, "training": training}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from specbench.base.files import explained, sha256, write_bytes, write_text
 from specbench.base.record import Json
-from specbench.models.stories import TRAINING_FILE, WEIGHTS
+from specbench.models.training_metadata import TRAINING_FILE, WEIGHTS
 from specbench.train.students import Student
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def write_head(
         write_text(folder / "config.json", _as_json(_settings(student, target, head)))
 
 
-def write_story(folder: Path, story: Mapping[str, Any]) -> None:
+def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
     """Write how a head came about beside it, and the sha256 of its weights.
 
     Raises:
@@ -68,7 +68,7 @@ def write_story(folder: Path, story: Mapping[str, Any]) -> None:
     """
     with explained(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         weights = sha256(folder / WEIGHTS)
-        write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **story}))
+        write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **training}))
 
 
 def _settings(student: Student, target: Target, head: torch.Tensor) -> Json:

@@ -43,7 +43,7 @@ from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner, check_start
 from specbench.train.lessons import fitting, has_plain_head
 from specbench.train.prompts import held_out_prompts
-from specbench.train.result import write_head, write_story
+from specbench.train.result import write_head, write_training_file
 from specbench.train.settings import Measured, TrainingSettings, Watch
 from specbench.train.start import BEGUN, STATE, check_folder, check_head
 from specbench.train.state import read_state, write_state
@@ -389,7 +389,7 @@ class Training:
                 save()
                 saved = time.monotonic()
         if self._main:
-            write_story(self._out, self._story(learner, stand))
+            write_training_file(self._out, self._story(learner, stand))
         return max(map(Measured.of, self._agreed(stand.measures)), key=lambda each: each.tokens_per_step)
 
     def _time_is_up(self, stand: Stand) -> bool:
@@ -475,7 +475,7 @@ class Training:
             stand.ended = stand.ended or self._time_is_up(stand)
             if best:
                 self._write(learner, self._out)
-                write_story(self._out, self._story(learner, stand))
+                write_training_file(self._out, self._story(learner, stand))
             self._watch.measured(measured, best=best)
         stand.measures_made += 1
         self._group.wait_for_everyone()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.models.heads import TrainedHead
-from specbench.models.stories import TRAINING_FILE
+from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train.settings import TrainingSettings
 from specbench.train.students import KINDS
 

@@ -24,9 +24,9 @@ from specbench.generate import encode_prompt
 from specbench.models.calibrations import read_choice
 from specbench.models.devices import resolve_device
 from specbench.models.drafters import choice_key
-from specbench.models.prepare import Proposer, prepare, prepare_drafters
-from specbench.models.stories import is_packaged
+from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import Target, default_cache
+from specbench.models.training_metadata import is_packaged
 from specbench.options import quantized
 from specbench.recipe import Recipe
 from specbench.results import stats
@@ -99,28 +99,28 @@ def load_candidates(
         forms.append(read_choice(choice_key(ready)).form)
     load = partial(prepare_drafters, ready, cache=kind, progress=progress)
     try:
-        proposers = load(drafters_to_try(asked, forms), models)
+        loaded_drafters = load(drafters_to_try(asked, forms), models)
     except UsageError as error:
         if not forms:
             raise
         notes.append(f"The target's own forms are left out: {error.message}")
-        proposers = load(drafters_to_try(asked, []), models)
-    small, in_int4 = _small_models(proposers), replace(models, drafter_dtype="int4")
+        loaded_drafters = load(drafters_to_try(asked, []), models)
+    small, in_int4 = _small_models(loaded_drafters), replace(models, drafter_dtype="int4")
     if small and _tries_int4(models.drafter_dtype, models.drafter_device):
         alone, both = (
             estimate_memory(sweep, Recipe(target, models=in_int4), drafters, progress=progress)
             for drafters in ((), tuple(small))
         )
         if both.total - alone.total <= both.available:
-            proposers += load(small, in_int4)
+            loaded_drafters += load(small, in_int4)
         else:
             notes.append("Small models are not tried in int4 as well: there is no memory left for them.")
     engine = ModelEngine(
         ready,
-        {each.name: each.outcome for each in proposers},
-        {each.name: each.spec for each in proposers},
-        fingerprints={each.name: each.weights for each in proposers if each.models},
-        heads={each.name: each.story for each in proposers if each.story is not None},
+        {each.name: each.outcome for each in loaded_drafters},
+        {each.name: each.spec for each in loaded_drafters},
+        fingerprints={each.name: each.weights for each in loaded_drafters if each.models},
+        heads={each.name: each.training for each in loaded_drafters if each.training is not None},
     )
     return Loaded(engine, kind, tuple(notes))
 
@@ -162,13 +162,13 @@ def _tries_int4(dtype: str, device: str) -> bool:
     return dtype == "auto" and resolve_device(device).type == "cpu" and available()
 
 
-def _small_models(proposers: Iterable[Proposer]) -> list[DrafterSpec]:
+def _small_models(loaded_drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
     """What drafts with a model of its own, alone or in a cascade. Heads do not: in 4 bits they are no quicker."""
     return [
         each.spec
-        for each in proposers
+        for each in loaded_drafters
         if isinstance(each.spec.model_part, SmallModel)
-        and each.story is None
+        and each.training is None
         and not isinstance(each.outcome, RunError)
     ]
 

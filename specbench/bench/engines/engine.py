@@ -10,7 +10,7 @@ from specbench.bench.grid import SweepConfig
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.serving import Encoded, Workload
 from specbench.decoding.records import Step
-from specbench.models.stories import HeadStory
+from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions
 from specbench.results.lines import Pool, ServerAnswer, Speculation
 from specbench.results.run import TargetModel
@@ -103,8 +103,8 @@ class BenchEngine(Protocol[Encoded]):
         ...
 
     @property
-    def heads(self) -> Mapping[str, HeadStory]:
-        """How trained heads came about, by the names of the drafters (``specbench.models.stories``)."""
+    def heads(self) -> Mapping[str, TrainingMetadata]:
+        """How trained heads came about, by the names of the drafters (``specbench.models.training_metadata``)."""
         ...
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:

@@ -16,7 +16,7 @@ from specbench.bench.grid import LOOKUP_TOKENS, SweepConfig, SweepOptions
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.records import Step
-from specbench.models.stories import HeadStory
+from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions, quantized
 from specbench.results.lines import Pool
 from specbench.results.run import DtypeMeasured, TargetModel
@@ -66,7 +66,7 @@ class ModelEngine:
         reference: LanguageModel | None = None,
         assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
         fingerprints: Mapping[str, str] | None = None,
-        heads: Mapping[str, HeadStory] | None = None,
+        heads: Mapping[str, TrainingMetadata] | None = None,
         costs: object = None,
         keep_policy_state: bool = False,
         rate_answers: bool = False,
@@ -76,7 +76,7 @@ class ModelEngine:
         self.target, self.drafters, self.specs = target, dict(drafters), dict(specs or {})
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
-        self.heads: Mapping[str, HeadStory] = heads or {}
+        self.heads: Mapping[str, TrainingMetadata] = heads or {}
         self._costs, self._keep = costs, keep_policy_state
         self._kept: dict[str, DraftPolicy] = {}
         self._loads: dict[str, PassLoad] = {}
@@ -533,7 +533,7 @@ def load_engine(
     options = options or SweepOptions()
     check_engine(base, drafters, options, progress)
     models = base.models
-    target, proposers = prepare(
+    target, loaded_drafters = prepare(
         base.target,
         drafters,
         models,
@@ -547,7 +547,7 @@ def load_engine(
             base.target, models.target, progress=progress, allow_pickle=models.allow_pickle
         )
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
-    for each in proposers:
+    for each in loaded_drafters:
         if options.assisted and isinstance(each.spec, SmallModel) and each.models:
             if isinstance(each.outcome, TranslatingDrafter | HeadDrafter):
                 what = (
@@ -569,12 +569,12 @@ def load_engine(
                 assistants[each.name] = error
     return ModelEngine(
         target,
-        {each.name: each.outcome for each in proposers},
-        {each.name: each.spec for each in proposers},
+        {each.name: each.outcome for each in loaded_drafters},
+        {each.name: each.spec for each in loaded_drafters},
         reference=reference,
         assistants=assistants,
-        fingerprints={each.name: each.weights for each in proposers if each.models},
-        heads={each.name: each.story for each in proposers if each.story is not None},
+        fingerprints={each.name: each.weights for each in loaded_drafters if each.models},
+        heads={each.name: each.training for each in loaded_drafters if each.training is not None},
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
         rate_answers=bool(options.beams),

@@ -33,7 +33,7 @@ from specbench.bench.engines.server import (
 )
 from specbench.bench.grid import Salt, SweepConfig
 from specbench.bench.serving import BenchRequest, Workload
-from specbench.models.stories import HeadStory
+from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer, Speculation
 from specbench.results.run import TargetModel
@@ -231,7 +231,7 @@ class ServerEngine:
         self._loop.close()
 
     @property
-    def heads(self) -> Mapping[str, HeadStory]:
+    def heads(self) -> Mapping[str, TrainingMetadata]:
         """Nobody tells how a server's drafters came about."""
         return {}
 

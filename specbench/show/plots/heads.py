@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from specbench.results.heads import PLACES, distinct_stories
+from specbench.results.heads import PLACES, distinct_trainings
 from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from specbench.models.stories import HeadStory
+    from specbench.models.training_metadata import TrainingMetadata
 
 _ALL = COLORS.index(BLACK)
 _MOST = 4
@@ -39,17 +39,19 @@ _MOST = 4
     table="Training",
 )
 def training(run: Run) -> Figure:
-    told = [*distinct_stories(run.run.heads).items()][:_MOST]
+    told = [*distinct_trainings(run.run.heads).items()][:_MOST]
     if not told:
         raise NoDataError("no head was trained by specbench")
     body = new_figure(run, 2.5 * len(told) + 0.75)
     grid = body.subplots(len(told), 2, squeeze=False)
     colors: dict[str, int] = {}  # of categories
-    for (left, right), (name, story) in zip(grid, told, strict=True):
-        _places(left, story)
-        _steps(right, story, colors)
+    for (left, right), (name, training) in zip(grid, told, strict=True):
+        _places(left, training)
+        _steps(right, training, colors)
         left.set_title(short(name, 34))
-        right.set_title(f"{story.tokens or 0:,} tokens of text, {(story.seconds or 0.0) / 60:.0f} minutes")
+        right.set_title(
+            f"{training.tokens or 0:,} tokens of text, {(training.seconds or 0.0) / 60:.0f} minutes"
+        )
     return finish(
         body,
         run,
@@ -59,9 +61,9 @@ def training(run: Run) -> Figure:
     )
 
 
-def _places(axes: Axes, story: HeadStory) -> None:
+def _places(axes: Axes, training: TrainingMetadata) -> None:
     """Acceptance by place of the draft against tokens trained on."""
-    measured = [each for each in story.measured if each.accepted]
+    measured = [each for each in training.measured if each.accepted]
     depth = min(PLACES, max((len(each.accepted) for each in measured), default=0))
     for place in range(depth):
         points = [(each.tokens, each.accepted[place]) for each in measured if len(each.accepted) > place]
@@ -71,9 +73,9 @@ def _places(axes: Axes, story: HeadStory) -> None:
     axes.set_ylabel("kept of those tested, by place")
 
 
-def _steps(axes: Axes, story: HeadStory, colors: dict[str, int]) -> None:
+def _steps(axes: Axes, training: TrainingMetadata, colors: dict[str, int]) -> None:
     """Tokens per step against tokens trained on: of all, and of the best and the worst category in the end."""
-    measured = story.measured
+    measured = training.measured
     last = sorted(measured[-1].categories, key=lambda name: measured[-1].categories[name])
     _line(axes, [(each.tokens, each.tokens_per_step) for each in measured], _ALL, "all prompts")
     for category in dict.fromkeys([*last[-1:], *last[:1]]):

@@ -18,7 +18,7 @@ TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
 
 
-class HeadMeasure(Record):
+class TrainingMeasurement(Record):
     """What was measured of a head while it was trained."""
 
     tokens: Annotated[Count, doc("trained on so far")]
@@ -27,7 +27,7 @@ class HeadMeasure(Record):
     categories: Annotated[dict[str, Number], doc("tokens per step")]
 
 
-class HeadStory(Record):
+class TrainingMetadata(Record):
     """How a trained head came about: of one that was trained elsewhere its kind alone, and its form."""
 
     kind: str
@@ -35,7 +35,7 @@ class HeadStory(Record):
     compact: Annotated[bool, doc("whether `specbench train` wrote it so")] = False
     tokens: Annotated[Count | None, doc("of text trained on")] = None
     seconds: Annotated[Seconds | None, doc("that took")] = None
-    measured: list[HeadMeasure] = []
+    measured: list[TrainingMeasurement] = []
 
 
 class _Settings(Record):
@@ -51,7 +51,7 @@ class _TrainingFile(Record):
     settings: _Settings = _Settings()
     data: _Data
     seconds: Seconds
-    measured: list[HeadMeasure]
+    measured: list[TrainingMeasurement]
 
 
 class _Weights(Record):
@@ -73,12 +73,12 @@ def _read(folder: Path, kind: type[AnyRecord]) -> AnyRecord | None:
         return None
 
 
-def story_of(folder: Path) -> HeadStory | None:
+def read_metadata(folder: Path) -> TrainingMetadata | None:
     """What results keep of how the head in a folder was trained; ``None`` where nothing tells of it."""
     found = _read(folder, _TrainingFile)
     if found is None:
         return None
-    return HeadStory(
+    return TrainingMetadata(
         kind=found.kind,
         compact=found.settings.compact,
         tokens=found.data.tokens,
