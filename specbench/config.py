@@ -199,7 +199,7 @@ def _check_model(text: str) -> None:
 def _check_drafter(text: str) -> None:
     if _PATH.search(text):
         _check_model(text)  # refuses it
-    for model in parse_drafter(text).own_models:
+    for model in parse_drafter(text).model_specs:
         _check_model(str(model) if model.kind == "hub" else model.source)
 
 

@@ -171,7 +171,7 @@ class GenerationRun:
         after: GenerationRun | None = None,
         **options: Unpack[DecodingKeywords],
     ) -> None:
-        decoding = (decoding or DecodingOptions()).but(**options)
+        decoding = (decoding or DecodingOptions()).with_changes(**options)
         self.target, self.drafter = target, resolve_drafter(drafter, target) or NoDraft()
         sampling = sampling or Greedy()
         if policy is None:

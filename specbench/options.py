@@ -269,7 +269,7 @@ class DecodingOptions:
             rules["min_new_tokens"] = self.min_new_tokens
         return rules
 
-    def but(self, **changes: Unpack[DecodingKeywords]) -> DecodingOptions:
+    def with_changes(self, **changes: Unpack[DecodingKeywords]) -> DecodingOptions:
         """These with some changed."""
         return replace(self, **changes)  # type: ignore[arg-type] # `stop` may be one text
 

@@ -198,7 +198,7 @@ def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
     """A target and a cascade on tiny random models; ``MODEL`` in the spec stands for another one."""
     target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), cache=cache)
     parsed = parse_drafter(spec)
-    if not (isinstance(parsed, Cascade) and parsed.own_model):
+    if not (isinstance(parsed, Cascade) and parsed.model_spec):
         return target, load_drafter(parsed, target)
     other = wrap_drafter(tiny_language_model(seed=1), target, cache=cache)
     return target, join_cascade(parsed, other)

@@ -23,7 +23,7 @@ import specbench.bench.environment
 import specbench.bench.estimate
 import specbench.results.load
 from specbench.base.errors import RunError
-from specbench.base.record import builtins
+from specbench.base.record import to_dict
 from specbench.bench.estimate import estimate_time
 from specbench.bench.runner import Event, run_sweep
 from specbench.cli import run
@@ -446,7 +446,7 @@ def test_the_time_needed_counts_the_warm_ups(tmp_path, monkeypatch):
     write_exact(
         tmp_path / "run",
         {"plain": {"p-1": [10.0]}, "d@1": {"p-1": [20.0]}},
-        environment=builtins(environment),
+        environment=to_dict(environment),
         target={"name": "smollm2-135m"},
     )
     df = load_results(tmp_path / "run")

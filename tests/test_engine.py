@@ -63,7 +63,7 @@ def grid(temperature: float = 0.0, **options: Any) -> list[SweepConfig]:
 
 def run(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Any:
     prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
-    return engine.generate(config, prompt, DECODING.but(**changed), seed=seed)
+    return engine.generate(config, prompt, DECODING.with_changes(**changed), seed=seed)
 
 
 class Steps:
@@ -157,7 +157,7 @@ def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all():
     assert engine.describe_target(DECODING).model_defaults == asked
     assert engine.difference(PROMPT, (*outputs.pop(),), usual, DECODING) is not None
     assert {run(engine, config, model_defaults=False).token_ids for config in grid()} == {usual}
-    assert engine.describe_target(DECODING.but(model_defaults=False)).model_defaults == {}
+    assert engine.describe_target(DECODING.with_changes(model_defaults=False)).model_defaults == {}
 
 
 def test_sampled_outputs_depend_on_the_seed_alone(engine):

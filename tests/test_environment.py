@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 import specbench.bench.environment as environment
-from specbench.base.record import Estimate, builtins, to_json
+from specbench.base.record import Estimate, to_dict, to_json
 from specbench.bench.environment import describe_environment, reset_peak_memory
 from specbench.decoding.clocks import peak_memory
 from specbench.results.advice import (
@@ -47,7 +47,7 @@ def test_the_environment_says_what_figures_depend_on():
     assert found.ram_gb is not None
     assert found.ram_gb > 0
     assert found.python == platform.python_version()
-    assert json.loads(to_json(found)) == builtins(found)
+    assert json.loads(to_json(found)) == to_dict(found)
 
 
 def test_the_environment_names_nobody_and_no_place():
@@ -211,7 +211,7 @@ def test_a_real_difference_outweighs_ties():
         "C: tokens differ from plain decoding in 2 of 5 prompts, first at token 7 of q; the two tokens' logits are 2.5"
         " apart there, more than rounding explains."
     )
-    assert found.data == {"differences": [builtins(TIE), builtins(real)]}
+    assert found.data == {"differences": [to_dict(TIE), to_dict(real)]}
 
 
 def test_ties_of_all_configurations_are_told_at_once():

@@ -18,7 +18,7 @@ from tiny import tiny_language_model, tiny_tokenizer
 import specbench.drafters.model
 import specbench.generate
 from specbench.base.errors import UsageError
-from specbench.base.record import builtins
+from specbench.base.record import to_dict
 from specbench.bench.axes import parse_policies
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
@@ -300,7 +300,7 @@ class Ticks:
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    return {"steps": builtins(StepLists.of(outcome.steps))}
+    return {"steps": to_dict(StepLists.of(outcome.steps))}
 
 
 def test_a_result_holds_the_times_that_auto_took(engine, tmp_path, monkeypatch):

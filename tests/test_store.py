@@ -20,7 +20,7 @@ from stored_runs import config_of, finished, line_of, measurement, run_json, run
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import write_text
-from specbench.base.record import builtins
+from specbench.base.record import to_dict
 from specbench.decoding.records import Step, StepTimes
 from specbench.results.format import RECORDS, with_tables
 from specbench.results.lines import STEP_FIGURES, StepLists, TargetTimes
@@ -403,7 +403,7 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path):
         Step(1, 6, accepted=0, tested=1, tokens=(1,), expected_acceptance=(0.25,), **tree),
         Step(2, 7, (), 0, 0, (1,), "target", (), StepTimes()),
     )
-    lists = builtins(StepLists.of(steps))
+    lists = to_dict(StepLists.of(steps))
     assert {name: lists[name] for name in ("drafted", "nodes", "widths", "ranks", "parents")} == {
         "drafted": [2, 2, 0],
         "nodes": [4, 4, 0],

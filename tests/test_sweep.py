@@ -20,7 +20,7 @@ from scripted_engine import TARGET, ScriptedEngine, describe, make_sweep, new_st
 from stored_runs import read_lines, run_json, run_of
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.record import builtins
+from specbench.base.record import to_dict
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
@@ -144,7 +144,7 @@ def test_beam_search_stands_beside_greedy_decoding_alone():
 
 def test_a_run_from_before_there_were_beams_goes_on(tmp_path):
     now = describe(make_sweep(prompts(2)))
-    before = builtins(now)
+    before = to_dict(now)
     del before["options"]["beams"]
     for config in before["configs"]:
         del config["beams"]

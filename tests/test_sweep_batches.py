@@ -22,7 +22,7 @@ from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.base.errors import UsageError
-from specbench.base.record import Estimate, builtins
+from specbench.base.record import Estimate, to_dict
 from specbench.bench.axes import parse_batches
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs, check_batches, make_groups
@@ -407,7 +407,7 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path):
 
 def test_a_run_from_before_batches_goes_on(tmp_path):
     sweep = make_sweep()
-    old = builtins(describe(sweep))
+    old = to_dict(describe(sweep))
     for name in ("batches", "arrivals"):
         del old["options"][name]
     for config in old["configs"]:

@@ -180,7 +180,7 @@ def test_several_are_written_with_a_bar():
     spec = parse_drafter(" lookup:n=any | lookup+self:int8|org/small")
     assert isinstance(spec, Several)
     assert str(spec) == "lookup:n=any|lookup+self:int8|org/small"
-    assert [str(model) for model in spec.own_models] == ["org/small"]
+    assert [str(model) for model in spec.model_specs] == ["org/small"]
     for text, message in (
         ("lookup|none", "drafts nothing beside others"),
         ("lookup|lookup", "twice"),

@@ -143,7 +143,7 @@ def feed(path: Path, digests: list[Any], report: Callable[[int, int], None] | No
 
 
 @contextmanager
-def explained(
+def file_errors(
     problem: str,
     hint: str | None = None,
     *,

@@ -76,7 +76,7 @@ class Estimate(Record, kw_only=False):
 NO_FIGURE = Estimate(math.nan, None, None, 0)
 
 
-def builtins(record: Struct) -> Json:
+def to_dict(record: Struct) -> Json:
     """A record as objects that JSON has."""
     found: Json = msgspec.to_builtins(record, str_keys=True)
     return found
@@ -88,7 +88,7 @@ def to_json(*records: Struct, indent: int | None = None) -> bytes:
     Raises:
         ValueError: A number is not finite.
     """
-    whole = {name: value for record in records for name, value in builtins(record).items()}
+    whole = {name: value for record in records for name, value in to_dict(record).items()}
     separators = (",", ":") if indent is None else None
     text = json.dumps(whole, allow_nan=False, separators=separators, indent=indent)
     if "\\ud" in text:

@@ -290,10 +290,10 @@ def _drafter_weights(
         added = [_drafter_weights(part, target, options, progress) for part in spec.parts]
         kept = sum(end for end, _ in added)
         return kept, kept + max(most - end for end, most in added)
-    if spec.own_model is None:
+    if spec.model_spec is None:
         return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
     rounded: QuantizedName | None = "int8" if options.dtype == "auto" else None
-    return _weights(_size(spec.own_model, progress), options, rounded=rounded)[0]
+    return _weights(_size(spec.model_spec, progress), options, rounded=rounded)[0]
 
 
 def _bytes_per_number(options: LoadOptions) -> float:
@@ -320,8 +320,8 @@ def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progres
         if own.int4:
             return int(target * rounded_bytes("int4", 2))
         return target if own.int8 or own.calibrated else 0
-    if own.own_model is None:
+    if own.model_spec is None:
         return 0
     on_cpu = resolve_device(options.device).type == "cpu"
     number = 1 if options.dtype == "auto" and on_cpu else _bytes_per_number(options)
-    return int(_size(own.own_model, progress).parameters * number)
+    return int(_size(own.model_spec, progress).parameters * number)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specbench.base.record import Json, builtins
+from specbench.base.record import Json, to_dict
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
 from specbench.lengths.costs import MeasuredCosts
@@ -130,7 +130,7 @@ class Pairs:
             "speedup_explained": explanation and explanation.usual,
             "explained": explanation and asdict(explanation),
             "repeats": repeats,
-            "warnings": [builtins(warning) for warning in warnings],
+            "warnings": [to_dict(warning) for warning in warnings],
         }
 
 

@@ -260,7 +260,7 @@ class CellRunner(Generic[Encoded]):
         config = self.configs[cell.config]
         decoding = self._sweep.options.decoding
         if cell.warmup:
-            decoding = decoding.but(max_new_tokens=min(warmup_tokens, decoding.max_new_tokens))
+            decoding = decoding.with_changes(max_new_tokens=min(warmup_tokens, decoding.max_new_tokens))
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
         started = round(time.time(), 3)

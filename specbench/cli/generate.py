@@ -238,9 +238,9 @@ class _Job(LoadedRecipe):
 
         decoding = self.recipe.decoding
         if most is not None:
-            decoding = decoding.but(max_new_tokens=min(most, decoding.max_new_tokens))
+            decoding = decoding.with_changes(max_new_tokens=min(most, decoding.max_new_tokens))
         if plain:
-            decoding = decoding.but(residual_adjustment=True)
+            decoding = decoding.with_changes(residual_adjustment=True)
         return GenerationRun(
             self.prompt,
             self.target,
@@ -308,7 +308,7 @@ def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling
     if drafter.is_plain and (what := given(*lengths, "first_target")):
         lines.append(f"{what} with the drafter none.")
     load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")
-    if drafter.own_model is None and (what := given(*load_options)):
+    if drafter.model_spec is None and (what := given(*load_options)):
         lines.append(f"{what}: the drafter {drafter.model_part.word} is no model of its own.")
     return lines
 
@@ -357,7 +357,7 @@ def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec)
     can_quantize = job.target.rounded is None and job.target.scorer.device.type == "cpu"
     if isinstance(drafter, Cascade):
         other = "lookup"
-    elif drafter.own_model is not None:
+    elif drafter.model_spec is not None:
         other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
     else:
         other = "lookup+self:int8" if can_quantize else ""

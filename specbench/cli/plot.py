@@ -121,7 +121,7 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
 
 def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look) -> list[Path]:
     """Draw one run; the paths on stdout, what is missing on stderr."""
-    from specbench.base.files import explained, refuse_link
+    from specbench.base.files import file_errors, refuse_link
     from specbench.results.results import load_results
     from specbench.show.plots import draw_figures, save_figure
 
@@ -131,7 +131,7 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look
     drawn = draw_figures(results, only, look)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)
-    with explained(f"{str(folder)!r} cannot be made", "Give another --out."):
+    with file_errors(f"{str(folder)!r} cannot be made", "Give another --out."):
         folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in drawn.figures.items():

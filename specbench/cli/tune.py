@@ -157,7 +157,7 @@ def tune(
     tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read; a provisional one where
     the time was too short to be sure. Exit code 1: there is no setting at all.
     """
-    from specbench.base.files import explained, require_writable
+    from specbench.base.files import file_errors, require_writable
     from specbench.bench.axes import parse_policies
     from specbench.bench.engines.own import check_engine
     from specbench.bench.grid import Sweep, SweepOptions
@@ -175,7 +175,7 @@ def tune(
     Sampling(temperature=asked.temperature)  # raises for what is none
     if results.out.exists() and not results.overwrite:
         raise _there_already(results.out)
-    with explained(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
+    with file_errors(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(results.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(asked.drafter)) if not spec.is_plain]
     named = asked.prompts or ("all",)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.record import Estimate, builtins
+from specbench.base.record import Estimate, to_dict
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.recipe import Recipe
@@ -141,14 +141,14 @@ class Setting:
     @property
     def assistant(self) -> Model | None:
         """The drafter's model of its own."""
-        model = self.drafter.own_model
+        model = self.drafter.model_spec
         return None if model is None else Model.named(model.name)
 
     def with_head(self, training: TrainingMetadata | None) -> Setting:
         """With the trained head in its drafter, as results tell of it."""
         if training is None:
             return self
-        model = self.drafter.own_model
+        model = self.drafter.model_spec
         packaged = model is not None and model.kind == "packaged"
         return replace(
             self,
@@ -194,14 +194,14 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     try:
         return setting.with_head(_head_in(drafter))
     except RunError:
-        if drafter.own_model is None or drafter.own_model.kind != "hub":
+        if drafter.model_spec is None or drafter.model_spec.kind != "hub":
             raise
         return replace(setting, unseen=True)  # the hub cannot be reached, or only by others
 
 
 def _head_in(drafter: DrafterSpec) -> TrainingMetadata | None:
     """What is told of a trained head in a drafter, as the command line would find it; ``None`` if it is none."""
-    model = drafter.own_model
+    model = drafter.model_spec
     if model is None:
         return None
     from specbench.models.head_files import find_head
@@ -336,7 +336,7 @@ class _Run:
                 f"The drafter {one_line(config.drafter)} of {self.name} is of another version of specbench.",
                 "Name another setting, or measure it anew.",
             )
-        drafter = Recipe.from_json(builtins(config.recipe)).drafter
+        drafter = Recipe.from_json(to_dict(config.recipe)).drafter
         rule = parse_rule(config.policy)
         own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.results, self.rows, row, rule)
         target = self.run.target

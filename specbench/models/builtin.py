@@ -26,7 +26,7 @@ import transformers
 
 from specbench._version import __version__
 from specbench.base.errors import RunError, SpecbenchError
-from specbench.base.files import SMALL_FILE, explained, locked, sha256, sync, write_text
+from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync, write_text
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
@@ -148,7 +148,7 @@ def _prepare(
 
 
 def _cache_errors() -> AbstractContextManager[None]:
-    return explained(
+    return file_errors(
         f"The cache folder {str(cache_folder())!r} cannot be written",
         f"Set {CACHE_VARIABLE} to a folder that can.",
         full=_no_space(),
@@ -226,7 +226,7 @@ def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
         if progress is not None:
             progress.update(f"checking {gguf.name}", done, total)
 
-    with explained(f"The file {str(gguf)!r} cannot be read"):
+    with file_errors(f"The file {str(gguf)!r} cannot be read"):
         note = _hash_note(gguf)
         digest = sha256(gguf, report)
     # A cache that is read-only or full may still hold the converted copy.

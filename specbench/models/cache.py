@@ -11,7 +11,7 @@ from pathlib import Path
 import platformdirs
 
 from specbench.base.errors import UsageError
-from specbench.base.files import explained
+from specbench.base.files import file_errors
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
@@ -106,7 +106,7 @@ def remove_cached(name: str) -> int:
         raise UsageError(
             f"The cache folder holds nothing called {name!r}.", "`specbench cache` lists what there is."
         )
-    with explained(f"The cache folder {str(cache_folder())!r} cannot be cleared"):
+    with file_errors(f"The cache folder {str(cache_folder())!r} cannot be cleared"):
         for entry in entries:
             if entry.path.is_dir() and not entry.path.is_symlink():
                 shutil.rmtree(entry.path)
@@ -129,7 +129,7 @@ def clear_derived() -> int:
         folder = cache_folder() / name
         if folder.is_dir() and not folder.is_symlink():
             freed += folder_size(folder)
-            with explained(f"The cache folder {str(cache_folder())!r} cannot be cleared"):
+            with file_errors(f"The cache folder {str(cache_folder())!r} cannot be cleared"):
                 shutil.rmtree(folder)
     return freed
 

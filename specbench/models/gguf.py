@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.base.files import explained
+from specbench.base.files import file_errors
 from specbench.base.progress import Progress, announce, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
@@ -61,7 +61,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         UsageError: It is one part of several.
     """
     try:
-        with explained(f"The file {str(path)!r} cannot be read"), path.open("rb") as file:
+        with file_errors(f"The file {str(path)!r} cannot be read"), path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise RunError(
                     f"The file {str(path)!r} is no GGUF file, or is damaged: it does not start with GGUF."

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import SMALL_FILE, explained, feed, is_full
+from specbench.base.files import SMALL_FILE, feed, file_errors, is_full
 from specbench.base.progress import Progress, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
@@ -223,7 +223,7 @@ def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[
 def _discard(path: Path, name: str) -> None:
     """Take a damaged file out of the hub's cache."""
     blob = path.resolve()
-    with explained(
+    with file_errors(
         f"The hub's cache holds a damaged {path.name!r} of {name} that cannot be replaced",
         "Set HF_HOME to a folder that can be written.",
     ):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import explained, reason, write_text
+from specbench.base.files import file_errors, reason, write_text
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class JsonStore(Generic[T]):
             RunError: The cache folder cannot be written. UsageError: A link stands in the file's place.
         """
         text = json.dumps({"format": _FORMAT, **asdict(value)}) + "\n"
-        with explained(
+        with file_errors(
             f"The cache folder {str(cache_folder())!r} cannot be written",
             f"Set {CACHE_VARIABLE} to a folder that can.",
         ):

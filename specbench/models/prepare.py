@@ -120,7 +120,7 @@ def prepare(
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}
     if beforehand is not None:
         make_cache(kind, config)  # refuses what it cannot hold
-        for own in dict.fromkeys(model for spec in drafters for model in spec.own_models):
+        for own in dict.fromkeys(model for spec in drafters for model in spec.model_specs):
             loaded[own] = model = load_own(
                 own,
                 options.drafter,
@@ -186,6 +186,6 @@ def prepare_drafters(
         name = str(spec) if isinstance(outcome, RunError) else outcome.name
         if any(name == other.name for other in loaded_drafters):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
-        models = tuple(loader.loaded[model] for model in spec.own_models if model in loader.loaded)
+        models = tuple(loader.loaded[model] for model in spec.model_specs if model in loader.loaded)
         loaded_drafters.append(LoadedDrafter(name, spec, outcome, models))
     return loaded_drafters

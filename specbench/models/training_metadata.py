@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import explained, sha256
+from specbench.base.files import file_errors, sha256
 from specbench.base.record import Count, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
@@ -101,7 +101,7 @@ def check_weights(folder: Path, name: str) -> None:
     told = _hash_of_weights(folder)
     if told is None:
         return
-    with explained(f"The weights of {name} cannot be read"):
+    with file_errors(f"The weights of {name} cannot be read"):
         found = sha256(folder / WEIGHTS)
     if found != told:
         raise RunError(

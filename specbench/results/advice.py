@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.base.record import Estimate, builtins
+from specbench.base.record import Estimate, to_dict
 from specbench.base.textsafe import counted
 from specbench.options import quantized
 from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
@@ -241,7 +241,7 @@ def tokens_differ(
     for label, entries in differences.items():
         real = [each for each in entries if each.numerical_tie is False]
         unknown = [each for each in entries if each.numerical_tie is None]
-        data = {"differences": [*map(builtins, entries)]}
+        data = {"differences": [*map(to_dict, entries)]}
         what = f"{label}: tokens differ from {over} in {len(entries)} of {prompts} prompts, first at token"
         if real:
             first = real[0]
@@ -283,7 +283,7 @@ def tokens_differ(
                 " widths the same bits on most processors, or take another --dtype."
             )
         found.append(
-            RunWarning("tokens-differ", "info", message, advice, {"differences": [*map(builtins, every)]})
+            RunWarning("tokens-differ", "info", message, advice, {"differences": [*map(to_dict, every)]})
         )
     return found
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Annotated, Literal
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, builtins, doc
+from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, doc, to_dict
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.recipe import Recipe
@@ -268,5 +268,5 @@ def stored_recipes(run: Run) -> dict[str, Recipe]:
     for config in run.configs:
         if config.recipe is not None:
             with suppress(UsageError):
-                found[config.id] = Recipe.from_json(builtins(config.recipe))
+                found[config.id] = Recipe.from_json(to_dict(config.recipe))
     return found

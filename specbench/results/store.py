@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import explained, reason, refuse_link, sync, try_lock, write_text
+from specbench.base.files import file_errors, reason, refuse_link, sync, try_lock, write_text
 from specbench.base.record import to_json, wrong_field
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run
@@ -249,9 +249,9 @@ def _writing(path: Path, *, begun: bool = False) -> AbstractContextManager[None]
         "Free some space, then add --resume.",
     )
     if begun:
-        return explained(f"The results in {str(path)!r} can no longer be written", kept, full=full)
+        return file_errors(f"The results in {str(path)!r} can no longer be written", kept, full=full)
     problem = f"The results folder {str(path)!r} cannot be written"
-    return explained(problem, "Give another --out.", kind=UsageError, full=full)
+    return file_errors(problem, "Give another --out.", kind=UsageError, full=full)
 
 
 def write_csv(frame: DataFrame, path: str | Path) -> None:

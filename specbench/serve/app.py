@@ -191,9 +191,9 @@ class _Serving:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens, and {room} leave no room for an answer.", "Shorten it."
             )
-        decoding = defaults.decoding.but(**asked.decoding)
+        decoding = defaults.decoding.with_changes(**asked.decoding)
         if room is not None:
-            decoding = decoding.but(max_new_tokens=min(decoding.max_new_tokens, room - len(prompt)))
+            decoding = decoding.with_changes(max_new_tokens=min(decoding.max_new_tokens, room - len(prompt)))
         seed = defaults.seed if asked.own_seed is None else asked.own_seed
         return GenerationRun(
             prompt,

@@ -84,14 +84,14 @@ class DrafterSpec:
         return self
 
     @property
-    def own_model(self) -> ModelSpec | None:
+    def model_spec(self) -> ModelSpec | None:
         """The model that is loaded for it; ``None`` if it needs none, or the target's own weights."""
         return None
 
     @property
-    def own_models(self) -> tuple[ModelSpec, ...]:
+    def model_specs(self) -> tuple[ModelSpec, ...]:
         """All models that are loaded for it."""
-        return () if self.own_model is None else (self.own_model,)
+        return () if self.model_spec is None else (self.model_spec,)
 
     @property
     def parts(self) -> tuple[DrafterSpec, ...]:
@@ -355,7 +355,7 @@ class SmallModel(DrafterSpec):
         return model if self.vocab is None else add_option(model, f"vocab={self.vocab}")
 
     @property
-    def own_model(self) -> ModelSpec:
+    def model_spec(self) -> ModelSpec:
         return self.model
 
 
@@ -390,8 +390,8 @@ class Cascade(DrafterSpec):
         return self.back
 
     @property
-    def own_model(self) -> ModelSpec | None:
-        return self.back.own_model
+    def model_spec(self) -> ModelSpec | None:
+        return self.back.model_spec
 
     @property
     def keeps_state(self) -> bool:
@@ -433,8 +433,8 @@ class Several(DrafterSpec):
         return self.drafters
 
     @property
-    def own_models(self) -> tuple[ModelSpec, ...]:
-        return tuple(model for drafter in self.drafters for model in drafter.own_models)
+    def model_specs(self) -> tuple[ModelSpec, ...]:
+        return tuple(model for drafter in self.drafters for model in drafter.model_specs)
 
     @property
     def keeps_state(self) -> bool:

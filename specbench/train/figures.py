@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from specbench.base.files import explained
+from specbench.base.files import file_errors
 from specbench.base.record import Json
 from specbench.models.heads import TrainedHead
 from specbench.models.training_metadata import TRAINING_FILE
@@ -38,7 +38,7 @@ class Silent:
 def earlier(start: TrainedHead) -> Json:
     """What is known of a head that a training went on from: the story of its own, too, where it was trained here."""
     path = start.files.folder / TRAINING_FILE
-    with explained(f"The file {str(path)!r} cannot be read"):
+    with file_errors(f"The file {str(path)!r} cannot be read"):
         training = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     return {"name": start.name, "fingerprint": start.fingerprint, "training": training}
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from specbench.base.errors import RunError
-from specbench.base.files import explained, write_bytes
+from specbench.base.files import file_errors, write_bytes
 from specbench.drafters.plain import NoDraft
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class HiddenStates:
         """
         self.check_space(len(tokens))
         content = {"tokens": torch.tensor(tokens), "states": states.to("cpu", self._dtype).contiguous()}
-        with explained(
+        with file_errors(
             f"The folder {str(self._folder)!r} cannot be written",
             "Free some space, and add --resume.",
             full=self._full(),

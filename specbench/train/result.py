@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
-from specbench.base.files import explained, sha256, write_bytes, write_text
+from specbench.base.files import file_errors, sha256, write_bytes, write_text
 from specbench.base.record import Json
 from specbench.models.training_metadata import TRAINING_FILE, WEIGHTS
 from specbench.train.students import Student
@@ -54,7 +54,7 @@ def write_head(
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         found |= _narrowed(name, tensor.cpu(), compact=compact)
-    with explained(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
+    with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / WEIGHTS, save(found, metadata={"format": "pt"}))
         write_text(folder / "config.json", _as_json(_settings(student, target, head)))
@@ -66,7 +66,7 @@ def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
     Raises:
         RunError: The folder cannot be written.
     """
-    with explained(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
+    with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         weights = sha256(folder / WEIGHTS)
         write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **training}))
 

@@ -25,7 +25,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 
 from specbench._version import __version__
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import explained, try_lock, write_text
+from specbench.base.files import file_errors, try_lock, write_text
 from specbench.base.record import Json
 from specbench.bench.encoding import encode_turns
 from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
@@ -209,7 +209,7 @@ class Training:
             yield
             return
         state = self._out / STATE
-        with explained(f"The folder {str(self._out)!r} cannot be written", "Name another one with --out."):
+        with file_errors(f"The folder {str(self._out)!r} cannot be written", "Name another one with --out."):
             state.mkdir(parents=True, exist_ok=True)
             lock = try_lock(state / "lock")
         if lock is None:
@@ -241,7 +241,7 @@ class Training:
             if self._main:
                 self._note()
             return
-        with explained(f"The state {str(path)!r} cannot be read"):
+        with file_errors(f"The state {str(path)!r} cannot be read"):
             try:
                 self._begun = json.loads(path.read_text(encoding="utf-8"))
                 earlier, self._spent_s = self._begun["asked"], float(self._begun["seconds"])
@@ -261,7 +261,7 @@ class Training:
     def _note(self, **more: Any) -> None:
         self._begun |= {"seconds": self._seconds, **more}
         path = self._out / STATE / BEGUN
-        with explained(
+        with file_errors(
             f"The folder {str(self._out)!r} cannot be written", "Free some space, and add --resume."
         ):
             write_text(path, json.dumps(self._begun) + "\n")

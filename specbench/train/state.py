@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from specbench.base.errors import RunError
-from specbench.base.files import explained, write_bytes
+from specbench.base.files import file_errors, write_bytes
 from specbench.base.record import Json
 from specbench.base.textsafe import excerpt
 
@@ -24,7 +24,7 @@ def write_state(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[
         RunError: The folder cannot be written.
     """
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with explained(
+    with file_errors(
         f"The folder {str(path.parent)!r} cannot be written", "Free some space, and add --resume."
     ):
         path.parent.mkdir(parents=True, exist_ok=True)

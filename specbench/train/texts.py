@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import explained, refuse_link
+from specbench.base.files import file_errors, refuse_link
 from specbench.base.record import Count
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial
@@ -97,7 +97,7 @@ class TextStore:
         """
         found = {}
         for path in sorted(self.folder.glob("texts-*.jsonl")):
-            with explained(f"The texts in {str(path)!r} cannot be read"):
+            with file_errors(f"The texts in {str(path)!r} cannot be read"):
                 lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             for text in filter(None, map(_parsed, lines)):
                 found[text.key] = text
@@ -136,7 +136,7 @@ class TextStore:
             raise self._full()
 
     def _errors(self) -> AbstractContextManager[None]:
-        return explained(f"The {self._within} cannot be written", self._advice, full=self._full())
+        return file_errors(f"The {self._within} cannot be written", self._advice, full=self._full())
 
     def _full(self) -> RunError:
         return RunError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import httpx2
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.base.record import Json, builtins
+from specbench.base.record import Json, to_dict
 from specbench.base.textsafe import one_line
 from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.engines.server import (
@@ -255,7 +255,9 @@ class ServerEngine:
             has_counters = await client.counters() is not None
             server = MeasuredServer(spec, model, owner, has_counters)
             prompt: ServerPrompt = _PROBE if self._api == "completions" else _messages(None, _PROBE)
-            settings = self._settings(server, temperature, decoding.but(max_new_tokens=_PROBE_TOKENS), 0)
+            settings = self._settings(
+                server, temperature, decoding.with_changes(max_new_tokens=_PROBE_TOKENS), 0
+            )
             answer, _ = await self._ask(server, prompt, settings)
         except ServerError as error:
             raise self._explained(error, spec, listed) from error
@@ -480,7 +482,7 @@ class ServerEngine:
             first_tokens=self._first_tokens(answer, count.tokens),
             reported_tokens=count.tokens,
             server=ServerAnswer(
-                **builtins(speculation),
+                **to_dict(speculation),
                 text=answer.text,
                 counted_by=count.source,
                 problem=count.problem,

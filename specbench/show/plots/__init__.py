@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
 from specbench.base.errors import UsageError
-from specbench.base.files import explained, write_bytes
+from specbench.base.files import file_errors, write_bytes
 from specbench.results.results import Results
 from specbench.show.plots.canvas import FIGURES, SIZES, STYLE, Look, NoDataError, Run
 
@@ -107,7 +107,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     Raises:
         UsageError: A symbolic link stands there. RunError: The file cannot be written.
     """
-    with explained(f"{str(path)!r} cannot be written", "Give another --out."):
+    with file_errors(f"{str(path)!r} cannot be written", "Give another --out."):
         write_bytes(path, figure_bytes(figure, path.suffix[1:]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specbench.base.files import explained, refuse_link, write_text
+from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.results.results import load_results
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.markdown import to_markdown
@@ -30,7 +30,7 @@ def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Pa
     results = load_results(folder)
     out = folder if out is None else out
     paths = [out / "report.html", out / "report.md"]
-    with explained(f"The report cannot be written to {str(out)!r}", "Give another --out."):
+    with file_errors(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(results, folder.resolve().name, out / "plots")
