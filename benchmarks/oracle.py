@@ -14,7 +14,7 @@ of the prompt. "fit" is that sum for the steps as recorded, over the time they t
 machine.
 
 Where there are trees in the sweep two more bounds stand beside it. "Best size of tree" picks a chain, or the best tree
-of some number of nodes and depth by Sequoia's programme for what the sweep's trees kept by rank, before each step. "The
+of some number of nodes and depth by Sequoia's program for what the sweep's trees kept by rank, before each step. "The
 right branch alone" drafts of every tree the one branch that is kept: nothing gets more of so many candidates.
 
 Prints a table for each drafter and ends with one line of JSON.

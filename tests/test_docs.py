@@ -96,7 +96,7 @@ def test_ci_runs_the_readmes_test_command():
     command = next(line for block in BLOCKS for line in block.splitlines() if "pytest" in line)
     script = re.sub(r" --(quiet|no-compile)", "", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     install, *checks, tests = command[command.index("pip install") :].split(" && ")
-    assert len(checks) == 3
+    assert len(checks) == 4
     for step in (install, " && ".join(checks), tests):
         assert step in script
 

@@ -1,7 +1,7 @@
 """Which tree is best for a drafter? What is kept of its candidates by rank is counted on a few prompts.
 
 The target decodes with trees that have several candidates behind each node of their first branch, verified as they will
-be. From how often the candidate of each rank is the one kept, Sequoia's programme makes the best tree of every number
+be. From how often the candidate of each rank is the one kept, Sequoia's program makes the best tree of every number
 of nodes and depth (Chen et al. 2024, arXiv 2402.12374), and what passes cost here tells which of them is fastest.
 """
 

@@ -13,7 +13,7 @@ from specbench.results.run import RunConfig
 from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
-    GREY,
+    GRAY,
     MARKERS,
     NoDataError,
     Run,
@@ -134,7 +134,7 @@ def _served(run: Run, requests: Sequence[RequestRow]) -> Iterator[tuple[str, lis
         parts += [f"T = {place.temperature:g}"] * (len(temperatures) > 1) + [how or "closed"] * (
             len(hows) > 1
         )
-        color = COLORS[ranks.index(place) % len(COLORS)] if place in ranks else GREY
+        color = COLORS[ranks.index(place) % len(COLORS)] if place in ranks else GRAY
         first = best[0].config.id == best[0].config.baseline
         yield ", ".join(parts), best, BLACK if first else color, MARKERS[number % len(MARKERS)]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, _VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-PURPLE, SKY, _RED, BLACK, GREY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
+PURPLE, SKY, _RED, BLACK, GRAY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
 COLORS = (BLUE, _VERMILLION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 WIDTH = 6.8  # inches: two columns of a paper
@@ -485,7 +485,7 @@ def draw_levels(axes: Axes, levels: Mapping[str, float]) -> None:
     """Horizontal lines to compare with, by name."""
     for number, (name, y) in enumerate(levels.items()):
         dashes = _LEVELS[number % len(_LEVELS)]
-        axes.axhline(y, color=GREY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=name)
+        axes.axhline(y, color=GRAY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=name)
 
 
 def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> None:

@@ -11,7 +11,7 @@ from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
     DASHED,
-    GREY,
+    GRAY,
     NoDataError,
     Run,
     estimates,
@@ -49,5 +49,5 @@ def servers(run: Run) -> Figure:
         axes.set_ylim(len(rows) - 0.5, -0.5)
         grid_lines(axes, "x")
     both[0].set_xlim(left=0)
-    both[1].axvline(1.0, color=GREY, linewidth=0.9, linestyle=DASHED, zorder=1.5)
+    both[1].axvline(1.0, color=GRAY, linewidth=0.9, linestyle=DASHED, zorder=1.5)
     return finish(body, run, "Servers", run.intervals)

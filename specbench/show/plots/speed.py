@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from specbench.results.stats import WIDENED, decimals
 from specbench.results.summary import CategoryRow, SummaryRow, categorize
 from specbench.show.plots.canvas import (
-    GREY,
+    GRAY,
     WHY_NOT,
     NoDataError,
     Run,
@@ -98,7 +98,7 @@ def prediction(run: Run) -> Figure:
     spans = [span(rows, name) for name in ("speedup", "predicted_speedup", "predicted_speedup_iid")]
     low, high = min(1.0, *(span[0] for span in spans)) / 1.04, max(1.0, *(span[1] for span in spans)) * 1.04
     for axes, (name, title) in zip(both, names, strict=True):
-        axes.plot((low, high), (low, high), color=GREY, linewidth=0.9, zorder=1)
+        axes.plot((low, high), (low, high), color=GRAY, linewidth=0.9, zorder=1)
         axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
         for each in series:
