@@ -1117,7 +1117,7 @@ MUTANTS = (
         ("tests/test_load.py", "-k", "catches_up"),
     ),
     Mutant(
-        "what drafts cost long ago is believed for ever",
+        "what drafts cost long ago is believed forever",
         "lengths/load.py:Load.took",
         "self._forget()",
         "",

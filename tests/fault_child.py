@@ -12,7 +12,7 @@ from forked import limit
 
 
 def prepare(gguf: Path, place: Path, begin: Any, stop_at: str | None) -> None:
-    """Prepare a GGUF file once ``begin`` is set, noting every stage in a file; for ever in ``stop_at``, if given."""
+    """Prepare a GGUF file once ``begin`` is set, noting every stage in a file; forever in ``stop_at``, if given."""
     from specbench.models.builtin import prepare_gguf
 
     class Stages:

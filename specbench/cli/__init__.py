@@ -176,7 +176,7 @@ def _ask_for_huge_pages() -> None:
 def _wait_briefly() -> None:
     """Let OpenMP's threads spin for some 100 µs before they sleep; must come before torch is loaded.
 
-    By default they spin for ever where there are as many cores as threads, and as soon as another process wants a
+    By default they spin forever where there are as many cores as threads, and as soon as another process wants a
     core, passes take 10 to 40 times as long (docs/log.md). What the user has set stays.
     """
     if "OMP_WAIT_POLICY" not in os.environ:

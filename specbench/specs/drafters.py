@@ -193,7 +193,7 @@ class NGram(FreeSpec):
         max: The most tokens drafted in a step; ``None`` leaves that to the draft-length rule.
         window: Forget what was counted at tokens that are no longer among the last so many read; ``None`` forgets
             nothing before the next prompt.
-        keep: Keep the counts between prompts (no n-gram spans two of them). Without a window they grow for ever.
+        keep: Keep the counts between prompts (no n-gram spans two of them). Without a window they grow forever.
         top_k: With k > 1, every emitted token also adds 1 to the counts of the k tokens that the target's untransformed
             logits prefer in its place. It is itself counted once, among them or not. It passes for the last one seen,
             and the others for seen the earlier the less probable they are. The window forgets them all together. With
