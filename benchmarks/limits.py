@@ -47,9 +47,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from specbench.backends.torch.caches import make_cache
+from specbench.backends.torch.forward import Forward, FusedForward, NativeForward
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import quantize_linears
-from specbench.backends.torch.passes import Forward, NativePass, ShortPass
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.bench.environment import describe_environment
@@ -149,7 +149,7 @@ def beside_busy(
 ) -> list[dict[str, Any]]:
     """Time a form's passes while nothing else runs and beside a process that keeps a core busy, in blocks in turn."""
     usual = Scorer(model).way
-    ways = (usual, ShortPass) if usual is NativePass else (usual,)
+    ways = (usual, FusedForward) if usual is NativeForward else (usual,)
     behind = {way: _behind(way, model, context) for way in ways}
     jobs: dict[tuple[str, int], Callable[[], float]] = {
         (way.__name__, tokens): lambda seconds=seconds, tokens=tokens: seconds(tokens)  # type: ignore[misc]

@@ -15,9 +15,9 @@ from tiny import tiny_llama
 
 from specbench.backends.torch import pools
 from specbench.backends.torch.batch import BatchedModel
+from specbench.backends.torch.forward import FusedForward
 from specbench.backends.torch.kernels import attention
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, quantize_linears
-from specbench.backends.torch.passes import ShortPass
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass
@@ -107,7 +107,7 @@ def branch(asked: Pass, node: int) -> list[int]:
 def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     scorer = loaded("llama", pack)
     batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
-    assert issubclass(scorer.way, ShortPass) is pack
+    assert issubclass(scorer.way, FusedForward) is pack
     places = torch.arange(VOCAB).flip(0) + 3
     wide = Scorer(scorer.model, vocab_size=VOCAB + 3, places=places)
     others = BatchedModel(wide, batch.pool)

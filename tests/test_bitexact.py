@@ -11,10 +11,10 @@ from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from specbench.backends.torch import trials
+from specbench.backends.torch.forward import NativeForward
 from specbench.backends.torch.kernels import attention, linear, llama_layers, native
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
-from specbench.backends.torch.passes import NativePass
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import Pass
@@ -324,7 +324,7 @@ def test_a_head_that_reads_a_layer_twice_changes_nothing_of_a_rounded_targets_ou
         torch.manual_seed(3)
         target = rounded_target(LlamaForCausalLM(config).bfloat16().eval(), rounded)
     if not target.bit_exact:
-        assert type(target.scorer._pass) is not NativePass, target.widths_differ
+        assert type(target.scorer._pass) is not NativeForward, target.widths_differ
         pytest.skip(target.widths_differ or "activations are not rounded here")
     files = write_head(tmp_path / "head", speculators_settings(layers), eagle_tensors(2))
     head = load_drafter(str(files), target, LoadOptions(dtype="float32"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_llama
 
+from specbench.backends.torch.dtype_timing import sample_in, time_samples
 from specbench.backends.torch.kernels import native
-from specbench.backends.torch.samples import sample_in, time_samples
 from specbench.models import dtypes, load
 from specbench.models.dtypes import DtypeChoice, decide, dtype_key, exact_dtypes
 from specbench.models.load import load_model

@@ -14,12 +14,12 @@ import transformers as hf
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from specbench.backends.torch import passes as ways
+from specbench.backends.torch import forward as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
-from specbench.backends.torch.head_passes import HeadPass, NativeHeadPass, Reading, choose_head_pass
+from specbench.backends.torch.head_forward import HeadForward, NativeHeadForward, Reading, choose_head_forward
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.attention import fold_attention
@@ -279,7 +279,7 @@ def test_halves_are_packed_where_onednn_would_take_them_apart(monkeypatch):
 
 def scorer_of(model: Any, way: type[ways.Forward], cache: CacheKind = "dynamic") -> Scorer:
     scorer = Scorer(model, cache)
-    assert isinstance(scorer._pass, ways.NativePass)
+    assert isinstance(scorer._pass, ways.NativeForward)
     scorer._pass = way(model, scorer.cache)  # type: ignore[call-arg]
     return scorer
 
@@ -314,8 +314,8 @@ def deviation(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 def test_every_pass_is_that_of_torch_up_to_rounding(kind, bits, cache, level):
     model = build(kind)
     copy = COPIES[bits](model)
-    expected = passes(scorer_of(copy, ways.OrdinaryPass, cache))
-    found = passes(scorer_of(copy, ways.NativePass, cache))
+    expected = passes(scorer_of(copy, ways.HFForward, cache))
+    found = passes(scorer_of(copy, ways.NativeForward, cache))
     # A last bit decides which byte an activation becomes, so both are as far from the model as from each other at most.
     exact = passes(Scorer(model, cache))
     assert deviation(found, expected) < 0.5 * deviation(expected, exact) + 0.02
@@ -336,7 +336,7 @@ def target_of(kind: str, dtype: torch.dtype, **more: Any) -> Any:
 def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
     """A scorer that has come to native passes by itself."""
     scorer = Scorer(model, cache)
-    assert type(scorer._pass) is ways.NativePass
+    assert type(scorer._pass) is ways.NativeForward
     return scorer
 
 
@@ -346,7 +346,7 @@ def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
 def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype, cache, level):
     model = target_of(kind, dtype)
     exact = passes(Scorer(build(kind, dtype, intermediate_size=128).double(), cache))
-    expected = passes(scorer_of(model, ways.OrdinaryPass, cache))
+    expected = passes(scorer_of(model, ways.HFForward, cache))
     found = passes(chosen(model, cache))
     for width, one, usual, truth in zip(WIDTHS, found[3:], expected[3:], exact[3:], strict=True):
         in_one_call = width < 48 or level > 1 or dtype == torch.bfloat16
@@ -374,7 +374,7 @@ def test_a_row_of_a_target_has_the_same_bits_in_every_pass(kind, dtype, level):
 def test_hidden_states_are_those_of_the_model(kind, dtype, level):
     model, exact = target_of(kind, dtype), build(kind, dtype, intermediate_size=128).double()
     found = []
-    for scorer in (chosen(model), scorer_of(model, ways.OrdinaryPass), Scorer(exact)):
+    for scorer in (chosen(model), scorer_of(model, ways.HFForward), Scorer(exact)):
         scorer.begin()
         scorer.logits(CONTEXT)
         hidden = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden
@@ -397,7 +397,7 @@ def test_greedy_outputs_are_those_of_generate(kind):
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
                          eos_token_id=None)[0, len(CONTEXT):].tolist()  # fmt: skip
     target = wrap_target(target_of(kind, torch.float32))
-    assert type(target.scorer._pass) is ways.NativePass
+    assert type(target.scorer._pass) is ways.NativeForward
     for spec in (None, "self:int8", "self:layers=2", "lookup"):
         drafter = None if spec is None else load_drafter(spec, target)
         run = speculative_generate(CONTEXT, target, drafter, gamma=4, max_new_tokens=24, ignore_eos=True)
@@ -406,7 +406,7 @@ def test_greedy_outputs_are_those_of_generate(kind):
 
 def test_a_slower_way_is_not_taken(monkeypatch):
     model = target_of("Llama", torch.float32)
-    for took, way in ((1.2, ways.ShortPass), (0.8, ways.NativePass)):
+    for took, way in ((1.2, ways.FusedForward), (0.8, ways.NativeForward)):
         monkeypatch.setattr(trials, "_times", {})
         monkeypatch.setattr(trials, "_time_in_one_call", lambda model, cache, layers, took=took: took)
         assert type(Scorer(model)._pass) is way
@@ -434,7 +434,7 @@ def test_as_many_layers_are_timed_as_fill_no_cache():
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}])
 def test_targets_of_other_sizes_go_the_short_way(sizes):
-    assert type(Scorer(target_of("Llama", torch.float32, **sizes))._pass) is ways.ShortPass
+    assert type(Scorer(target_of("Llama", torch.float32, **sizes))._pass) is ways.FusedForward
 
 
 # -- of several requests -----------------------------------------------------------------------------
@@ -442,14 +442,14 @@ def test_targets_of_other_sizes_go_the_short_way(sizes):
 
 def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every pass over several requests from now on, whether it was made in one call."""
-    own, seen = ways.RaggedPass._in_one_call, list[bool]()
+    own, seen = ways.RaggedForward._in_one_call, list[bool]()
 
     def noticed(*given: Any) -> Any:
         found = own(*given)
         seen.append(found is not None)
         return found
 
-    monkeypatch.setattr(ways.RaggedPass, "_in_one_call", noticed)
+    monkeypatch.setattr(ways.RaggedForward, "_in_one_call", noticed)
     return seen
 
 
@@ -564,7 +564,7 @@ def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, mo
     assert sum(rows) == 3 * (3 + 4 + 2), "a layer's calls take all but those of the long part"
     limit = 1e-4 if dtype == torch.float32 else 0.1
     for i, each in enumerate(found):
-        own = scorer_of(scorer.model, ways.OrdinaryPass)
+        own = scorer_of(scorer.model, ways.HFForward)
         own.score(Pass(own, contexts[i][:-1], rows=1))
         assert relative(each.logits, own.score(Pass(own, contexts[i], *drafts[i])).logits) < limit
 
@@ -662,7 +662,7 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, m
 def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
     copy = int8_copy(build(kind, dtype))
     held = []
-    for way in (ways.ShortPass, ways.NativePass):
+    for way in (ways.FusedForward, ways.NativeForward):
         scorer = scorer_of(copy, way)
         scorer.begin()
         scorer.logits(CONTEXT)
@@ -681,7 +681,7 @@ def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dynamic_cache_grows_in_steps(dtype):
     copy = int8_copy(build("Llama", dtype))
-    scorer, alone = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.NativePass)
+    scorer, alone = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.NativeForward)
     text, places = CONTEXT * 3, []
     scorer.begin()
     for end in range(10, len(text), 10):
@@ -697,8 +697,8 @@ def test_a_dynamic_cache_grows_in_steps(dtype):
 
 def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
     copy = int8_copy(build("Llama"))
-    scorer, mixed = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.NativePass)
-    usual = ways.OrdinaryPass(copy, mixed.cache)
+    scorer, mixed = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.NativeForward)
+    usual = ways.HFForward(copy, mixed.cache)
     half = Scorer(first_layers(copy, 2), mixed.cache)
     for each in (scorer, mixed):
         each.begin()
@@ -720,7 +720,7 @@ def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
 
 
 def test_a_context_that_has_ended_takes_no_memory():
-    scorer = scorer_of(int8_copy(build("Llama")), ways.NativePass)
+    scorer = scorer_of(int8_copy(build("Llama")), ways.NativeForward)
     scorer.begin()
     scorer.logits(CONTEXT, CONTEXT[:3])
     keys = [ref(layer.keys) for layer in layers_of(scorer)]
@@ -766,7 +766,7 @@ def test_trees_attend_along_their_branches(kind, copied, cache, level):
 
 def test_hidden_states_of_copies_are_given_too():
     copy = int8_copy(build("Llama"))
-    scorer, short = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.ShortPass)
+    scorer, short = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.FusedForward)
     found = []
     for each in (scorer, short):
         each.begin()
@@ -783,14 +783,14 @@ def test_hidden_states_of_copies_are_given_too():
 )
 def test_sizes_it_is_not_written_for_go_the_short_way(kind, sizes):
     scorer = Scorer(int8_copy(build(kind, **sizes)))
-    assert type(scorer._pass) is ways.ShortPass
+    assert type(scorer._pass) is ways.FusedForward
     assert deviation(passes(scorer), passes(Scorer(build(kind, **sizes)))) < 0.4
 
 
 def test_a_window_goes_the_short_way():
     copy = int8_copy(build("Mistral", sliding_window=24))
     expected = Scorer(copy)
-    expected._pass = ways.ShortPass(copy, expected.cache)
+    expected._pass = ways.FusedForward(copy, expected.cache)
     assert all(torch.equal(a, b) for a, b in zip(passes(Scorer(copy)), passes(expected), strict=True))
 
 
@@ -798,7 +798,7 @@ def test_what_comes_out_differently_is_not_taken(monkeypatch):
     copy = int8_copy(build("Llama"))
     whole = native.Stack.__call__
     monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None))
-    assert type(Scorer(copy)._pass) is ways.ShortPass
+    assert type(Scorer(copy)._pass) is ways.FusedForward
 
 
 def test_hooks_see_every_pass():
@@ -846,7 +846,7 @@ def head_of(bits: int, sizes: Mapping[str, Any] | None = None, **shape: Any) -> 
 
 
 @torch.inference_mode()
-def head_rows(way: HeadPass) -> list[torch.Tensor]:
+def head_rows(way: HeadForward) -> list[torch.Tensor]:
     """What comes of a context in two parts, a tree in two levels, a step back and a token."""
     hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(5)
     embedded, features = torch.randn(2, 60, hidden, generator=random_)
@@ -876,17 +876,17 @@ def head_rows(way: HeadPass) -> list[torch.Tensor]:
 @pytest.mark.parametrize("shape", HEADS)
 def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits, level):
     head = head_of(bits, **HEADS[shape])
-    way = choose_head_pass(head)
-    assert type(way) is NativeHeadPass
-    for found, expected in zip(head_rows(way), head_rows(HeadPass(head)), strict=True):
+    way = choose_head_forward(head)
+    assert type(way) is NativeHeadForward
+    for found, expected in zip(head_rows(way), head_rows(HeadForward(head)), strict=True):
         assert relative(found, expected) < 0.02  # another byte where a number lies between two
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @torch.inference_mode()
 def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
-    way = choose_head_pass(head_of(bits, layers=2, norm_output=True))
-    assert type(way) is NativeHeadPass
+    way = choose_head_forward(head_of(bits, layers=2, norm_output=True))
+    assert type(way) is NativeHeadForward
     hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(6)
     beside, alone = ([[PreallocatedLayer() for _ in range(2)] for _ in range(3)] for _ in range(2))
     for lengths in ((7, 40, 1), (1, 1, 2), (3, 1, 4)):
@@ -909,14 +909,14 @@ def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
 def test_a_head_that_comes_out_differently_goes_through_operators(monkeypatch):
     whole = native.Stack.__call__
     monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None))
-    assert type(choose_head_pass(head_of(8))) is HeadPass
+    assert type(choose_head_forward(head_of(8))) is HeadForward
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"head_dim": 8}])
 def test_heads_of_other_sizes_go_through_operators(sizes):
-    assert type(choose_head_pass(head_of(8, sizes))) is HeadPass
+    assert type(choose_head_forward(head_of(8, sizes))) is HeadForward
 
 
 def test_a_head_in_numbers_goes_through_operators():
     layer = LlamaConfig(**{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"})
-    assert type(choose_head_pass(EagleHead(EagleShape(2, 48, 90, layer)))) is HeadPass
+    assert type(choose_head_forward(EagleHead(EagleShape(2, 48, 90, layer)))) is HeadForward

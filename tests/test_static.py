@@ -13,7 +13,7 @@ import transformers as hf
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
-from specbench.backends.torch.graph_pass import GraphPass
+from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.graphs import COMPILERS, cuda_capture
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
@@ -55,7 +55,7 @@ def static(model: Any, *, captured: bool = False) -> Scorer:
     scorer = Scorer(model, "static")
     if captured:
         CAPTURES.clear()
-        assert isinstance(scorer._pass, GraphPass)
+        assert isinstance(scorer._pass, GraphForward)
         scorer._pass._capture = repeated
     return scorer
 

@@ -152,14 +152,14 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
     """Why a model on a CPU has none where it could: in int8 or int4, or of the Llama family; ``None`` for others."""
     import torch
 
+    from specbench.backends.torch.forward import FusedForward
     from specbench.backends.torch.kernels.native import why_not
     from specbench.backends.torch.kernels.surgery import kind_of_rounding
-    from specbench.backends.torch.passes import ShortPass
     from specbench.backends.torch.scorer import Scorer
 
     if scorer is None or scorer.device.type != "cpu":
         return None
     if kind_of_rounding(scorer.model) is not None:
         return why_not()
-    short = isinstance(scorer, Scorer) and issubclass(scorer.way, ShortPass)  # a head has a way of its own
+    short = isinstance(scorer, Scorer) and issubclass(scorer.way, FusedForward)  # a head has a way of its own
     return why_not() if short and scorer.model.dtype != torch.float16 else None

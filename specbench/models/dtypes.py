@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench._version import __version__
+from specbench.backends.torch.dtype_timing import sample_in, time_samples
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import circumstances
-from specbench.backends.torch.samples import sample_in, time_samples
 from specbench.base.errors import SpecbenchError
 from specbench.models.json_store import JsonStore
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specbench.backends.torch.caches import KVCache, make_cache
-from specbench.backends.torch.passes import RaggedPass
+from specbench.backends.torch.forward import RaggedForward
 from specbench.backends.torch.pools import Joined, KVPool, Part, Slot
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass, Rows
@@ -40,7 +40,7 @@ class BatchedModel:
         if pool is None:
             self.why_apart = "Every request has a cache of its own, which grows."
             return
-        self._forward = RaggedPass(scorer.model, scorer.way)
+        self._forward = RaggedForward(scorer.model, scorer.way)
         if exact and scorer.rounding == torch.int8 and not self._forward.is_alike(pool):
             self.why_apart = (
                 "Its layers round what they are given to bytes, which makes much of a sum's last bit, and not all of"

@@ -374,7 +374,7 @@ class _StaticLayer(CacheLayerMixin):
 
 
 class StaticKVCache:
-    """A cache whose passes have the same shapes whatever it holds (see ``specbench.backends.torch.passes.GraphPass``).
+    """A cache whose forwards have the same shapes whatever it holds (see ``GraphForward``).
 
     Every pass is handed the whole buffers and a mask. The number of tokens held is kept here and not by the layers, and
     changes nothing on the device.
@@ -440,7 +440,7 @@ class StaticKVCache:
         return {"past_key_values": self._cache, "use_cache": True}
 
     def after_pass(self) -> None:
-        """``GraphPass`` counts."""
+        """``GraphForward`` counts."""
 
     def rollback(self, length: int) -> None:
         self.length = min(self.length, max(length, 0))

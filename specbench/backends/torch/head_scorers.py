@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
-from specbench.backends.torch.head_passes import HeadPass, HeadRows, Reading, choose_head_pass, joined
+from specbench.backends.torch.head_forward import HeadForward, HeadRows, Reading, choose_head_forward, joined
 from specbench.backends.torch.heads import Attend, BlockHead, MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Batch, Pass, Rows
@@ -195,13 +195,13 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         layers: Sequence[int],
         fitted: FittedLogits,
         context_limit: int | None,
-        way: HeadPass | None = None,
+        way: HeadForward | None = None,
     ) -> None:
         config: Any = head.shape.layer
         weight = next(head.parameters())
         super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
         self.head, self._embed, self._dtype = head, head.embed_tokens or embed, weight.dtype
-        self._way = way or choose_head_pass(head)
+        self._way = way or choose_head_forward(head)
         self._caches: list[Any] = [PreallocatedLayer() for _ in head.layers]
         self._states: list[torch.Tensor] = []  # that are known and not read
         self._read = 0  # tokens that were read with them
@@ -326,7 +326,7 @@ class ParallelScorer(EagleScorer):
         layers: Sequence[int],
         fitted: FittedLogits,
         context_limit: int | None,
-        way: HeadPass | None = None,
+        way: HeadForward | None = None,
     ) -> None:
         super().__init__(head, embed, layers, fitted, context_limit, way)
         self.longest = head.ahead

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, cast, overload
 import torch
 
 from specbench.backends.torch.caches import KVCache, NoKVCache, change_of_rotation, make_cache
+from specbench.backends.torch.forward import Forward, FusedForward, HFForward
 from specbench.backends.torch.kernels.surgery import rounds_to_int8
-from specbench.backends.torch.passes import Forward, OrdinaryPass, ShortPass
 from specbench.backends.torch.pools import PoolKind, Slot
-from specbench.backends.torch.trials import choose_pass, trees_are_right, why_not_ragged, why_widths_differ
+from specbench.backends.torch.trials import choose_forward, trees_are_right, why_not_ragged, why_widths_differ
 from specbench.base.errors import UsageError
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, Pass, Rows
@@ -134,8 +134,8 @@ class Scorer:
         self.vocabulary = self._fitted.vocabulary
         self.embeddings = weight.shape[0]
         self._change = change_of_rotation(model.config)
-        self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
-        self._uncached_pass = OrdinaryPass(model, NoKVCache())
+        self._pass = choose_forward(model, self.cache, shared=not isinstance(cache, str))
+        self._uncached_pass = HFForward(model, NoKVCache())
         self._ragged: dict[PoolKind, str | None] = {}  # by kind of pool; twins share what was tried
 
     def twin(self, cache: KVCache, batch: Batch | None = None, *, shares: bool = False) -> Scorer:
@@ -151,7 +151,7 @@ class Scorer:
         twin.cache, twin.batch, twin.epoch = cache, batch, 0
         twin._loaded, twin._owns_slot = self, not shares
         twin._root = 0
-        kind = type(self._pass) if isinstance(self._pass, ShortPass) else OrdinaryPass
+        kind = type(self._pass) if isinstance(self._pass, FusedForward) else HFForward
         twin._pass = kind(self.model, cache)
         return twin
 

@@ -21,12 +21,12 @@ from specbench.backends.torch.caches import (
     StaticKVCache,
     rotates_by_length,
 )
-from specbench.backends.torch.graph_pass import GraphPass
+from specbench.backends.torch.forward import Forward, FusedForward, HFForward, NativeForward, RaggedForward
+from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
 from specbench.backends.torch.kernels.linear import PackedLinear, settled
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, holds, rounds_to_int8
-from specbench.backends.torch.passes import Forward, NativePass, OrdinaryPass, RaggedPass, ShortPass
 from specbench.backends.torch.pools import Joined, KVPool, Part, PoolKind
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -50,7 +50,7 @@ _NOT_POSSIBLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError
 """What models raise that cannot take a pass of this kind."""
 
 
-def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False) -> Forward:
+def choose_forward(model: PreTrainedModel, cache: KVCache, *, shared: bool = False) -> Forward:
     """The quickest way through a model that comes out right.
 
     Args:
@@ -70,9 +70,9 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
                 "This model's passes cannot have fixed shapes: it goes by more than positions and masks.",
                 "Use --cache dynamic for this model.",
             )
-        return GraphPass(model, cache, cuda_capture if device.type == "cuda" else None, forward)
+        return GraphForward(model, cache, cuda_capture if device.type == "cuda" else None, forward)
     if not isinstance(cache, NoKVCache):
-        for kind in (NativePass, ShortPass):
+        for kind in (NativeForward, FusedForward):
             short = kind(model, cache)
             if (
                 short.is_open()
@@ -80,7 +80,7 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
                 and _short_is_quick(model, cache, short)
             ):
                 return short
-    return OrdinaryPass(model, cache)
+    return HFForward(model, cache)
 
 
 # -- fixed shapes ------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ def _fixed_shapes_are_right(model: PreTrainedModel) -> bool:
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
     sample = float32_sample(model) or model
     ids = _trial_ids(sample)
-    expected = OrdinaryPass(sample, NoKVCache())(ids, len(_TOKENS))
-    forward = GraphPass(sample, StaticKVCache(sample.config))
+    expected = HFForward(sample, NoKVCache())(ids, len(_TOKENS))
+    forward = GraphForward(sample, StaticKVCache(sample.config))
     try:
         parts = [forward(part, part.shape[1]) for part in ids.split([4, 1, 1], dim=1)]
     except _NOT_POSSIBLE:
@@ -124,7 +124,7 @@ def are_close(found: torch.Tensor, expected: torch.Tensor, limit: float = _CLOSE
 
 
 @torch.inference_mode()
-def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[ShortPass]) -> bool:
+def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[FusedForward]) -> bool:
     """Whether three passes through the first layers give what the model's own ``forward`` gives, up to rounding.
 
     What they add to the cache is taken off again.
@@ -138,7 +138,7 @@ def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[ShortPass]
     except (ValueError, UsageError):
         return False
     past, passes = cache.length, []
-    for kind in (OrdinaryPass, way):
+    for kind in (HFForward, way):
         forward = kind(sample, cache)
         parts = [torch.tensor([part]) % len(_embeddings(sample)) for part in _PARTS]
         passes.append(torch.cat([forward(ids, ids.shape[1]) for ids in parts]))
@@ -164,9 +164,9 @@ _times: dict[tuple[int, ...], float] = {}
 """What passes in one call took, in passes in few operators, by the sizes of models."""
 
 
-def _short_is_quick(model: PreTrainedModel, cache: KVCache, way: ShortPass) -> bool:
+def _short_is_quick(model: PreTrainedModel, cache: KVCache, way: FusedForward) -> bool:
     """Whether a way takes no longer than the next one; measured where both read the same weights."""
-    stack = way.stack() if isinstance(way, NativePass) and holds(model, PackedLinear) else None
+    stack = way.stack() if isinstance(way, NativeForward) and holds(model, PackedLinear) else None
     if stack is None:
         return True
     sizes = (*stack.sizes, torch.get_num_threads())
@@ -184,8 +184,8 @@ def _time_in_one_call(model: PreTrainedModel, cache: KVCache, layers: int) -> fl
     sample = first_layers(model, layers)
     ids = _trial_ids(sample)
     before = cache.length
-    OrdinaryPass(sample, cache)(ids, 1)
-    past, ways = cache.length, (NativePass(sample, cache), ShortPass(sample, cache))
+    HFForward(sample, cache)(ids, 1)
+    past, ways = cache.length, (NativeForward(sample, cache), FusedForward(sample, cache))
 
     def seconds(way: Forward) -> float:
         began = time.perf_counter()
@@ -216,7 +216,7 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
     bfloat16 rounding alone is large with tokens that make no text. Of layers that are known the first of every
     kind tell.
     """
-    if isinstance(forward, ShortPass) and (sample := _one_of_each_kind(model)) is not None:
+    if isinstance(forward, FusedForward) and (sample := _one_of_each_kind(model)) is not None:
         model, forward = sample, type(forward)(sample, cache)
     ids = _trial_ids(model)
     past = ids.shape[1] - 1
@@ -261,7 +261,7 @@ def why_not_ragged(model: PreTrainedModel, kind: PoolKind, way: type[Forward]) -
     Its attention is one that takes them from now on.
 
     Args:
-        model: See ``choose_pass``.
+        model: See ``choose_forward``.
         kind: Of the pool.
         way: How its passes over one context are made.
     """
@@ -275,8 +275,8 @@ def why_not_ragged(model: PreTrainedModel, kind: PoolKind, way: type[Forward]) -
     rounding = torch.int8 if rounds_to_int8(model) else model.dtype
     limit = _CLOSE_SHORT[torch.int8] if rounding == torch.int8 else _CLOSE
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
-    right = _ragged_is_right(float32_sample(model) or model, kind, limit, OrdinaryPass)
-    if right and issubclass(way, ShortPass):
+    right = _ragged_is_right(float32_sample(model) or model, kind, limit, HFForward)
+    if right and issubclass(way, FusedForward):
         few = first_layers(model, min(2, config.num_hidden_layers))
         right = _ragged_is_right(few, kind, _CLOSE_SHORT.get(rounding, 0.0), way)
     return None if right else "A pass over several requests gives other logits than a pass over each."
@@ -301,7 +301,7 @@ def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, way: 
     slots = [pool.slot() for _ in contexts]
     if not slots[0].takes_trees:
         nodes, parents, branches = nodes[:2], parents[:2], branches[:1]
-    forward, alone = RaggedPass(model, way), OrdinaryPass(model, NoKVCache())
+    forward, alone = RaggedForward(model, way), HFForward(model, NoKVCache())
     device = _embeddings(model).device
 
     def read(fed: Sequence[Sequence[int]], parts: Sequence[Part]) -> torch.Tensor:

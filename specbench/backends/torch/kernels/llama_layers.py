@@ -24,10 +24,10 @@ from specbench.backends.torch.kernels.linear import PackedLinear, QuantizedLinea
 from specbench.backends.torch.kernels.surgery import JoinedLinear
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Decoder layers of ``transformers`` that compute what ``ShortLayer`` computes."""
+"""Decoder layers of ``transformers`` that compute what ``FusedLayer`` computes."""
 
 
-class ShortLayer:
+class FusedLayer:
     """The second way through a decoder layer, by what that is made of now: who changes it makes another one.
 
     Where all products are int8 ones that take and give float32, so is everything but attention, and nothing is
@@ -35,7 +35,7 @@ class ShortLayer:
     target's.
 
     Args:
-        layer: One of those that ``short_layers`` takes.
+        layer: One of those that ``fused_layers`` takes.
 
     Attributes:
         products: Queries, keys and values; output; gates and what they let through; down.
@@ -106,7 +106,7 @@ class ShortLayer:
         return out
 
 
-def short_layers(model: Any) -> tuple[ShortLayer, ...] | None:
+def fused_layers(model: Any) -> tuple[FusedLayer, ...] | None:
     """The second way through the layers of ``model.model.layers``.
 
     Returns:
@@ -115,12 +115,12 @@ def short_layers(model: Any) -> tuple[ShortLayer, ...] | None:
     own = list(getattr(model.model, "layers", ()))
     if not all(_is_known(layer) for layer in own):
         return None
-    layers = tuple(ShortLayer(layer) for layer in own)
+    layers = tuple(FusedLayer(layer) for layer in own)
     alike = {(layer.groups, layer.dtype) for layer in layers}
     return layers if len(alike) == 1 else None
 
 
-def native_stack(model: Any, layers: Sequence[ShortLayer]) -> native.Stack | None:
+def native_stack(model: Any, layers: Sequence[FusedLayer]) -> native.Stack | None:
     """A whole pass through a model, but for its embeddings and the rotation, in one call.
 
     Args:
@@ -200,7 +200,7 @@ def stack_of(
     )
 
 
-def _native_layer(layer: ShortLayer) -> native.Layer | None:
+def _native_layer(layer: FusedLayer) -> native.Layer | None:
     projections, output, gates, down = (native_product(product) for product in layer.products)
     if projections is None or output is None or gates is None or down is None:
         return None
@@ -256,7 +256,7 @@ def _scale_of(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _is_known(layer: Any) -> bool:
-    """Whether the layer is built of what ``ShortLayer`` expects, and nothing was wrapped around its parts."""
+    """Whether the layer is built of what ``FusedLayer`` expects, and nothing was wrapped around its parts."""
     kind = type(layer)
     if kind.__name__ not in _KINDS:
         return False

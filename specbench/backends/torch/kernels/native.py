@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from specbench.backends.torch.kernels.instructions import allowed
-from specbench.backends.torch.kernels.packed import Laid, layout_of
+from specbench.backends.torch.kernels.onednn_layout import Laid, layout_of
 from specbench.backends.torch.kernels.structures import (
     CLayer,
     CMatrix,

@@ -13,12 +13,12 @@ import torch
 import transformers as hf
 from tiny import tiny_language_model, tiny_llama
 
-from specbench.backends.torch import passes as ways
+from specbench.backends.torch import forward as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.kernels import llama_layers, native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_attention, fold_mask
 from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
-from specbench.backends.torch.kernels.llama_layers import short_layers
+from specbench.backends.torch.kernels.llama_layers import fused_layers
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass
@@ -78,12 +78,12 @@ def nothing_in_one_call(monkeypatch):
 def ordinary(model: Any, cache: CacheKind = "dynamic") -> Scorer:
     """A scorer that takes no short passes."""
     scorer = Scorer(model, cache)
-    scorer._pass = ways.OrdinaryPass(model, scorer.cache)
+    scorer._pass = ways.HFForward(model, scorer.cache)
     return scorer
 
 
 def takes_short_passes(model: Any) -> bool:
-    return isinstance(Scorer(model)._pass, ways.ShortPass)
+    return isinstance(Scorer(model)._pass, ways.FusedForward)
 
 
 def passes(scorer: Scorer) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_in_every_short_pass(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_short_passes_are_in_few_operators(kind, monkeypatch):
+def test_fused_forward_are_in_few_operators(kind, monkeypatch):
     scorer = Scorer(build(kind))
     taken: list[tuple[int, ...]] = []
     whole = llama_layers._root_mean_square_norm
@@ -254,7 +254,7 @@ def test_what_comes_out_differently_is_not_taken(broken, int8, monkeypatch):
     if broken == "silu":
         monkeypatch.setattr(llama_layers, "silu", torch.relu)
     else:
-        monkeypatch.setattr(llama_layers.ShortLayer, "__call__", lambda _, residual, *__: residual)
+        monkeypatch.setattr(llama_layers.FusedLayer, "__call__", lambda _, residual, *__: residual)
     assert not takes_short_passes(model)
     assert identical(passes(Scorer(model)), passes(ordinary(model)))
 
@@ -298,7 +298,7 @@ def test_around_the_layers_a_short_pass_is_the_model_s_own_to_the_bit(kind, cach
 
 def short_forward(layer: Any) -> Any:
     """A layer's ``forward`` that is short in short passes."""
-    short, whole = llama_layers.ShortLayer(layer), layer.forward
+    short, whole = llama_layers.FusedLayer(layer), layer.forward
 
     def forward(
         x: torch.Tensor,
@@ -324,7 +324,7 @@ def short_forward(layer: Any) -> Any:
     return forward
 
 
-def test_short_passes_leave_the_model_s_own_forward_out(monkeypatch):
+def test_fused_forward_leave_the_model_s_own_forward_out(monkeypatch):
     model = build("Llama")
     scorer, early = Scorer(model), Scorer(first_layers(model, 2))
     for each in (scorer, early):
@@ -341,7 +341,7 @@ def test_what_is_loaded_finds_the_short_pass():
     target = wrap_target(tiny_llama(), None, name="tiny")
     drafters: list[Any] = [wrap_drafter(tiny_language_model(1), target), load_drafter("self:int8", target)]
     for scorer in (target.scorer, *(drafter.scorer for drafter in drafters)):
-        assert isinstance(scorer._pass, ways.ShortPass)
+        assert isinstance(scorer._pass, ways.FusedForward)
 
 
 def test_models_that_are_otherwise_take_no_short_passes(monkeypatch):
@@ -480,12 +480,12 @@ def test_hooks_hold_in_a_self_drafter_too():
     assert called == [1]
 
 
-def test_short_passes_are_taken_again_when_a_hook_is_gone():
+def test_fused_forward_are_taken_again_when_a_hook_is_gone():
     model = build("Llama")
     scorer = Scorer(model)
     scorer.begin()
     scorer.logits(CONTEXT)
-    assert isinstance(scorer._pass, ways.ShortPass)
+    assert isinstance(scorer._pass, ways.FusedForward)
     assert scorer._pass.is_open()
     handle = turn_output(model.model.layers[2].mlp)
     assert not scorer._pass.is_open()
@@ -595,11 +595,11 @@ def test_the_target_of_an_int8_copy_stays_as_it_was():
 def test_only_quick_products_are_read_in_float32(monkeypatch):
     monkeypatch.setattr(native, "available", lambda: False)
     alike = build("Llama", torch.bfloat16, int8=True)
-    assert {layer._carried for layer in short_layers(alike) or ()} == {torch.bfloat16}
+    assert {layer._carried for layer in fused_layers(alike) or ()} == {torch.bfloat16}
     if quick_here():
         quick = build("Llama", torch.bfloat16, packed=False)
         quantize_linears(quick, alike=False)
-        assert {layer._carried for layer in short_layers(quick) or ()} == {torch.float32}
+        assert {layer._carried for layer in fused_layers(quick) or ()} == {torch.float32}
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

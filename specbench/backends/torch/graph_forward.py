@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbench.backends.torch.caches import StaticKVCache
+from specbench.backends.torch.forward import Forward, keeps_logits, rows_of
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
 from specbench.backends.torch.kernels.surgery import Hooks
-from specbench.backends.torch.passes import Forward, keeps_logits, rows_of
 from specbench.decoding.protocols import Rows
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class _Captured(NamedTuple):
     output: Rows
 
 
-class GraphPass(Forward):
+class GraphForward(Forward):
     """Passes of fixed shapes over a static cache, each width captured once and replayed from then on.
 
     Args:

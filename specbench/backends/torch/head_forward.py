@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.cache_layers import Held, PreallocatedLayer
+from specbench.backends.torch.forward import NATIVE_ENTRIES, Rotations
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
 from specbench.backends.torch.kernels.llama_layers import joined_product, native_product, stack_of
-from specbench.backends.torch.passes import NATIVE_ENTRIES, Rotations
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
@@ -58,7 +58,7 @@ class HeadRows(NamedTuple):
     logits: torch.Tensor
 
 
-class HeadPass:
+class HeadForward:
     """In operators.
 
     Args:
@@ -150,7 +150,7 @@ def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
 
 
-class NativeHeadPass(HeadPass):
+class NativeHeadForward(HeadForward):
     """In one call, any number of requests; between products everything is float32, and so are keys and values.
 
     Args:
@@ -200,20 +200,20 @@ class NativeHeadPass(HeadPass):
         return [HeadRows(*each) for each in zip(features, rows, strict=True)]
 
 
-def choose_head_pass(head: RecurrentHead) -> HeadPass:
+def choose_head_forward(head: RecurrentHead) -> HeadForward:
     """The quickest way through a head that comes out right, tried on it as it will draft."""
     stack = _stack(head) if isinstance(head, EagleHead) else None
     if stack is None or not stack.rounds_rows or not isinstance(head, EagleHead):
-        return HeadPass(head)
-    quicker = NativeHeadPass(head, stack)
+        return HeadForward(head)
+    quicker = NativeHeadForward(head, stack)
     # With bfloat16 between products rows would be rounded to other bytes, and nobody could tell that from a mistake.
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "Mismatch dtype between input and weight"
         )  # of norms, which is meant
-        expected, found = (_tried(way) for way in (HeadPass(head, torch.float32), quicker))
+        expected, found = (_tried(way) for way in (HeadForward(head, torch.float32), quicker))
     same = all(are_close(*rows, _CLOSE) for rows in zip(found, expected, strict=True))
-    return quicker if same else HeadPass(head)
+    return quicker if same else HeadForward(head)
 
 
 def _stack(head: EagleHead) -> native.Stack | None:
@@ -260,7 +260,7 @@ _TRIED = 5
 
 
 @torch.inference_mode()
-def _tried(way: HeadPass) -> HeadRows:
+def _tried(way: HeadForward) -> HeadRows:
     """What comes of some tokens."""
     head, parents = way.head, (-1, -1, 1)
     hidden: int = head.shape.layer.hidden_size

@@ -1,8 +1,8 @@
 """The ways through a model: the one of ``transformers``, one in few operators, one in a single call, and one of fixed
 shapes.
 
-Each is a ``Forward``, bound to a model and its cache; ``trials.choose_pass`` tells which one a loaded model may take.
-Only a ``RaggedPass`` is not: it reads several contexts at once, and is handed their keys and values every time.
+Each is a ``Forward``, bound to a model and its cache; ``trials.choose_forward`` tells which one a model may take.
+Only a ``RaggedForward`` is not: it reads several contexts at once, and is handed their keys and values every time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from specbench.backends.torch.cache_layers import Held
 from specbench.backends.torch.caches import KVCache, rotates_by_length
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
 from specbench.backends.torch.kernels.llama_layers import (
-    ShortLayer,
+    FusedLayer,
+    fused_layers,
     native_stack,
-    short_layers,
     spread_rotation,
 )
 from specbench.backends.torch.kernels.native import Entries, NativeRequest, Stack
@@ -89,7 +89,7 @@ class Forward:
         raise NotImplementedError
 
 
-class OrdinaryPass(Forward):
+class HFForward(Forward):
     """The model's own ``forward``.
 
     Args:
@@ -134,22 +134,22 @@ def keeps_logits(model: PreTrainedModel) -> bool:
 
 
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models of ``transformers`` that compute around their layers what ``ShortPass`` computes."""
+"""Models of ``transformers`` that compute around their layers what ``FusedForward`` computes."""
 
 
-class ShortPass(Forward):
+class FusedForward(Forward):
     """A pass over a few tokens in few operators; wider ones, and all that hooks could see, are ordinary.
 
     What the model is made of is looked up when a context begins, and whether it has hooks once for a pass.
 
     Args:
-        model: One that ``trials.choose_pass`` has tried.
+        model: One that ``trials.choose_forward`` has tried.
         cache: Its keys and values.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._ordinary = OrdinaryPass(model, cache)
+        self._ordinary = HFForward(model, cache)
         self._layers = _FoundLayers(model)
 
     def is_open(self) -> bool:
@@ -240,7 +240,7 @@ class _Stacked(NamedTuple):
         empty: Keys or values of no position, from which layers of a cache make their buffers.
     """
 
-    own: tuple[ShortLayer, ...]
+    own: tuple[FusedLayer, ...]
     stack: Stack | None
     rotations: Rotations
     empty: torch.Tensor
@@ -257,7 +257,7 @@ class _Stacks:
         self._model = model
         self._last: _Stacked | None = None
 
-    def __call__(self, own: tuple[ShortLayer, ...]) -> _Stacked:
+    def __call__(self, own: tuple[FusedLayer, ...]) -> _Stacked:
         """For the model's layers as they are in this context."""
         if self._last is None or self._last.own is not own:
             first = own[0]
@@ -271,14 +271,14 @@ class _Stacks:
         return self._last
 
 
-class NativePass(ShortPass):
+class NativeForward(FusedForward):
     """A pass in one call up to ``Stack.widest`` rows, which are any number where they are rounded to bytes and so have
-    the same bits in every pass; one of ``ShortPass`` beyond, or where the cache is no plain one.
+    the same bits in every pass; one of ``FusedForward`` beyond, or where the cache is no plain one.
 
     Between its products everything is in float32, and so are its logits.
 
     Args:
-        model: One that ``trials.choose_pass`` has tried.
+        model: One that ``trials.choose_forward`` has tried.
         cache: Its keys and values.
     """
 
@@ -325,7 +325,7 @@ class NativePass(ShortPass):
         return _together(parts, own[0].dtype)
 
     def _lengthened(
-        self, held: Any, own: Sequence[ShortLayer], tokens: int, empty: torch.Tensor
+        self, held: Any, own: Sequence[FusedLayer], tokens: int, empty: torch.Tensor
     ) -> Entries | None:
         """Keys and values with room for so many tokens, told anew where they are others than in the last pass."""
         told = self._told.get(held)
@@ -372,11 +372,11 @@ class _FoundLayers:
         self._model = model
         self._found: _Found | None = None
 
-    def __call__(self, mark: object) -> tuple[ShortLayer, ...] | None:
+    def __call__(self, mark: object) -> tuple[FusedLayer, ...] | None:
         """The layers, by what is another object in every context; ``None`` for an ordinary pass."""
         found = self._found
         if found is None or found.mark() is not mark:
-            layers = short_layers(self._model) if _is_bare(self._model) else None
+            layers = fused_layers(self._model) if _is_bare(self._model) else None
             found = self._found = _Found(ref(mark), Hooks(self._model.modules()), layers)
         return None if found.hooks.there() else found.layers
 
@@ -386,10 +386,10 @@ class _Found(NamedTuple):
 
     mark: ReferenceType[Any]
     hooks: Hooks
-    layers: tuple[ShortLayer, ...] | None
+    layers: tuple[FusedLayer, ...] | None
 
 
-class RaggedPass:
+class RaggedForward:
     """A pass over the rows of several requests, one behind the other; every request attends to its own positions.
 
     Args:
@@ -401,8 +401,8 @@ class RaggedPass:
         self._model = model
         # Which logits are wanted is told where the pass begins, and a spread model ends on another device.
         self._keeps_logits = keeps_logits(model) and len({each.device for each in model.parameters()}) == 1
-        self._layers = _FoundLayers(model) if issubclass(way, ShortPass) else None
-        self._stacked = _Stacks(model) if issubclass(way, NativePass) else None
+        self._layers = _FoundLayers(model) if issubclass(way, FusedForward) else None
+        self._stacked = _Stacks(model) if issubclass(way, NativeForward) else None
 
     def is_alike(self, pool: KVPool) -> bool:
         """Whether a row has the same bits in every pass over what is in a pool, whatever else is read in it."""
@@ -445,7 +445,7 @@ class RaggedPass:
 
     def _in_one_call(
         self,
-        own: tuple[ShortLayer, ...],
+        own: tuple[FusedLayer, ...],
         ids: torch.Tensor,
         joined: Joined,
         wanted: torch.Tensor,
@@ -474,7 +474,7 @@ def _no_masks(kept: Any) -> None:
 
 def _through(
     model: Any,
-    own: Sequence[ShortLayer],
+    own: Sequence[FusedLayer],
     ids: torch.Tensor,
     position_ids: torch.Tensor,
     held: Any,
@@ -488,7 +488,7 @@ def _through(
         model, ids, position_ids, layers: See ``Forward.rows``.
         own: The model's layers.
         held: The cache, with its layers.
-        masks_of: By a layer of the cache, see ``ShortLayer``.
+        masks_of: By a layer of the cache, see ``FusedLayer``.
         wanted: Which tokens' logits are.
     """
     inner = model.model
@@ -511,7 +511,7 @@ def _through(
 
 
 def _is_bare(model: Any) -> bool:
-    """Whether all that ``ShortPass`` goes by around the layers is the models' own."""
+    """Whether all that ``FusedForward`` goes by around the layers is the models' own."""
     known = any(kind.__name__ in _MODELS for kind in type(model).__mro__)
     parts = ("model", "lm_head")
     return (
