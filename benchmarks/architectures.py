@@ -194,7 +194,7 @@ def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
             found = scorer.logits(context, drafted)
             worst = max(worst, apart(found, whole(model, [*context, *drafted])[-gamma - 1 :]))
             context += [*drafted[: random.randint(0, gamma)], random.randrange(3, VOCABULARY)]
-            scorer.keep(len(context) - 1)
+            scorer.rollback(len(context) - 1)
         if not worst < 1e-3:
             said.append(f"the {kind} cache is off by {worst:.2g}")
     return said

@@ -41,7 +41,7 @@ def timed(
     score(passes)
     took = time.perf_counter() - began
     for scorer, each in zip(scorers, passes, strict=True):
-        scorer.keep(len(each.context) - 1)
+        scorer.rollback(len(each.context) - 1)
     return took
 
 

@@ -61,7 +61,7 @@ def timer(scorer: Scorer, text: list[int], count: int) -> Callable[[], float]:
         began = time.perf_counter()
         for _ in range(3):
             scorer.logits(text[: CONTEXT + count], rows=count)
-            scorer.keep(CONTEXT)
+            scorer.rollback(CONTEXT)
         return (time.perf_counter() - began) / 3
 
     return once

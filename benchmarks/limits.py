@@ -114,7 +114,7 @@ def measure(name: str, form: str, model: PreTrainedModel, context: int, rounds: 
 
     def one_pass(drafted: int) -> float:
         took = passes.seconds(lambda: scorer.logits(text, text[:drafted]))
-        scorer.keep(context)
+        scorer.rollback(context)
         return took
 
     ways = passes.readers(torch.zeros(passes.BUFFER_BYTES, dtype=torch.uint8))

@@ -97,30 +97,30 @@ MUTANTS = (
     Mutant(
         "roll-back keeps one token too many",
         "decoding/loop.py:decode",
-        "target.keep(len(context) - 1, verdict.path)",
-        "target.keep(len(context), verdict.path)",
+        "target.rollback(len(context) - 1, verdict.path)",
+        "target.rollback(len(context), verdict.path)",
         DECODE,
         fast=True,
     ),
     Mutant(
         "roll-back removes one token too many",
         "decoding/loop.py:decode",
-        "target.keep(len(context) - 1, verdict.path)",
-        "target.keep(len(context) - 2, verdict.path)",
+        "target.rollback(len(context) - 1, verdict.path)",
+        "target.rollback(len(context) - 2, verdict.path)",
         DECODE,
     ),
     Mutant(
         "the drafter is not rolled back",
         "drafters/model.py:ModelDrafter.update",
-        "self.scorer.keep(len(outcome.context) - 1, path)",
+        "self.scorer.rollback(len(outcome.context) - 1, path)",
         "pass",
         DECODE,
     ),
     Mutant(
         "the drafter keeps what it drafted in a sibling's place",
         "drafters/model.py:ModelDrafter.update",
-        "self.scorer.keep(len(outcome.context) - 1, path)",
-        "self.scorer.keep(len(outcome.context) - 1)",
+        "self.scorer.rollback(len(outcome.context) - 1, path)",
+        "self.scorer.rollback(len(outcome.context) - 1)",
         SIBLINGS,
     ),
     Mutant(
@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         "the entry of a sibling that was right stays where it is",
         "decoding/loop.py:decode",
-        "target.keep(len(context) - 1, verdict.path)",
-        "target.keep(len(context) - 1)",
+        "target.rollback(len(context) - 1, verdict.path)",
+        "target.rollback(len(context) - 1)",
         SIBLINGS,
     ),
     Mutant(
@@ -519,7 +519,7 @@ MUTANTS = (
     Mutant(
         "a self-drafter leaves its keys in the target's cache",
         "drafters/model.py:SelfDrafter.drafting",
-        "self.scorer.keep(verified)",
+        "self.scorer.rollback(verified)",
         "pass",
         DECODE,
     ),
@@ -553,7 +553,7 @@ MUTANTS = (
     ),
     Mutant(
         "the preallocated cache keeps one position more",
-        "backends/torch/cache_layers.py:PreallocatedLayer.keep",
+        "backends/torch/cache_layers.py:PreallocatedLayer.rollback",
         "max(length, 0)",
         "max(length, 0) + 1",
         CACHES,
@@ -842,7 +842,7 @@ MUTANTS = (
     Mutant(
         "a request that was put back drafts on without the target's keys",
         "decoding/schedule.py:_Job.due",
-        "self.asked.scorer is not target and target.held < self.verified",
+        "self.asked.scorer is not target and target.cached_len < self.verified",
         "False",
         SCHEDULE,
     ),
@@ -877,7 +877,7 @@ MUTANTS = (
     Mutant(
         "memory of a request that has ended stays taken",
         "decoding/schedule.py:Scheduler._end",
-        "with suppress(Exception): scorer.keep(0)",
+        "with suppress(Exception): scorer.rollback(0)",
         "pass",
         SCHEDULE,
     ),
@@ -1006,7 +1006,7 @@ MUTANTS = (
     Mutant(
         "a head goes on from keys of its own drafts",
         "backends/torch/head_scorers.py:EagleScorer._drop_drafts",
-        "cache.keep(self._read)",
+        "cache.rollback(self._read)",
         "pass",
         HEADS,
     ),

@@ -81,7 +81,7 @@ class TableScorer:
         self._of_trees: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         return self.cache.length
 
     def begin(self) -> None:
@@ -103,7 +103,7 @@ class TableScorer:
             return Rows(self._of_trees[places])
         return Rows(self.table[0 if asked.rows is None else end - asked.rows : end])
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self.cache.rollback(length)
 
 

@@ -93,7 +93,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     def one_pass(length: int) -> float:
         took = seconds(lambda: scorers[length].logits(text[: length + 1], rows=1))
-        scorers[length].keep(length)
+        scorers[length].rollback(length)
         return took
 
     ways = readers(torch.zeros(BUFFER_BYTES, dtype=torch.uint8))

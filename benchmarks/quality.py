@@ -70,7 +70,7 @@ def answer_rows(scorer: Scorer, prompt: Sequence[int], answer: Sequence[int]) ->
         # A pass gives one row more than it reads drafts: the last draft's own place is the next pass's first row.
         found.append(scorer.logits(known, part[:-1]).float().clone())
         known += part
-        scorer.keep(len(known) - 1)
+        scorer.rollback(len(known) - 1)
     return torch.cat(found)
 
 

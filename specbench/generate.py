@@ -229,7 +229,7 @@ class GenerationRun:
         scorer, drafter = self.target.scorer, self.drafter
         if self._begun != (scorer.epoch, drafter.epoch) or not scorer.reads_trees:
             return 0
-        held = [*self.prompt, *self._tokens()][: scorer.held]
+        held = [*self.prompt, *self._tokens()][: scorer.cached_len]
         alike = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, prompt[:-1], strict=False))
         )

@@ -73,7 +73,7 @@ class ScriptedScorer:
     vocabulary: DraftVocabulary | None = None
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         return self.cache.length
 
     def reserve(self, asked: Pass) -> bool:
@@ -117,7 +117,7 @@ class ScriptedScorer:
         every = torch.stack([self.states(each) for each in fed_now[-len(fresh) :]])
         return Rows(logits, every[:, [*asked.layers]])
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         held = [node for node in path if self.root + node < self.cache.length]
         if len(held) < len(path):
             length = min(length, self.root + len(held))

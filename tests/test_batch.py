@@ -88,8 +88,8 @@ def test_every_request_gets_the_rows_it_gets_alone(name, kind):
                 assert (rows.logits[node + 1] - expected[0]).abs().max() < limit * expected.std()
                 path = [*path_to(each, node)] if choice.random() < 0.5 else path
             contexts[i] = [*each.context, *(each.tokens[node] for node in path), choice.randrange(VOCAB)]
-            seats[i].keep(len(contexts[i]) - 1, path)
-            assert seats[i].held == len(contexts[i]) - 1
+            seats[i].rollback(len(contexts[i]) - 1, path)
+            assert seats[i].cached_len == len(contexts[i]) - 1
 
 
 def path_to(asked: Pass, node: int) -> list[int]:
@@ -142,7 +142,7 @@ def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind):
         part, chain = batch.score([Pass(long, prompt[:end], rows=1), Pass(short, context, [1, 2])])
         assert torch.allclose(part.logits, Scorer(scorer.model, "none").logits(prompt[:end]), atol=1e-3)
         assert torch.allclose(chain.logits, Scorer(scorer.model, "none").logits(context, [1, 2]), atol=1e-3)
-        short.keep(len(context) - 1)
+        short.rollback(len(context) - 1)
 
 
 def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch):
@@ -170,7 +170,7 @@ def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
     batch = BatchedModel(scorer, pool_of(scorer, "paged"))
     first, second = batch.open(), batch.open()
     first.logits([1, 2, 3])
-    first.keep(2)
+    first.rollback(2)
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory")
@@ -179,7 +179,7 @@ def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
         patch.setattr(scorer.model.lm_head, "forward", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
-    assert (first.held, second.held) == (2, 0)
+    assert (first.cached_len, second.cached_len) == (2, 0)
     rows = batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
     assert torch.allclose(rows[0].logits, Scorer(scorer.model, "none").logits([1, 2, 3]), atol=1e-4)
     assert torch.allclose(rows[1].logits, Scorer(scorer.model, "none").logits([4, 5]), atol=1e-4)

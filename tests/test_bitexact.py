@@ -88,7 +88,7 @@ def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(rounded, dtype,
     start = edge - 3
 
     def read(length: int, width: int) -> torch.Tensor:
-        scorer.keep(length)
+        scorer.rollback(length)
         return scorer.logits(tokens[: length + width], rows=width)
 
     scorer.begin()
@@ -182,7 +182,7 @@ def test_every_pass_of_a_walk_gives_the_same_bits():
     for width in [1, 7, 2, 31, 3, 9, 32, 5, 40]:  # the last is cut in two
         found = scorer.logits(tokens[: end + width], rows=width)
         assert all(torch.equal(found[i], alone[end + i + 1]) for i in range(width)), width
-        scorer.keep(end + max(1, width // 2))
+        scorer.rollback(end + max(1, width // 2))
         end = scorer.cache.length
 
 
@@ -287,7 +287,7 @@ def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded):
         scorer.score(Pass(scorer, context, layers=layers))
         for drafted in ([5], [6, 7, 8]):
             found.append(scorer.score(Pass(scorer, [*context, 3], drafted, layers=layers)).logits)
-            scorer.keep(len(context))
+            scorer.rollback(len(context))
     for logits, expected in zip(found, found[:2] * len(asked), strict=True):
         assert torch.equal(logits, expected)
 

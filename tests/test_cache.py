@@ -151,7 +151,7 @@ def test_a_cut_head_is_another_entry(folder, roundings):
         with rounded_layers(of(rows), "int8") as layers:
             assert layers is not None
             assert layers.find("lm_head") is None
-            layers.keep("lm_head", in_bytes(torch.ones(2, 8)))
+            layers.save("lm_head", in_bytes(torch.ones(2, 8)))
         assert len(entries()) == number
     with rounded_layers(of((1, 2)), "int8") as layers:
         assert layers is not None
@@ -308,7 +308,7 @@ def test_a_start_that_fails_leaves_nothing(folder):
     def interrupted() -> None:
         with rounded_layers(load_model(str(folder), CPU), "int8") as layers:
             assert layers is not None
-            layers.keep("x", in_bytes(torch.ones(2, 2)))
+            layers.save("x", in_bytes(torch.ones(2, 2)))
             raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):

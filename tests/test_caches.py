@@ -133,13 +133,13 @@ class Walk:
         assert found.shape == (drafts + 1, VOCAB)
         if check:
             assert_close(found, whole(self.scorer.model, self.context, drafted))
-        self.keep(drafted)
+        self.rollback(drafted)
 
-    def keep(self, drafted: Sequence[int]) -> None:
+    def rollback(self, drafted: Sequence[int]) -> None:
         accepted = self.random.randint(0, len(drafted))
         self.context += [*drafted[:accepted], *self.tokens(1)]
         fed = self.scorer.cache.length
-        self.scorer.keep(len(self.context) - 1)
+        self.scorer.rollback(len(self.context) - 1)
         assert self.scorer.cache.length == min(fed, len(self.context) - 1)
 
 
@@ -184,14 +184,14 @@ def test_a_drafter_makes_many_passes_between_two_rollbacks(family, kind):
             found = scorer.logits(walk.context, drafted, rows=1)
             assert_close(found, whole(scorer.model, [*walk.context, *drafted]))
             drafted.append(token)
-        walk.keep(drafted)
+        walk.rollback(drafted)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_a_cache_serves_one_context_after_the_other(family, kind):
     scorer = Scorer(tiny(family), kind)
-    for seed, empty in enumerate((scorer.begin, lambda: scorer.keep(0), scorer.cache.reset)):
+    for seed, empty in enumerate((scorer.begin, lambda: scorer.rollback(0), scorer.cache.reset)):
         empty()
         assert scorer.cache.length == 0
         walk = Walk(scorer, 15, seed)
@@ -203,12 +203,12 @@ def test_a_cache_serves_one_context_after_the_other(family, kind):
 def test_rolling_back_to_more_than_there_is_changes_nothing(family, kind):
     scorer = Scorer(tiny(family), kind)
     walk = Walk(scorer, 20)
-    scorer.keep(5)  # of an empty cache
+    scorer.rollback(5)  # of an empty cache
     for drafts in (0, 6, 4):
         walk.step(drafts)
         before = scorer.cache.length
-        scorer.keep(before + 7)
-        scorer.keep(before)
+        scorer.rollback(before + 7)
+        scorer.rollback(before)
         assert scorer.cache.length == before
 
 
@@ -230,7 +230,7 @@ def test_no_cache_recomputes_everything(monkeypatch):
     expected = whole(scorer.model, [1, 2, 3], [4, 5])
     fed = count_fed_tokens(scorer, monkeypatch)
     assert_close(scorer.logits([1, 2, 3], [4, 5]), expected)
-    scorer.keep(3)
+    scorer.rollback(3)
     assert_close(scorer.logits([1, 2, 3, 4]), expected[1:2])
     assert fed == [5, 4]
     assert scorer.cache.length == 0
@@ -254,9 +254,9 @@ def test_only_what_the_cache_lacks_is_fed(kind, monkeypatch):
     scorer = Scorer(tiny("llama"), kind)
     fed = count_fed_tokens(scorer, monkeypatch)
     scorer.logits([1, 2, 3, 4])
-    scorer.keep(4)
+    scorer.rollback(4)
     scorer.logits([1, 2, 3, 4, 5], [6, 7, 8])
-    scorer.keep(6)  # one draft kept
+    scorer.rollback(6)  # one draft kept
     scorer.logits([1, 2, 3, 4, 5, 6, 9], [1])
     scorer.logits([1, 2, 3, 4, 5, 6, 9], [1, 2], rows=1)
     assert fed == [4, 4, 2, 1]
@@ -273,7 +273,7 @@ def test_dynamic_sliding_layers_hold_their_window_only(family):
     scorer.logits(walk.context, walk.tokens(5))
     for layer in cache_layers(scorer):
         assert held(layer) == (WINDOW - 1 + 5 if layer.is_sliding else 65)  # the prompt is not kept whole
-    scorer.keep(60)
+    scorer.rollback(60)
     walk.context += walk.tokens(1)
     for drafts in (3, 0, 9, 0):
         walk.step(drafts)
@@ -289,7 +289,7 @@ def test_a_sliding_layer_says_when_it_has_forgotten(family, kind):
     for drafts in (0, 5, 3):
         walk.step(drafts, check=False)
     with pytest.raises(ValueError, match="given up"):
-        scorer.keep(20)
+        scorer.rollback(20)
 
 
 @pytest.mark.parametrize("start", range(240, 900, 60))
@@ -299,7 +299,7 @@ def test_a_preallocated_window_takes_the_longest_draft_back(start):
     layer.update(entries[:, :, :start], entries[:, :, :start])
     for i in range(start, start + LONGEST_DRAFT):  # as a drafter does, pass by pass
         layer.update(entries[:, :, i : i + 1], entries[:, :, i : i + 1])
-    layer.keep(start)
+    layer.rollback(start)
     seen, _ = layer.update(entries[:, :, start : start + 1], entries[:, :, start : start + 1])
     assert seen.flatten().tolist() == list(range(start + 1 - WINDOW, start + 1))
 
@@ -311,7 +311,7 @@ def test_a_dynamic_layer_says_so_too_while_it_records(family):
     walk.step(0)
     scorer.logits(walk.context, walk.tokens(3))
     with pytest.raises(ValueError, match="given up"):
-        scorer.keep(30)
+        scorer.rollback(30)
 
 
 def test_convolution_states_say_when_they_have_forgotten():
@@ -319,12 +319,12 @@ def test_convolution_states_say_when_they_have_forgotten():
     walk = Walk(scorer, 40)
     walk.step(0)
     with pytest.raises(ValueError, match="given up"):
-        scorer.keep(30)
+        scorer.rollback(30)
     scorer.begin()
     scorer.logits(walk.context)
     scorer.logits([*walk.context, 1], walk.tokens(3))
     with pytest.raises(ValueError, match="given up"):
-        scorer.keep(30)
+        scorer.rollback(30)
 
 
 def test_convolution_states_hold_what_the_kernel_needs():
@@ -423,10 +423,10 @@ def test_early_exit_on_the_targets_cache(family, kind, count):
         if drafted:
             lengths = [layer.get_seq_length() for layer in cache_layers(target)]
             assert lengths == [len(walk.context) + drafts - 1] * count + [verified] * (3 - count)
-            early.keep(verified)
+            early.rollback(verified)
         assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
         assert_close(target.logits(walk.context, drafted), whole(target.model, walk.context, drafted))
-        walk.keep(drafted)
+        walk.rollback(drafted)
 
 
 def self_drafter(target: Scorer, form: str) -> SelfDrafter:
@@ -461,7 +461,7 @@ def test_a_self_drafter_leaves_no_trace(family, kind, form, first_target):
             assert_close(
                 target.logits(walk.context, draft.tokens), whole(target.model, walk.context, draft.tokens)
             )
-            walk.keep(draft.tokens)
+            walk.rollback(draft.tokens)
 
 
 @pytest.mark.parametrize("drafter", ["none", "self:layers=1"])
@@ -493,7 +493,7 @@ def test_self_drafts_are_those_of_the_cheaper_model():
     context = [3, 1, 4, 1, 5]
     target.logits(context)
     context.append(9)
-    target.keep(5)
+    target.rollback(5)
     draft = answered(drafter.propose(context, 100, FixedLength(6), Greedy(), Randomness(0)))
     expected: list[int] = []
     for _ in range(6):

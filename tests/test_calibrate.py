@@ -78,7 +78,7 @@ def drafted_one_by_one(target: Target, form: Any, tokens: Sequence[int], count: 
         drafter.begin(tokens[:end])
         if end > 1:
             target.scorer.logits(tokens[: end - 1])
-            target.scorer.keep(end - 1)
+            target.scorer.rollback(end - 1)
         draft = answered(drafter.propose(tokens[:end], 1, FixedLength(1), Greedy(), Randomness(0)))
         drafts += draft.tokens
     return drafts

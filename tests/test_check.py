@@ -299,8 +299,8 @@ class Proxy:
     def __init__(self, scorer: Any, surplus: int) -> None:
         self._scorer, self._surplus = scorer, surplus
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        self._scorer.keep(length + self._surplus, path)
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
+        self._scorer.rollback(length + self._surplus, path)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scorer, name)
@@ -606,7 +606,7 @@ class Row:
 
     def begin(self) -> None: ...
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None: ...
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None: ...
 
     def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
         return self.row.repeat(rows or 1, 1)

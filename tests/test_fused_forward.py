@@ -94,7 +94,7 @@ def passes(scorer: Scorer) -> list[torch.Tensor]:
     found.append(scorer.logits(CONTEXT))
     for width in (1, 2, 5, 31, 32, 40):
         found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
-        scorer.keep(len(CONTEXT))
+        scorer.rollback(len(CONTEXT))
     return found
 
 
@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_in_every_short_pass(kind, dtype):
     scorer.logits(CONTEXT)
     one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(20)]
     for width in (2, 3, 7, 20):
-        scorer.keep(len(CONTEXT))
+        scorer.rollback(len(CONTEXT))
         together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
         assert identical(list(together), one_by_one[:width])
 
@@ -191,7 +191,7 @@ def test_two_models_in_turn_do_not_mix_up_their_rotations():
     for width in (1, 2, 5, 31, 32, 40):
         for scorer, rows in zip((one, other), found, strict=True):
             rows.append(scorer.logits(CONTEXT, CONTEXT[:width]))
-            scorer.keep(len(CONTEXT))
+            scorer.rollback(len(CONTEXT))
     assert identical(found[0], wanted[0])
     assert identical(found[1], wanted[1])
 
@@ -280,7 +280,7 @@ def trees(scorer: Scorer) -> torch.Tensor:
     """Logits of a pass with siblings."""
     scorer.begin()
     scorer.logits(CONTEXT)
-    scorer.keep(len(CONTEXT) - 1)
+    scorer.rollback(len(CONTEXT) - 1)
     return scorer.score(Pass(scorer, CONTEXT, [3, 4, 5, 6, 7], (-1, 0, 1, 0, -1))).logits
 
 
@@ -581,7 +581,7 @@ def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype():
     layers = owner.cache.model_arguments()["past_key_values"].layers
     assert {layer.keys.dtype for layer in layers} == {torch.bfloat16}
     assert drafted.dtype == torch.float32
-    owner.keep(len(CONTEXT))
+    owner.rollback(len(CONTEXT))
     assert float((owner.logits([*CONTEXT, 5]) - expected).abs().max()) < 0.1 * float(expected.abs().max())
 
 

@@ -386,7 +386,7 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path, layout):
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:1])), chain[:2], **close)
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT)), chain, **close)
     drafter.update(StepOutcome(CONTEXT, 0, torch.empty(0)))
-    assert scorer.held == len(CONTEXT) - 1  # the last token is read again
+    assert scorer.cached_len == len(CONTEXT) - 1  # the last token is read again
     found = rows_of(Pass(scorer, CONTEXT, DRAFT, parents))
     torch.testing.assert_close(found, tree, **close)
 
@@ -441,7 +441,7 @@ def test_rows_of_p_eagle_are_those_of_the_formulas(tmp_path, layout):
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, rows=1)), second[:1], **close)
     torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:2])), second, **close)
     drafter.update(StepOutcome(CONTEXT, 0, torch.empty(0)))
-    assert scorer.held == len(CONTEXT) - 1  # the last token is read again
+    assert scorer.cached_len == len(CONTEXT) - 1  # the last token is read again
     tree = rows_of(Pass(scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=3))
     torch.testing.assert_close(tree, second[[1, 1, 2]], **close)
     assert drafter.can_read(CONTEXT, DRAFT[:2])
@@ -580,7 +580,7 @@ def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path):
     found = torch.stack([each.values for each in draft.logits])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(draft.q, expected.softmax(-1), atol=1e-4, rtol=1e-4)
-    assert target.scorer.held == 0  # all of it was taken back
+    assert target.scorer.cached_len == 0  # all of it was taken back
 
 
 PROMPT = [1, 2, 0]

@@ -78,7 +78,7 @@ def fed(monkeypatch) -> list[int]:
     whole = Scorer.score
 
     def score(self: Scorer, asked: Pass) -> Rows:
-        found.append(len(asked.context) + len(asked.tokens) - self.held)
+        found.append(len(asked.context) + len(asked.tokens) - self.cached_len)
         return whole(self, asked)
 
     monkeypatch.setattr(Scorer, "score", score)

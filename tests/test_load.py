@@ -63,7 +63,7 @@ class Model:
         return self
 
     def score(self, asked: Sequence[Pass]) -> list[Rows]:
-        rows = [len(each.context) + len(each.tokens) - each.scorer.held for each in asked]
+        rows = [len(each.context) + len(each.tokens) - each.scorer.cached_len for each in asked]
         self.clock.time += self.seconds(sum(rows)) + (self.uneven_s if len(set(rows)) > 1 else 0.0)
         return [ScriptedScorer.score(each.scorer, each) for each in asked]  # type: ignore[arg-type]
 

@@ -295,7 +295,7 @@ def passes(scorer: Scorer) -> list[torch.Tensor]:
     found.append(scorer.logits(CONTEXT))
     for width in WIDTHS:
         found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
-        scorer.keep(len(CONTEXT))
+        scorer.rollback(len(CONTEXT))
     return found
 
 
@@ -363,7 +363,7 @@ def test_a_row_of_a_target_has_the_same_bits_in_every_pass(kind, dtype, level):
     scorer.logits(CONTEXT)
     one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(31)]
     for width in (2, 3, 6, 7, 12, 13, 16, 18, 19, 31):
-        scorer.keep(len(CONTEXT))
+        scorer.rollback(len(CONTEXT))
         together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
         assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
     assert scorer.why_not_bit_exact() is None
@@ -380,7 +380,7 @@ def test_hidden_states_are_those_of_the_model(kind, dtype, level):
         hidden = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden
         assert hidden is not None
         found.append(hidden)
-        scorer.keep(len(CONTEXT))
+        scorer.rollback(len(CONTEXT))
         again = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(0, 3, 0, 1, 3))).hidden
         assert again is not None
         assert torch.equal(again, hidden[:, [1, 0, 1, 2, 0]])
@@ -603,7 +603,7 @@ def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(kind, bits, 
             if known.hidden is not None:
                 assert torch.equal(cast("torch.Tensor", found.hidden), known.hidden[held[i] :])
             held[i] = len(asked[i].context) - 1
-            seats[i].keep(held[i])
+            seats[i].rollback(held[i])
     assert seen == [True] * 3
 
 
@@ -668,7 +668,7 @@ def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
         scorer.logits(CONTEXT)
         for token in (5, 6, 7):
             scorer.logits([*CONTEXT, token], CONTEXT[:3])
-            scorer.keep(len(CONTEXT) + 1)
+            scorer.rollback(len(CONTEXT) + 1)
         layers = layers_of(scorer)
         assert {layer.keys.dtype for layer in layers} == {dtype}
         assert {layer.get_seq_length() for layer in layers} == {len(CONTEXT) + 1}
@@ -688,7 +688,7 @@ def test_a_dynamic_cache_grows_in_steps(dtype):
         found = scorer.logits(text[:end], text[end : end + 5])
         alone.begin()
         assert torch.equal(found, alone.logits(text[:end], text[end : end + 5]))
-        scorer.keep(end + end % 3)
+        scorer.rollback(end + end % 3)
         assert {layer.get_seq_length() for layer in layers_of(scorer)} == {end + end % 3}
         places.append([(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers_of(scorer)])
     assert sum(one != other for one, other in itertools.pairwise(places)) == 1
@@ -705,7 +705,7 @@ def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
         each.logits(CONTEXT[:40], rows=1)
     for end in range(41, 147, 4):
         half.logits(CONTEXT[:end], [7] * (300 if end == 61 else 2))
-        half.keep(end - 1)
+        half.rollback(end - 1)
         expected = scorer.logits(CONTEXT[:end], CONTEXT[end : end + 3])
         if end % 3:
             found = mixed.logits(CONTEXT[:end], CONTEXT[end : end + 3])
@@ -714,8 +714,8 @@ def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
             with torch.inference_mode():
                 found = usual(torch.tensor([fed]), 4)
         assert relative(found, expected) < 0.1
-        scorer.keep(end + 3)
-        mixed.keep(end + 3)
+        scorer.rollback(end + 3)
+        mixed.rollback(end + 3)
         assert {layer.get_seq_length() for layer in layers_of(mixed)} == {end + 3}
 
 
@@ -737,7 +737,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kind, bits, level):
     scorer.logits(CONTEXT)
     one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(31)]
     for width in (2, 3, 7, 12, 14, 15, 16, 28, 29, 31):
-        scorer.keep(len(CONTEXT))
+        scorer.rollback(len(CONTEXT))
         together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
         assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
 
@@ -760,7 +760,7 @@ def test_trees_attend_along_their_branches(kind, copied, cache, level):
             while at >= 0:
                 branch.insert(0, tokens[at])
                 at = parents[at]
-            scorer.keep(len(CONTEXT) - 1)
+            scorer.rollback(len(CONTEXT) - 1)
             assert relative(tree[node], scorer.logits(CONTEXT, branch)[-1]) < (0.1 if copied else 1e-5)
 
 
@@ -867,7 +867,7 @@ def head_rows(way: HeadForward) -> list[torch.Tensor]:
         mask = tree_mask(45, parents[:end], 46 + end, torch.device("cpu"))[..., 1 + first :, :]
         read(46 + first, 46 + end, mask, end - first, at)
     for cache in caches:
-        cache.keep(44)
+        cache.rollback(44)
     read(44, 45, None, 1)
     return found
 

@@ -228,10 +228,10 @@ def test_slots_read_and_roll_back_side_by_side(kind, sliding):
             whole = [*context, *drafted]
             assert close(found, alone(whole, len(drafted) + 1, sliding=sliding))
             context += [*drafted[: choice.randrange(len(drafted) + 1)], choice.randrange(50)]
-            scorer.keep(len(context) - 1)
+            scorer.rollback(len(context) - 1)
     assert held.use.used >= 3
     for scorer in scorers:
-        scorer.keep(0)
+        scorer.rollback(0)
     assert held.use.used == 0
     assert held.use.peak >= 3
 
@@ -243,8 +243,8 @@ def test_a_slot_holds_a_tree_and_keeps_a_path_of_it():
     found = scorer.score(Pass(scorer, context, nodes, parents)).logits
     assert close(found[[0, 2, 4, 5]], alone([*context, 5, 7, 8], 4))
     context = [*context, 5, 7, 8, 9]
-    scorer.keep(len(context) - 1, [1, 3, 4])
-    assert scorer.held == len(context) - 1
+    scorer.rollback(len(context) - 1, [1, 3, 4])
+    assert scorer.cached_len == len(context) - 1
     assert close(scorer.logits(context, [3]), alone([*context, 3], 2))
     assert not Scorer(model(sliding=True), pool("paged", sliding=True).slot()).takes_trees
 
@@ -256,23 +256,23 @@ def test_requests_that_begin_alike_share_blocks_until_they_part():
     first.logits(prompt)
     asked = Pass(second, prompt)
     assert second.reserve(asked)
-    assert second.held == 2 * PAGE
+    assert second.cached_len == 2 * PAGE
     assert held.use.shared == 2
     assert close(second.score(asked).logits, alone(prompt, 1))
     assert third.reserve(Pass(third, prompt[: 2 * PAGE]))  # its last token has to be read for its row
-    assert third.held == PAGE
-    third.keep(0)
+    assert third.cached_len == PAGE
+    third.rollback(0)
     # The second goes back into what is shared, and writes something else there: the first keeps its own.
     other = [*prompt[: PAGE + 3], 49, 48, 47]
-    second.keep(PAGE + 3)
+    second.rollback(PAGE + 3)
     assert held.use.shared == 2
     assert close(second.logits(other), alone(other, 1))
     assert held.use.shared == 1
-    first.keep(len(prompt) - 1)
+    first.rollback(len(prompt) - 1)
     assert close(first.logits(prompt, [1, 2]), alone([*prompt, 1, 2], 3))
-    first.keep(0)
+    first.rollback(0)
     assert close(second.logits(other, [3], 1), alone([*other, 3], 1))
-    second.keep(0)
+    second.rollback(0)
     assert held.use.used == 0
 
 
@@ -292,15 +292,15 @@ def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
     prompt = CONTEXT[: 2 * PAGE]
     target.logits(prompt)
     cheap.logits(prompt, [1, 2], 1)
-    assert (target.held, cheap.held) == (len(prompt), len(prompt) + 2)
-    cheap.keep(len(prompt))
-    target.keep(0)  # under a draft
+    assert (target.cached_len, cheap.cached_len) == (len(prompt), len(prompt) + 2)
+    cheap.rollback(len(prompt))
+    target.rollback(0)  # under a draft
     cheap.logits(prompt, [1], 1)
-    cheap.keep(len(prompt))
-    assert target.held == 0
+    cheap.rollback(len(prompt))
+    assert target.cached_len == 0
     other = Scorer(model(), held.slot())
     assert other.reserve(Pass(other, [*prompt, 5]))
-    assert other.held == 0
+    assert other.cached_len == 0
     assert close(target.logits([*prompt, 5]), alone([*prompt, 5], 1))
 
 
@@ -319,7 +319,7 @@ def test_a_full_pool_changes_nothing_and_says_so(kind):
     with pytest.raises(UsageError, match="more than the pool has for one"):
         third.reserve(Pass(third, [*CONTEXT, *CONTEXT]))
     assert held.use == before
-    first.keep(0)
+    first.rollback(0)
     assert third.reserve(asked)
     assert close(third.score(asked).logits, alone(CONTEXT[30:50], 1))
 
@@ -332,7 +332,7 @@ def test_a_context_that_was_no_number_does_not_stay_in_its_slot():
     for store in held.stores:
         assert store is not None
         store.keys[:, :, 5] = torch.nan
-    scorer.keep(3)
+    scorer.rollback(3)
     scorer.begin()
     for store in held.stores:
         assert store is not None

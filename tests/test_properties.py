@@ -636,7 +636,7 @@ OPERATIONS = st.lists(
 def rolled_back(scorer: Scorer, length: int, family: str) -> bool:
     """Whether the cache could be rolled back so far; layers that forget may say that they cannot."""
     try:
-        scorer.keep(length)
+        scorer.rollback(length)
     except ValueError as refusal:
         if family == "full" or "given up" not in str(refusal):
             raise
@@ -666,7 +666,7 @@ def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family, k
             elif word == "keep" and drafted:
                 context += [*drafted[:count], chance.randrange(23)]
                 drafted = []
-                scorer.keep(len(context) - 1)
+                scorer.rollback(len(context) - 1)
                 assert scorer.cache.length <= len(context) - 1
             elif word == "back" and len(context) > count:
                 if not rolled_back(scorer, len(context) - count - 1, family):
@@ -681,7 +681,7 @@ def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family, k
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
                 if not drafted:  # nothing to keep: one token more
                     context.append(chance.randrange(23))
-                    scorer.keep(len(context) - 1)
+                    scorer.rollback(len(context) - 1)
 
     check()
 

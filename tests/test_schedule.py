@@ -64,7 +64,7 @@ class Together:
         assert len({each.scorer for each in asked}) == len(asked)
         for each in asked:
             each.scorer.refuse()
-        self.passes.append([len(each.context) + len(each.tokens) - each.scorer.held for each in asked])
+        self.passes.append([len(each.context) + len(each.tokens) - each.scorer.cached_len for each in asked])
         held = [len(each.scorer.cache.entries) for each in asked]
         try:
             return [each.scorer.score(each) for each in asked]
@@ -110,8 +110,8 @@ class Member(ScriptedScorer):
             )
         return super().score(asked)
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        super().keep(length, path)
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
+        super().rollback(length, path)
         self.room.reserved.pop(self.cache, None)
         if self.cache.length:
             self.room.reserved[self.cache] = self.cache.length
@@ -380,8 +380,8 @@ def test_a_context_that_nobody_keeps_is_read_whole():
     class Forgetful(Member):
         reads_in_parts = False
 
-        def keep(self, length: int, path: Sequence[int] = ()) -> None:
-            super().keep(0)
+        def rollback(self, length: int, path: Sequence[int] = ()) -> None:
+            super().rollback(0)
 
     house = House()
     house.member = lambda: Forgetful(TARGET, house.room, house.target)  # type: ignore[method-assign]
@@ -513,11 +513,11 @@ def breaking(case: Case, house: House, place: str, at: int) -> Request:
 
 PLACES = (
     "target.score",
-    "target.keep",
+    "target.rollback",
     "target.begin",
     "target.reserve",
     "drafter.scorer.score",
-    "drafter.scorer.keep",
+    "drafter.scorer.rollback",
     "drafter.begin",
     "drafter.propose",
     "drafter.update",
@@ -560,15 +560,15 @@ def test_one_that_cannot_be_put_back_ends_in_place_of_the_one_that_wants_its_roo
 
     def stuck() -> Request:
         request = second.request(house)
-        keep, broken = request.target.keep, []
+        rollback, broken = request.target.rollback, []
 
         def kept(length: int, path: Sequence[int] = ()) -> None:
             if not length and not broken:
                 broken.append(length)
                 raise BrokenError
-            keep(length, path)
+            rollback(length, path)
 
-        request.target.keep = kept  # type: ignore[method-assign]
+        request.target.rollback = kept  # type: ignore[method-assign]
         return request
 
     scheduler = Scheduler(max_batch=2)

@@ -42,7 +42,7 @@ def test_a_chain(cache, short):
     assert found.hidden is not None
     torch.testing.assert_close(found.hidden, expected[held:], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.logits, Scorer(model, "none").logits(CONTEXT, DRAFT))
-    scorer.keep(len(CONTEXT))
+    scorer.rollback(len(CONTEXT))
     assert scorer.score(Pass(scorer, CONTEXT, DRAFT, rows=2)).hidden is None
     scorer.begin()
     found = scorer.score(Pass(scorer, CONTEXT, rows=1, layers=(1,)))

@@ -177,13 +177,13 @@ def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
                 lengths = [layer.get_seq_length() for layer in cache_layers(target)]
                 fed = len(walk.context) + count
                 assert lengths == [fed if i in kept else verified for i in range(LAYERS)]
-            form.keep(verified)
+            form.rollback(verified)
             at_once = form.logits(walk.context, drafted[:-1])
             assert_close(torch.cat(one_by_one), at_once[-drafts:])
-            form.keep(verified)
+            form.rollback(verified)
         assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
         assert_close(target.logits(walk.context, drafted), whole(model, walk.context, drafted))
-        walk.keep(drafted)
+        walk.rollback(drafted)
 
 
 @pytest.mark.parametrize("first_target", [True, False])
@@ -203,7 +203,7 @@ def test_it_leaves_no_trace(family, kind, kept, int8, first_target):
             draft = answered(drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
             assert len(draft.tokens) == draft.passes == gamma
             assert_close(target.logits(walk.context, draft.tokens), whole(model, walk.context, draft.tokens))
-            walk.keep(draft.tokens)
+            walk.rollback(draft.tokens)
 
 
 @pytest.mark.parametrize("cache", CACHE_KINDS)

@@ -350,22 +350,22 @@ def test_a_pass_over_a_tree_is_the_separate_passes(cache, fold, tree):
     # Whatever branch was right, or the beginning of one: the context goes on behind it.
     for path in paths:
         for kept in range(len(path) + 1):
-            scorer.keep(len(CONTEXT) - 1)
+            scorer.rollback(len(CONTEXT) - 1)
             scorer.score(Pass(scorer, CONTEXT, tokens, parents))
-            scorer.keep(len(CONTEXT) + kept, path)
+            scorer.rollback(len(CONTEXT) + kept, path)
             assert scorer.cache.length == len(CONTEXT) + kept
             text = [*CONTEXT, *(tokens[node] for node in path[:kept]), 7]
             other.begin()
             torch.testing.assert_close(scorer.logits(text), other.logits(text), rtol=1e-4, atol=1e-5)
-            scorer.keep(len(CONTEXT))
+            scorer.rollback(len(CONTEXT))
 
 
 def test_what_a_cache_has_not_read_of_a_path_is_not_kept():
     scorer = Scorer(tiny_llama())
     scorer.logits(CONTEXT, [11, 4], rows=1)  # a drafter that has drafted a third token
-    scorer.keep(len(CONTEXT) + 3, range(3))
+    scorer.rollback(len(CONTEXT) + 3, range(3))
     assert scorer.cache.length == len(CONTEXT) + 2
-    scorer.keep(len(CONTEXT) + 2, [0, 5])  # and verified others beside
+    scorer.rollback(len(CONTEXT) + 2, [0, 5])  # and verified others beside
     assert scorer.cache.length == len(CONTEXT) + 1
 
 

@@ -71,7 +71,7 @@ def assert_alike(scorer: Scorer, other: Scorer) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         context += [*drafted[:kept], width % 20]
         for each in (scorer, other):
-            each.keep(len(context) - 1)
+            each.rollback(len(context) - 1)
             assert each.cache.length == len(context) - 1
 
 
@@ -92,7 +92,7 @@ def test_the_result_of_a_captured_pass_stays_when_it_is_repeated():
     scorer.logits(CONTEXT)
     first = scorer.logits([*CONTEXT, 4])
     kept = first.clone()
-    scorer.keep(len(CONTEXT))
+    scorer.rollback(len(CONTEXT))
     second = scorer.logits([*CONTEXT, 9])
     assert not torch.equal(first, second)
     assert torch.equal(first, kept)
@@ -122,12 +122,12 @@ def test_siblings_are_verified_in_it(captured):
     for each in (scorer, other):
         each.begin()
         each.logits(CONTEXT)
-        each.keep(len(CONTEXT) - 1)
+        each.rollback(len(CONTEXT) - 1)
     tree = (CONTEXT, [3, 4, 6, 12], (-1, 0, 0, -1))
     found, expected = (each.score(Pass(each, *tree)).logits for each in (scorer, other))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for each in (scorer, other):
-        each.keep(len(CONTEXT) + 1, [3])
+        each.rollback(len(CONTEXT) + 1, [3])
     after = [each.logits([*CONTEXT, 12, 7]) for each in (scorer, other)]
     torch.testing.assert_close(*after, rtol=1e-4, atol=1e-5)
 
@@ -185,7 +185,7 @@ def test_families_of_models_give_the_same_in_it(kind):
         found, expected = scorer.logits(CONTEXT, drafted), other.logits(CONTEXT, drafted)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         for each in (scorer, other):
-            each.keep(len(CONTEXT))
+            each.rollback(len(CONTEXT))
 
 
 # --- Whole outputs --------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_cuda_graphs_give_what_single_operators_give(cache):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         context.append(i)
         for each in (scorer, other):
-            each.keep(len(context) - 1)
+            each.rollback(len(context) - 1)
 
 
 class CountingCompiler:
@@ -350,11 +350,11 @@ def test_every_width_is_compiled(compiler):
     scorer = Scorer(tiny_llama(layers=1), "compiled")
     scorer.begin()
     scorer.logits(CONTEXT)
-    scorer.keep(len(CONTEXT) - 1)
+    scorer.rollback(len(CONTEXT) - 1)
     counts = []
     for width in range(10):  # torch recompiles eight times by itself
         scorer.logits(CONTEXT, [1] * width)
-        scorer.keep(len(CONTEXT) - 1)
+        scorer.rollback(len(CONTEXT) - 1)
         counts.append(compiler.graphs)
     assert all(later > earlier for earlier, later in itertools.pairwise(counts)), (
         "the limit of recompiling was met"

@@ -219,7 +219,7 @@ def time_passes(
         began = clock.now()
         scorer.logits(context, drafted)
         took = clock.now() - began
-        scorer.keep(length - 1)
+        scorer.rollback(length - 1)
         return took
 
     def drafter_pass(drafter: Drafter) -> float:
@@ -309,7 +309,7 @@ def time_shared_passes(
         _made(passes)
         took = clock.now() - began
         for each in scorers:
-            each.keep(length - 1)
+            each.rollback(length - 1)
         return took
 
     def plain_pass() -> float:
@@ -346,7 +346,7 @@ def time_shared_passes(
         jobs[name] = partial(draft, [own for _, own in opened])
     times = time_in_turn(jobs, rounds, order)  # whose first, untimed round reads the contexts
     for scorer in used:
-        scorer.keep(0)
+        scorer.rollback(0)
     return SharedTimes(
         {(requests, n): times[n] for n in widths},
         {(name, requests): times[name] for name in drafters},

@@ -56,7 +56,7 @@ def clean_rows(scorer: Scorer, prompt: Sequence[int], output: Sequence[int]) -> 
         rows = min(most, len(output) - at)
         read = len(prompt) + at + rows - 1
         yield from scorer.logits(context[:read], rows=rows)
-        scorer.keep(read)  # of nothing: caches that forget want it between passes
+        scorer.rollback(read)  # of nothing: caches that forget want it between passes
     scorer.begin()
 
 

@@ -339,7 +339,7 @@ def observe(
             tuple(log.passes),
             tuple(log.events),
             target.cache.length if keeps_cache else None,
-            tuple(scorer.held for scorer in models),
+            tuple(scorer.cached_len for scorer in models),
         )
         log.clear()
         context += observation.tokens

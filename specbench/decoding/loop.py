@@ -147,7 +147,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch.lap("accept")
         context += verdict.tokens[:kept]
         finished = reason or request.end_at(len(context))
-        target.keep(len(context) - 1, verdict.path)
+        target.rollback(len(context) - 1, verdict.path)
         watch.lap("rollback")
         states = None if hidden is None else _along(verdict.path[: kept - 1], hidden, len(draft.tokens))
         drafter.update(StepOutcome(context, kept, logits, draft.tokens, verdict.path, states))

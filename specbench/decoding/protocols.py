@@ -196,7 +196,7 @@ class Scorer(Protocol):
         ...
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         """How many of the first tokens of the context it holds, so that no pass feeds them."""
         ...
 
@@ -209,7 +209,7 @@ class Scorer(Protocol):
         ...
 
     def reserve(self, asked: Pass) -> bool:
-        """Make room for a pass among what others hold; what it holds already of others' work may grow ``held``.
+        """Make room for a pass among what others hold; what it holds already of others' work may grow ``cached_len``.
 
         Returns:
             Whether there is room. If not, nothing has changed, and there may be some once others have given some back.
@@ -227,7 +227,7 @@ class Scorer(Protocol):
         """
         ...
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back: keep at most the first ``length`` tokens of what the context is now.
 
         Keeping none gives all memory back; the next pass then reads the whole context again. So it may be done between

@@ -74,7 +74,7 @@ class _Job:
         if asked.scorer is target:
             self.context = asked.context
         elif self.asked is None or self.asked.scorer is target:
-            self.verified = target.held
+            self.verified = target.cached_len
         self.asked, self.since, self.reading = asked, now, False
         self.scorers.add(asked.scorer)
 
@@ -91,7 +91,7 @@ class _Job:
         assert self.request is not None
         assert self.asked is not None
         target = self.request.target
-        if self.asked.scorer is not target and target.held < self.verified:
+        if self.asked.scorer is not target and target.cached_len < self.verified:
             return Pass(target, self.context[: self.verified], rows=1)
         return self.asked
 
@@ -236,7 +236,7 @@ class Scheduler:
                 if part is job.asked:
                     rows = job.with_states(rows)
                 else:
-                    part.scorer.keep(len(part.context))
+                    part.scorer.rollback(len(part.context))
             except Exception as error:
                 self._fail(job, error, events)
                 continue
@@ -331,7 +331,7 @@ class Scheduler:
     def _put_back(self, job: _Job, events: list[tuple[int, Event]]) -> None:
         try:
             for scorer in job.scorers:
-                scorer.keep(0)
+                scorer.rollback(0)
         except Exception as error:
             self._fail(job, error, events)
             return
@@ -387,7 +387,7 @@ class Scheduler:
                 job.decoding.close()
         for scorer in job.scorers:
             with suppress(Exception):
-                scorer.keep(0)
+                scorer.rollback(0)
         if job in self._active:
             self._active.remove(job)
             self._full = False
@@ -415,7 +415,7 @@ def loaded_of(scorer: Scorer) -> object:
 
 def _lack(asked: Pass) -> int:
     """How many tokens a pass feeds."""
-    return len(asked.context) + len(asked.tokens) - asked.scorer.held
+    return len(asked.context) + len(asked.tokens) - asked.scorer.cached_len
 
 
 def _turn(job: _Job) -> tuple[bool, int, int, int]:
@@ -424,7 +424,7 @@ def _turn(job: _Job) -> tuple[bool, int, int, int]:
 
 def _beginning(asked: Pass, most: int) -> Pass:
     """A pass over the next so many tokens that the scorer lacks; the rows that are wanted have to come in one."""
-    held = asked.scorer.held
+    held = asked.scorer.cached_len
     rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
     end = min(held + most, len(asked.context), len(asked.context) + len(asked.tokens) - rows)
     return (

@@ -43,4 +43,4 @@ class HeadDrafter(ModelDrafter):
         length = len(outcome.context) - 1
         if outcome.states is not None:
             self.scorer.take_states(length, outcome.states)
-        self.scorer.keep(length, outcome.path)
+        self.scorer.rollback(length, outcome.path)

@@ -61,7 +61,7 @@ class LookAheadDrafter(SelfDrafter):
         place = len(draft.tokens)
         if self._guesses is None or place - self._first >= len(self._guesses):
             if self._guesses is not None:
-                self.scorer.keep(len(context) + self._first)
+                self.scorer.rollback(len(context) + self._first)
             self._first = place
             draft.passes = (draft.passes or 0) + 1
             tokens = [*draft.tokens, *self._ahead]

@@ -261,7 +261,7 @@ class ModelDrafter(BaseDrafter):
         """Logits behind context and draft, one row, see ``Rows``."""
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
-        held = self.scorer.held
+        held = self.scorer.cached_len
         catching_up = held > 0 and len(asked.context) + len(asked.tokens) - held > _FEW
         if (self._has_read or held > 0) and not catching_up:
             return (yield asked).logits
@@ -277,7 +277,7 @@ class ModelDrafter(BaseDrafter):
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         """Whether the model can draft a token behind ``context + drafted``."""
-        fresh = (*context[self.scorer.held :], *drafted)
+        fresh = (*context[self.scorer.cached_len :], *drafted)
         limit = self.scorer.context_limit
         # A padding id of the target's wider vocabulary has no embedding here.
         known = all(token < self.scorer.embeddings for token in fresh)
@@ -301,7 +301,7 @@ class ModelDrafter(BaseDrafter):
             place = {node: i for i, node in enumerate(self._read_nodes)}
             read = [place.get(node, len(place)) for node in path]
             path = read[: read.index(len(place)) + 1] if len(place) in read else read
-        self.scorer.keep(len(outcome.context) - 1, path)
+        self.scorer.rollback(len(outcome.context) - 1, path)
 
 
 class SelfDrafter(ModelDrafter):
@@ -327,10 +327,10 @@ class SelfDrafter(ModelDrafter):
     @contextmanager
     def drafting(self) -> Iterator[None]:
         """Give the cache back as it was."""
-        verified = self.scorer.held
+        verified = self.scorer.cached_len
         yield
-        if self.scorer.held > verified:
-            self.scorer.keep(verified)
+        if self.scorer.cached_len > verified:
+            self.scorer.rollback(verified)
 
     def update(self, outcome: StepOutcome) -> None:
         """The target rolls their cache back."""

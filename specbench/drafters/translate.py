@@ -136,7 +136,7 @@ class TranslatingDrafter(ModelDrafter):
         if self.scorer.cache.length <= length:
             return
         try:
-            self.scorer.keep(length)
+            self.scorer.rollback(length)
         except ValueError:  # a window that has given up what would be needed
             self.scorer.cache.reset()
 
@@ -151,4 +151,4 @@ class TranslatingDrafter(ModelDrafter):
     def update(self, outcome: StepOutcome) -> None:
         """Keep what is settled, as far as it was read: after that the spelling may yet change."""
         self._settle(outcome.context[:-1])
-        self.scorer.keep(self._common(self._settled))
+        self.scorer.rollback(self._common(self._settled))

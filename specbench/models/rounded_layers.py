@@ -160,7 +160,7 @@ class _Found:
         bits, outputs, inputs = tensors["sizes"].tolist()
         return native.Panels.of_data(bits, outputs, inputs, tensors["panels"])
 
-    def keep(self, place: str, weight: RoundedWeight) -> None:
+    def save(self, place: str, weight: RoundedWeight) -> None:
         """A layer that the entry lacks stays out of it."""
 
 
@@ -174,7 +174,7 @@ class _Made:
     def find(self, place: str) -> RoundedWeight | None:  # noqa: ARG002 - nothing is there yet
         return None
 
-    def keep(self, place: str, weight: RoundedWeight) -> None:
+    def save(self, place: str, weight: RoundedWeight) -> None:
         if self.hashes is None:
             return
         path, tensors = self.work / _file(place), _tensors(weight)

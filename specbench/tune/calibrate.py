@@ -308,7 +308,7 @@ def _read(target: Target, tokens: list[int], drafted: int) -> _Text:
     model = target.language_model.model
     scorer = Scorer(model, make_cache("dynamic", model.config))
     logits = scorer.logits(tokens[:-1], rows=drafted)
-    scorer.keep(len(tokens) - 1)
+    scorer.rollback(len(tokens) - 1)
     return _Text(tokens, drafted, scorer.cache, logits.argmax(dim=-1), logits.float().softmax(dim=-1))
 
 

@@ -246,14 +246,14 @@ def quickest_cache(
         began = clock.now()
         for drafted in ([], context[:_DRAFTED]):
             each.logits(context, drafted)
-            each.keep(length - 1)
+            each.rollback(length - 1)
         return clock.now() - began
 
     scorers: Mapping[CacheKind, Scorer] = {usual: scorer, other: second}
     for each in scorers.values():
         each.begin()
         each.logits(context)
-        each.keep(length - 1)
+        each.rollback(length - 1)
     times = time_in_turn({kind: partial(passes, each) for kind, each in scorers.items()}, _ROUNDS, Random(0))
     for each in scorers.values():
         each.begin()

@@ -132,7 +132,7 @@ class PreallocatedLayer(CacheLayerMixin):
             count = min(self.used, length - self.used)
             self._append(self.keys[:, :, :count], self.values[:, :, :count])
 
-    def keep(self, length: int) -> None:
+    def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` positions."""
         if self.used > length:
             self.used = max(length, 0)
@@ -203,7 +203,7 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
     def get_max_length(self) -> int:
         return self.sliding_window
 
-    def keep(self, length: int) -> None:
+    def rollback(self, length: int) -> None:
         if length >= self.get_seq_length():
             return
         if self.dropped and length - self.dropped < self.sliding_window - 1:

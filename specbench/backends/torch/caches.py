@@ -228,7 +228,7 @@ class DynamicKVCache:
         surplus = max(held - length, 0)
         for layer in self._cache.layers:
             if isinstance(layer, SteppedLayer):
-                layer.keep(length)
+                layer.rollback(length)
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._rollback_convolution(layer, surplus)
             elif isinstance(layer, DynamicSlidingWindowLayer):
@@ -311,7 +311,7 @@ class PreallocatedKVCache:
             self.reset()
             return
         for layer in self._layers:
-            layer.keep(length)
+            layer.rollback(length)
 
     def reset(self) -> None:
         for layer in self._layers:

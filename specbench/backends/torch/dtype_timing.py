@@ -101,5 +101,5 @@ def _seconds(scorer: Scorer) -> float:
     began = time.perf_counter()
     for drafted in ((), context[:_DRAFTED]):
         scorer.logits(context, drafted)
-        scorer.keep(len(context) - 1)
+        scorer.rollback(len(context) - 1)
     return time.perf_counter() - began

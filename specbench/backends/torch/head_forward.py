@@ -175,7 +175,7 @@ class NativeHeadForward(HeadForward):
             if held is None:
                 for request, before in zip(requests, readings, strict=False):
                     for cache in before.caches:
-                        cache.keep(request.past)
+                        cache.rollback(request.past)
                 return super().__call__(readings)
             mask = None if each.mask is None else each.mask[0, 0]
             requests.append(native.NativeRequest(tokens, past, mask, entries=native.Entries(held.entries)))

@@ -70,7 +70,7 @@ class HeadScorer(Generic[Wanted, Given]):
         raise NotImplementedError
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         """How many of the first tokens of the context it has read."""
         raise NotImplementedError
 
@@ -124,7 +124,7 @@ class HeadScorer(Generic[Wanted, Given]):
         """What passes of this head ask for, made in one."""
         raise NotImplementedError
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Drop what was read of drafts: what was kept of them is read again, with the target's states."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class HeadBatch:
             return [Rows(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
         except BaseException:
             for scorer in scorers:  # drafts were read in part, and are read again
-                scorer.keep(scorer.held)
+                scorer.rollback(scorer.cached_len)
             raise
 
 
@@ -217,7 +217,7 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         return self.head
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         return self._read + 1 if self._read else 0
 
     def begin(self) -> None:
@@ -239,15 +239,15 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         self._states.append(states[-fresh:].to(self.device, self._dtype))
         self._known = length
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
-        if self._read and self.held > length:  # as a timed pass is taken back, to be made again
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+        if self._read and self.cached_len > length:  # as a timed pass is taken back, to be made again
             self._read -= 1
             self._states.insert(0, self._last)
         self._drop_drafts()
 
     def _drop_drafts(self) -> None:
         for cache in self._caches:
-            cache.keep(self._read)
+            cache.rollback(self._read)
         self._features, self._rows = self._features[:1], self._rows[:1]
 
     def reads(self, asked: Pass, rows: int) -> Reads[Reading, HeadRows]:
@@ -350,7 +350,7 @@ class ParallelScorer(EagleScorer):
     def _drop_drafts(self) -> None:
         """Rows are dropped with what they stand behind."""
         for cache in self._caches:
-            cache.keep(self._read)
+            cache.rollback(self._read)
 
 
 class Guess(NamedTuple):
@@ -399,7 +399,7 @@ class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
         return self.heads
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         return self._known
 
     def begin(self) -> None:
@@ -414,7 +414,7 @@ class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
         self._state, self._rows = states[-1:, 0].to(self.device, self._dtype), []
         self._known = length
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = []
 
     def reads(self, asked: Pass, rows: int) -> Reads[Guess, torch.Tensor]:
@@ -488,7 +488,7 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
         return self.head
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         return self._known
 
     def begin(self) -> None:
@@ -501,7 +501,7 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
         super().resume(kept)
         self._rows = None
         for cache in self._caches:
-            cache.keep(kept)
+            cache.rollback(kept)
 
     @torch.inference_mode()
     def take_states(self, length: int, states: torch.Tensor) -> None:
@@ -513,7 +513,7 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
             cache.update(*added)
         self._known, self._rows = length, None
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = None
 
     def reads(self, asked: Pass, rows: int) -> Reads[Block, torch.Tensor]:

@@ -156,7 +156,7 @@ class Scorer:
         return twin
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         """How many of the first tokens of the context it holds."""
         length = self.cache.length
         return min(self.cache.own, length) if isinstance(self.cache, Slot) and self._owns_slot else length
@@ -211,7 +211,7 @@ class Scorer:
         """
         if self.reads_trees:
             self.epoch += 1
-            self.keep(kept)
+            self.rollback(kept)
         else:
             self.begin()
 
@@ -378,7 +378,7 @@ class Scorer:
             first = end
         return _joined(before, rows)
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+    def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
         root = self._root
         held = bisect_left(path, self.cache.length - root)

@@ -228,7 +228,7 @@ class ModelEngine:
             rows = scorer.score(Pass(scorer, text[: end - 1], rows=end - start)).logits
             tokens = torch.tensor(text[start:end], device=rows.device)
             total += float(rows.float().log_softmax(dim=-1).gather(1, tokens[:, None]).sum())
-            scorer.keep(end - 1)
+            scorer.rollback(end - 1)
         scorer.begin()
         return total
 

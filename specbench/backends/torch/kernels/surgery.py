@@ -171,7 +171,7 @@ class RoundedLayers(Protocol):
     def find(self, place: str) -> RoundedWeight | None:
         """What is kept of a place; ``None`` for nothing."""
 
-    def keep(self, place: str, weight: RoundedWeight) -> None:
+    def save(self, place: str, weight: RoundedWeight) -> None:
         """Keep what was made for a place."""
 
 
@@ -191,7 +191,7 @@ def quantize_linears(
         if known is None:
             known = in_bytes(weight().detach())
             if layers is not None:
-                layers.keep(place, known)
+                layers.save(place, known)
         return Int8Linear(known, bias, alike=alike)
 
     return _replace(model, quantized)
@@ -211,7 +211,7 @@ def round_linears(model: PreTrainedModel, layers: RoundedLayers | None = None) -
             return Int4Linear(known, bias)
         made = Int4Linear(weight().detach(), bias)
         if layers is not None and made.panels is not None:
-            layers.keep(place, made.panels)
+            layers.save(place, made.panels)
         return made
 
     return _replace(model, rounded)
