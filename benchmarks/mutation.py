@@ -983,16 +983,16 @@ MUTANTS = (
     ),
     Mutant(
         "drafting costs nothing where requests share passes",
-        "tune/batches.py:predicted_at",
+        "tune/candidates.py:batch_ratio",
         "passes * costs.drafter_s[drafter][batch] + costs.target_pass_s(batch, mean_rows(generations))",
         "costs.target_pass_s(batch, mean_rows(generations))",
         ("tests/test_tune.py", "-k", "predicted_from_its_steps_and_shared"),
     ),
     Mutant(
         "a tuning that goes on measures everything again",
-        "tune/search.py:Search._measured",
-        "cell.key not in self._known",
-        "cell.key not in self._known or not cell.warmup",
+        "tune/search.py:Search._measure",
+        "cell.key not in self._stored",
+        "cell.key not in self._stored or not cell.warmup",
         ("tests/test_tune.py", "-k", "nothing_is_measured_again"),
     ),
     # -- trained heads ---------------------------------------------------------------------------

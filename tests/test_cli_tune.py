@@ -93,7 +93,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
 
     monkeypatch.setattr(ModelEngine, "generate", timed)
     monkeypatch.setattr(ModelEngine, "measure_costs", costs)
-    monkeypatch.setattr(candidates, "BEHIND", 0.0)
+    monkeypatch.setattr(candidates, "MIN_SHARE", 0.0)
 
 
 def test_from_nothing_to_a_configuration(tune, tmp_path, models):
@@ -165,7 +165,7 @@ def test_what_no_other_engine_has_is_served_here(tune):
     said = tune(factors={"self:int8@auto": 2.0})
     assert said.out.startswith("self:int8 with auto: 2.00")
     assert (
-        "Nothing that other engines have was faster than plain decoding. Deploy it with `specbench serve`."
+        "Other engines support nothing that was faster than plain decoding. Deploy it with `specbench serve`."
         in said.out
     )
 
@@ -231,7 +231,7 @@ def test_where_speculation_does_not_pay(tune, tmp_path, monkeypatch):
     )  # by the factor of the fixture too, one half and 1.5
     said = tune()
     assert said.code == 0, said.err
-    assert said.out.startswith("Speculation does not pay here: the best that was tried is ")
+    assert said.out.startswith("Speculation does not pay here: the best drafter is ")
     assert read_config(tmp_path / "specbench.toml").drafter == "none"
     assert "specbench export" not in said.out
 
@@ -313,7 +313,7 @@ def test_a_search_with_other_options_is_another_one(tune, tmp_path):
 
 
 def test_the_time_is_kept_to(tune, monkeypatch):
-    tune("--minutes", 0.01).refused(1, "The time was up before anything could be tried", "--resume")
+    tune("--minutes", 0.01).refused(1, "The time was too short to try anything", "--resume")
     tune("--minutes", 0, "--results", "other").refused(2, "The time is 0 minutes.")
 
 
@@ -443,7 +443,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     assert said.code == 0, said.err
     headline, *details = said.out.split("\n\n")[0].splitlines()
     assert headline.startswith("lookup with auto, ")
-    assert "over plain decoding: the best so far, a provisional setting." in headline
+    assert "over plain decoding: the best so far (provisional)" in headline
     assert "Others used the processor during 9 of 9 generations. A quiet machine tells more" in " ".join(
         details
     )

@@ -350,11 +350,11 @@ class _Job(RunJob):
         from msgspec.structs import replace
 
         from specbench.results.results import load_results
-        from specbench.tune.answer import find_answer, stored
+        from specbench.tune.answer import find_answer, stored_answer
 
         answer = find_answer(found, self.sweep.configs, load_results(self.folder))
         assert store.run.tuning is not None
-        store.update(tuning=replace(store.run.tuning, answer=stored(answer, found)))
+        store.update(tuning=replace(store.run.tuning, answer=stored_answer(answer, found)))
         return answer
 
     def _standing(self, race: Race, left_s: float) -> str:
@@ -388,7 +388,7 @@ class _Job(RunJob):
         from specbench.results.summary import summarize
         from specbench.show import tables
         from specbench.show.document import spelled_out, to_markdown
-        from specbench.tune.answer import as_json, as_markdown, as_text, exports, exports_json, exports_text
+        from specbench.tune.answer import as_json, as_markdown, exports, exports_json, full_text
 
         results = load_results(self.folder)
         summary = summarize(results)
@@ -405,9 +405,9 @@ class _Job(RunJob):
             }
             write_out(json.dumps(facts, allow_nan=False) + "\n")
         else:
-            text = as_text(answer) + self._command(results)
-            if found.race.verdict == "faster":
-                text += f"\n{exports_text(exported)}"
+            text = full_text(
+                answer, self._command(results), exported if found.race.verdict == "faster" else None
+            )
             encoding = sys.stdout.encoding or "utf-8"
             write_out(spelled_out(_wrapped(text), encoding))
         for warning in found.warnings:
@@ -425,7 +425,7 @@ class _Job(RunJob):
         from specbench.show.answer import find_answers
 
         (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
-        return f"\nDecode like that:\n    {answer.command}\n" if answer.command else ""
+        return answer.command
 
     def _write_configuration(self, answer: TuneAnswer, out: Path, cache: str | None) -> bool:
         """The configuration, if one can say the answer; what it cannot say is told."""

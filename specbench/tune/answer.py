@@ -1,4 +1,4 @@
-"""What a search came to: in words, as a table, as a `specbench.toml`, and as commands that export it."""
+"""Write down the outcome of a search: as sentences, a table, JSON, and commands that use and export the winner."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from specbench.tune.search import Found
 
 _NAMED = 5
-"""How many configurations a sentence names."""
+"""Configurations that a sentence lists at most."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a configuration.
+    """The outcome of one configuration.
 
     Attributes:
         config, label: Its id, and its name in tables.
-        predicted: Speedup, ``None`` if it could not be.
-        blocks: In how many it was measured; ``None`` if it was not raced.
+        predicted: Predicted speedup; ``None`` without a prediction.
+        blocks: Blocks that it was measured in; ``None`` if it was not raced.
         speedup: Over plain decoding in these.
-        outcome: In words; of what was raced with the bound that decides.
+        outcome: In words; for what was raced, with the bound that decides.
     """
 
     config: str
@@ -51,14 +51,14 @@ class Tried:
 
 @dataclass(frozen=True)
 class TuneAnswer:
-    """Which way to decode.
+    """The answer of a search.
 
     Attributes:
-        headline: In a sentence.
-        details: Sentences that qualify it.
-        winner: What to decode with, plain decoding where speculation does not pay.
-        provisional: Whether it is only the best so far: whether speculation pays is not sure yet.
-        speedup: Of the leader; without a figure where nothing was compared.
+        headline: One sentence.
+        details: Sentences that qualify it, the most important first.
+        winner: The configuration to use; plain decoding where speculation does not pay.
+        provisional: Whether it is not known yet that speculation pays.
+        speedup: Of the leader; ``NO_FIGURE`` where nothing was compared.
         categories: Its speedups by category.
         tried: Everything that was tried, the leader first.
     """
@@ -76,108 +76,107 @@ class TuneAnswer:
 
 
 def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) -> TuneAnswer:
-    """The answer of a search.
+    """Return the answer of a search.
 
     Args:
-        found: What it came to.
+        found: Its outcome.
         configs: Of its grid.
         results: Its run.
     """
     race, by_id = found.race, {config.id: config for config in configs}
     disturbed = disturbance(results).partition(": ")[2]
+    tried = tuple(_tried(found, by_id))
     if not race.blocks:
-        return _predicted(found, configs, disturbed)
+        return _predicted_answer(found, by_id, disturbed, tried)
     leader, verdict = race.leader, race.verdict
-    best = leader if leader != race.plain else _runner_up(race)
-    speedup = NO_FIGURE if best is None else _speedup(race, best)
+    best = leader if leader != race.plain else _best_drafting(race)
+    speedup = NO_FIGURE if best is None else race.ratio(best, race.plain)
     what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup, ' ×')}"
-    categories = {} if best is None else _categories(race, best)
-    alone = len(race.names) > 1 and best is None
+    all_failed = len(race.names) > 1 and best is None
     if verdict == "faster":
-        ratio = stats.ratio_text(speedup, " ×")
-        headline = f"{_described(by_id[leader])}: {ratio} over plain decoding{_extremes(categories)}"
-        headline += "." if race.open or _near(race) else "; nothing else is within 5%."
-    elif alone:
-        headline = "Plain decoding is a provisional setting: every drafter that was raced failed."
+        headline = f"{_described(by_id[leader])}: {stats.ratio_text(speedup, ' ×')} over plain decoding"
+        headline += "." if race.open or _near_leader(race) else "; nothing else is within 5%."
+    elif all_failed:
+        headline = "Plain decoding is the provisional choice: all drafters in the race failed."
     elif best is None:
-        headline = "Speculation does not pay here: nothing is predicted to come near plain decoding."
+        headline = "Speculation does not pay here: no drafter is predicted to come near plain decoding."
     elif verdict == "plain":
-        headline = f"Speculation does not pay here: the best that was tried is {what} of plain decoding."
+        headline = f"Speculation does not pay here: the best drafter is {what} of plain decoding."
     elif verdict == "equal":
-        headline = (
-            f"Speculation makes a difference of less than 5% here: the best is {what} over plain decoding."
-        )
+        headline = f"Speculation gains less than 5% here: the best drafter is {what} over plain decoding."
     elif leader == race.plain:
-        headline = (
-            "Plain decoding is the best so far, a provisional setting: it is not sure yet that nothing is faster. Of"
-            f" what drafts the best is {what} of plain decoding."
-        )
+        headline = f"Plain decoding is the best so far (provisional); the best drafter is {what} of it."
     else:
-        headline = (
-            f"{what} over plain decoding: the best so far, a provisional setting. It is not sure yet that it is faster"
-            " than plain decoding."
-        )
+        headline = f"{what} over plain decoding: the best so far (provisional), not surely faster."
     return TuneAnswer(
         headline,
         tuple(_details(found, by_id, disturbed)),
         by_id[race.plain] if verdict in ("equal", "plain") else by_id[leader],
-        verdict == "open" or alone,
+        verdict == "open" or all_failed,
         speedup,
-        categories,
-        tuple(_tried(found, configs)),
+        {} if best is None else _category_speedups(race, best),
+        tried,
     )
 
 
-def _predicted(found: Found, configs: Sequence[SweepConfig], disturbed: str) -> TuneAnswer:
-    """The answer where the time was up before all had decoded one prompt."""
-    race, by_id = found.race, {config.id: config for config in configs}
+def _predicted_answer(
+    found: Found, by_id: Mapping[str, SweepConfig], disturbed: str, tried: tuple[Tried, ...]
+) -> TuneAnswer:
+    """Return the answer where the time was up before the first block was complete."""
+    race = found.race
     best = next(iter(race.names[1:]), race.plain)
     if found.predicted.get(best, 0.0) > 1.0:
+        predicted = stats.decimals(found.predicted[best])
         headline = (
-            f"{_described(by_id[best])}: predicted {stats.decimals(found.predicted[best])} × over plain decoding, a"
-            " provisional setting: the time was up before anything could be compared."
+            f"{_described(by_id[best])}: predicted {predicted} × over plain decoding (provisional);"
+            " the time was too short to compare anything."
         )
     else:
         best = race.plain
         headline = (
-            "Plain decoding is a provisional setting: nothing is predicted to be faster, and the time was up before"
-            " anything could be compared."
+            "Plain decoding is the provisional choice: no drafter is predicted to be faster, and the time was too"
+            " short to compare anything."
         )
-    details = [f"{_sentence(disturbed)} A quiet machine takes less time."] if disturbed else []
-    details.append("More time compares them: --resume --overwrite --minutes N.")
-    return TuneAnswer(
-        headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tuple(_tried(found, configs))
-    )
+    details = ["More time compares them: --resume --overwrite --minutes N."]
+    if disturbed:
+        details.append(f"{_capitalized(disturbed)} A quiet machine takes less time.")
+    return TuneAnswer(headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tried)
 
 
-def _sentence(text: str) -> str:
+def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _runner_up(race: Race) -> str | None:
-    """The fastest that drafts, of those in question, or else of all."""
+def _best_drafting(race: Race) -> str | None:
+    """Return the fastest candidate that drafts, not eliminated if possible."""
     drafting = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     drafting = [name for name in drafting if name not in race.eliminated] or drafting
-    return max(drafting, key=lambda name: _speedup(race, name).value, default=None)
+    return max(drafting, key=lambda name: race.ratio(name, race.plain).value, default=None)
 
 
-def _speedup(race: Race, name: str) -> Estimate:
-    return race.ratio(name, race.plain)
-
-
-def _near(race: Race) -> list[str]:
-    """Those that measure within the margin of the leader, but for plain decoding."""
+def _near_leader(race: Race) -> list[str]:
+    """Return the drafting candidates that measure within the margin of the leader."""
     others = [name for name in race.names if name not in (race.leader, race.plain) and race.num_blocks(name)]
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
 def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> Iterator[str]:
     race = found.race
+    if race.decided and race.leader != race.plain:
+        yield "With 95% confidence no other candidate is more than 5% faster than this choice."
+    if race.open:
+        needed = race.blocks_needed()
+        if needed is None:
+            yield "More time is needed, how much is not known yet: --resume --overwrite continues."
+        else:
+            minutes = math.ceil((needed * found.block_s + found.overhead_s) / 60)
+            time = counted(minutes, "more minute")
+            yield f"About {time} would decide it: --resume --overwrite --minutes {minutes}."
+    leader = _described(by_id[race.leader])
     near = [
         f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader), ' ×')})"
-        for name in _near(race)
+        for name in _near_leader(race)
     ]
-    leader = _described(by_id[race.leader])
     if near:
         yield f"Within 5% of {leader}: {_listed(near)}."
     unclear = [
@@ -186,22 +185,19 @@ def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> 
         for name in race.rivals
     ]
     if unclear:
-        yield f"May still be more than 5% faster than {leader}: {_listed(unclear)}."
-    if race.open:
-        yield _time_wanted(found)
-    if race.decided and race.leader != race.plain:
-        yield "With 95% confidence nothing that was raced is more than 5% faster than what is chosen."
-    yield from _many(found.batches)
+        yield f"Possibly more than 5% faster than {leader}: {_listed(unclear)}."
+    if found.batches:
+        yield _batches_detail(found.batches)
     if disturbed and race.verdict == "open":
-        yield f"{_sentence(disturbed)} A quiet machine tells more in the same time."
+        yield f"{_capitalized(disturbed)} A quiet machine needs less time."
     elif disturbed:
         yield (
-            f"{_sentence(disturbed)} All were measured in turn, and what held single generations up, as"
-            " their passes tell, is taken off, so that the choice stands; the figures are those of a busy machine."
+            f"{_capitalized(disturbed)} Candidates were measured in turn and corrected for disturbances of single"
+            " generations, so the choice stands; the figures are those of a busy machine."
         )
     if race.leader != race.plain:
         count = len(race.names) - 1
-        yield f"As the best of {count} on these prompts it is somewhat flattered: expect a little less on others."
+        yield f"The speedup is that of the best of {count} on these prompts: expect a little less on others."
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -209,29 +205,15 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _many(batches: Mapping[int, float]) -> Iterator[str]:
-    """Up to how many requests side by side it pays."""
-    if not batches:
-        return
-    by = "As predicted from passes that several requests share"
+def _batches_detail(batches: Mapping[int, float]) -> str:
+    """Return the largest batch that drafting is predicted to pay for."""
     last = max(batches)
     if batches[last] >= 1.0:
-        yield f"{by}, it pays up to batch {last} at least."
-    else:
-        pays = max((batch for batch in batches if batch != last), default=1)
-        if pays == 1:
-            yield f"{by}, it pays for one request at a time only, not for {last} side by side."
-        else:
-            yield f"{by}, it stops paying above batch {pays}."
-
-
-def _time_wanted(found: Found) -> str:
-    """How long it would take to tell apart what is open."""
-    wanted = found.race.blocks_needed()
-    if wanted is None:
-        return "How much more time that takes cannot be told yet; --resume --overwrite goes on."
-    minutes = math.ceil((wanted * found.block_s + found.aside_s) / 60)
-    return f"About {counted(minutes, 'minute')} more would tell: --resume --overwrite --minutes {minutes}."
+        return f"In a batch, drafting is predicted to pay up to at least {last} requests."
+    pays = max((batch for batch in batches if batch != last), default=1)
+    if pays == 1:
+        return f"In a batch of {last} requests, drafting is predicted not to pay."
+    return f"In a batch, drafting is predicted to pay up to {pays} requests, not {last}."
 
 
 def _described(config: SweepConfig) -> str:
@@ -241,44 +223,28 @@ def _described(config: SweepConfig) -> str:
     return f"{one_line(config.drafter)} with {rule}"
 
 
-def _categories(race: Race, name: str) -> dict[str, Estimate]:
+def _category_speedups(race: Race, name: str) -> dict[str, Estimate]:
     ratios = {category: race.ratio(name, race.plain, category) for category in race.categories(name)}
     return {one_line(category): ratio for category, ratio in ratios.items() if ratio.prompts}
 
 
-def _extremes(categories: Mapping[str, Estimate]) -> str:
-    """The category with the lowest and that with the highest speedup, of those with an interval."""
-    known = {name: ratio for name, ratio in categories.items() if ratio.low is not None}
-    if len(known) < 2:
-        return ""
-    ends = [pick(known, key=lambda name: known[name].value) for pick in (min, max)]
-    low, high = (f"{name} {stats.ratio_text(known[name], ' ×')}" for name in ends)
-    return f"; from {low} to {high}"
-
-
-def _tried(found: Found, configs: Sequence[SweepConfig]) -> Iterator[Tried]:
-    race, by_id = found.race, {config.id: config for config in configs}
+def _tried(found: Found, by_id: Mapping[str, SweepConfig]) -> Iterator[Tried]:
+    race = found.race
     failed = [name for name in race.names if not race.num_blocks(name)]
     for name in (*(race.ranking if race.blocks else ()), *failed):
         blocks = race.num_blocks(name)
-        yield Tried(
-            name,
-            one_line(by_id[name].label),
-            found.predicted.get(name),
-            blocks,
-            _speedup(race, name) if blocks and name != race.plain else None,
-            _outcome(race, name),
-        )
+        speedup = race.ratio(name, race.plain) if blocks and name != race.plain else None
+        label = one_line(by_id[name].label)
+        yield Tried(name, label, found.predicted.get(name), blocks, speedup, _outcome(race, name))
     for name, reason in found.left_out.items():
-        yield Tried(
-            name, one_line(by_id[name].label), found.predicted.get(name), None, None, one_line(reason)
-        )
+        label = one_line(by_id[name].label)
+        yield Tried(name, label, found.predicted.get(name), None, None, one_line(reason))
 
 
 def _outcome(race: Race, name: str) -> str:
-    """The bound of somebody's speed over the leader's, and what follows from it."""
-    fall = race.eliminated.get(name)
-    if fall is not None and fall.bound is None:
+    """Return the bound of a candidate's speed over the leader's, and what follows from it."""
+    elimination = race.eliminated.get(name)
+    if elimination is not None and elimination.bound is None:
         return "failed"
     if not race.num_blocks(name):
         return "not measured"
@@ -287,35 +253,42 @@ def _outcome(race: Race, name: str) -> str:
     bound = _bound(race, name)
     if name in race.rivals or (name == race.plain and name in race.open):
         return f"{bound}, may be faster"
-    return bound if fall is None else f"{bound}, out after {fall.blocks}"
+    return bound if elimination is None else f"{bound}, out after {elimination.blocks}"
 
 
 def _bound(race: Race, name: str) -> str:
-    """The most that somebody's speed may be over the leader's, never rounded down."""
-    most = race.upper_bound(name, race.leader)
-    return f"{math.ceil(100 * most) / 100:.2f}" if most < stats.WIDEST else "any"
+    """Return the upper bound of a candidate's speed over the leader's, rounded up."""
+    bound = race.upper_bound(name, race.leader)
+    return f"{math.ceil(100 * bound) / 100:.2f}" if bound < stats.WIDEST else "any"
 
 
 # -- as text ---------------------------------------------------------------------------------------
 
-_HEADINGS = ("raced", "blocks", "× plain", "at most × the first")
-_BOUNDS = "At most: bounds that hold for all rows together, so they reach beyond single intervals."
+_HEADINGS = ("raced", "blocks", "× plain", "bound over leader")
+_BOUNDS = (
+    "Bound: the most that a speed may be, as a multiple of the leader's. Bounds hold for all rows together, so they are"
+    " wider than single intervals."
+)
 
 
-def _rows(answer: TuneAnswer) -> list[list[str]]:
-    """What was raced, a row each."""
-    raced = [each for each in answer.tried if each.blocks is not None]
-    return [[each.label, str(each.blocks), _over_plain(each), each.outcome] for each in raced]
+def _table(answer: TuneAnswer) -> Sheet:
+    """Return everything that was raced, a row each."""
+    rows = [
+        [each.label, str(each.blocks), _speedup_cell(each), each.outcome]
+        for each in answer.tried
+        if each.blocks is not None
+    ]
+    return Sheet(list(_HEADINGS), rows, left=frozenset(range(len(_HEADINGS))))
 
 
-def _over_plain(tried: Tried) -> str:
+def _speedup_cell(tried: Tried) -> str:
     if tried.speedup is None:
         return "1" if tried.blocks else "–"
     return stats.ratio_text(tried.speedup, "")
 
 
 def _not_raced(answer: TuneAnswer) -> Iterator[str]:
-    """What was not, a sentence for each reason."""
+    """Yield a sentence for each reason why configurations were not raced."""
     reasons: dict[str, list[str]] = {}
     for each in answer.tried:
         if each.blocks is None:
@@ -325,35 +298,61 @@ def _not_raced(answer: TuneAnswer) -> Iterator[str]:
         yield f"Not raced: {first}{more} ({reason.rstrip('.')})."
 
 
-def _by_category(answer: TuneAnswer) -> Iterator[str]:
-    for name, ratio in sorted(answer.categories.items(), key=lambda each: -each[1].value):
-        yield f"{name}: {stats.ratio_text(ratio, ' ×')}, {counted(ratio.prompts, 'prompt')}"
-
-
 def _parts(answer: TuneAnswer) -> list[Part]:
-    """The answer, its categories and the table of what was raced."""
-    raced = Sheet(list(_HEADINGS), _rows(answer), left=frozenset(range(len(_HEADINGS))))
+    """Return the answer, its categories and the table of what was raced."""
+    categories = [
+        f"{name}: {stats.ratio_text(ratio, ' ×')}, {counted(ratio.prompts, 'prompt')}"
+        for name, ratio in sorted(answer.categories.items(), key=lambda each: -each[1].value)
+    ]
     return [
         Paragraph(answer.headline, "bold"),
         *map(Paragraph, answer.details),
-        Items(list(_by_category(answer)), "By category:"),
-        raced,
+        Items(categories, "By category:"),
+        _table(answer),
         *map(Paragraph, [_BOUNDS, *_not_raced(answer)]),
     ]
 
 
-def as_text(answer: TuneAnswer) -> str:
-    """The answer as lines of text, its table in 80 columns."""
-    return to_text(*_parts(answer))
+def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported]) -> str:
+    """Return the answer in at most four lines: headline, most important detail, how to decode, how to deploy.
+
+    Args:
+        answer: The answer.
+        command: What decodes with the winner; empty for none.
+        exported: For engines, see ``exports``.
+    """
+    lines = [answer.headline, *answer.details[:1]]
+    lines += [f"Decode:  {command}"] if command else []
+    if exported:
+        first = next((each for each in exported if each.setting.replaces is None), exported[0])
+        same = [each.engine for each in exported if each.measured.config == first.measured.config]
+        others = f"  (or {', '.join(same[1:])})" if same[1:] else ""
+        nearest = "" if first.setting.replaces is None else f", {first.setting.replaces}"
+        label = one_line(first.measured.label)
+        what = "" if first.setting.replaces is None else f"specbench serve, or {label}{nearest}:  "
+        lines.append(f"Deploy:  {what}{first.command}{others}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def full_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | None) -> str:
+    """Return everything about the answer as text, its table in 80 columns.
+
+    Args:
+        answer, command: See ``short_text``.
+        exported: For engines; ``None`` where nothing is faster than plain decoding.
+    """
+    text = to_text(*_parts(answer))
+    text += f"\nDecode with it:\n    {command}\n" if command else ""
+    return text if exported is None else f"{text}\n{exports_text(exported)}"
 
 
 def as_markdown(answer: TuneAnswer) -> str:
-    """The same as Markdown."""
+    """Return everything about the answer as Markdown."""
     return to_markdown(*_parts(answer))
 
 
-def stored(answer: TuneAnswer, found: Found) -> TuningAnswer:
-    """The answer as ``run.json`` keeps it, for everything that shows the run."""
+def stored_answer(answer: TuneAnswer, found: Found) -> TuningAnswer:
+    """Return the answer as ``run.json`` keeps it."""
     race = found.race
     measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     shares = {name: race.ratio(name, race.leader) for name in measured}
@@ -364,7 +363,7 @@ def stored(answer: TuneAnswer, found: Found) -> TuningAnswer:
         provisional=answer.provisional,
         measured={
             name: Tuned(
-                speedup=_speedup(race, name),
+                speedup=race.ratio(name, race.plain),
                 share=shares[name] if shares[name].prompts else None,
                 categories={
                     category: race.ratio(name, race.plain, category) for category in race.categories(name)
@@ -377,7 +376,7 @@ def stored(answer: TuneAnswer, found: Found) -> TuningAnswer:
 
 
 def as_json(answer: TuneAnswer, found: Found) -> Json:
-    """The same as data; ``None`` where there is no figure."""
+    """Return the answer as data; ``None`` where there is no figure."""
     return {
         "headline": answer.headline,
         "details": list(answer.details),
@@ -388,14 +387,14 @@ def as_json(answer: TuneAnswer, found: Found) -> Json:
         "leader": found.race.leader,
         "batches": {str(batch): ratio for batch, ratio in found.batches.items()},
         "blocks": found.race.blocks,
-        **_ends(answer.speedup),
-        "categories": {name: _ends(ratio) for name, ratio in answer.categories.items()},
+        **_estimate(answer.speedup),
+        "categories": {name: _estimate(ratio) for name, ratio in answer.categories.items()},
         "tried": [
             {
                 "config": each.config,
                 "predicted": each.predicted,
                 "blocks": each.blocks or 0,
-                **_ends(each.speedup),
+                **_estimate(each.speedup),
                 "outcome": each.outcome,
             }
             for each in answer.tried
@@ -403,24 +402,24 @@ def as_json(answer: TuneAnswer, found: Found) -> Json:
     }
 
 
-def _ends(ratio: Estimate | None) -> dict[str, float | None]:
+def _estimate(ratio: Estimate | None) -> dict[str, float | None]:
     if ratio is None or math.isnan(ratio.value):
         return {"speedup": None, "low": None, "high": None}
     return {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
 
 
-# -- for engines -----------------------------------------------------------------------------------
+# -- other engines ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What there is for an engine.
+    """What an engine can be given.
 
     Attributes:
         engine: Its name.
-        command: What exports the setting.
-        setting: The fastest that the engine has.
-        measured: What the run says of that.
+        command: Exports the setting.
+        setting: The fastest that the engine supports.
+        measured: Its figures in the run.
     """
 
     engine: str
@@ -430,11 +429,11 @@ class Exported:
 
 
 def exports(results: Results, folder: Path) -> list[Exported]:
-    """The fastest setting that each engine has, for those where it measured faster than plain decoding.
+    """Return the fastest setting that each engine supports, where it measured faster than plain decoding.
 
     Args:
         results: A run.
-        folder: Where that is.
+        folder: Its folder.
     """
     settings = settings_of_run(results)
     found = []
@@ -451,34 +450,33 @@ def exports(results: Results, folder: Path) -> list[Exported]:
 
 
 def exports_text(found: Sequence[Exported]) -> str:
-    """How to deploy what was found, as lines: by setting, which commands export it, and by how much it is slower."""
+    """Return which commands export which setting, as lines."""
     if not found:
-        return "Nothing that other engines have was faster than plain decoding. Deploy it with `specbench serve`.\n"
-    lines = ["Deploy it, or what comes nearest to it there:"]
+        return "Other engines support nothing that was faster than plain decoding. Deploy it with `specbench serve`.\n"
+    lines = ["Deploy it, or the fastest setting that an engine supports:"]
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]
-        beside = same[0].setting.replaces
-        low = same[0].measured.speedup.low
+        replaces, low = same[0].setting.replaces, same[0].measured.speedup.low
         unsure = ", not surely faster than that" if low is None or low <= 1.0 else ""
-        lines.append(f"  {same[0].measured}{unsure}{'' if beside is None else f'; {beside}'}")
+        lines.append(f"  {same[0].measured}{unsure}{'' if replaces is None else f'; {replaces}'}")
         lines += [f"    {each.command}" for each in same]
     without = [name for name in ENGINES if name not in {each.engine for each in found}]
     if without:
-        lines.append(f"Nothing faster than plain decoding: {', '.join(without)}.")
+        lines.append(f"No setting faster than plain decoding: {', '.join(without)}.")
     if all(each.setting.replaces is not None for each in found):
-        lines.append("The fastest is deployed by `specbench serve`.")
+        lines.append("The fastest setting runs with `specbench serve`.")
     return "".join(f"{line}\n" for line in lines)
 
 
 def exports_json(found: Sequence[Exported]) -> list[Json]:
-    """The same as data, an object for each engine; ``share`` is of the fastest setting's speed."""
+    """Return the same as data, an object for each engine; ``share`` is its part of the fastest setting's speed."""
     return [
         {
             "engine": each.engine,
             "command": each.command,
             "config": each.measured.config,
-            **_ends(each.measured.speedup),
-            "share": None if each.setting.replaces is None else _ends(each.setting.replaces.share),
+            **_estimate(each.measured.speedup),
+            "share": None if each.setting.replaces is None else _estimate(each.setting.replaces.share),
         }
         for each in found
     ]

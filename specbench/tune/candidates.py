@@ -1,19 +1,26 @@
-"""What `specbench tune` tries, and what it expects of it: configurations of a sweep's grid, and predicted speedups.
+"""Choose what `specbench tune` races: configurations of a sweep's grid, their predicted speedups, and a selection.
 
-A few short generations with each drafter, of ``PROBED`` tokens a step or of trees, tell how many drafts are kept; the
-times of single passes tell what they cost. Together they predict the speedup of every configuration
-(``theory.predicted_speedup``); whatever is far behind by that is not raced. Everything here is a pure function.
+A few short generations with each drafter, of ``PROBED`` tokens a step or of trees, tell how many drafted tokens are
+accepted; the times of single passes tell what they cost. Together they predict the speedup of every configuration
+(``theory.predicted_speedup``), and configurations far below the best prediction are not raced. All functions are pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
 import msgspec
 
 from specbench.bench.grid import SweepConfig
-from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
+from specbench.decoding.theory import (
+    PassCosts,
+    SharedCosts,
+    never_falling,
+    predicted_speedup,
+    predicted_throughput_ratio,
+)
 from specbench.results.lines import StepLists
 from specbench.specs.drafters import (
     Cascade,
@@ -28,73 +35,75 @@ from specbench.specs.drafters import (
 from specbench.specs.rules import RuleSpec, parse_rule
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
-"""Lengths that the rule fixed is tried with; only the one that is predicted best is raced."""
+"""Draft lengths of the policy ``fixed``; only the one with the best prediction is raced."""
 
 PROBED = GAMMAS[-1]
-"""γ of the short generations: the longest tells what shorter ones would have kept."""
+"""γ of the short generations: the longest tells what shorter ones would have accepted."""
 
 PROBED_TREE, CALIBRATED_TREE = "dynamic-tree", "static-tree"
-"""The tree of the short generations, and the one that is tried where `specbench calibrate --tree` has found it."""
+"""The tree of the short generations, and the one that is raced where `specbench calibrate --tree` has found it."""
 
-BEHIND = 0.75
-"""What is predicted to reach a smaller share of the best prediction is not raced. The margin is for what predictions
-leave out: rules and trees that adapt, prompts that differ, passes that are slower in a step than alone."""
+MIN_SHARE = 0.75
+"""Smallest share of the best prediction at which a configuration is raced. The margin is for what predictions leave
+out: policies that adapt, prompts that differ, passes that are slower within a step."""
 
-_TOGETHER = "auto:siblings=0,verification=block"
-"""The chain of ``auto``, above temperature 0."""
+BATCHES = (2, 4, 8, 16)
+"""Batch sizes whose passes are timed."""
+
+_BLOCK_CHAIN = "auto:siblings=0,verification=block"
+"""The chain of ``auto``, with block verification, above temperature 0."""
 
 _FRONTS = ("lookup", "suffix")
 """Drafters without a model that are put before each model."""
 
 
-# -- what there is to try --------------------------------------------------------------------------
+# -- candidates ------------------------------------------------------------------------------------
 
 
 def drafters_to_try(given: Sequence[DrafterSpec], forms: Sequence[SelfForm]) -> list[DrafterSpec]:
-    """Those that need no model, forms of the target, what is given, and cascades of the former with the latter.
+    """Return drafters without a model, forms of the target, the given drafters, and cascades of these.
 
     Args:
-        given: Models, trained heads or anything else that the user names; plain decoding is left out.
-        forms: Of the target, which it has here.
+        given: Drafters that the user names; plain decoding is left out.
+        forms: Self-drafting forms of the target.
     """
-    asked = [spec for spec in given if not spec.is_plain]
-    backs = [spec for spec in (*forms, *asked) if isinstance(spec, SelfForm | SmallModel)]
+    given = [spec for spec in given if not spec.is_plain]
+    backs = [spec for spec in (*forms, *given) if isinstance(spec, SelfForm | SmallModel)]
     cascades = [_cascade(front, back) for back in backs for front in _FRONTS]
-    return list(dict.fromkeys([Lookup(), Suffix(), Recycle(), *forms, *asked, *cascades]))
+    return list(dict.fromkeys([Lookup(), Suffix(), Recycle(), *forms, *given, *cascades]))
 
 
 def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:
-    model = parse_drafter(f"{front}+self:int8")
-    assert isinstance(model, Cascade)
-    return replace(model, back=back)
+    spec = parse_drafter(f"{front}+self:int8")
+    assert isinstance(spec, Cascade)
+    return replace(spec, back=back)
 
 
 def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
-    """Draft-length rules and trees.
+    """Return the draft policies to try.
 
     Args:
-        greedy: Above temperature 0 chains without siblings are tried too, for these alone are verified together.
-        chained: Whether passes have to be the same to the bit, so that nothing may stand beside a draft.
+        greedy: Whether the temperature is 0; above it block verification is tried too, on chains without siblings.
+        chained: Whether passes have to be equal bit for bit, so that only chains can be drafted.
     """
-    together = () if greedy else (_TOGETHER,)
+    block = () if greedy else (_BLOCK_CHAIN,)
     if chained:
-        return ("auto:siblings=0", "fixed", *together)
-    return ("auto", *together, "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE)
+        return ("auto:siblings=0", "fixed", *block)
+    return ("auto", *block, "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE)
 
 
 def is_tried(rule: RuleSpec, drafter: DrafterSpec) -> bool:
-    """Whether a rule of these is tried with a drafter.
+    """Return whether one of these policies is tried with a drafter.
 
-    A static tree is, where one is calibrated. Verifying a chain together tells nothing of drafts that are certain,
-    which every way to verify keeps with the same chance.
+    A static tree needs a calibration. Block verification gains nothing for drafters without probabilities.
     """
     if rule.word == CALIBRATED_TREE:
         return "ranks" in rule.options
-    return drafter.has_logits or rule != parse_rule(_TOGETHER)
+    return drafter.has_logits or rule != parse_rule(_BLOCK_CHAIN)
 
 
 def probes_of(configs: Sequence[SweepConfig]) -> list[SweepConfig]:
-    """Those of the configurations that are tried for a few tokens: of each drafter the longest chain, and a tree."""
+    """Return the configurations of the short generations: for each drafter the longest chain, and a tree."""
     return [
         config
         for config in configs
@@ -102,19 +111,19 @@ def probes_of(configs: Sequence[SweepConfig]) -> list[SweepConfig]:
     ]
 
 
-# -- what is expected of it ------------------------------------------------------------------------
+# -- predictions -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The steps of short generations with one configuration, a number per step each.
+    """The steps of short generations with one configuration, one number per step.
 
     Attributes:
-        drafted: Tokens in the draft; in a tree, along its longest branch.
-        accepted: Of them kept.
-        emitted: With the one behind them.
-        passes: Of the drafter.
-        nodes: That were verified beside the token before them.
+        drafted: Drafted tokens; in a tree, along its longest branch.
+        accepted: Accepted tokens.
+        emitted: Emitted tokens, the closing one included.
+        passes: Forward passes of the drafter.
+        nodes: Nodes verified.
     """
 
     drafted: list[int]
@@ -124,8 +133,8 @@ class Probe:
     nodes: list[int]
 
     @classmethod
-    def of(cls, generations: Iterable[StepLists]) -> Probe:
-        """The steps of some generations."""
+    def from_steps(cls, generations: Iterable[StepLists]) -> Probe:
+        """Join the steps of several generations."""
         found = cls([], [], [], [], [])
         for steps in generations:
             found.drafted.extend(steps.drafted)
@@ -135,23 +144,23 @@ class Probe:
             found.nodes.extend(steps.nodes)
         return found
 
-    def chain(self, gamma: int, c: float, costs: PassCosts) -> float:
-        """Speedup of a shorter chain: what these steps would have kept of their first γ drafts, and taken.
+    def chain_speedup(self, gamma: int, c: float, costs: PassCosts) -> float:
+        """Return the speedup of a shorter chain, from what these steps would have accepted of their first γ tokens.
 
-        Steps would then begin elsewhere, which this leaves out.
+        Steps would then begin elsewhere, which this neglects.
 
         Args:
-            gamma: γ, at most what was tried.
-            c: Of the drafter's pass.
+            gamma: γ, at most the probed one.
+            c: Cost of the drafter's pass.
             costs: For v.
         """
-        share = sum(self.passes) / max(1, sum(self.drafted))  # free tokens of a cascade take none
+        share = sum(self.passes) / max(1, sum(self.drafted))  # a cascade's free tokens need no pass
         lengths = [min(gamma, drafted) for drafted in self.drafted]
         tokens = sum(1 + min(gamma, accepted) for accepted in self.accepted)
         return _speedup(tokens, share * sum(lengths), c, lengths, costs)
 
-    def as_it_was(self, c: float, costs: PassCosts) -> float:
-        """Speedup of these very steps at the usual times of their passes."""
+    def tree_speedup(self, c: float, costs: PassCosts) -> float:
+        """Return the speedup of these very steps at the usual times of their passes."""
         return _speedup(sum(self.emitted), sum(self.passes), c, self.nodes, costs)
 
 
@@ -164,13 +173,13 @@ def _speedup(tokens: float, passes: float, c: float, drafts: Sequence[int], cost
 def predict(
     configs: Sequence[SweepConfig], probes: Mapping[str, Probe], costs: PassCosts
 ) -> dict[str, float]:
-    """Predicted speedups over plain decoding, by id; configurations whose drafter was not tried are left out.
+    """Return predicted speedups over plain decoding by id, for configurations whose drafter was probed.
 
-    ``auto`` is taken for the best length, and ``auto-tree`` for the better of that and the tree that was tried.
+    ``auto`` counts as the best draft length, ``auto-tree`` as the better of that and the probed tree.
 
     Args:
         configs: Of the grid.
-        probes: By the ids of the configurations that were tried.
+        probes: By the ids of the probed configurations.
         costs: Of single passes.
     """
     costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
@@ -182,9 +191,9 @@ def predict(
             continue
         c = costs.c(config.drafter)
         if config.gamma == PROBED:
-            chains[config.drafter] = {gamma: probe.chain(gamma, c, costs) for gamma in GAMMAS}
+            chains[config.drafter] = {gamma: probe.chain_speedup(gamma, c, costs) for gamma in GAMMAS}
         else:
-            trees[config.drafter] = probe.as_it_was(c, costs)
+            trees[config.drafter] = probe.tree_speedup(c, costs)
     found = {}
     for config in configs:
         if config.kind != "speculative":
@@ -204,23 +213,51 @@ def predict(
     return found
 
 
-# -- who is raced ----------------------------------------------------------------------------------
+def mean_rows(generations: Iterable[StepLists]) -> float:
+    """Return the mean number of rows that a request's step adds to the target's pass."""
+    return 1.0 + mean(
+        sum(pair) for steps in generations for pair in zip(steps.nodes, steps.siblings, strict=True)
+    )
+
+
+def batch_ratio(batch: int, generations: Sequence[StepLists], drafter: str, costs: SharedCosts) -> float:
+    """Return the predicted throughput over plain decoding's at the same batch size, without prefill.
+
+    Args:
+        batch: Number of requests.
+        generations: Steps of generations with one configuration. A policy that looks at costs would draft less in a
+            batch; this is about the drafts that were made.
+        drafter: Its name.
+        costs: Of passes shared by ``batch`` requests.
+    """
+    emitted = mean(n for steps in generations for n in steps.emitted)
+    passes = mean(n for steps in generations for n in steps.passes)
+    return predicted_throughput_ratio(
+        tokens=emitted,
+        plain_s=costs.target_pass_s(batch, 1),
+        step_s=passes * costs.drafter_s[drafter][batch] + costs.target_pass_s(batch, mean_rows(generations)),
+        first_s=0.0,
+        behind=1.0,
+    )
+
+
+# -- selection -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Who is raced.
+class Selection:
+    """What is raced.
 
     Attributes:
-        raced: Ids, the most promising first.
-        left_out: Why others are not, by id; of fixed lengths only the one that is predicted best is looked at.
+        raced: Ids, the best prediction first.
+        left_out: Why others are not raced, by id; among fixed draft lengths only the best is considered.
     """
 
     raced: tuple[str, ...]
     left_out: Mapping[str, str]
 
 
-def choose(
+def select(
     configs: Sequence[SweepConfig],
     predicted: Mapping[str, float],
     *,
@@ -230,19 +267,19 @@ def choose(
     blocks: int,
     failed: Mapping[str, str],
     kept: Iterable[Collection[str]] = (),
-) -> Chosen:
-    """Choose whom to race: of each drafter's fixed lengths the best, nobody far behind, as many as there is time for.
+) -> Selection:
+    """Select what to race: each drafter's best fixed length, nothing below ``MIN_SHARE``, as much as the time allows.
 
     Args:
         configs: Of the grid.
         predicted: Speedups, by id.
-        plain_s: Of plain decoding a whole output.
-        first_s: To the first token, which is the same for all.
+        plain_s: Time of plain decoding for a whole output.
+        first_s: Time to the first token, equal for all.
         seconds: For the race.
-        blocks: How many there should be time for.
-        failed: Why drafters could not be tried, by name.
-        kept: Of each of these groups the best fixed length is raced too if it is predicted to pay, far behind or not,
-            and before all but the best where there is little time.
+        blocks: Number of blocks that the time should suffice for.
+        failed: Errors of drafters, by name.
+        kept: From each of these groups the best fixed length is raced too if it is predicted to pay, whatever its
+            share, and before all but the best where time is short.
     """
     left_out: dict[str, str] = {}
     ranked = sorted(predicted, key=lambda name: -predicted[name])
@@ -255,18 +292,18 @@ def choose(
     block_s = first_s + plain_s
     for name in sorted(ranked, key=lambda name: (name != ranked[0], name not in spared)):
         config = by_id[name]
-        took = first_s + plain_s / max(predicted[name], 1e-9)
+        config_s = first_s + plain_s / max(predicted[name], 1e-9)
         if config.gamma is not None and lengths.setdefault(config.drafter, name) != name:
             continue
-        if predicted[name] < BEHIND * best and name not in spared:
-            left_out[name] = f"predicted below {BEHIND:g} of the best"
-        elif raced and blocks * (block_s + took) > seconds:
-            left_out[name] = f"no time for {blocks} blocks with it too; more --minutes give it some"
+        if predicted[name] < MIN_SHARE * best and name not in spared:
+            left_out[name] = f"predicted below {MIN_SHARE:g} of the best"
+        elif raced and blocks * (block_s + config_s) > seconds:
+            left_out[name] = f"no time for {blocks} blocks with it; more --minutes allow it"
         else:
             raced.append(name)
-            block_s += took
+            block_s += config_s
     for config in configs:
         if config.kind == "speculative" and config.id not in predicted and config.gamma in (None, PROBED):
             reason = failed.get(config.drafter)
             left_out[config.id] = f"failed: {reason}" if reason else "no time to try it"
-    return Chosen(tuple(sorted(raced, key=ranked.index)), left_out)
+    return Selection(tuple(sorted(raced, key=ranked.index)), left_out)

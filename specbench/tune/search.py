@@ -1,8 +1,8 @@
-"""Carrying out `specbench tune`: short tries, a choice, and a race over real generations, all of it stored as it ends.
+"""Run the search of `specbench tune`: short tries, a selection, and a race over real generations, stored as it goes.
 
-What is measured goes to a run's folder like a sweep's (``results.store``): tries are warm-ups there, races are ordinary
-generations. What the folder holds is never measured again, so that going on after a crash is the same call: the race is
-run once more over the stored timings, which takes no time, and goes on where they end.
+Measurements go to a run folder like a sweep's (``results.store``): tries are stored as warm-ups, races as ordinary
+generations. Stored results are never measured again, so resuming is the same call: the race is replayed over the stored
+timings, which takes no time, and continues from there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement, StepLists
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import Tuning
-from specbench.tune.batches import BATCHES, mean_rows, predicted_at
-from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
+from specbench.tune.candidates import (
+    BATCHES,
+    Probe,
+    Selection,
+    batch_ratio,
+    mean_rows,
+    predict,
+    probes_of,
+    select,
+)
 from specbench.tune.race import Block, Ending, Race, Timing, relative_slowdown, run_race
 
 if TYPE_CHECKING:
@@ -37,45 +45,43 @@ if TYPE_CHECKING:
     from specbench.results.store import RunStore
 
 _TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
-"""Of the tries that predictions rest on."""
-
 _COST_ROUNDS = 3
-"""How often single passes are timed, if that does not take long."""
+"""Rounds of timing single passes, if these are short."""
 
 _TIMING, _TRYING, _RACING = 0.05, 0.3, 0.6
-"""Shares of the time: passes are not timed again after the first, tries end after the second, and candidates are chosen
-so that their blocks fit into the third."""
+"""Shares of the time: no further timing round after the first, no further tries after the second, and candidates are
+selected so that their blocks fit into the third."""
 
 _BATCHING = 0.05
-"""Share of the time that is kept for passes which several requests share."""
+"""Share of the time reserved for passes that several requests share."""
 
 _BLOCKS = 8
-"""For so many blocks there should be time."""
+"""Blocks that the time should suffice for."""
 
 _USUALLY_RACED = 5
-"""Candidates in a race, about, of which nothing is known yet."""
+"""Typical number of candidates in a race."""
 
-_OTHERS = frozenset({"machine-busy", "steal"})
-"""Warnings of ``results.advice`` that others use the machine."""
+_BUSY_WARNINGS = frozenset({"machine-busy", "steal"})
+"""Warnings of ``results.advice`` that other programs use the machine."""
 
 _PLAIN_FAILURES = 3
-"""If it fails so often before it works, there is nothing to compare with."""
+"""Failures of plain decoding, without a success before, that end the search."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to.
+    """The outcome of a search.
 
     Attributes:
-        race: As it stood in the end.
+        race: In its final state.
         ending: Why it ended.
-        predicted: Speedups over plain decoding that were predicted, by id.
+        predicted: Predicted speedups over plain decoding, by id.
         left_out: Why configurations were not raced, by id.
-        batches: What throughput the leader is predicted to reach over that of plain decoding, by requests side by side,
-            ascending, up to where it stops paying; empty where nothing was timed.
-        block_s: What a block takes with those that were left, by the latest times.
-        aside_s: What all but the race takes, such as loading.
-        warnings: Whatever is doubtful about the run.
+        batches: Predicted throughput of the leader over plain decoding by batch size, ascending, up to the first below
+            1; empty where nothing was timed.
+        block_s: Duration of a block with the remaining candidates, by their latest times.
+        overhead_s: Time for everything but the race, such as loading.
+        warnings: Of the run.
     """
 
     race: Race
@@ -84,7 +90,7 @@ class Found:
     left_out: Mapping[str, str]
     batches: Mapping[int, float]
     block_s: float
-    aside_s: float
+    overhead_s: float
     warnings: tuple[RunWarning, ...]
 
 
@@ -92,16 +98,16 @@ class Search:
     """Finds the fastest configuration of a grid.
 
     Args:
-        sweep: The grid, plain decoding first, its prompts in the order in which they are raced, and options; their
-            ``repeats`` bound the race.
+        sweep: The grid, plain decoding first, its prompts in the order of the race, and options; their ``repeats``
+            limit the race.
         store: Open; what it holds is not measured again.
         engine: Decodes.
-        clock: Tells how long everything takes.
-        seconds: For all of it.
-        until: When that is over, on that clock. What the store holds takes none of it.
-        kept: Groups of ids, such as what an engine has: of each the best is raced, see ``choose``.
-        progress: Told about the stages.
-        snapshot: Looks at the machine before and behind each generation.
+        clock: Times everything.
+        seconds: Total time.
+        until: When that is over, on the clock. Stored results take none of it.
+        kept: Groups of ids, such as those that an engine supports; the best of each is raced, see ``select``.
+        progress: Receives the stages.
+        snapshot: Reads the machine load before and after each generation.
     """
 
     def __init__(
@@ -121,83 +127,89 @@ class Search:
         self._clock, self._seconds, self._until = clock, seconds, until
         self._progress, self._kept = progress, kept
         self._runner = CellRunner(sweep, store, engine, snapshot)
-        self._known: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
+        self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
         self._plain = sweep.configs[0]
-        self._took: dict[str, float] = {}
+        self._durations: dict[str, float] = {}
         self._block: tuple[Block, int] | None = None
         self._plain_works = False
         self._plain_failures = 0
 
     def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
-        """Try, choose and race.
+        """Try, select and race.
 
         Raises:
             RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be predicted,
-                or the store cannot be written any more. What is measured is kept.
-            KeyboardInterrupt: The user stops before a block was raced; the generation in progress is lost.
+                or the store cannot be written. Stored measurements are kept.
+            KeyboardInterrupt: Interrupted before the first block was complete; the current generation is lost.
         """
-        self._forget_answer()
-        kept_s = _BATCHING * self._seconds
-        aside_s = self._seconds - (self._until - self._clock.now()) + kept_s
-        predicted, chosen = self._chosen()
-        blocks = self._blocks()
-        race = Race(chosen.raced, self._plain.id, limit=len(blocks), expected=predicted)
+        self._clear_answer()
+        reserved_s = _BATCHING * self._seconds
+        overhead_s = self._seconds - (self._until - self._clock.now()) + reserved_s
+        predicted, selection = self._select()
+        # All prompts once before any of them again: other prompts tell more than repeats.
+        repeats, prompts = range(self._sweep.options.repeats), self._sweep.prompts
+        blocks = [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
+        race = Race(selection.raced, self._plain.id, limit=len(blocks), expected=predicted)
         batches: dict[int, float] = {}
         warnings: tuple[RunWarning, ...] = ()
         try:
             ending = run_race(
                 race,
                 blocks,
-                self._measure,
+                self._measure_block,
                 clock=self._clock,
-                until=self._until - kept_s,
+                until=self._until - reserved_s,
                 seed=self._sweep.options.seed,
                 on_block=on_block,
-                is_stored=lambda name, block: self._cell(name, block, 0).key in self._known,
+                is_stored=lambda name, block: self._cell(name, block, 0).key in self._stored,
             )
             if not race.blocks and ending != "time":
-                raise _no_speeds()
+                raise RunError(
+                    "Outputs have no token after the first one, so there are no speeds to compare.",
+                    "Choose other prompts, or add --ignore-eos.",
+                )
             if race.verdict == "faster":
-                batches = self._batches(race)
-            warnings = finish_run(self._sweep, self._store, self._engine, in_time=self._in_time)
+                batches = self._batch_ratios(race)
+            in_time = lambda: self._clock.now() < self._until  # noqa: E731
+            warnings = finish_run(self._sweep, self._store, self._engine, in_time=in_time)
         except KeyboardInterrupt:
             if not race.blocks:
                 raise
             race.look(last=True)
             ending = "interrupted"
-        assert self._store.run.tuning is not None
-        came_to = msgspec.structs.replace(
-            self._store.run.tuning, ranking=list(race.ranking), verdict=race.verdict
-        )
-        self._store.update(tuning=came_to)
-        if not race.decided:  # there is something to go on with
+        tuning = self._store.run.tuning
+        assert tuning is not None
+        tuning = msgspec.structs.replace(tuning, ranking=list(race.ranking), verdict=race.verdict)
+        self._store.update(tuning=tuning)
+        if not race.decided:  # --resume continues it
             self._store.update(finished=None)
-        block_s = sum(self._took.get(name, 0.0) for name in race.running)
-        return Found(race, ending, predicted, chosen.left_out, batches, block_s, aside_s, warnings)
+        block_s = sum(self._durations.get(name, 0.0) for name in race.running)
+        return Found(race, ending, predicted, selection.left_out, batches, block_s, overhead_s, warnings)
 
-    def _in_time(self) -> bool:
-        return self._clock.now() < self._until
-
-    def _forget_answer(self) -> None:
-        """What a search came to before it goes on, lest it stand beside what is measured from now on."""
+    def _clear_answer(self) -> None:
+        """Remove the stored answer of an earlier start, so that it does not outlive what is measured from now on."""
         tuning = self._store.run.tuning
         if tuning is not None and tuning.ranking:
-            left = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
-            self._store.update(tuning=left, finished=None)
+            tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
+            self._store.update(tuning=tuning, finished=None)
 
-    # -- whom to race ------------------------------------------------------------------------------
+    def _report(self, stage: str, done: int, total: int | None) -> None:
+        if self._progress is not None:
+            self._progress.update(stage, done, total)
 
-    def _chosen(self) -> tuple[Mapping[str, float], Chosen]:
-        """Predictions and choice, which stay as they are once they are stored: all in a race have the same blocks."""
+    # -- what to race ------------------------------------------------------------------------------
+
+    def _select(self) -> tuple[Mapping[str, float], Selection]:
+        """Return predictions and selection. Once stored they stay, so that all in a race have the same blocks."""
         stored = self._store.run.tuning
         if stored is not None:
-            return stored.predicted, Chosen(tuple(stored.raced), stored.left_out)
-        probes, failed = self._tried()
-        costs = self._costs()
+            return stored.predicted, Selection(tuple(stored.raced), stored.left_out)
+        probes, failed = self._try_drafters()
+        costs = self._measure_costs()
         expected = predict(self._sweep.configs, probes, costs)
         predicted = {name: round(value, 4) for name, value in expected.items()}
-        plain = self._measured(self._try(self._plain, 0), _TRIED_TOKENS).result
-        chosen = choose(
+        plain = self._measure(self._try_cell(self._plain, 0), _TRIED_TOKENS).result
+        selection = select(
             self._sweep.configs,
             predicted,
             plain_s=costs.target_s[1] * (self._sweep.options.decoding.max_new_tokens - 1),
@@ -208,138 +220,125 @@ class Search:
             kept=self._kept,
         )
         self._store.update(
-            tuning=Tuning(predicted=predicted, raced=list(chosen.raced), left_out=dict(chosen.left_out))
+            tuning=Tuning(predicted=predicted, raced=list(selection.raced), left_out=dict(selection.left_out))
         )
-        return predicted, chosen
+        return predicted, selection
 
-    def _tried(self) -> tuple[dict[str, Probe], dict[str, str]]:
-        """What short generations showed, by configuration, and why all failed that did, by drafter."""
-        asked = [self._plain, *probes_of(self._sweep.configs)]
+    def _try_drafters(self) -> tuple[dict[str, Probe], dict[str, str]]:
+        """Return the steps of short generations by configuration, and errors by drafter."""
+        tried = [self._plain, *probes_of(self._sweep.configs)]
         number = min(_TRIED_PROMPTS, len(self._sweep.prompts))
         began = self._clock.now()
-        steps: dict[str, list[StepLists]] = {config.id: [] for config in asked}
+        steps: dict[str, list[StepLists]] = {config.id: [] for config in tried}
         failed: dict[str, str] = {}
         for prompt in range(number):
-            for place, config in enumerate(asked):
+            for place, config in enumerate(tried):
                 late = self._clock.now() - began > _TRYING * self._seconds
                 if (prompt and late) or self._clock.now() > self._until:
                     break
-                if self._progress is not None:
-                    self._progress.update("trying drafters", prompt * len(asked) + place, number * len(asked))
-                measured = self._measured(self._try(config, prompt), _TRIED_TOKENS)
+                self._report("trying drafters", prompt * len(tried) + place, number * len(tried))
+                measured = self._measure(self._try_cell(config, prompt), _TRIED_TOKENS)
                 if isinstance(measured.result, Generation):
                     steps[config.id].append(measured.result.steps)
                 else:
                     failed[config.drafter] = str(measured.line.error)
         if (error := failed.get(self._plain.drafter)) and not steps[self._plain.id]:
             raise RunError(
-                f"Plain decoding failed: {error.rstrip('.')}.", "There is nothing to compare with then."
+                f"Plain decoding failed: {error.rstrip('.')}.", "Speedups need it as the baseline."
             )
         if self._clock.now() > self._until:
-            raise self._too_late()
-        return {name: Probe.of(each) for name, each in steps.items() if each}, failed
+            raise self._no_time()
+        return {name: Probe.from_steps(each) for name, each in steps.items() if each}, failed
 
-    def _try(self, config: SweepConfig, prompt: int) -> Cell:
+    def _try_cell(self, config: SweepConfig, prompt: int) -> Cell:
         name = self._sweep.prompts[prompt].id
         return Cell(config.id, name, 0, 0, 0, warmup=True, seed=self._sampling_seed(name, "try"))
 
-    def _costs(self) -> PassCosts:
-        """Times of single passes: those that are stored, or new ones."""
+    def _measure_costs(self) -> PassCosts:
+        """Return the times of single passes: those that are stored, or new ones."""
         if not self._store.costs():
             began = self._clock.now()
             for done in range(_COST_ROUNDS):
                 if done and self._clock.now() - began > _TIMING * self._seconds:
                     break
-                if self._progress is not None:
-                    self._progress.update("timing passes", done, _COST_ROUNDS)
+                self._report("timing passes", done, _COST_ROUNDS)
                 result = self._runner.measure_costs()
                 if result.costs is None:
                     raise RunError(f"Single passes could not be timed: {result.error}")
         return PassTimes.of(self._store.costs()).medians()
 
-    def _too_late(self) -> RunError:
-        """Why nothing was compared, and how long it would take."""
-        done = [each for each in self._known.values() if isinstance(each.result, Generation)]
+    def _no_time(self) -> RunError:
+        """Return the error that says why nothing was compared, and how much time it would take."""
+        done = [each for each in self._stored.values() if isinstance(each.result, Generation)]
         if not done:
-            return RunError(
-                "The time was up before anything could be tried.", "Give it more --minutes, and add --resume."
-            )
+            return RunError("The time was too short to try anything.", "Add --resume and more --minutes.")
         each_s = sum(output.total_s for each in done for _, output in each.outputs()) / len(done)
-        wanted = len(probes_of(self._sweep.configs)) + 1 + _BLOCKS * _USUALLY_RACED
-        minutes = math.ceil(wanted * each_s / 60 / _RACING)
-        busy = sum(not _OTHERS.isdisjoint(each.line.warnings) for each in done)
-        why = "The time was up before anything could be compared."
+        needed = len(probes_of(self._sweep.configs)) + 1 + _BLOCKS * _USUALLY_RACED
+        minutes = math.ceil(needed * each_s / 60 / _RACING)
+        busy = sum(not _BUSY_WARNINGS.isdisjoint(each.line.warnings) for each in done)
+        message = "The time was too short to compare anything."
         if 2 * busy > len(done):
-            why = (
-                "The machine is too busy to decide: others used the processor during"
-                f" {busy} of {counted(len(done), 'generation')}, and the time was up before anything could be compared."
+            message = (
+                "The machine is too busy: other programs used the processor during"
+                f" {busy} of {counted(len(done), 'generation')}, and the time was too short to compare anything."
             )
-        return RunError(why, f"What was tried is kept; go on with --resume --minutes {minutes}.")
+        return RunError(message, f"Results so far are kept; continue with --resume --minutes {minutes}.")
 
     # -- the race ----------------------------------------------------------------------------------
 
-    def _blocks(self) -> list[Block]:
-        """Every prompt once, then once more, and so on: other prompts tell more than other times of the same."""
-        repeats = range(self._sweep.options.repeats)
-        prompts = self._sweep.prompts
-        return [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
-
-    def _measure(self, name: str, block: Block) -> Timing | None:
-        """A candidate on a block, of the store if it is there."""
+    def _measure_block(self, name: str, block: Block) -> Timing | None:
+        """Return a candidate's timing on a block, from the store if it is there; ``None`` if it failed."""
         place = self._block[1] + 1 if self._block is not None and self._block[0] == block else 0
         self._block = block, place
         cell = self._cell(name, block, place)
         began = self._clock.now()
-        known = cell.key in self._known
-        measured = self._measured(cell)
+        stored = cell.key in self._stored
+        measured = self._measure(cell)
         result = measured.result
         if not isinstance(result, Generation):
-            self._took[name] = 0.0 if known else self._clock.now() - began
+            self._durations[name] = 0.0 if stored else self._clock.now() - began
             if name == self._plain.id:
-                self._refuse_failing_plain(str(measured.line.error))
+                self._plain_failures += 1
+                if not self._plain_works and self._plain_failures >= _PLAIN_FAILURES:
+                    error = str(measured.line.error).rstrip(".")
+                    raise RunError(f"Plain decoding failed: {error}.", "Choose other prompts.")
             return None
-        self._took[name] = result.total_s if known else self._clock.now() - began
+        self._durations[name] = result.total_s if stored else self._clock.now() - began
         self._plain_works |= name == self._plain.id
-        tokens = result.new_tokens - result.first_tokens
         steps = result.steps
-        slow = relative_slowdown(steps.nodes, steps.siblings, steps.verify_s, self._alone)
-        return Timing(tokens, result.decode_s, slow)
+        slowdown = relative_slowdown(steps.nodes, steps.siblings, steps.verify_s, self._single_costs)
+        return Timing(result.new_tokens - result.first_tokens, result.decode_s, slowdown)
 
     def _cell(self, name: str, block: Block, place: int) -> Cell:
         seed = self._sampling_seed(block.prompt, str(block.repeat))
         return Cell(name, block.prompt, 0, block.repeat, place, warmup=False, seed=seed)
 
     @cached_property
-    def _alone(self) -> PassCosts:
-        """Times of single passes, as the store has them when the race begins."""
+    def _single_costs(self) -> PassCosts:
+        """Times of single passes, as stored when the race begins."""
         costs = PassTimes.of(self._store.costs()).medians()
         return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
 
-    def _refuse_failing_plain(self, error: str) -> None:
-        self._plain_failures += 1
-        if not self._plain_works and self._plain_failures >= _PLAIN_FAILURES:
-            raise RunError(f"Plain decoding failed: {error.rstrip('.')}.", "Choose other prompts.")
-
-    def _measured(self, cell: Cell, tokens: int = 0) -> Measurement:
-        """What is stored of a cell, measured if it is not; of a try so many tokens."""
-        if cell.key not in self._known:
+    def _measure(self, cell: Cell, tokens: int = 0) -> Measurement:
+        """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits a try."""
+        if cell.key not in self._stored:
             found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
             self._store.append(found)
-            self._known[cell.key] = found
-        return self._known[cell.key]
+            self._stored[cell.key] = found
+        return self._stored[cell.key]
 
     def _sampling_seed(self, prompt: str, what: str) -> int:
-        """The same for all configurations of a block."""
+        """Return a seed that all configurations of a block share."""
         return random.Random(f"{self._sweep.options.seed}/{what}/{prompt}").getrandbits(31)
 
-    # -- many requests -----------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
-    def _batches(self, race: Race) -> dict[int, float]:
-        """What the leader is predicted to bring with several requests side by side, as far as there is time for it."""
+    def _batch_ratios(self, race: Race) -> dict[int, float]:
+        """Return the leader's predicted throughput ratios by batch size, as far as there is time for them."""
         drafter = next(config.drafter for config in self._sweep.configs if config.id == race.leader)
         steps = [
             output.steps
-            for each in self._known.values()
+            for each in self._stored.values()
             if each.line.config == race.leader and not each.line.warmup
             for _, output in each.outputs()
         ]
@@ -353,23 +352,15 @@ class Search:
                 began = self._clock.now()
                 if began + 2 * took > self._until:
                     break
-                if self._progress is not None:
-                    self._progress.update(f"timing passes of {batch} requests", 0, None)
+                self._report(f"timing passes of {batch} requests", 0, None)
                 try:
                     times = self._engine.measure_shared_costs(prompt, batch, sorted({1, width}), [drafter])
-                except Exception:  # whatever it is, the answer can do without
+                except Exception:  # the answer does not need it
                     break
                 self._store.append_costs(times.lines())
                 timed = SharedTimes.of(self._store.costs())
                 took = self._clock.now() - began
-            found[batch] = predicted_at(batch, steps, drafter, timed.medians())
+            found[batch] = batch_ratio(batch, steps, drafter, timed.medians())
             if found[batch] < 1.0:
                 break
         return found
-
-
-def _no_speeds() -> RunError:
-    return RunError(
-        "No output has a token behind the first one, so that there are no speeds to compare.",
-        "Give other prompts, or add --ignore-eos.",
-    )
