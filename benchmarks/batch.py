@@ -66,8 +66,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             for kind in get_args(PoolKind):
                 stretch = context + 64
                 batch = BatchedModel(loaded, KVPool(loaded.model.config, kind, requests * stretch, requests))
-                if batch.why_apart is not None:
-                    raise SystemExit(batch.why_apart)
+                if batch.why_not_batched is not None:
+                    raise SystemExit(batch.why_not_batched)
                 ways[kind] = ([batch.open() for _ in texts], batch.score)
             jobs: dict[tuple[str, int], Callable[[], float]] = {}
             for way, (scorers, score) in ways.items():

@@ -119,7 +119,7 @@ class Serving:
 
     def left(self) -> list[str]:
         """What there still is of requests, in words."""
-        use, state = self.engine.seats.use, self._server.server_state
+        use, state = self.engine.factory.use, self._server.server_state
         gc.collect()
         kinds = Counter(
             type(each).__name__ for each in gc.get_objects() if type(each) in (GenerationRun, Job)

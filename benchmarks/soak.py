@@ -113,8 +113,8 @@ class Soak:
             self._account(
                 many.result(index), index in cancelled, ended[index], (prompt, tokens), greedy=greedy
             )
-        assert many.seats is not None
-        use = many.seats.use
+        assert many.factory is not None
+        use = many.factory.use
         if use is None or use.used:
             self.wrong.append(f"the pool is not empty behind a round: {use}")
         self.held.append(Footprint.now())

@@ -30,7 +30,7 @@ from specbench.specs.rules import default_rule
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.backends.torch.seats import Seats
+    from specbench.backends.torch.batch import RequestFactory
     from specbench.models.target import Target
 
 
@@ -235,13 +235,13 @@ class GenerationRun:
         )
         return max(0, alike - 1) if drafter.layers else alike
 
-    def apart(
-        self, seats: Seats, load: Load | None = None, allowed: Callable[[], bool] | None = None
+    def as_request(
+        self, factory: RequestFactory, load: Load | None = None, allowed: Callable[[], bool] | None = None
     ) -> Request:
         """What is decoded, on scorers, a drafter and a rule of its own; whoever does so hands the records to ``take``.
 
         Args:
-            seats: Makes them.
+            factory: Makes these.
             load: The batch whose passes it shares, for rules that read costs.
             allowed: Whether a step that begins may have a draft; ``None``: every one may.
 
@@ -250,7 +250,7 @@ class GenerationRun:
         """
         policy = DraftPolicy.of(self.policy).fork()
         self.policy = policy = policy if allowed is None else replace(policy, allowed=allowed)
-        target, drafter = seats.open(self.drafter)
+        target, drafter = factory.open(self.drafter)
         if load is not None:
             models = [loaded_of(part.scorer) for part in models_of(drafter)]
             share_costs(policy, load, models, len(self.prompt))

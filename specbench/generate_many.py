@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from specbench.backends.torch.seats import Seats
+from specbench.backends.torch.batch import RequestFactory
 from specbench.base.errors import UsageError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Generation, SharedPass
@@ -52,7 +52,7 @@ class GenerationRuns:
 
     Attributes:
         load: What passes cost, and what they give, as rules that read costs see it.
-        seats: Where the requests sit; ``None`` without any.
+        factory: Makes the scorers and drafters of the requests; ``None`` without any.
 
     Raises:
         UsageError: A limit is below 1, or the targets are not one.
@@ -96,15 +96,15 @@ class GenerationRuns:
             watch=partial(_made, self.load if max_batch > 1 else None, watch),
         )
         self._may_draft = partial(_may_draft, self._scheduler, disable_by_batch_size)
-        self.seats: Seats | None = None
+        self.factory: RequestFactory | None = None
         if begun:
             limit = begun[0].target.scorer.context_limit
             longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + BESIDE
             tokens = pool_tokens or (longest * max_batch if max_batch > 1 else None)
             kind: PoolKind = pool or ("slotted" if pool_tokens is None else "paged")
-            self.seats = Seats(begun[0].target.scorer, tokens, max_batch, kind)
+            self.factory = RequestFactory(begun[0].target.scorer, tokens, max_batch, kind)
             for drafter in {id(run.drafter): run.drafter for run in begun}.values():
-                self.seats.open(drafter)  # models are tried out now, and not while somebody waits
+                self.factory.open(drafter)  # models are tried out now, and not while somebody waits
         for run in runs:
             self.add(run)
         self._events = self._taken()
@@ -139,15 +139,15 @@ class GenerationRuns:
     def close(self) -> None:
         """End all of them, and give their memory back."""
         self._scheduler.close()
-        if self.seats is not None:
-            self.seats.release()
+        if self.factory is not None:
+            self.factory.release()
 
     def _start(self, run: GenerationRun | Exception) -> Request:
         if isinstance(run, Exception):
             raise run
-        assert self.seats is not None
+        assert self.factory is not None
         load = None if self.max_batch == 1 else self.load
-        return run.apart(self.seats, load, self._may_draft)
+        return run.as_request(self.factory, load, self._may_draft)
 
     def _taken(self) -> Iterator[tuple[int, Event]]:
         try:

@@ -64,19 +64,19 @@ def test_every_request_gets_the_rows_it_gets_alone(name, kind):
     """Chains, trees and prompts of any length side by side, over several steps, each rolled back by its own count."""
     scorer, choice = loaded(name), random.Random(0)
     batch = BatchedModel(scorer, pool_of(scorer, kind))
-    assert batch.why_apart is None
-    seats = [batch.open() for _ in range(5)]
-    assert all(seat.batch is batch for seat in seats)
+    assert batch.why_not_batched is None
+    scorers = [batch.open() for _ in range(5)]
+    assert all(scorer.batch is batch for scorer in scorers)
     contexts = [tokens_of(choice, length) for length in (3, 40, 17, 1, 24)]
     limit = 2e-3
     for _ in range(4):
         asked = []
-        for seat, context in zip(seats, contexts, strict=True):
+        for scorer, context in zip(scorers, contexts, strict=True):
             drafted = tokens_of(choice, choice.randrange(5))
             parents = None
-            if drafted and seat.takes_trees and choice.random() < 0.5:
+            if drafted and scorer.takes_trees and choice.random() < 0.5:
                 parents = [choice.randrange(-1, node) for node in range(len(drafted))]
-            asked.append(Pass(seat, context, drafted, parents))
+            asked.append(Pass(scorer, context, drafted, parents))
         chosen = choice.sample(range(5), choice.randrange(2, 6))
         for i, rows in zip(chosen, batch.score([asked[i] for i in chosen]), strict=True):
             each = asked[i]
@@ -88,8 +88,8 @@ def test_every_request_gets_the_rows_it_gets_alone(name, kind):
                 assert (rows.logits[node + 1] - expected[0]).abs().max() < limit * expected.std()
                 path = [*path_to(each, node)] if choice.random() < 0.5 else path
             contexts[i] = [*each.context, *(each.tokens[node] for node in path), choice.randrange(VOCAB)]
-            seats[i].rollback(len(contexts[i]) - 1, path)
-            assert seats[i].cached_len == len(contexts[i]) - 1
+            scorers[i].rollback(len(contexts[i]) - 1, path)
+            assert scorers[i].cached_len == len(contexts[i]) - 1
 
 
 def path_to(asked: Pass, node: int) -> list[int]:
@@ -155,12 +155,14 @@ def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch):
         calls.append(len(query))
         return real(query, *rest)
 
-    seats = [batch.open() for _ in range(6)]
+    scorers = [batch.open() for _ in range(6)]
     lengths = (10, 12, 11, 90, 12, 13)
-    batch.score([Pass(seat, [1] * length) for seat, length in zip(seats, lengths, strict=True)])
+    batch.score([Pass(scorer, [1] * length) for scorer, length in zip(scorers, lengths, strict=True)])
     monkeypatch.setattr(attention, "attend", counted)
     monkeypatch.setattr(pools, "attends", lambda *_: False)
-    batch.score([Pass(seat, [1] * (length + 1), [2]) for seat, length in zip(seats, lengths, strict=True)])
+    batch.score(
+        [Pass(scorer, [1] * (length + 1), [2]) for scorer, length in zip(scorers, lengths, strict=True)]
+    )
     # Beside one of 90 tokens, short contexts are read as if they had as many, and so not many of them are.
     assert calls == [3, 2, 1] * scorer.model.config.num_hidden_layers
 
@@ -205,14 +207,14 @@ def test_models_that_cannot_be_read_together_are_read_one_by_one(name):
     scorer = loaded(name)
     pool = pool_of(scorer, "paged")
     batch = BatchedModel(scorer, pool)
-    assert batch.why_apart is not None
-    assert batch.why_apart.endswith(".")
+    assert batch.why_not_batched is not None
+    assert batch.why_not_batched.endswith(".")
     first, second = batch.open(), batch.open()
     assert first.batch is None
     contexts = [[1, 2, 3], [4, 5]]
-    for seat, context in zip((first, second), contexts, strict=True):
+    for scorer, context in zip((first, second), contexts, strict=True):
         assert torch.allclose(
-            seat.logits(context, [6]), Scorer(scorer.model, "none").logits(context, [6]), atol=1e-3
+            scorer.logits(context, [6]), Scorer(scorer.model, "none").logits(context, [6]), atol=1e-3
         )
     assert pool.use.used == 2
 
@@ -222,8 +224,8 @@ def test_layers_that_no_pool_holds_are_kept_apart():
     target = wrap_target(build(class_name, config()), name="lfm2", pack=False)
     runs = [GenerationRun(prompt, target, LookupDrafter(), max_new_tokens=9) for prompt in PROMPTS[:3]]
     many = GenerationRuns(runs, max_batch=3)
-    assert many.seats is not None
-    assert "grows" in (many.seats.why_apart or "")
+    assert many.factory is not None
+    assert "grows" in (many.factory.why_not_batched or "")
     expected = [
         speculative_generate(prompt, target, LookupDrafter(), max_new_tokens=9).token_ids
         for prompt in PROMPTS[:3]
@@ -238,22 +240,22 @@ def test_why_some_are_not_read_together():
         rope_parameters=rope,
     )  # fmt: skip
     growing = Scorer(hf.LlamaForCausalLM(config).eval())
-    assert "rotates" in (BatchedModel(growing, pool_of(growing, "paged")).why_apart or "")
+    assert "rotates" in (BatchedModel(growing, pool_of(growing, "paged")).why_not_batched or "")
     whole = Scorer(tiny_llama(vocab_size=VOCAB))
-    assert "grows" in (BatchedModel(whole, None).why_apart or "")
+    assert "grows" in (BatchedModel(whole, None).why_not_batched or "")
     assert BatchedModel(whole, None).open().logits([1, 2]).shape == (1, VOCAB)
     model = tiny_llama(vocab_size=VOCAB)
     quantize_linears(model)
     int8 = Scorer(model, "preallocated")
     if int8.rounding == torch.int8:
-        assert "bytes" in (BatchedModel(int8, pool_of(int8, "paged")).why_apart or "")
+        assert "bytes" in (BatchedModel(int8, pool_of(int8, "paged")).why_not_batched or "")
 
 
 def test_a_wrong_pass_over_several_is_found_out(monkeypatch):
     """Whatever a model does with its positions: it is tried."""
     scorer = Scorer(tiny_llama(vocab_size=VOCAB))
     pool = pool_of(scorer, "slotted")
-    assert BatchedModel(scorer, pool).why_apart is None
+    assert BatchedModel(scorer, pool).why_not_batched is None
     rotary = type(scorer.model.model.rotary_emb)
     real = rotary.forward
 
@@ -261,7 +263,7 @@ def test_a_wrong_pass_over_several_is_found_out(monkeypatch):
         return real(self, x, torch.arange(position_ids.shape[1])[None] + position_ids[:, :1], *rest)
 
     monkeypatch.setattr(rotary, "forward", one_behind_the_other)
-    assert "other logits" in (BatchedModel(Scorer(scorer.model), pool).why_apart or "")
+    assert "other logits" in (BatchedModel(Scorer(scorer.model), pool).why_not_batched or "")
 
 
 # -- outputs ---------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ class Side:
             name: BatchedModel(Scorer(cheaper, "none"), self.pool, exact=False)
             for name, cheaper in (("layers", first_layers(model, 1)), ("int8", int8_copy(model)))
         }
-        assert all(each.why_apart is None for each in (self.target, self.small, *self.cheap.values()))
+        assert all(each.why_not_batched is None for each in (self.target, self.small, *self.cheap.values()))
 
     def request(self, number: int, drafter: str, sampling: Sampling) -> Request:
         prompt, gamma = PROMPTS[number % len(PROMPTS)], 1 + number % 4

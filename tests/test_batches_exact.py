@@ -98,6 +98,6 @@ def test_outputs_of_every_drafter_in_every_batch_are_the_targets(tmp_path, pool)
             assert isinstance(made, Generation), (name, made)
             assert made.token_ids == expected[number], (batch, name)
             accepted += sum(step.accepted for step in made.steps)
-        assert many.seats is not None
-        assert many.seats.use is None or many.seats.use.used == 0
+        assert many.factory is not None
+        assert many.factory.use is None or many.factory.use.used == 0
     assert accepted > 1000

@@ -102,9 +102,9 @@ def test_outputs_are_those_alone(batch, most, tokens, kind):
     )
     found = many.results()
     assert [told(each) for each in found] == [told(alone(number)) for number in range(48)]
-    assert many.seats is not None
-    assert (many.seats.use is None) == (batch == 1)
-    assert many.seats.use is None or many.seats.use.used == 0
+    assert many.factory is not None
+    assert (many.factory.use is None) == (batch == 1)
+    assert many.factory.use is None or many.factory.use.used == 0
 
 
 @pytest.mark.smoke
@@ -140,9 +140,9 @@ def test_other_caches_are_one_for_each_request(kind):
     other = prepare_target(language_model, "preallocated" if quantized(kind) else kind)
     own = load_drafter("lookup+self:layers=1", other)
     many = speculative_generate_many(prompts()[:5], other, own, gamma=3, max_new_tokens=NEW, max_batch=4)
-    assert many.seats is not None
-    assert many.seats.why_apart
-    assert many.seats.use is None
+    assert many.factory is not None
+    assert many.factory.why_not_batched
+    assert many.factory.use is None
     for found, prompt in zip(many.results(), prompts(), strict=False):
         assert told(found) == told(speculative_generate(prompt, other, own, gamma=3, max_new_tokens=NEW))
 
@@ -301,8 +301,8 @@ def test_a_target_that_a_device_map_has_spread_serves_batches():
     assert hasattr(spread.language_model.model.model.layers[1], "_hf_hook")
     own = load_drafter("lookup", spread)
     many = speculative_generate_many(prompts()[:6], spread, own, gamma=3, max_new_tokens=NEW, max_batch=3)
-    assert many.seats is not None
-    assert many.seats.why_apart is None
+    assert many.factory is not None
+    assert many.factory.why_not_batched is None
     for found, prompt in zip(many.results(), prompts(), strict=False):
         assert told(found) == told(
             speculative_generate(prompt, target(), drafter("lookup"), gamma=3, max_new_tokens=NEW)
@@ -314,24 +314,24 @@ def test_memory_is_given_back_when_all_have_ended():
     many = speculative_generate_many(
         prompts()[:3], target(), drafter("model"), gamma=2, max_new_tokens=NEW, max_batch=2
     )
-    assert many.seats is not None
+    assert many.factory is not None
     gc.disable()
     try:
         next(iter(many))
-        pools = {id(each.pool): each.pool for each in many.seats._models.values() if each.pool is not None}
+        pools = {id(each.pool): each.pool for each in many.factory._models.values() if each.pool is not None}
         stores = [
             store for pool in pools.values() for store in pool.stores if store is not None and store.made
         ]
         buffers = [weakref.ref(store.keys) for store in stores]
-        taken = many.seats.use
+        taken = many.factory.use
         many.results()
         assert buffers
         assert not any(buffer() is not None for buffer in buffers)
     finally:
         gc.enable()
     assert taken is not None
-    assert many.seats.use is not None
-    assert many.seats.use.bytes == taken.bytes
+    assert many.factory.use is not None
+    assert many.factory.use.bytes == taken.bytes
 
 
 @pytest.mark.parametrize("kind", ["paged", "slotted"])

@@ -717,9 +717,9 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
             assert each.token_ids == expected.result().token_ids
             assert [step.drafted for step in each.steps] == [step.drafted for step in expected.result().steps]
     assert max(calls) > 1
-    assert many.seats is not None
-    assert many.seats.use is not None
-    assert many.seats.use.used == 0
+    assert many.factory is not None
+    assert many.factory.use is not None
+    assert many.factory.use.used == 0
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa"])

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from specbench.backends.torch import forward as ways
 from specbench.backends.torch import trials
-from specbench.backends.torch.batch import BatchedModel
+from specbench.backends.torch.batch import BatchedModel, RequestFactory
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
 from specbench.backends.torch.head_forward import HeadForward, NativeHeadForward, Reading, choose_head_forward
@@ -40,7 +40,6 @@ from specbench.backends.torch.kernels.surgery import (
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.seats import Seats
 from specbench.decoding.protocols import Pass
 from specbench.decoding.records import Generation
 from specbench.decoding.tree import tree_mask
@@ -459,7 +458,7 @@ def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, dtype, pool, monkeypatch):
     scorer, choice = chosen(target_of(kind, dtype)), random.Random(0)
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 2048, 9))
-    assert batch.why_apart is None
+    assert batch.why_not_batched is None
     seen = in_one_call(monkeypatch)
     contexts = [CONTEXT[:size] for size in (65, 3, 40, 17)]
     drafts: list[tuple[list[int], list[int] | None]] = [
@@ -587,7 +586,7 @@ def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(kind, bits, 
     """Prompts read in other parts beside others, and decoding beside a prompt, as a scorer with a cache of its own."""
     scorer, choice = rounded_target(kind, bits, dtype).scorer, random.Random(0)
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
-    assert batch.why_apart is None
+    assert batch.why_not_batched is None
     seen = in_one_call(monkeypatch)
     seats, contexts = [batch.open() for _ in range(3)], [CONTEXT[:130], CONTEXT[5:9], CONTEXT[3:72]]
     held = [0, 0, 0]
@@ -617,8 +616,8 @@ def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits):
             prompts, target, drafter, gamma=3, max_new_tokens=24, max_batch=3, max_tokens_per_pass=40,
             pool=cast("PoolKind", pool),
         )  # fmt: skip
-        assert many.seats is not None
-        assert many.seats.why_apart is None
+        assert many.factory is not None
+        assert many.factory.why_not_batched is None
         for found, prompt in zip(many.results(), prompts, strict=True):
             assert isinstance(found, Generation)
             alone = speculative_generate(prompt, target, None, max_new_tokens=24)
@@ -628,11 +627,11 @@ def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits):
 def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
     windowed = rounded_target("Mistral", 8, sliding_window=24)
     batch = BatchedModel(windowed.scorer, KVPool(windowed.scorer.model.config, "paged", 256))
-    assert "bytes" in (batch.why_apart or "")
+    assert "bytes" in (batch.why_not_batched or "")
     monkeypatch.setattr(trials, "_short_is_quick", lambda *_: False)
     other = rounded_target("Llama", 8)
-    seats = Seats(other.scorer, 256, 2)
-    assert seats.why_apart is not None
+    seats = RequestFactory(other.scorer, 256, 2)
+    assert seats.why_not_batched is not None
     assert seats.use is None
     scorer, _ = seats.open(NoDraft())
     assert isinstance(scorer.cache, PreallocatedKVCache)

@@ -110,8 +110,8 @@ def test_tokens_in_a_batch_are_those_of_transformers(target, batch):
         for ids, (spec, rule) in zip(expected(NEW), settings, strict=True)
     ]
     many = GenerationRuns(runs, max_batch=batch)
-    assert many.seats is not None
-    assert many.seats.why_apart is None
+    assert many.factory is not None
+    assert many.factory.why_not_batched is None
     for found, tokens in zip(many.results(), expected(NEW).values(), strict=True):
         assert isinstance(found, Generation)
         assert list(found.token_ids) == tokens

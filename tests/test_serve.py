@@ -540,7 +540,7 @@ def test_what_is_under_way_ends_with_the_engine():
     engine.join()
     left = [came.get_nowait() for _ in range(came.qsize())]
     assert isinstance(left[-1], StoppedError)
-    use = engine.seats.use
+    use = engine.factory.use
     assert use is not None
     assert use.used == 0
 
@@ -566,8 +566,8 @@ def test_a_consumer_that_fails_loses_its_own_answer_alone():
     engine.join()
     assert len(seen) == 2
     assert engine.counts.ended == {"failed": 1, "length": 1}
-    assert engine.seats.use is not None
-    assert engine.seats.use.used == 0
+    assert engine.factory.use is not None
+    assert engine.factory.use.used == 0
 
 
 def test_nobody_waits_for_an_engine_that_has_broken_down(monkeypatch):

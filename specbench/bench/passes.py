@@ -288,7 +288,7 @@ def time_shared_passes(
         widths: Numbers of tokens that each brings to a pass of the target.
         clock, rounds, order: See ``time_passes``.
     """
-    from specbench.backends.torch.seats import Seats
+    from specbench.backends.torch.batch import RequestFactory
     from specbench.decoding.protocols import Pass
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.drafters.plain import NoDraft
@@ -301,7 +301,7 @@ def time_shared_passes(
     device = str(target.scorer.device)
     places = requests * (1 + len(drafters))  # all contexts stay read
     tokens = places * (length + max(widths) + _BESIDE) if requests > 1 else None
-    seats = Seats(target.scorer, tokens, places, "slotted")
+    factory = RequestFactory(target.scorer, tokens, places, "slotted")
 
     def target_pass(scorers: Sequence[Scorer], n: int) -> float:
         passes = [Pass(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)]
@@ -329,13 +329,13 @@ def time_shared_passes(
             each.update(_nothing_emitted(text))
         return took
 
-    scorers = [seats.open(NoDraft())[0] for _ in contexts]
+    scorers = [factory.open(NoDraft())[0] for _ in contexts]
     jobs: dict[int | str, Callable[[], float]] = {
         n: partial(target_pass, scorers, n) if n > 1 else plain_pass for n in widths
     }
     used = list(scorers)
     for name, drafter in drafters.items():
-        opened = [seats.open(drafter) for _ in contexts]
+        opened = [factory.open(drafter) for _ in contexts]
         for (scorer, own), text in zip(opened, contexts, strict=True):
             own.begin(text)
             if own.layers:

@@ -233,13 +233,13 @@ def _summary(output: _InOrder, prompts: int, seconds: float) -> None:
     from specbench.decoding.records import Generation
 
     done = [result for result in output.results.values() if isinstance(result, Generation)]
-    seats = output.runs.seats
+    factory = output.runs.factory
     show_many(
         done,
         prompts=prompts,
         failed=output.failed,
         seconds=seconds,
-        use=None if seats is None else seats.use,
-        why_apart=None if seats is None or output.runs.max_batch == 1 else seats.why_apart,
+        use=None if factory is None else factory.use,
+        why_not_batched=None if factory is None or output.runs.max_batch == 1 else factory.why_not_batched,
         apart=sys.stdout.isatty(),
     )

@@ -122,8 +122,8 @@ def serve(
                 *facts(setting.target, setting.drafter, decoding),
                 *([setting.note] if setting.note else []),
             ]
-            if server.batch > 1 and engine.seats.why_apart is not None:
-                notes.append(f"Every request has passes of its own: {engine.seats.why_apart}")
+            if server.batch > 1 and engine.factory.why_not_batched is not None:
+                notes.append(f"Every request has passes of its own: {engine.factory.why_not_batched}")
             if not ipaddress.ip_address(address).is_loopback:
                 notes.append("Whoever reaches this machine can use it: there are no keys and no encryption.")
             notes.append(

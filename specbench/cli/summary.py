@@ -163,7 +163,7 @@ def show_many(
     failed: int,
     seconds: float,
     use: PoolUse | None,
-    why_apart: str | None,
+    why_not_batched: str | None,
     apart: bool,
 ) -> None:
     """Print the figures of many prompts.
@@ -173,7 +173,7 @@ def show_many(
         prompts, failed: How many there were, and how many failed.
         seconds: From the first to the last of them.
         use: Of the target's pool; ``None`` without one.
-        why_apart: Why nobody shared a pass; ``None`` if they did.
+        why_not_batched: Why nobody shared a pass; ``None`` if they did.
         apart: Leave an empty line before it, for it stands behind the texts.
     """
     console = _console()
@@ -193,8 +193,8 @@ def show_many(
     if use is not None:
         most, room = (counted(blocks * use.block, "token") for blocks in (use.peak, use.blocks))
         _line(console, "memory", f"keys and values of at most {most} at a time, with room for {room}")
-    if why_apart is not None:
-        _line(console, "note", f"every prompt had passes of its own: {why_apart}")
+    if why_not_batched is not None:
+        _line(console, "note", f"every prompt had passes of its own: {why_not_batched}")
 
 
 def _predicted(figures: Mapping[str, Any], of_the_text: str | None) -> tuple[str, bool] | None:

@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def metrics_text(engine: Engine) -> str:
     """The counters and gauges of an engine."""
-    counts, use = engine.counts, engine.seats.use
+    counts, use = engine.counts, engine.factory.use
     lines = [
         *_metric("requests_running", "gauge", "Requests that are decoded now.", engine.running),
         *_metric("requests_waiting", "gauge", "Requests that wait for their turn.", engine.waiting),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from specbench.backends.torch.seats import Seats
+from specbench.backends.torch.batch import RequestFactory
 from specbench.base.errors import RunError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Prefill, Step
@@ -108,9 +108,9 @@ class Engine:
         self._scheduler = Scheduler(
             max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.took
         )
-        self.seats = Seats(target.scorer, pool_tokens, max_batch)
-        self.seats.open(drafter)  # models are tried out now, and not while somebody waits
-        held = self.seats.use
+        self.factory = RequestFactory(target.scorer, pool_tokens, max_batch)
+        self.factory.open(drafter)  # models are tried out now, and not while somebody waits
+        held = self.factory.use
         limits = [target.scorer.context_limit, None if held is None else held.block * held.blocks - BESIDE]
         self.room = min((limit for limit in limits if limit is not None), default=None)
         self._changed = threading.Condition()
@@ -199,7 +199,7 @@ class Engine:
             self._coming.clear()
             self._gone.clear()
         for job in coming:
-            job.number = self._scheduler.add(partial(job.run.apart, self.seats, self._load))
+            job.number = self._scheduler.add(partial(job.run.as_request, self.factory, self._load))
             self._numbered[job.number] = job
         for job in gone:
             self._end(job, "cancelled")

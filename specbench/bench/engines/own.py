@@ -190,7 +190,7 @@ class ModelEngine:
                 (), max_batch=config.batch, later=[*ready.values()], clock=clock, load=known
             )
             served = run_workload(load, runs, start, clock)
-        use = None if runs.seats is None else runs.seats.use
+        use = None if runs.factory is None else runs.factory.use
         return GroupOutcome(
             requests=tuple(
                 RequestOutcome(_outcome(each), each.arrived_s, each.queued_s) for each in served.requests
