@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "a prompt's last row is computed along with the tree after it",
         "backends/torch/scorer.py:Scorer._feed_tree",
-        "self.cache.length == 0 and self.cache.prefill_apart",
+        "self.cache.length == 0 and self.cache.separate_prefill",
         "False",
         ("tests/test_bitexact.py", "-k", "tree_changes"),
     ),
@@ -525,7 +525,7 @@ MUTANTS = (
     ),
     Mutant(
         "sliding layers do not record their past",
-        "backends/torch/caches.py:DynamicKVCache.after_pass",
+        "backends/torch/caches.py:DynamicKVCache.after_forward",
         "self._cache.activate_past_recording()",
         "",
         CACHES,
@@ -560,7 +560,7 @@ MUTANTS = (
     ),
     Mutant(
         "native passes write where keys and values were",
-        "backends/torch/cache_layers.py:Held.lengthen",
+        "backends/torch/cache_layers.py:LayerGroup.lengthen",
         "layer.used != length or layer.keys is not keys",
         "layer.used != length",
         ("tests/test_native.py", "-k", "in_between"),
@@ -568,7 +568,7 @@ MUTANTS = (
     Mutant(
         "the prompt and drafts of a first pass go in together",
         "backends/torch/caches.py:DynamicKVCache.reset",
-        "any(forgets(layer) for layer in self._cache.layers)",
+        "any(drops_positions(layer) for layer in self._cache.layers)",
         "False",
         CACHES,
     ),
@@ -581,7 +581,7 @@ MUTANTS = (
     ),
     Mutant(
         "what was no number stays in the cache",
-        "backends/torch/cache_layers.py:clean",
+        "backends/torch/cache_layers.py:zero_nonfinite",
         "if not held.sum().isfinite(): held.zero_()",
         "held.sum()",
         ("tests/test_caches.py", "-k", "spoils"),
@@ -639,7 +639,7 @@ MUTANTS = (
     ),
     Mutant(
         "joined layers read what they read before a hook changed it",
-        "backends/torch/kernels/surgery.py:_Join.part",
+        "backends/torch/kernels/surgery.py:_MergedProduct.part",
         "self.hooks.there()",
         "False",
         ("tests/test_fused_forward.py", "-k", "negate"),
@@ -855,7 +855,7 @@ MUTANTS = (
     ),
     Mutant(
         "requests side by side share what a rule has learnt",
-        "generate.py:GenerationRun.apart",
+        "generate.py:GenerationRun.as_request",
         "DraftPolicy.of(self.policy).fork()",
         "DraftPolicy.of(self.policy)",
         ("tests/test_generate_many.py", "-k", "rules_learn"),
@@ -883,28 +883,28 @@ MUTANTS = (
     ),
     Mutant(
         "a request writes into blocks that others share",
-        "backends/torch/blocks.py:Blocks.extend",
+        "backends/torch/blocks.py:BlockAllocator.extend",
         "shared = [i for i in written if self._holders[blocks[i]] > 1]",
         "shared: list[int] = []",
         BLOCKS,
     ),
     Mutant(
         "a request that is rolled back keeps a block too many",
-        "backends/torch/blocks.py:Blocks.truncate",
+        "backends/torch/blocks.py:BlockAllocator.truncate",
         "-(-length // self.size)",
         "length // self.size + 1",
         BLOCKS,
     ),
     Mutant(
         "blocks are shared whatever stands before them",
-        "backends/torch/blocks.py:Blocks._digest",
+        "backends/torch/blocks.py:BlockAllocator._digest",
         "before + part.tobytes()",
         "part.tobytes()",
         BLOCKS,
     ),
     Mutant(
         "a request sees what lies behind its own rows",
-        "backends/torch/pools.py:Joined._together",
+        "backends/torch/pools.py:BatchedCache._together",
         "mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)",
         "mask[i, 0, :count] = True",
         RAGGED,
@@ -918,9 +918,9 @@ MUTANTS = (
     ),
     Mutant(
         "what a cheaper form has read passes for the target's own",
-        "backends/torch/scorer.py:Scorer.was_fed",
-        "isinstance(self.cache, Slot) and self._owns_slot",
-        "isinstance(self.cache, Slot)",
+        "backends/torch/scorer.py:Scorer.mark_read",
+        "isinstance(self.cache, PooledCache) and self._owns_slot",
+        "isinstance(self.cache, PooledCache)",
         ("tests/test_pools.py", "-k", "cheaper_form"),
     ),
     # -- configurations and exports ---------------------------------------------------------------
@@ -1105,7 +1105,7 @@ MUTANTS = (
     Mutant(
         "a wide tree is read in one pass whatever its bits",
         "backends/torch/scorer.py:Scorer._feed_tree",
-        "self.cache.widest_pass or len(fed)",
+        "self.cache.max_exact_tokens or len(fed)",
         "len(fed)",
         ("tests/test_bitexact.py", "-k", "tree"),
     ),

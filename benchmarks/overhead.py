@@ -50,7 +50,7 @@ SAMPLINGS = {
 class TableCache:
     """Only counts."""
 
-    prefill_apart = False
+    separate_prefill = False
     length = 0
 
     def rollback(self, length: int) -> None:

@@ -33,7 +33,7 @@ from limits import DRAFTER, load_form
 from torch import nn
 from transformers import PreTrainedModel
 
-from specbench.backends.torch.kernels.linear import rounded_to_4_bits
+from specbench.backends.torch.kernels.linear import fake_quantize_int4
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.prompts import load_prompts
 from specbench.cli.options import DEFAULT_TARGET
@@ -56,7 +56,7 @@ def load_copy(name: str, form: str) -> PreTrainedModel:
     model = load_model(name, LoadOptions(dtype="float32", device="cpu"), tokenizer=False).model
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            shifted = rounded_to_4_bits(module.weight.detach().roll(-SHIFT, 1)).roll(SHIFT, 1)
+            shifted = fake_quantize_int4(module.weight.detach().roll(-SHIFT, 1)).roll(SHIFT, 1)
             module.weight = nn.Parameter(shifted, requires_grad=False)
     return model
 

@@ -23,7 +23,7 @@ Logits = Callable[[Sequence[int]], torch.Tensor]
 class ScriptedCache:
     """Holds who fed which token; several scorers may share one."""
 
-    prefill_apart = False
+    separate_prefill = False
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, object]] = []

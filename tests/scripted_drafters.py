@@ -15,16 +15,16 @@ from scripted import ScriptedCache, ScriptedScorer, random_table
 from transformers import LlamaConfig
 
 from specbench.backends.torch.head_scorers import (
-    BlockScorer,
+    DFlashScorer,
     EagleScorer,
     HeadScorer,
     MedusaScorer,
     ParallelScorer,
 )
 from specbench.backends.torch.heads import (
-    BlockHead,
+    DFlashHead,
+    Eagle1Head,
     EagleHead,
-    EagleOneHead,
     EagleShape,
     MedusaHeads,
     ParallelEagleHead,
@@ -96,11 +96,11 @@ def small_head(kind: str) -> Any:
                 1 if kind == "eagle" else 3, 8, 2, layer, embeds=True, head_norms=kind == "dflash"
             )
             if kind == "dflash":
-                module = BlockHead(shape, 1, DEPTH + 1, 1)
+                module = DFlashHead(shape, 1, DEPTH + 1, 1)
             elif kind == "peagle":
                 module = ParallelEagleHead(shape, DEPTH, 1)
             else:
-                module = (EagleHead if kind == "eagle3" else EagleOneHead)(shape)
+                module = (EagleHead if kind == "eagle3" else Eagle1Head)(shape)
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)
     return module.eval().requires_grad_(False)
@@ -112,7 +112,7 @@ def small_scorer(kind: str) -> HeadScorer:
     if kind == "medusa":
         return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, VOCAB)
     layers = (2,) if kind == "eagle" else (0, 1, 2)
-    scorer: Any = {"dflash": BlockScorer, "peagle": ParallelScorer}.get(kind, EagleScorer)
+    scorer: Any = {"dflash": DFlashScorer, "peagle": ParallelScorer}.get(kind, EagleScorer)
     made: HeadScorer = scorer(head, head.embed_tokens, layers, fitted, None)
     return made
 

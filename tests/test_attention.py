@@ -129,8 +129,8 @@ def test_a_single_query_does_not_see_the_padding():
     ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(2))
     whole = model(input_ids=ids).logits
     cache = PreallocatedKVCache(model.config, block=64)
-    model(input_ids=ids[:, :19], **cache.model_arguments())
+    model(input_ids=ids[:, :19], **cache.model_kwargs())
     cache.rollback(12)  # what was rolled back lies behind the end
     for i in range(12, 20):
-        found = model(input_ids=ids[:, i : i + 1], **cache.model_arguments()).logits
+        found = model(input_ids=ids[:, i : i + 1], **cache.model_kwargs()).logits
         torch.testing.assert_close(found, whole[:, i : i + 1], rtol=1e-4, atol=1e-5)

@@ -159,7 +159,7 @@ def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch):
     lengths = (10, 12, 11, 90, 12, 13)
     batch.score([Pass(scorer, [1] * length) for scorer, length in zip(scorers, lengths, strict=True)])
     monkeypatch.setattr(attention, "attend", counted)
-    monkeypatch.setattr(pools, "attends", lambda *_: False)
+    monkeypatch.setattr(pools, "supports_attention", lambda *_: False)
     batch.score(
         [Pass(scorer, [1] * (length + 1), [2]) for scorer, length in zip(scorers, lengths, strict=True)]
     )

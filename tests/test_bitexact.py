@@ -79,7 +79,7 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rounded", [None, "int8", "int4"])
 def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(rounded, dtype, groups, edge):
-    if not can_pack(dtype, "cpu") or (rounded == "int4" and not native.available()):
+    if not can_pack(dtype, "cpu") or (rounded == "int4" and not native.is_available()):
         pytest.skip("no packed layers here, or no native ones")
     model = grouped_llama(groups, dtype)
     scorer = rounded_target(model, rounded).scorer if rounded else scorer_of(model)
@@ -101,7 +101,7 @@ def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(rounded, dtype,
 
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
 def test_a_rounded_target_is_bit_exact_or_says_why_not(rounded, monkeypatch):
-    if not can_pack(torch.float32, "cpu") or (rounded == "int4" and not native.available()):
+    if not can_pack(torch.float32, "cpu") or (rounded == "int4" and not native.is_available()):
         pytest.skip("no packed layers here, or no native ones")
     target = rounded_target(tiny_llama(), rounded)
     assert target.dtype == target.rounded == rounded
@@ -115,7 +115,7 @@ def test_a_rounded_target_is_bit_exact_or_says_why_not(rounded, monkeypatch):
     assert "preallocated" in (grown.widths_differ or "")
     assert not wrap_target(tiny_llama(), name="tiny").bit_exact
     # Where rows are not rounded, nothing is made of a last bit.
-    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "is_available", lambda: False)
     monkeypatch.setattr(linear, "_prepack_int8", lambda quantized: None)
     coarse = rounded_target(tiny_llama(), rounded)
     assert coarse.dtype == rounded
@@ -155,7 +155,7 @@ def test_a_single_row_in_half_precision_is_not_tried_out(dtype):
 def test_a_single_row_in_half_precision_is_never_alone(quickest, expected, monkeypatch):
     if not linear.onednn_packs(torch.bfloat16):
         pytest.skip("oneDNN packs no such layers here")
-    monkeypatch.setattr(linear, "quickest_rows", lambda dtype: quickest)
+    monkeypatch.setattr(linear, "fastest_min_rows", lambda dtype: quickest)
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
     layer = linear.PackedLinear(weight.bfloat16(), None)
     rows: list[int] = []

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 from specbench.backends.torch.kernels import linear, native
-from specbench.backends.torch.kernels.linear import Rounded, in_bytes, rounded
+from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
 from specbench.base.errors import RunError
 from specbench.models import rounded_layers as module
 from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
@@ -34,7 +34,7 @@ INT4 = LoadOptions(dtype="int4", device="cpu")
 TEXT = torch.arange(24)[None]
 
 
-needs_native = pytest.mark.skipif(not native.available(), reason="no native library here")
+needs_native = pytest.mark.skipif(not native.is_available(), reason="no native library here")
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +53,11 @@ def roundings(monkeypatch) -> list[torch.Size]:
     """The shapes of all weights that are rounded."""
     done: list[torch.Size] = []
 
-    def counted(weight: torch.Tensor) -> Rounded:
+    def counted(weight: torch.Tensor) -> Int8Weight:
         done.append(weight.shape)
-        return rounded(weight)
+        return quantize_int8(weight)
 
-    monkeypatch.setattr(linear, "rounded", counted)
+    monkeypatch.setattr(linear, "quantize_int8", counted)
     return done
 
 
@@ -104,13 +104,13 @@ def test_a_target_and_its_drafters_share_what_is_kept(folder, roundings):
 @needs_native
 def test_int4_layers_are_kept_too(folder, monkeypatch):
     packed: list[int] = []
-    whole = native.Panels.of_weight
+    whole = native.Panels.quantize_int4
 
     def counted(weight: torch.Tensor) -> native.Panels:
         packed.append(len(weight))
         return whole(weight)
 
-    monkeypatch.setattr(native.Panels, "of_weight", counted)
+    monkeypatch.setattr(native.Panels, "quantize_int4", counted)
     first = logits(folder, INT4)
     made = len(packed)
     assert made == 2 * 4 + 1
@@ -130,7 +130,7 @@ def test_rows_and_panels_are_kept_side_by_side(folder, roundings, monkeypatch):
     in_panels = int8_logits(folder)
     made = len(roundings)
     with monkeypatch.context() as without:
-        without.setattr(native, "available", lambda: False)
+        without.setattr(native, "is_available", lambda: False)
         in_rows = int8_logits(folder)
         assert len(roundings) == 2 * made
         logits(folder, INT4)
@@ -151,7 +151,7 @@ def test_a_cut_head_is_another_entry(folder, roundings):
         with rounded_layers(of(rows), "int8") as layers:
             assert layers is not None
             assert layers.find("lm_head") is None
-            layers.save("lm_head", in_bytes(torch.ones(2, 8)))
+            layers.save("lm_head", int8_weight(torch.ones(2, 8)))
         assert len(entries()) == number
     with rounded_layers(of((1, 2)), "int8") as layers:
         assert layers is not None
@@ -308,7 +308,7 @@ def test_a_start_that_fails_leaves_nothing(folder):
     def interrupted() -> None:
         with rounded_layers(load_model(str(folder), CPU), "int8") as layers:
             assert layers is not None
-            layers.save("x", in_bytes(torch.ones(2, 2)))
+            layers.save("x", int8_weight(torch.ones(2, 2)))
             raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):

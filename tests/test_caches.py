@@ -144,7 +144,7 @@ class Walk:
 
 
 def cache_layers(scorer: Scorer) -> Sequence[Any]:
-    layers: Sequence[Any] = scorer.cache.model_arguments()["past_key_values"].layers
+    layers: Sequence[Any] = scorer.cache.model_kwargs()["past_key_values"].layers
     return layers
 
 
@@ -268,7 +268,7 @@ def test_only_what_the_cache_lacks_is_fed(kind, monkeypatch):
 @pytest.mark.parametrize("family", SLIDING)
 def test_dynamic_sliding_layers_hold_their_window_only(family):
     scorer = Scorer(tiny(family), "dynamic")
-    assert scorer.cache.prefill_apart
+    assert scorer.cache.separate_prefill
     walk = Walk(scorer, 60)
     scorer.logits(walk.context, walk.tokens(5))
     for layer in cache_layers(scorer):
@@ -344,7 +344,7 @@ def dropped(scorer: Scorer) -> int:
 @pytest.mark.parametrize("prompt", [20, 700])
 def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt):
     scorer = Scorer(tiny("mistral-sliding"), "preallocated")
-    assert not scorer.cache.prefill_apart
+    assert not scorer.cache.separate_prefill
     walk = Walk(scorer, prompt)
     while not dropped(scorer):
         walk.step(walk.random.choice([0, 30, 90]), check=walk.random.random() < 0.2)
@@ -467,7 +467,7 @@ def test_a_self_drafter_leaves_no_trace(family, kind, form, first_target):
 @pytest.mark.parametrize("drafter", ["none", "self:layers=1"])
 @pytest.mark.parametrize("kind", ["dynamic", "preallocated", "static"])
 def test_a_prompt_without_numbers_spoils_none_behind_it(kind, drafter):
-    spoilt, clean = [5, 6, *[7] * 40], [1, 2, 3, 4]
+    spoilt, zero_nonfinite = [5, 6, *[7] * 40], [1, 2, 3, 4]
 
     def target() -> Target:
         made: Any = tiny_llama()
@@ -481,10 +481,10 @@ def test_a_prompt_without_numbers_spoils_none_behind_it(kind, drafter):
     used, fresh = target(), target()
     with pytest.raises(RunError, match="no numbers"):
         answer(used, spoilt)
-    assert answer(used, clean) == answer(fresh, clean)
+    assert answer(used, zero_nonfinite) == answer(fresh, zero_nonfinite)
     for scorer in (used.scorer, fresh.scorer):
         scorer.begin()
-    assert torch.equal(used.scorer.logits(clean), fresh.scorer.logits(clean))
+    assert torch.equal(used.scorer.logits(zero_nonfinite), fresh.scorer.logits(zero_nonfinite))
 
 
 def test_self_drafts_are_those_of_the_cheaper_model():

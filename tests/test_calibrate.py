@@ -130,7 +130,7 @@ def cells() -> Iterator[Any]:
 @pytest.mark.parametrize(("family", "form", "pack"), list(cells()))
 def test_one_pass_drafts_what_a_drafter_would_draft_at_each_place(family, form, pack, count, monkeypatch):
     # FBGEMM's int8 layers round one row a little otherwise than several: with them the pass is an estimate.
-    monkeypatch.setattr("specbench.backends.torch.kernels.linear._pack_quick", lambda *_: None)
+    monkeypatch.setattr("specbench.backends.torch.kernels.linear._pack_fbgemm", lambda *_: None)
     target = wrap_target(MODELS[family](), None, pack=pack)
     model = cheaper_form(target.language_model.model, form.kept(4), form.int8)
     tokens = torch.randint(0, 61, (count + 7,), generator=torch.Generator().manual_seed(3)).tolist()

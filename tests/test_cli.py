@@ -1216,7 +1216,7 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, 
         assert json.loads(done.out)["identical"] is True
     tiny("--siblings", "2").refused(2, f"--dtype {dtype} does not go with siblings", "siblings=0")
 
-    rounds = dtype == "int8" or native.available()  # without, an int4 target's activations are not rounded
+    rounds = dtype == "int8" or native.is_available()  # without, an int4 target's activations are not rounded
     assert tiny("--cache", "dynamic").err.count(note) == rounds
 
 

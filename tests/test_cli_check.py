@@ -322,14 +322,14 @@ def test_a_rounded_target_is_not_compared_with_transformers(check, dtype):
     figures = check("--dtype", dtype, "--json", "--drafter", "lookup").json()
     assert figures["greedy"]["against_transformers"] is None
     assert figures["greedy"]["not_compared"] == f"it has no such {dtype} model"
-    assert figures["rounding"] == ("int8" if dtype == "int8" or native.available() else "float32")
+    assert figures["rounding"] == ("int8" if dtype == "int8" or native.is_available() else "float32")
     assert figures["verdict"] == "identical"
     assert "not compared" in check("--dtype", dtype).out
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
-    if dtype == "int4" and not native.available():
+    if dtype == "int4" and not native.is_available():
         pytest.skip("no native library here")
     result = check("--dtype", dtype, "--json", "--drafter", "lookup")
     figures = result.json()

@@ -60,7 +60,7 @@ def tune(cli, models, tmp_path, monkeypatch) -> Tune:
     )
     speeds(monkeypatch, {"lookup@auto": 2.0})
     monkeypatch.setattr(specbench.results.advice, "at_start", lambda _: [])
-    monkeypatch.setattr(loading, "available", lambda: False)  # native products, and with them int4
+    monkeypatch.setattr(loading, "is_available", lambda: False)  # native products, and with them int4
     few = lambda given, forms: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
 
     def call(*arguments: object, drafters: Any = few, factors: dict[str, float] | None = None) -> Result:
@@ -129,7 +129,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
 
 
 def test_int4_is_tried_where_its_passes_are_quicker(tune, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "available", lambda: True)
+    monkeypatch.setattr(loading, "is_available", lambda: True)
     said = tune(drafters=drafters_to_try)
     assert said.code == 0, said.err
     tried = {config["drafter"] for config in _configs(tmp_path / "results")}
@@ -137,7 +137,7 @@ def test_int4_is_tried_where_its_passes_are_quicker(tune, tmp_path, monkeypatch)
 
 
 def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "available", lambda: True)
+    monkeypatch.setattr(loading, "is_available", lambda: True)
 
     def of_small(given: Any, _: object) -> Any:
         return drafters_to_try(given, ())[3:]  # without those that need no model

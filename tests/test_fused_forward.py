@@ -486,12 +486,12 @@ def test_fused_forward_are_taken_again_when_a_hook_is_gone():
     scorer.begin()
     scorer.logits(CONTEXT)
     assert isinstance(scorer._pass, ways.FusedForward)
-    assert scorer._pass.is_open()
+    assert scorer._pass.is_available()
     handle = turn_output(model.model.layers[2].mlp)
-    assert not scorer._pass.is_open()
+    assert not scorer._pass.is_available()
     assert not takes_short_passes(model)
     handle.remove()
-    assert scorer._pass.is_open()
+    assert scorer._pass.is_available()
     assert takes_short_passes(model)
 
 
@@ -548,7 +548,7 @@ def deviation(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 
 
 def quick_here() -> bool:
-    return Int8Linear(torch.eye(4), None, alike=False).quick
+    return Int8Linear(torch.eye(4), None, row_invariant=False).float32_io
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
@@ -578,7 +578,7 @@ def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype():
     owner.logits(CONTEXT)
     drafting = Scorer(int8_copy(target), owner.cache)
     drafted = drafting.logits(CONTEXT, [5, 6])
-    layers = owner.cache.model_arguments()["past_key_values"].layers
+    layers = owner.cache.model_kwargs()["past_key_values"].layers
     assert {layer.keys.dtype for layer in layers} == {torch.bfloat16}
     assert drafted.dtype == torch.float32
     owner.rollback(len(CONTEXT))
@@ -593,12 +593,12 @@ def test_the_target_of_an_int8_copy_stays_as_it_was():
 
 
 def test_only_quick_products_are_read_in_float32(monkeypatch):
-    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "is_available", lambda: False)
     alike = build("Llama", torch.bfloat16, int8=True)
     assert {layer._carried for layer in fused_layers(alike) or ()} == {torch.bfloat16}
     if quick_here():
         quick = build("Llama", torch.bfloat16, packed=False)
-        quantize_linears(quick, alike=False)
+        quantize_linears(quick, row_invariant=False)
         assert {layer._carried for layer in fused_layers(quick) or ()} == {torch.float32}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specbench.backends.torch.kernels import instructions, native
-from specbench.backends.torch.kernels.instructions import allowed, has_bfloat16, has_vnni, processor_name
+from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni, is_allowed, processor_name
 from specbench.backends.torch.kernels.linear import can_pack
 
 
@@ -30,7 +30,7 @@ def test_a_limit_of_onednn_holds_for_everything(monkeypatch, name, limit, left):
         monkeypatch.delenv(each, raising=False)
     if limit is not None:
         monkeypatch.setenv(name, limit)
-    assert {each for each in ("avx512", "vnni", "bfloat16") if allowed(each)} == left
+    assert {each for each in ("avx512", "vnni", "bfloat16") if is_allowed(each)} == left
 
 
 def test_what_is_not_allowed_is_not_there(monkeypatch):

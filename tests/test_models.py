@@ -579,7 +579,7 @@ def test_memory_while_loading():
     assert of(torch.bfloat16, quantize=None) == (100_000, 100_000 + 2 * table)
     assert of(torch.bfloat16, quantize="int8") == (50_000 + table, 50_000 + table + 2 * table)
     assert of(torch.float32, quantize="int8") == (50_000 + 3 * table, 200_000 + 4 * table)
-    narrow = int(50_000 * 0.625 + table * (2 - 0.625)) if native.available() else 100_000
+    narrow = int(50_000 * 0.625 + table * (2 - 0.625)) if native.is_available() else 100_000
     assert of(torch.bfloat16, quantize="int4") == (narrow, narrow + 2 * table)
     config.intermediate_size = 300  # two layers of that width, joined and packed, are more than the head
     assert of(torch.float32, quantize=None) == (200_000, 200_000 + 4 * 4 * 300 * 10)

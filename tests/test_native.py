@@ -19,7 +19,12 @@ from specbench.backends.torch import trials
 from specbench.backends.torch.batch import BatchedModel, RequestFactory
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
-from specbench.backends.torch.head_forward import HeadForward, NativeHeadForward, Reading, choose_head_forward
+from specbench.backends.torch.head_forward import (
+    HeadForward,
+    HeadInput,
+    NativeHeadForward,
+    choose_head_forward,
+)
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.attention import fold_attention
@@ -28,7 +33,7 @@ from specbench.backends.torch.kernels.linear import (
     Int8Linear,
     PackedLinear,
     can_pack,
-    rounded_to_4_bits,
+    fake_quantize_int4,
 )
 from specbench.backends.torch.kernels.surgery import (
     first_layers,
@@ -36,7 +41,7 @@ from specbench.backends.torch.kernels.surgery import (
     int8_copy,
     pack_linears,
     quantize_linears,
-    round_linears,
+    quantize_linears_int4,
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
@@ -51,7 +56,7 @@ from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
 from specbench.options import CacheKind
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="no native library here")
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native library here")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 301, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -113,9 +118,9 @@ def test_products_are_those_of_the_rounded_weights(level):
         weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(choice.randrange(1000)))
         steps = weight.abs().amax(1, keepdim=True) / 127
         bytes_ = (weight / steps).round()
-        panels = native.Panels.of_bytes(bytes_.to(torch.int8), steps[:, 0])
+        panels = native.Panels.from_int8(bytes_.to(torch.int8), steps[:, 0])
         assert relative(panels.product(x), rows_in_bytes(x) @ (bytes_ * steps).double().T) < 1e-4
-        panels = native.Panels.of_weight(weight)
+        panels = native.Panels.quantize_int4(weight)
         rounded = panels.product(torch.eye(inputs)).T
         assert relative(panels.product(x), rows_in_bytes(x) @ rounded.double().T) < 1e-4
 
@@ -123,7 +128,7 @@ def test_products_are_those_of_the_rounded_weights(level):
 def test_a_row_of_a_product_has_the_same_bits_beside_any_others(level):
     weight = torch.randn(70, 200, generator=torch.Generator().manual_seed(0))
     x = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
-    for layer in (Int8Linear(weight, None, alike=False), Int4Linear(weight, None)):
+    for layer in (Int8Linear(weight, None, row_invariant=False), Int4Linear(weight, None)):
         one_by_one = torch.cat([layer(row) for row in x.split(1)])
         for width in (*range(2, 44), 300):
             assert torch.equal(layer(x[:width]), one_by_one[:width])
@@ -131,8 +136,8 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_others(level):
 
 def test_groups_get_the_scale_with_the_least_error():
     weight = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)) ** 3
-    found = native.Panels.of_weight(weight).product(torch.eye(200)).T
-    expected = rounded_to_4_bits(weight)
+    found = native.Panels.quantize_int4(weight).product(torch.eye(200)).T
+    expected = fake_quantize_int4(weight)
     assert (found - expected).abs().gt(1e-4).float().mean() < 0.01  # ties
     assert relative(found, weight) < 1.001 * relative(expected, weight)
     largest = weight.abs().amax(1, keepdim=True)
@@ -144,8 +149,8 @@ def test_a_weight_of_sixteen_values_stays_what_it_is():
     numbers = torch.randint(-8, 8, (40, 96), generator=torch.Generator().manual_seed(0)).float()
     numbers[:, ::32] = -8
     weight = numbers * 0.25
-    assert torch.equal(rounded_to_4_bits(weight), weight)
-    assert relative(native.Panels.of_weight(weight).product(torch.eye(96)).T, weight) < 1e-6
+    assert torch.equal(fake_quantize_int4(weight), weight)
+    assert relative(native.Panels.quantize_int4(weight).product(torch.eye(96)).T, weight) < 1e-6
 
 
 @pytest.mark.parametrize("most", [15, 12, 8])
@@ -156,8 +161,8 @@ def test_blocks_of_a_4_bit_file_come_back(most):
     codes[..., 0], codes[..., 1] = 0, most
     scales = torch.rand(40, 3, 1, generator=generator) + 0.1
     weight = (scales * codes + torch.randn(40, 3, 1, generator=generator)).view(40, 96)
-    assert relative(rounded_to_4_bits(weight), weight) < 0.01
-    assert relative(native.Panels.of_weight(weight).product(torch.eye(96)).T, weight) < 0.01
+    assert relative(fake_quantize_int4(weight), weight) < 0.01
+    assert relative(native.Panels.quantize_int4(weight).product(torch.eye(96)).T, weight) < 0.01
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -165,7 +170,7 @@ def test_zeros_huge_and_tiny_numbers(bits, level):
     ones = torch.ones
     for scale in (0.0, 1e-38, 1e-20, 1e20):
         for x, weight in ((ones(3, 50) * scale, ones(33, 50)), (ones(3, 50), ones(33, 50) * scale)):
-            layer = Int8Linear(weight, None, alike=False) if bits == 8 else Int4Linear(weight, None)
+            layer = Int8Linear(weight, None, row_invariant=False) if bits == 8 else Int4Linear(weight, None)
             found = layer(x)
             assert bool(found.isfinite().all())
             if scale != 1e-38:  # below what is told apart from zero
@@ -175,7 +180,7 @@ def test_zeros_huge_and_tiny_numbers(bits, level):
 def test_a_bias_and_other_dtypes(level):
     layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(2, 5, 64).bfloat16()
-    for kind in (lambda w, b: Int8Linear(w, b, alike=False), Int4Linear):
+    for kind in (lambda w, b: Int8Linear(w, b, row_invariant=False), Int4Linear):
         made = kind(layer.weight, layer.bias)
         found = made(x)
         assert found.shape == (2, 5, 48)
@@ -189,11 +194,11 @@ def test_without_the_library_weights_are_rounded_all_the_same(monkeypatch):
     assert own.panels is not None
     expected = own(x)
     monkeypatch.setattr(native, "_found", lambda: "it was not built")
-    assert native.why_not() == "it was not built"
-    assert Int8Linear(weight, None, alike=False).panels is None
+    assert native.why_unavailable() == "it was not built"
+    assert Int8Linear(weight, None, row_invariant=False).panels is None
     slow = Int4Linear(weight, None)
     assert slow.panels is None
-    assert not slow.rounds_rows
+    assert not slow.quantizes_rows
     assert relative(slow(x), expected) < 0.03
 
 
@@ -215,7 +220,7 @@ def test_products_are_those_of_numbers(dtype, level):
     choice = random.Random(0)
     for inputs, outputs in ((64, 128), (576, 960), (96, 33), (1500, 64), (17, 200), (2100, 70)):
         weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)).to(dtype)
-        made = [numbers(weight)] + ([native.Panels.of_halves(weight)] if dtype == torch.bfloat16 else [])
+        made = [numbers(weight)] + ([native.Panels.from_bfloat16(weight)] if dtype == torch.bfloat16 else [])
         for rows in (1, 2, 5, 6, 7, 13, choice.randint(14, 60), 100):
             x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
             expected = rows_like(x, dtype, level).double() @ weight.double().T
@@ -240,7 +245,7 @@ def test_long_sums_are_as_exact_as_short_ones():
 
 def test_a_weight_in_halves_comes_back():
     weight = torch.randn(70, 45, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(native.Panels.of_halves(weight).dense(), weight)
+    assert torch.equal(native.Panels.from_bfloat16(weight).dense(), weight)
 
 
 def test_where_all_orders_look_alike_none_is_taken():
@@ -248,8 +253,8 @@ def test_where_all_orders_look_alike_none_is_taken():
     assert PackedLinear(torch.zeros(128, 96), None).panels is None
     weight = torch.randn(128, 96)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 5)
-    assert native.Panels.of_packed(packed, weight) is not None
-    assert native.Panels.of_packed(packed, weight.roll(1)) is None
+    assert native.Panels.from_onednn(packed, weight) is not None
+    assert native.Panels.from_onednn(packed, weight.roll(1)) is None
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -300,7 +305,7 @@ def passes(scorer: Scorer) -> list[torch.Tensor]:
 
 def layers_of(scorer: Scorer) -> list[Any]:
     """Of what its cache holds."""
-    return list(scorer.cache.model_arguments()["past_key_values"].layers)
+    return list(scorer.cache.model_kwargs()["past_key_values"].layers)
 
 
 def deviation(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -524,7 +529,7 @@ def test_rows_attend_to_what_their_requests_hold(level):
     query = torch.randn(6, 6, 32, generator=choice)
     for dtype in (torch.float32, torch.bfloat16):
         keys, values = (torch.randn(1, 2, 300, 32, generator=choice).to(dtype) for _ in range(2))
-        assert native.attends(keys, values)
+        assert native.supports_attention(keys, values)
         found = native.Attention(asked)(query, keys, values)
         for request, rows, own in zip(asked, found.split([1, 3, 2]), query.split([1, 3, 2]), strict=True):
             held = cast("torch.Tensor", request.places).long()
@@ -795,8 +800,10 @@ def test_a_window_goes_the_short_way():
 
 def test_what_comes_out_differently_is_not_taken(monkeypatch):
     copy = int8_copy(build("Llama"))
-    whole = native.Stack.__call__
-    monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None))
+    whole = native.DecoderStack.__call__
+    monkeypatch.setattr(
+        native.DecoderStack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None)
+    )
     assert type(Scorer(copy)._pass) is ways.FusedForward
 
 
@@ -840,7 +847,7 @@ def head_of(bits: int, sizes: Mapping[str, Any] | None = None, **shape: Any) -> 
         for name, parameter in head.named_parameters():
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     head.eval().requires_grad_(False)
-    (quantize_linears if bits == 8 else round_linears)(cast("Any", head))
+    (quantize_linears if bits == 8 else quantize_linears_int4)(cast("Any", head))
     return head
 
 
@@ -854,7 +861,7 @@ def head_rows(way: HeadForward) -> list[torch.Tensor]:
 
     def read(first: int, end: int, mask: torch.Tensor | None, wanted: int, at: int | None = None) -> None:
         positions = torch.arange(first, end) if at is None else torch.full((end - first,), at)
-        (rows,) = way([Reading(embedded[first:end], features[first:end], positions, mask, caches, wanted)])
+        (rows,) = way([HeadInput(embedded[first:end], features[first:end], positions, mask, caches, wanted)])
         assert rows.features.shape == (end - first, hidden)
         assert rows.logits.shape == (wanted, 90)
         found.extend(rows)
@@ -897,7 +904,7 @@ def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
             embedded, features = torch.randn(2, length, hidden, generator=random_)
             positions = torch.arange(past, past + length)
             readings.append(
-                Reading(embedded, features, positions, mask if length < 5 else None, caches, min(2, length))
+                HeadInput(embedded, features, positions, mask if length < 5 else None, caches, min(2, length))
             )
         for found, reading, caches in zip(way(readings), readings, alone, strict=True):
             (expected,) = way([reading._replace(caches=caches)])
@@ -906,8 +913,10 @@ def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
 
 
 def test_a_head_that_comes_out_differently_goes_through_operators(monkeypatch):
-    whole = native.Stack.__call__
-    monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None))
+    whole = native.DecoderStack.__call__
+    monkeypatch.setattr(
+        native.DecoderStack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None)
+    )
     assert type(choose_head_forward(head_of(8))) is HeadForward
 
 

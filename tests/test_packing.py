@@ -68,8 +68,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.fixture(params=["native", "packed", "fallback"])
 def _with_and_without_operators(request, monkeypatch):
     if request.param != "native":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
+        monkeypatch.setattr(native, "is_available", lambda: False)
+    elif not native.is_available():
         pytest.skip("no native library here")
     if request.param == "fallback":
         monkeypatch.setattr(module, "_prepack_int8", lambda quantized: None)
@@ -84,7 +84,7 @@ def _with_and_without_operators(request, monkeypatch):
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
 @pytest.mark.parametrize("quickest", [1, 5])
 def test_a_packed_layer_computes_the_same(quickest, inputs, outputs, bias, dtype, monkeypatch):
-    monkeypatch.setattr(module, "quickest_rows", lambda dtype: quickest)
+    monkeypatch.setattr(module, "fastest_min_rows", lambda dtype: quickest)
     layer = linear(inputs, outputs, bias, dtype)
     packed = PackedLinear(layer.weight, layer.bias)
     for shape in ((1,), (2,), (5,), (33,), (1, 1), (1, 7), (2, 3, 4), (0,)):
@@ -106,10 +106,10 @@ def test_the_weight_comes_back(dtype):
 
 def test_a_trial_ends_as_soon_as_the_rest_cannot_change_it():
     for ratios in itertools.product((0.8, 1.0, 1.2), repeat=5):
-        taken = next(count for count in range(6) if module.settled(ratios[:count], 1.0, 5))
+        taken = next(count for count in range(6) if module.median_is_decided(ratios[:count], 1.0, 5))
         assert taken >= 3
         assert (statistics.median(ratios[:taken]) < 1) == (statistics.median(ratios) < 1)
-    assert not module.settled((0.8, 0.8), 1.0, 5)
+    assert not module.median_is_decided((0.8, 0.8), 1.0, 5)
 
 
 def test_what_cannot_be_packed():
@@ -163,10 +163,10 @@ def test_a_layer_is_gone_before_the_next_is_replaced(replace, monkeypatch):
 
 def test_rows_are_quantized_some_at_a_time(monkeypatch):
     weight = random_rows(10, 7)
-    quantized, scales = module.rounded(weight)
+    quantized, scales = module.quantize_int8(weight)
     assert torch.equal(quantized, (weight / scales[:, None]).round().to(torch.int8))
     monkeypatch.setattr(module, "_ROUNDED_AT_ONCE", 4 * 7)
-    assert all(map(torch.equal, module.rounded(weight), (quantized, scales)))
+    assert all(map(torch.equal, module.quantize_int8(weight), (quantized, scales)))
 
 
 @needs_packing
@@ -258,7 +258,7 @@ def test_without_the_operators_nothing_is_packed(monkeypatch):
     assert torch.equal(logits(model), expected)
 
 
-class Reading(nn.Module):
+class HeadInput(nn.Module):
     """Three layers that read one input, as decoder layers name them."""
 
     def __init__(self, bias: bool, dtype: torch.dtype) -> None:
@@ -275,7 +275,7 @@ class Reading(nn.Module):
 def test_layers_that_read_the_same_input_are_one_product(replace, bias, dtype, monkeypatch):
     if replace is pack_linears and not can_pack(dtype, "cpu"):
         pytest.skip("no packed layers here")
-    model: Any = Reading(bias, dtype)
+    model: Any = HeadInput(bias, dtype)
     weights = [layer.weight.clone() for layer in model.children()]
     inputs = [random_rows(rows, 64, dtype=dtype) for rows in (1, 5, 1)]
     expected = [model(x) for x in inputs]
@@ -300,7 +300,7 @@ def test_layers_that_read_the_same_input_are_one_product(replace, bias, dtype, m
 
 
 def test_layers_that_do_not_fit_together_stay_apart():
-    model: Any = Reading(True, torch.float32)
+    model: Any = HeadInput(True, torch.float32)
     model.v_proj = linear(64, 32, False)
     expected = model(random_rows(3, 64))
     quantize_linears(model)
@@ -347,10 +347,10 @@ def test_the_copy_of_a_shared_layer_is_shared():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
-@pytest.mark.parametrize("alike", [True, False])
-def test_an_int8_layer_is_close(inputs, outputs, bias, dtype, alike):
+@pytest.mark.parametrize("row_invariant", [True, False])
+def test_an_int8_layer_is_close(inputs, outputs, bias, dtype, row_invariant):
     layer = linear(inputs, outputs, bias, dtype)
-    quantized = Int8Linear(layer.weight, layer.bias, alike=alike)
+    quantized = Int8Linear(layer.weight, layer.bias, row_invariant=row_invariant)
     for shape in ((1,), (9,), (1, 7), (2, 3, 4)):
         x = random_rows(*shape, inputs, dtype=dtype)
         found = quantized(x)
@@ -372,7 +372,7 @@ def test_channels_have_scales_of_their_own():
 def test_rows_do_not_depend_on_the_rows_beside_them():
     layer = linear(100, 257, True)
     quantized = Int8Linear(layer.weight, layer.bias)
-    if not quantized.rounds_rows:
+    if not quantized.quantizes_rows:
         pytest.skip("without oneDNN's operators float additions may come in another order")
     x = random_rows(17, 100)
     x[4] *= 1e4  # an outlier beside them
@@ -383,10 +383,10 @@ def test_rows_do_not_depend_on_the_rows_beside_them():
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
-@pytest.mark.parametrize("alike", [True, False])
-def test_one_row_of_zeros_or_extremes_gives_no_nan(alike):
+@pytest.mark.parametrize("row_invariant", [True, False])
+def test_one_row_of_zeros_or_extremes_gives_no_nan(row_invariant):
     layer = linear(6, 4, True)
-    quantized = Int8Linear(layer.weight, layer.bias, alike=alike)
+    quantized = Int8Linear(layer.weight, layer.bias, row_invariant=row_invariant)
     assert torch.equal(quantized(torch.zeros(1, 6)), layer.bias[None])
     for scale in (1e-44, 1e-35, 1e30):
         assert bool(quantized(torch.full((1, 6), scale)).isfinite().all())
@@ -416,10 +416,10 @@ def test_tiny_and_huge_numbers_give_no_nan():
 def test_sums_do_not_overflow_without_vnni(monkeypatch):
     """Such a processor adds pairs of products in 16 bits; here it may be one that would not overflow."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "is_available", lambda: False)
     layer = linear(96, 64, True)
-    quick = Int8Linear(layer.weight, layer.bias, alike=False)
-    assert not quick.quick
+    quick = Int8Linear(layer.weight, layer.bias, row_invariant=False)
+    assert not quick.float32_io
     for scale in (1.0, 1e-3):
         x = torch.full((3, 96), scale)
         assert relative_error(quick(x), layer(x)) < 0.02

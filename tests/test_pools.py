@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_llama
 
-from specbench.backends.torch.blocks import Blocks, Table
+from specbench.backends.torch.blocks import BlockAllocator, BlockTable
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.pools import PAGE, KVPool, PoolKind, bytes_per_token
 from specbench.backends.torch.scorer import Scorer
@@ -28,10 +28,10 @@ KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 
 
 @dataclass
-class Held:
+class LayerGroup:
     """A request as the plain model has it: the tokens it has written, and room for more."""
 
-    table: Table = field(default_factory=Table)
+    table: BlockTable = field(default_factory=BlockTable)
     tokens: list[int] = field(default_factory=list)
     room: int = 0
 
@@ -40,14 +40,14 @@ class Plain:
     """What blocks hold, written out: by place, a token behind all that came before it; nothing is shared knowingly."""
 
     def __init__(self, count: int, size: int, most: int | None) -> None:
-        self.blocks, self.requests = Blocks(count, size, most), [Held() for _ in range(3)]
+        self.blocks, self.requests = BlockAllocator(count, size, most), [LayerGroup() for _ in range(3)]
         self.content: dict[int, tuple[int, ...]] = {}
 
-    def places(self, held: Held, start: int, end: int) -> list[int]:
+    def places(self, held: LayerGroup, start: int, end: int) -> list[int]:
         size = self.blocks.size
         return [held.table.blocks[i // size] * size + i % size for i in range(start, end)]
 
-    def append(self, held: Held, tokens: list[int]) -> None:
+    def append(self, held: LayerGroup, tokens: list[int]) -> None:
         start, end = len(held.tokens), len(held.tokens) + len(tokens)
         before = [list(held.table.blocks), self.blocks.free]
         copied = self.blocks.extend(held.table, start, end)
@@ -67,14 +67,14 @@ class Plain:
         held.room = end
         self.blocks.publish(held.table, held.tokens)
 
-    def truncate(self, held: Held, length: int) -> None:
+    def truncate(self, held: LayerGroup, length: int) -> None:
         del held.tokens[length:]
         held.room = len(held.tokens)
         self.blocks.truncate(held.table, len(held.tokens))
 
-    def adopt(self, held: Held, tokens: list[int]) -> None:
+    def share_prefix(self, held: LayerGroup, tokens: list[int]) -> None:
         self.truncate(held, 0)
-        count = self.blocks.adopt(held.table, tokens)
+        count = self.blocks.share_prefix(held.table, tokens)
         assert count % self.blocks.size == 0
         held.tokens, held.room = tokens[:count], count
 
@@ -107,7 +107,7 @@ def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slot
         if action == "append" and len(held.tokens) + len(tokens) <= plain.blocks.most * size:
             plain.append(held, tokens)
         elif action == "adopt":
-            plain.adopt(held, [*other.tokens, *tokens])
+            plain.share_prefix(held, [*other.tokens, *tokens])
         elif action == "truncate":
             plain.truncate(held, max(0, len(held.tokens) - choice.randrange(1, size + 2)))
         elif action == "free":
@@ -123,17 +123,17 @@ def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slot
 @pytest.mark.parametrize("slotted", [False, True])
 def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted):
     choice = random.Random(0)
-    blocks = Blocks(64, 64 if slotted else 8, 1 if slotted else None)
+    blocks = BlockAllocator(64, 64 if slotted else 8, 1 if slotted else None)
     beginnings = [[choice.randrange(50) for _ in range(24)] for _ in range(4)]
-    live: list[tuple[Table, list[int]]] = []
+    live: list[tuple[BlockTable, list[int]]] = []
     begun = adopted = put_back = 0
     while begun < 10_000 or live:
         if begun < 10_000 and (not live or choice.random() < 0.4):
-            table = Table()
+            table = BlockTable()
             tokens = choice.choice(beginnings) + [
                 choice.randrange(50) for _ in range(choice.randrange(1, 20))
             ]
-            held = blocks.adopt(table, tokens[:-1])
+            held = blocks.share_prefix(table, tokens[:-1])
             adopted += held > 0
             begun += 1
             if blocks.extend(table, held, len(tokens)) is None:
@@ -163,8 +163,8 @@ def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted):
 
 
 def test_neighbors_are_taken_as_long_as_there_are_any():
-    blocks = Blocks(32, 4)
-    tables = [Table() for _ in range(4)]
+    blocks = BlockAllocator(32, 4)
+    tables = [BlockTable() for _ in range(4)]
     for end in range(4, 33, 4):  # all of them grow in turn
         for table in tables:
             assert blocks.extend(table, end - 4, end) == []
@@ -174,14 +174,14 @@ def test_neighbors_are_taken_as_long_as_there_are_any():
 
 
 def test_a_request_that_never_fits_is_told_apart_from_one_that_waits():
-    blocks, first, second = Blocks(4, 4), Table(), Table()
+    blocks, first, second = BlockAllocator(4, 4), BlockTable(), BlockTable()
     assert blocks.extend(first, 0, 9) == []
     assert blocks.extend(second, 0, 9) is None
     assert second.blocks == []
     with pytest.raises(UsageError, match="17 tokens needs more than the pool has for one: 16"):
         blocks.extend(second, 0, 17)
     with pytest.raises(UsageError, match="5 tokens needs more than the pool has for one: 4"):
-        Blocks(4, 4, 1).extend(second, 0, 5)
+        BlockAllocator(4, 4, 1).extend(second, 0, 5)
 
 
 # -- what a slot holds -----------------------------------------------------------------------------

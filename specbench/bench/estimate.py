@@ -299,18 +299,18 @@ def _drafter_weights(
 def _bytes_per_number(options: LoadOptions) -> float:
     """Of weights: "auto" is half precision where the device computes in it."""
     from specbench.backends.torch.kernels.instructions import has_bfloat16
-    from specbench.backends.torch.kernels.linear import rounded_bytes
+    from specbench.backends.torch.kernels.linear import bytes_per_weight
     from specbench.models.devices import resolve_device
 
     rounded = quantized(options.dtype)
     if rounded is None and options.dtype != "auto":
         return 4 if options.dtype == "float32" else 2
     wide = 2 if resolve_device(options.device).type != "cpu" or has_bfloat16() else 4
-    return wide if rounded is None else rounded_bytes(rounded, wide)
+    return wide if rounded is None else bytes_per_weight(rounded, wide)
 
 
 def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progress: Progress | None) -> int:
-    from specbench.backends.torch.kernels.linear import rounded_bytes
+    from specbench.backends.torch.kernels.linear import bytes_per_weight
     from specbench.models.devices import resolve_device
 
     own = spec.model_part
@@ -318,7 +318,7 @@ def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progres
         own, SelfForm
     ):  # unquantized layers share the target's weights; a calibrated form may be int8
         if own.int4:
-            return int(target * rounded_bytes("int4", 2))
+            return int(target * bytes_per_weight("int4", 2))
         return target if own.int8 or own.calibrated else 0
     if own.model_spec is None:
         return 0

@@ -153,13 +153,13 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
     import torch
 
     from specbench.backends.torch.forward import FusedForward
-    from specbench.backends.torch.kernels.native import why_not
-    from specbench.backends.torch.kernels.surgery import kind_of_rounding
+    from specbench.backends.torch.kernels.native import why_unavailable
+    from specbench.backends.torch.kernels.surgery import quantization_of
     from specbench.backends.torch.scorer import Scorer
 
     if scorer is None or scorer.device.type != "cpu":
         return None
-    if kind_of_rounding(scorer.model) is not None:
-        return why_not()
+    if quantization_of(scorer.model) is not None:
+        return why_unavailable()
     short = isinstance(scorer, Scorer) and issubclass(scorer.way, FusedForward)  # a head has a way of its own
-    return why_not() if short and scorer.model.dtype != torch.float16 else None
+    return why_unavailable() if short and scorer.model.dtype != torch.float16 else None

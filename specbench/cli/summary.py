@@ -13,7 +13,7 @@ from specbench.decoding.records import PARTS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specbench.backends.torch.blocks import PoolUse
+    from specbench.backends.torch.blocks import PoolUsage
     from specbench.decoding.origins import Origin
     from specbench.decoding.records import Generation, Step
 
@@ -162,7 +162,7 @@ def show_many(
     prompts: int,
     failed: int,
     seconds: float,
-    use: PoolUse | None,
+    use: PoolUsage | None,
     why_not_batched: str | None,
     apart: bool,
 ) -> None:

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from specbench.backends.torch.kernels.linear import rounded_bytes
+from specbench.backends.torch.kernels.linear import bytes_per_weight
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
@@ -375,7 +375,7 @@ def weight_memory(
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
     words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
-    linear = loaded.itemsize if quantize is None else rounded_bytes(quantize, loaded.itemsize)
+    linear = loaded.itemsize if quantize is None else bytes_per_weight(quantize, loaded.itemsize)
     kept = int(numbers * linear + words * width * (loaded.itemsize - linear))
     # Two layers that become one product are there three times for a moment, a single one twice.
     working = max(words, 4 * (inner or 4 * width)) * width * loaded.itemsize

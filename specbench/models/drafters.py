@@ -14,7 +14,7 @@ import torch
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_scorers import (
     AnyHeadScorer,
-    BlockScorer,
+    DFlashScorer,
     EagleScorer,
     MedusaScorer,
     ParallelScorer,
@@ -23,7 +23,7 @@ from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import (
     pack_linears,
     quantize_linears,
-    round_linears,
+    quantize_linears_int4,
     trim_head,
 )
 from specbench.backends.torch.scorer import FittedLogits, Scorer
@@ -277,7 +277,7 @@ def wrap_drafter(
         _cut_head(language_model, draftable)
     rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
     if rounded is not None:
-        quantize(language_model, rounded, alike=False, progress=progress)
+        quantize(language_model, rounded, row_invariant=False, progress=progress)
         dtype = rounded
     else:
         announce(progress, f"packing {language_model.name}")
@@ -335,10 +335,10 @@ def wrap_head(
     module.to(device=device, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
     if rounded == "int4":
-        round_linears(module)
+        quantize_linears_int4(module)
         name = "int4"
     elif quantize and device.type == "cpu":
-        quantize_linears(module, alike=False)
+        quantize_linears(module, row_invariant=False)
         name = "int8"
     else:
         pack_linears(module)
@@ -354,8 +354,8 @@ def wrap_head(
     return HeadDrafter(scorer, f"{head.name} ({name})")
 
 
-_SCORERS: Mapping[str, type[EagleScorer] | type[BlockScorer]] = {
-    "dflash": BlockScorer,
+_SCORERS: Mapping[str, type[EagleScorer] | type[DFlashScorer]] = {
+    "dflash": DFlashScorer,
     "peagle": ParallelScorer,
 }
 """Of heads of decoder layers, by kind; of the others ``EagleScorer``."""

@@ -20,7 +20,7 @@ import torch
 from specbench._version import __version__
 from specbench.backends.torch.dtype_timing import sample_in, time_samples
 from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.instructions import circumstances
+from specbench.backends.torch.kernels.instructions import cpu_signature
 from specbench.base.errors import SpecbenchError
 from specbench.models.json_store import JsonStore
 
@@ -87,8 +87,8 @@ def dtype_key(weights: str) -> str:
         weights: See ``checkpoints.headers_digest``.
     """
     facts = [
-        *circumstances(),
-        native.why_not(),
+        *cpu_signature(),
+        native.why_unavailable(),
         torch.__version__,
         metadata.version("transformers"),
         __version__,

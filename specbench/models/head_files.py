@@ -15,9 +15,9 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 
 from specbench.backends.torch.heads import (
-    BlockHead,
+    DFlashHead,
+    Eagle1Head,
     EagleHead,
-    EagleOneHead,
     EagleShape,
     MedusaHeads,
     ParallelEagleHead,
@@ -295,17 +295,17 @@ class HeadFiles:
             norm_output=bool(settings.get("norm_output")),
         )
 
-    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | BlockHead:
+    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | DFlashHead:
         """A head of decoder layers without weights; for the arguments see ``eagle_shape``."""
         shape = self.eagle_shape(names, states)
         with torch.device("meta"):
             if self.kind == "dflash":
                 mask = self._token("mask_token_id", self._of_block("mask_token_id"))
-                return BlockHead(shape, shape.layers, self.number("block_size"), mask)
+                return DFlashHead(shape, shape.layers, self.number("block_size"), mask)
             if self.kind == "peagle":
                 key = next((key for key in _MASKS if key in self.settings), _MASKS[0])
                 return ParallelEagleHead(shape, self._ahead(), self._token(key, self.settings.get(key)))
-            return EagleHead(shape) if self.kind == "eagle3" else EagleOneHead(shape)
+            return EagleHead(shape) if self.kind == "eagle3" else Eagle1Head(shape)
 
     def _token(self, key: str, value: Any) -> int:
         """A token that its configuration names."""

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from specbench._version import __version__
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
-from specbench.backends.torch.kernels.linear import Rounded, RoundedWeight
+from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight
 from specbench.base.files import sha256, sync, write_text
 from specbench.base.progress import Progress, announce
 from specbench.models.cache import LAYERS_FOLDER, cache_folder, folder_size
@@ -64,7 +64,7 @@ def rounded_layers(
         kind: To what they are rounded.
         progress: Told what is being done.
     """
-    files, panels = model.files, native.available()
+    files, panels = model.files, native.is_available()
     if (
         files is None
         or files.numbers < _WORTH_KEEPING
@@ -137,7 +137,7 @@ def _file(place: str) -> str:
     return hashlib.sha256(place.encode()).hexdigest()[:32] + ".safetensors"
 
 
-def _tensors(weight: RoundedWeight) -> dict[str, torch.Tensor]:
+def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
     """What a file holds of a weight."""
     if isinstance(weight, native.Panels):
         return {"panels": weight.data, "sizes": torch.tensor([weight.bits, weight.outputs, weight.inputs])}
@@ -150,17 +150,17 @@ class _Found:
     def __init__(self, entry: Path) -> None:
         self.entry = entry
 
-    def find(self, place: str) -> RoundedWeight | None:
+    def find(self, place: str) -> QuantizedWeight | None:
         path = self.entry / _file(place)
         if not path.exists():
             return None
         tensors = load_file(path)
         if "panels" not in tensors:
-            return Rounded(tensors["quantized"], tensors["scales"])
+            return Int8Weight(tensors["quantized"], tensors["scales"])
         bits, outputs, inputs = tensors["sizes"].tolist()
-        return native.Panels.of_data(bits, outputs, inputs, tensors["panels"])
+        return native.Panels.from_data(bits, outputs, inputs, tensors["panels"])
 
-    def save(self, place: str, weight: RoundedWeight) -> None:
+    def save(self, place: str, weight: QuantizedWeight) -> None:
         """A layer that the entry lacks stays out of it."""
 
 
@@ -171,10 +171,10 @@ class _Made:
         self.work, self.parent, self.name = work, parent, name
         self.hashes: dict[str, str] | None = {}
 
-    def find(self, place: str) -> RoundedWeight | None:  # noqa: ARG002 - nothing is there yet
+    def find(self, place: str) -> QuantizedWeight | None:  # noqa: ARG002 - nothing is there yet
         return None
 
-    def save(self, place: str, weight: RoundedWeight) -> None:
+    def save(self, place: str, weight: QuantizedWeight) -> None:
         if self.hashes is None:
             return
         path, tensors = self.work / _file(place), _tensors(weight)

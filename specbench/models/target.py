@@ -12,11 +12,11 @@ from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import PackedLinear
 from specbench.backends.torch.kernels.surgery import (
-    holds,
-    kind_of_rounding,
+    has_layer,
     pack_linears,
+    quantization_of,
     quantize_linears,
-    round_linears,
+    quantize_linears_int4,
 )
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
@@ -172,7 +172,7 @@ def prepare_target(
     elif pack:
         announce(progress, f"packing {language_model.name}")
         pack_linears(model)
-    dtype = kind_of_rounding(model) or dtype
+    dtype = quantization_of(model) or dtype
     announce(progress, f"trying out passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
@@ -181,18 +181,22 @@ def prepare_target(
         language_model,
         scorer,
         dtype,
-        holds(model, PackedLinear),
+        has_layer(model, PackedLinear),
         tried and widths_differ is None,
         widths_differ,
     )
 
 
 def quantize(
-    language_model: LanguageModel, rounded: QuantizedName, *, alike: bool = True, progress: Progress | None
+    language_model: LanguageModel,
+    rounded: QuantizedName,
+    *,
+    row_invariant: bool = True,
+    progress: Progress | None,
 ) -> None:
-    """Round the linear layers of a model, in place, or take what is kept of them; for ``alike`` see ``Int8Linear``."""
+    """Round the linear layers of a model, in place, or load them; for ``row_invariant`` see ``Int8Linear``."""
     with rounded_layers(language_model, rounded, progress) as layers:
         if rounded == "int8":
-            quantize_linears(language_model.model, alike=alike, layers=layers)
+            quantize_linears(language_model.model, row_invariant=row_invariant, layers=layers)
         else:
-            round_linears(language_model.model, layers=layers)
+            quantize_linears_int4(language_model.model, layers=layers)

@@ -340,7 +340,7 @@ def _drafting_logits(model: Any, text: _Text) -> torch.Tensor:
     sees = torch.cat([before, torch.eye(count, dtype=torch.bool, device=embeddings.device)], dim=1)
     mask = torch.zeros(sees.shape, dtype=model.dtype, device=embeddings.device)
     mask.masked_fill_(~sees, torch.finfo(model.dtype).min)
-    arguments = text.cache.model_arguments()
+    arguments = text.cache.model_kwargs()
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = count
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specbench.backends.torch.kernels.native import available
+from specbench.backends.torch.kernels.native import is_available
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
@@ -159,7 +159,7 @@ def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[
 
 def _tries_int4(dtype: str, device: str) -> bool:
     """Whether weights are tried in 4 bits too: where no dtype is asked for, and passes over them are quicker so."""
-    return dtype == "auto" and resolve_device(device).type == "cpu" and available()
+    return dtype == "auto" and resolve_device(device).type == "cpu" and is_available()
 
 
 def _small_models(loaded_drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
@@ -177,7 +177,7 @@ def _own_forms(models: ModelOptions) -> list[SelfForm]:
     """Forms of the target that are tried without calibration; int4 only where its passes are quicker for it."""
     if resolve_device(models.device).type != "cpu" or quantized(models.dtype) is not None:
         return []
-    return [_INT8, _INT4] if available() else [_INT8]
+    return [_INT8, _INT4] if is_available() else [_INT8]
 
 
 def _fitting(

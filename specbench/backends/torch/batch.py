@@ -1,7 +1,7 @@
 """One loaded model for many requests: a scorer for each, and passes over all that they ask for at once.
 
 The rows of all requests stand one behind the other, without padding: every linear layer reads its weights once for all
-of them, and only attention goes by request (``kernels.attention.Ragged``).
+of them, and only attention goes by request (``kernels.attention.RaggedKV``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from specbench.backends.torch.blocks import PoolUse
+from specbench.backends.torch.blocks import PoolUsage
 from specbench.backends.torch.caches import KVCache, NoKVCache, PreallocatedKVCache, make_cache
 from specbench.backends.torch.forward import RaggedForward
 from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
-from specbench.backends.torch.pools import Joined, KVPool, Part, PoolKind, Slot, fits_pools
+from specbench.backends.torch.pools import (
+    BatchedCache,
+    KVPool,
+    PooledCache,
+    PoolKind,
+    RequestTokens,
+    supports_pool,
+)
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -47,13 +54,13 @@ class BatchedModel:
             self.why_not_batched = "Every request has a cache of its own, which grows."
             return
         self._forward = RaggedForward(scorer.model, scorer.way)
-        if exact and scorer.rounding == torch.int8 and not self._forward.is_alike(pool):
+        if exact and scorer.rounding == torch.int8 and not self._forward.is_row_invariant(pool):
             self.why_not_batched = (
                 "Its layers round what they are given to bytes, which makes much of a sum's last bit, and not all of"
                 " its passes are native ones."
             )
         else:
-            self.why_not_batched = scorer.why_not_ragged(pool.kind)
+            self.why_not_batched = scorer.why_not_batchable(pool.kind)
 
     def open(self, shared: KVCache | None = None) -> Scorer:
         """A scorer for one more request.
@@ -98,7 +105,7 @@ class BatchedModel:
         held = [feed.part.slot.length for feed in feeds]
         try:
             made = self._forward(
-                ids, Joined(self.pool, [feeds[i].part for i in order], device), places, layers
+                ids, BatchedCache(self.pool, [feeds[i].part for i in order], device), places, layers
             )
             found = []
             for i, (scorer, each) in enumerate(zip(scorers, asked, strict=True)):
@@ -111,7 +118,7 @@ class BatchedModel:
                 feed.part.slot.rollback(length)
             raise
         for scorer, each in zip(scorers, asked, strict=True):
-            scorer.was_fed(each)
+            scorer.mark_read(each)
         return found
 
 
@@ -119,20 +126,20 @@ class _Feed(NamedTuple):
     """What one request brings to a pass, and how many of its rows are wanted, counted from the end."""
 
     tokens: list[int]
-    part: Part
+    part: RequestTokens
     rows: int
 
 
 def _feed(scorer: Scorer, asked: Pass) -> _Feed:
     """What a pass feeds, by what the scorer holds."""
-    slot = cast("Slot", scorer.cache)
+    slot = cast("PooledCache", scorer.cache)
     context, drafted, held = asked.context, asked.tokens, slot.length
     lacking = list(context[held:])
     left = list(drafted[max(0, held - len(context)) :])
     tokens = lacking + left
     if asked.parents is None:
         rows = len(drafted) + 1 if asked.rows is None else asked.rows
-        return _Feed(tokens, Part(slot, range(held, held + len(tokens))), rows)
+        return _Feed(tokens, RequestTokens(slot, range(held, held + len(tokens))), rows)
     past, end = len(context) - 1, held + len(tokens)
     before = range(held, past)  # of the context, in front of its last token
     cpu = torch.device("cpu")
@@ -140,7 +147,9 @@ def _feed(scorer: Scorer, asked: Pass) -> _Feed:
     tree = tree_mask(past, asked.parents, end, cpu)[0, 0].numpy()
     positions = [*before, *tree_positions(past, asked.parents, cpu)[0].tolist()[max(0, held - past) :]]
     rows = len(tokens) - len(before) if asked.rows is None else asked.rows
-    return _Feed(tokens, Part(slot, positions, np.concatenate([seen, tree[max(0, held - past) :]])), rows)
+    return _Feed(
+        tokens, RequestTokens(slot, positions, np.concatenate([seen, tree[max(0, held - past) :]])), rows
+    )
 
 
 _AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)
@@ -197,7 +206,7 @@ class RequestFactory:
         return "Every request has a cache of its own." if batched is None else batched.why_not_batched
 
     @property
-    def use(self) -> PoolUse | None:
+    def use(self) -> PoolUsage | None:
         """How much of the target's pool is taken; ``None`` without one."""
         return None if self._pool is None else self._pool.use
 
@@ -225,7 +234,7 @@ class RequestFactory:
             own, pool = loaded is self._target, self._pool
             if own or loaded.cache is not self._target.cache:
                 config = loaded.model.config
-                fits = fits_pools(config)
+                fits = supports_pool(config)
                 pool = KVPool(config, self._kind, self._tokens, self._requests) if fits else None
             self._models[loaded] = BatchedModel(loaded, pool, exact=own)
             if own:

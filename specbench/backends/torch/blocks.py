@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PoolUse:
+class PoolUsage:
     """How much of a pool is taken.
 
     Attributes:
@@ -37,7 +37,7 @@ class PoolUse:
     bytes: int
 
 
-class Table:
+class BlockTable:
     """The blocks that a request holds, in the order of its positions.
 
     Attributes:
@@ -50,7 +50,7 @@ class Table:
         self.known: list[bytes] = []
 
 
-class Blocks:
+class BlockAllocator:
     """Which blocks are whose. Knows nothing of what they hold but the tokens.
 
     Args:
@@ -76,7 +76,7 @@ class Blocks:
         """How many several hold."""
         return int((self._holders > 1).sum())
 
-    def extend(self, table: Table, start: int, end: int) -> list[tuple[int, int]] | None:
+    def extend(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
         """Let a request write its positions from ``start`` to ``end``.
 
         Returns:
@@ -112,7 +112,7 @@ class Blocks:
         self.peak = max(self.peak, self.count - self.free)
         return copied
 
-    def truncate(self, table: Table, length: int) -> None:
+    def truncate(self, table: BlockTable, length: int) -> None:
         """Keep the blocks of the first ``length`` positions."""
         kept = -(-length // self.size)
         for block in table.blocks[kept:]:
@@ -120,7 +120,7 @@ class Blocks:
         del table.blocks[kept:]
         del table.known[length // self.size :]
 
-    def publish(self, table: Table, tokens: Sequence[int]) -> None:
+    def publish(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Let others share the whole blocks of a request's first tokens."""
         if self.most == 1:
             return
@@ -132,7 +132,7 @@ class Blocks:
                 self._found[digest] = block
                 self._digests[block] = digest
 
-    def adopt(self, table: Table, tokens: Sequence[int]) -> int:
+    def share_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Let a request that holds nothing share the blocks of the longest beginning of ``tokens`` that is there.
 
         Returns:
@@ -148,7 +148,7 @@ class Blocks:
             table.known.append(digest)
         return len(table.blocks) * self.size
 
-    def _digest(self, table: Table, tokens: Sequence[int], index: int) -> bytes:
+    def _digest(self, table: BlockTable, tokens: Sequence[int], index: int) -> bytes:
         """Of all tokens up to the end of a block, those of the blocks before it being known."""
         before = table.known[index - 1] if index else b""
         part = np.array(tokens[index * self.size : (index + 1) * self.size], dtype=np.int64)
@@ -158,12 +158,12 @@ class Blocks:
         """A free block: the one behind ``before`` if it can be, for neighbors are read without copying them."""
         block = -1 if before is None else before + 1
         if not 0 < block < self.count or self._holders[block]:
-            block = self._lonely()
+            block = self._best_free_block()
         self._holders[block] = 1
         self.free -= 1
         return block
 
-    def _lonely(self) -> int:
+    def _best_free_block(self) -> int:
         """A free block with many free ones behind it, and before it."""
         free = np.flatnonzero(self._holders == 0)
         if self.most == 1:
@@ -187,7 +187,7 @@ class Blocks:
             del self._found[digest]
 
 
-class Store:
+class KVBuffers:
     """The keys and values of one layer for all requests, [1, heads, positions, size], made when the first ones come.
 
     Args:
@@ -225,7 +225,7 @@ class Store:
                 source, target = source.to(entries.device), target.to(entries.device)
                 entries.index_copy_(2, target, entries.index_select(2, source))
 
-    def clean(self, first: int, end: int) -> None:
+    def zero_nonfinite(self, first: int, end: int) -> None:
         """Take what is no number out of a stretch that others read behind their end: 0 · NaN is NaN."""
         if self.made:
             for entries in (self.keys, self.values):
@@ -234,11 +234,11 @@ class Store:
                     stretch.zero_()
 
 
-class Mark:
+class ContextId:
     """Another object is a sign of another context."""
 
 
-class Reach:
+class KVView:
     """Which positions of a layer's buffers some requests attend to.
 
     Args:
@@ -266,9 +266,9 @@ class Reach:
         return entries.as_strided(shape, steps, self._first * of_positions)
 
 
-def reach_of(places: torch.Tensor, device: torch.device) -> Reach:
+def view_of(places: torch.Tensor, device: torch.device) -> KVView:
     """Of one request, by the places of its positions on the CPU, [count]; there is at least one."""
     first, count = int(places[0]), len(places)
     if bool((places[1:] - places[:-1] == 1).all()):
-        return Reach(1, first, count, 0)
-    return Reach(1, first, count, 0, places.to(device))
+        return KVView(1, first, count, 0)
+    return KVView(1, first, count, 0, places.to(device))

@@ -47,7 +47,7 @@ def gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None:
                     entries.narrow(2, start, count).copy_(entries.index_select(2, picked.to(entries.device)))
 
 
-def forgets(layer: object) -> bool:
+def drops_positions(layer: object) -> bool:
     return isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
 
 
@@ -139,11 +139,11 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         if self.block > 1 and self.written:  # of others nothing is handed out behind the used positions
-            clean(self, self.written)
+            zero_nonfinite(self, self.written)
         self.used = self.written = 0
 
 
-class SteppedLayer(PreallocatedLayer):
+class GrowingLayer(PreallocatedLayer):
     """What a native pass makes of a ``DynamicLayer``: buffers that grow in steps, for they may hold long contexts.
 
     Args:
@@ -215,7 +215,7 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
         self.dropped = 0
 
 
-class Held:
+class LayerGroup:
     """Layers of a cache that native passes lengthen together.
 
     Attributes:
@@ -239,7 +239,7 @@ class Held:
         tokens: int,
         dtypes: Sequence[torch.dtype],
         empty: torch.Tensor,
-    ) -> Held | None:
+    ) -> LayerGroup | None:
         """Those that hold so many positions more from now on, which the caller writes.
 
         Args:
@@ -256,11 +256,11 @@ class Held:
         """
         for place in places:
             if type(layers[place]) is DynamicLayer:
-                layers[place] = SteppedLayer(layers[place])
+                layers[place] = GrowingLayer(layers[place])
         own = [layers[place] for place in places]
         length = own[0].get_seq_length()
         if not all(
-            type(layer) in (SteppedLayer, PreallocatedLayer) and layer.used == length for layer in own
+            type(layer) in (GrowingLayer, PreallocatedLayer) and layer.used == length for layer in own
         ):
             return None
         for layer in own:
@@ -290,7 +290,7 @@ class Held:
 
 
 @torch.inference_mode()
-def clean(layer: Any, length: int) -> None:
+def zero_nonfinite(layer: Any, length: int) -> None:
     """Take what is no number out of a layer's first positions: a masked entry counts 0 times, and 0 · NaN is NaN."""
     for buffer in (layer.keys, layer.values):
         held = buffer[:, :, :length]

@@ -23,13 +23,13 @@ from transformers.cache_utils import (
 
 from specbench.backends.torch.cache_layers import (
     FIRST_CAPACITY,
+    GrowingLayer,
     PreallocatedLayer,
     PreallocatedSlidingLayer,
-    SteppedLayer,
     buffer_like,
-    clean,
-    forgets,
+    drops_positions,
     gather,
+    zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.base.errors import UsageError
@@ -52,12 +52,12 @@ class KVCache(Protocol):
         ...
 
     @property
-    def prefill_apart(self) -> bool:
+    def separate_prefill(self) -> bool:
         """Whether the prompt needs a pass of its own before tokens that may be rolled back."""
         ...
 
     @property
-    def widest_pass(self) -> int | None:
+    def max_exact_tokens(self) -> int | None:
         """Tokens up to which a position's sums do not depend on the pass it is computed in; ``None``: not known."""
         ...
 
@@ -74,11 +74,11 @@ class KVCache(Protocol):
         """Have the entries at these positions stand from ``start`` on, in every layer; where trees are taken."""
         ...
 
-    def model_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         """The keyword arguments that hand this cache to a ``transformers`` model."""
         ...
 
-    def after_pass(self) -> None:
+    def after_forward(self) -> None:
         """A pass has just been made on this cache."""
         ...
 
@@ -147,8 +147,8 @@ class NoKVCache:
     """No cache: every pass feeds the whole context."""
 
     length = 0
-    prefill_apart = False
-    widest_pass = None
+    separate_prefill = False
+    max_exact_tokens = None
     takes_trees = False
 
     def keys(self, tokens: int) -> int:
@@ -157,10 +157,10 @@ class NoKVCache:
     def gather(self, start: int, positions: Sequence[int]) -> None:
         """Nothing is kept."""
 
-    def model_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"use_cache": False}
 
-    def after_pass(self) -> None:
+    def after_forward(self) -> None:
         """Nothing was kept."""
 
     def rollback(self, length: int) -> None:
@@ -173,14 +173,14 @@ class NoKVCache:
 class DynamicKVCache:
     """``transformers``' DynamicCache with the layer kinds the model's configuration asks for.
 
-    Native passes make ``SteppedLayer`` of its full-attention layers (``Held``).
+    Native passes make ``GrowingLayer`` of its full-attention layers (``LayerGroup``).
 
     Layers that forget (sliding windows, convolution states) can be rolled back only if they record the past: recording
     is switched on after the first pass, so that a long prompt is not kept whole, and from then on every rollback crops
     every such layer, also when nothing is removed (that trims it to its window).
     """
 
-    widest_pass = None
+    max_exact_tokens = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config
@@ -189,7 +189,7 @@ class DynamicKVCache:
     def reset(self) -> None:
         self._cache = DynamicCache(config=self._config)
         self._recording = False
-        self.prefill_apart = any(forgets(layer) for layer in self._cache.layers)
+        self.separate_prefill = any(drops_positions(layer) for layer in self._cache.layers)
 
     @property
     def length(self) -> int:
@@ -197,7 +197,7 @@ class DynamicKVCache:
 
     @property
     def takes_trees(self) -> bool:
-        kinds = (DynamicLayer, SteppedLayer, DummyLayer)
+        kinds = (DynamicLayer, GrowingLayer, DummyLayer)
         return all(type(layer) in kinds for layer in self._cache.layers)
 
     def keys(self, tokens: int) -> int:
@@ -206,10 +206,10 @@ class DynamicKVCache:
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
 
-    def model_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
 
-    def after_pass(self) -> None:
+    def after_forward(self) -> None:
         if self._recording:
             return
         if not self._cache.is_croppable:
@@ -227,7 +227,7 @@ class DynamicKVCache:
             return
         surplus = max(held - length, 0)
         for layer in self._cache.layers:
-            if isinstance(layer, SteppedLayer):
+            if isinstance(layer, GrowingLayer):
                 layer.rollback(length)
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._rollback_convolution(layer, surplus)
@@ -281,8 +281,8 @@ class PreallocatedKVCache:
                 )
         # Sliding windows begin anywhere, not at a block's edge.
         blocked = block > 1 and not any(isinstance(layer, PreallocatedSlidingLayer) for layer in layers)
-        self.widest_pass = LONGEST_PASS if blocked else None
-        self.prefill_apart = blocked
+        self.max_exact_tokens = LONGEST_PASS if blocked else None
+        self.separate_prefill = blocked
         self._cache = Cache(layers=layers)
         self._layers = [layer for layer in layers if isinstance(layer, PreallocatedLayer)]
 
@@ -300,10 +300,10 @@ class PreallocatedKVCache:
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._layers, start, positions)
 
-    def model_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
 
-    def after_pass(self) -> None:
+    def after_forward(self) -> None:
         """Every layer can always be rolled back."""
 
     def rollback(self, length: int) -> None:
@@ -393,8 +393,8 @@ class StaticKVCache:
         UsageError: The model has layers that are no full attention, or rotates positions otherwise in long contexts.
     """
 
-    prefill_apart = False
-    widest_pass = None
+    separate_prefill = False
+    max_exact_tokens = None
     takes_trees = True
     slots: torch.Tensor
 
@@ -436,10 +436,10 @@ class StaticKVCache:
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
 
-    def model_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
 
-    def after_pass(self) -> None:
+    def after_forward(self) -> None:
         """``GraphForward`` counts."""
 
     def rollback(self, length: int) -> None:
@@ -448,7 +448,7 @@ class StaticKVCache:
     def reset(self) -> None:
         for layer in self._cache.layers:
             if isinstance(layer, _StaticLayer) and layer.is_initialized:
-                clean(layer, self.capacity)
+                zero_nonfinite(layer, self.capacity)
         self.length = 0
         if not self.compiled:  # passes are compiled for the object
             self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context

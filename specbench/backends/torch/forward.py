@@ -15,7 +15,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 
-from specbench.backends.torch.cache_layers import Held
+from specbench.backends.torch.cache_layers import LayerGroup
 from specbench.backends.torch.caches import KVCache, rotates_by_length
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
 from specbench.backends.torch.kernels.llama_layers import (
@@ -24,9 +24,9 @@ from specbench.backends.torch.kernels.llama_layers import (
     native_stack,
     spread_rotation,
 )
-from specbench.backends.torch.kernels.native import Entries, NativeRequest, Stack
+from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
 from specbench.backends.torch.kernels.surgery import Hooks
-from specbench.backends.torch.pools import Joined, KVPool
+from specbench.backends.torch.pools import BatchedCache, KVPool
 from specbench.decoding.protocols import Rows
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class HFForward(Forward):
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
     ) -> Rows:
-        arguments = self._cache.model_arguments()
+        arguments = self._cache.model_kwargs()
         if position_ids is not None:
             arguments["position_ids"] = position_ids
         if attention_mask is not None:
@@ -119,7 +119,7 @@ class HFForward(Forward):
         if layers:
             arguments["output_hidden_states"] = [*layers]
         output = self._model(input_ids=ids, **arguments)
-        self._cache.after_pass()
+        self._cache.after_forward()
         return rows_of(output, rows, layers)
 
 
@@ -152,7 +152,7 @@ class FusedForward(Forward):
         self._ordinary = HFForward(model, cache)
         self._layers = _FoundLayers(model)
 
-    def is_open(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the model is one that is known, and has no hooks now, some of which would be passed by."""
         return self._layers(self._held()) is not None
 
@@ -184,11 +184,11 @@ class FusedForward(Forward):
             return masks[window]
 
         found = _through(self._model, own, ids, position_ids, held, masks_of, slice(-rows, None), layers)
-        self._cache.after_pass()
+        self._cache.after_forward()
         return found
 
     def _held(self) -> Any:
-        return self._cache.model_arguments()["past_key_values"]
+        return self._cache.model_kwargs()["past_key_values"]
 
 
 NATIVE_ENTRIES = (torch.float32, torch.bfloat16)
@@ -202,7 +202,7 @@ _AT_ONCE = 512
 """Rows of one request that are read in one call: more would take much memory beside the weights."""
 
 
-class Rotations:
+class RotaryTable:
     """Cosines and sines of positions, [positions, head size], made once and kept for a context.
 
     Args:
@@ -241,11 +241,11 @@ class _Stacked(NamedTuple):
     """
 
     own: tuple[FusedLayer, ...]
-    stack: Stack | None
-    rotations: Rotations
+    stack: DecoderStack | None
+    rotations: RotaryTable
     empty: torch.Tensor
 
-    def stack_for(self, rows: int) -> Stack | None:
+    def stack_for(self, rows: int) -> DecoderStack | None:
         """What makes a pass of so many rows; ``None`` where torch's own products are quicker."""
         return self.stack if self.stack is not None and rows <= self.stack.widest else None
 
@@ -265,7 +265,7 @@ class _Stacks:
             self._last = _Stacked(
                 own,
                 native_stack(self._model, own),
-                Rotations(self._model.model.rotary_emb, self._model.config),
+                RotaryTable(self._model.model.rotary_emb, self._model.config),
                 empty,
             )
         return self._last
@@ -287,7 +287,7 @@ class NativeForward(FusedForward):
         self._stacked = _Stacks(model)
         self._told: WeakKeyDictionary[Any, _Told] = WeakKeyDictionary()  # lets go of a cache with its context
 
-    def is_open(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the model is one that is known, of native products, and has no hooks now."""
         return self.stack() is not None
 
@@ -321,22 +321,22 @@ class NativeForward(FusedForward):
             wanted = range(max(0, tokens - rows - first), part.stop - first)
             own_rows = (x, cosines, sines) if tokens <= _AT_ONCE else (x[part], cosines[part], sines[part])
             parts.append(stack(*own_rows, entries, [request], wanted, layers))
-        self._cache.after_pass()
+        self._cache.after_forward()
         return _together(parts, own[0].dtype)
 
     def _lengthened(
         self, held: Any, own: Sequence[FusedLayer], tokens: int, empty: torch.Tensor
-    ) -> Entries | None:
+    ) -> KVPointers | None:
         """Keys and values with room for so many tokens, told anew where they are others than in the last pass."""
         told = self._told.get(held)
         if told is None or not told.held.lengthen(tokens):
-            found = Held.of(held.layers, [layer.place for layer in own], tokens, NATIVE_ENTRIES, empty)
+            found = LayerGroup.of(held.layers, [layer.place for layer in own], tokens, NATIVE_ENTRIES, empty)
             if found is None:
                 return None
-            told = self._told[held] = _Told(found, Entries(found.entries))
+            told = self._told[held] = _Told(found, KVPointers(found.entries))
         return told.entries
 
-    def stack(self) -> Stack | None:
+    def stack(self) -> DecoderStack | None:
         """What makes its passes now; ``None`` where they cannot be made in one call."""
         own = self._layers(self._held())
         return None if own is None else self._stacked(own).stack
@@ -350,8 +350,8 @@ class _Told(NamedTuple):
         entries: Where they are.
     """
 
-    held: Held
-    entries: Entries
+    held: LayerGroup
+    entries: KVPointers
 
 
 def _together(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], dtype: torch.dtype) -> Rows:
@@ -393,7 +393,7 @@ class RaggedForward:
     """A pass over the rows of several requests, one behind the other; every request attends to its own positions.
 
     Args:
-        model: One that ``trials.why_not_ragged`` has tried.
+        model: One that ``trials.why_not_batchable`` has tried.
         way: How passes over one context are made: in one call or in few operators, these are too, where they can.
     """
 
@@ -404,17 +404,17 @@ class RaggedForward:
         self._layers = _FoundLayers(model) if issubclass(way, FusedForward) else None
         self._stacked = _Stacks(model) if issubclass(way, NativeForward) else None
 
-    def is_alike(self, pool: KVPool) -> bool:
+    def is_row_invariant(self, pool: KVPool) -> bool:
         """Whether a row has the same bits in every pass over what is in a pool, whatever else is read in it."""
         own = None if self._layers is None else self._layers(pool.mark)
         if own is None or self._stacked is None:
             return False
         stack = self._stacked(own).stack
         windows = any(store is not None and store.window is not None for store in pool.stores)
-        return stack is not None and stack.rounds_rows and own[0].dtype in NATIVE_ENTRIES and not windows
+        return stack is not None and stack.quantizes_rows and own[0].dtype in NATIVE_ENTRIES and not windows
 
     def __call__(
-        self, ids: torch.Tensor, joined: Joined, wanted: torch.Tensor, layers: Sequence[int] = ()
+        self, ids: torch.Tensor, joined: BatchedCache, wanted: torch.Tensor, layers: Sequence[int] = ()
     ) -> Rows:
         """One pass, with the hidden states of these layers at all tokens.
 
@@ -430,7 +430,7 @@ class RaggedForward:
             if found is not None:
                 return found
             return _through(self._model, own, ids, joined.position_ids, joined, _no_masks, wanted, layers)
-        arguments = joined.model_arguments()
+        arguments = joined.model_kwargs()
         if self._keeps_logits:
             arguments["logits_to_keep"] = wanted
         if layers:
@@ -447,7 +447,7 @@ class RaggedForward:
         self,
         own: tuple[FusedLayer, ...],
         ids: torch.Tensor,
-        joined: Joined,
+        joined: BatchedCache,
         wanted: torch.Tensor,
         layers: Sequence[int],
     ) -> Rows | None:
@@ -464,7 +464,7 @@ class RaggedForward:
         entries, requests = held
         x = self._model.model.embed_tokens(ids)[0].float()
         rotation = made.rotations.of(joined.position_ids[0])
-        found = stack(x, *rotation, Entries(entries), requests, wanted.tolist(), layers)
+        found = stack(x, *rotation, KVPointers(entries), requests, wanted.tolist(), layers)
         return _together([found], own[0].dtype)
 
 

@@ -98,7 +98,7 @@ class GraphForward(Forward):
             input_ids=inputs.ids,
             position_ids=inputs.positions,
             attention_mask=inputs.mask,
-            **self._cache.model_arguments(),
+            **self._cache.model_kwargs(),
             **more,
         )
         return rows_of(output, rows, layers)

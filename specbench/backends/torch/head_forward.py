@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.backends.torch.cache_layers import Held, PreallocatedLayer
-from specbench.backends.torch.forward import NATIVE_ENTRIES, Rotations
+from specbench.backends.torch.cache_layers import LayerGroup, PreallocatedLayer
+from specbench.backends.torch.forward import NATIVE_ENTRIES, RotaryTable
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
@@ -25,7 +25,7 @@ from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
 
-class Reading(NamedTuple):
+class HeadInput(NamedTuple):
     """Tokens that a head reads behind those in caches of one request, which hold them afterwards.
 
     Attributes:
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
     wanted: int
 
 
-class HeadRows(NamedTuple):
+class HeadOutput(NamedTuple):
     """What a head makes of tokens.
 
     Attributes:
@@ -72,7 +72,7 @@ class HeadForward:
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._dtype = dtype or next(head.parameters()).dtype
 
-    def __call__(self, readings: Sequence[Reading]) -> list[HeadRows]:
+    def __call__(self, readings: Sequence[HeadInput]) -> list[HeadOutput]:
         """Read what several requests bring: every weight is read once for all of them, and each attends by itself."""
         tokens, spans = [len(each.embedded) for each in readings], [_span(each) for each in readings]
         embedded, features = (
@@ -85,9 +85,9 @@ class HeadForward:
         parts = zip(readings, out.split(tokens), strict=True)
         logits = self.head.logits(joined([part[-each.wanted :] for each, part in parts]))
         rows = self.head.recurring(out).split(tokens), logits.split([each.wanted for each in readings])
-        return [HeadRows(*each) for each in zip(*rows, strict=True)]
+        return [HeadOutput(*each) for each in zip(*rows, strict=True)]
 
-    def _by_request(self, layer: int, readings: Sequence[Reading], spans: Sequence[_Span]) -> Attend:
+    def _by_request(self, layer: int, readings: Sequence[HeadInput], spans: Sequence[_Span]) -> Attend:
         """Tokens of each request attend to what its cache of a layer holds and to each other; they stay in it."""
         tokens = [len(each.embedded) for each in readings]
 
@@ -129,7 +129,7 @@ class _Span(NamedTuple):
     whole: bool
 
 
-def _span(reading: Reading) -> _Span:
+def _span(reading: HeadInput) -> _Span:
     past, tokens, mask = reading.caches[0].used, len(reading.embedded), reading.mask
     whole = past == 0 and mask is None and tokens > 1
     if mask is None and tokens > 1 and not whole:
@@ -138,7 +138,7 @@ def _span(reading: Reading) -> _Span:
     return _Span(mask, whole)
 
 
-def _positions(readings: Sequence[Reading]) -> range | torch.Tensor:
+def _positions(readings: Sequence[HeadInput]) -> range | torch.Tensor:
     """Of all, one behind the other."""
     if len(readings) == 1:
         return readings[0].positions
@@ -160,25 +160,25 @@ class NativeHeadForward(HeadForward):
 
     head: EagleHead
 
-    def __init__(self, head: EagleHead, stack: native.Stack) -> None:
+    def __init__(self, head: EagleHead, stack: native.DecoderStack) -> None:
         super().__init__(head)
         config: Any = head.shape.layer
-        self._stack, self._rotations = stack, Rotations(head.rotary_emb, config)
+        self._stack, self._rotations = stack, RotaryTable(head.rotary_emb, config)
         self._layers = (len(head.layers),) if head.shape.norm_output else ()
         self._empty = torch.empty(1, config.num_key_value_heads, 0, config.head_dim)
 
-    def __call__(self, readings: Sequence[Reading]) -> list[HeadRows]:
+    def __call__(self, readings: Sequence[HeadInput]) -> list[HeadOutput]:
         requests: list[native.NativeRequest] = []
         for each in readings:
             past, tokens = each.caches[0].used, len(each.embedded)
-            held = Held.of([*each.caches], range(len(each.caches)), tokens, NATIVE_ENTRIES, self._empty)
+            held = LayerGroup.of([*each.caches], range(len(each.caches)), tokens, NATIVE_ENTRIES, self._empty)
             if held is None:
                 for request, before in zip(requests, readings, strict=False):
                     for cache in before.caches:
                         cache.rollback(request.past)
                 return super().__call__(readings)
             mask = None if each.mask is None else each.mask[0, 0]
-            requests.append(native.NativeRequest(tokens, past, mask, entries=native.Entries(held.entries)))
+            requests.append(native.NativeRequest(tokens, past, mask, entries=native.KVPointers(held.entries)))
         entries = requests[0].entries
         assert entries is not None
         x = torch.cat([each.features for each in readings]).float()  # not those that others hold
@@ -197,13 +197,13 @@ class NativeHeadForward(HeadForward):
         )
         features = (x if normed is None else normed[:, 0]).split([request.rows for request in requests])
         rows = logits.split([each.wanted for each in readings])
-        return [HeadRows(*each) for each in zip(features, rows, strict=True)]
+        return [HeadOutput(*each) for each in zip(features, rows, strict=True)]
 
 
 def choose_head_forward(head: RecurrentHead) -> HeadForward:
     """The quickest way through a head that comes out right, tried on it as it will draft."""
     stack = _stack(head) if isinstance(head, EagleHead) else None
-    if stack is None or not stack.rounds_rows or not isinstance(head, EagleHead):
+    if stack is None or not stack.quantizes_rows or not isinstance(head, EagleHead):
         return HeadForward(head)
     quicker = NativeHeadForward(head, stack)
     # With bfloat16 between products rows would be rounded to other bytes, and nobody could tell that from a mistake.
@@ -216,7 +216,7 @@ def choose_head_forward(head: RecurrentHead) -> HeadForward:
     return quicker if same else HeadForward(head)
 
 
-def _stack(head: EagleHead) -> native.Stack | None:
+def _stack(head: EagleHead) -> native.DecoderStack | None:
     """``None`` where its products are no native ones, or its sizes are none that these passes are written for."""
     config: Any = head.shape.layer
     layers: list[Any] = list(head.layers)
@@ -260,17 +260,17 @@ _TRIED = 5
 
 
 @torch.inference_mode()
-def _tried(way: HeadForward) -> HeadRows:
+def _tried(way: HeadForward) -> HeadOutput:
     """What comes of some tokens."""
     head, parents = way.head, (-1, -1, 1)
     hidden: int = head.shape.layer.hidden_size
     random = torch.Generator().manual_seed(0)
     embedded, features = torch.randn(2, _TRIED + len(parents), hidden, generator=random)
     caches = [PreallocatedLayer() for _ in head.layers]
-    beginning = Reading(embedded[:_TRIED], features[:_TRIED], torch.arange(_TRIED), None, caches, _TRIED)
+    beginning = HeadInput(embedded[:_TRIED], features[:_TRIED], torch.arange(_TRIED), None, caches, _TRIED)
     (first,) = way([beginning])
     cpu = torch.device("cpu")
     positions = tree_positions(_TRIED - 1, parents, cpu)[0, 1:]
     mask = tree_mask(_TRIED - 1, parents, _TRIED + len(parents), cpu)[..., 1:, :]
-    (then,) = way([Reading(embedded[_TRIED:], features[_TRIED:], positions, mask, caches, len(parents))])
-    return HeadRows(torch.cat((first.features, then.features)), torch.cat((first.logits, then.logits)))
+    (then,) = way([HeadInput(embedded[_TRIED:], features[_TRIED:], positions, mask, caches, len(parents))])
+    return HeadOutput(torch.cat((first.features, then.features)), torch.cat((first.logits, then.logits)))

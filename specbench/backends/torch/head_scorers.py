@@ -10,8 +10,14 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
-from specbench.backends.torch.head_forward import HeadForward, HeadRows, Reading, choose_head_forward, joined
-from specbench.backends.torch.heads import Attend, BlockHead, MedusaHeads, ParallelEagleHead, RecurrentHead
+from specbench.backends.torch.head_forward import (
+    HeadForward,
+    HeadInput,
+    HeadOutput,
+    choose_head_forward,
+    joined,
+)
+from specbench.backends.torch.heads import Attend, DFlashHead, MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -175,7 +181,7 @@ class HeadBatch:
             raise
 
 
-class EagleScorer(HeadScorer[Reading, HeadRows]):
+class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
     """An EAGLE head with keys and values of its own.
 
     It holds an entry for every token of the context but the first one: token t + 1 with the target's state at t. Drafts
@@ -250,17 +256,17 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
             cache.rollback(self._read)
         self._features, self._rows = self._features[:1], self._rows[:1]
 
-    def reads(self, asked: Pass, rows: int) -> Reads[Reading, HeadRows]:
+    def reads(self, asked: Pass, rows: int) -> Reads[HeadInput, HeadOutput]:
         if self._read < len(asked.context) - 1:
             yield from self._read_context(asked.context)
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
         yield from self._read_draft(asked.tokens, parents, chain=asked.parents is None)
         return joined([row[None] for row in self._rows[-rows:]])
 
-    def made(self, wanted: Sequence[Reading]) -> list[HeadRows]:
+    def made(self, wanted: Sequence[HeadInput]) -> list[HeadOutput]:
         return self._way(wanted)
 
-    def _read_context(self, context: Sequence[int]) -> Generator[Reading, HeadRows]:
+    def _read_context(self, context: Sequence[int]) -> Generator[HeadInput, HeadOutput]:
         """Read what is new, each token with the target's state at the one before it."""
         past = self._read
         ids, states = self._news(context)
@@ -280,7 +286,7 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
 
     def _read_draft(
         self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool
-    ) -> Generator[Reading, HeadRows]:
+    ) -> Generator[HeadInput, HeadOutput]:
         """Read the nodes that were not read yet, those of one depth together."""
         while (first := len(self._rows) - 1) < len(tokens):
             end = next((i for i in range(first, len(tokens)) if parents[i] >= first), len(tokens))
@@ -304,8 +310,8 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         positions: range | torch.Tensor,
         mask: torch.Tensor | None,
         wanted: int,
-    ) -> Reading:
-        return Reading(self._embed(ids), features, positions, mask, self._caches, wanted)
+    ) -> HeadInput:
+        return HeadInput(self._embed(ids), features, positions, mask, self._caches, wanted)
 
 
 class ParallelScorer(EagleScorer):
@@ -332,12 +338,12 @@ class ParallelScorer(EagleScorer):
         self.longest = head.ahead
         self._masks = head.mask_features().detach()
 
-    def reads(self, asked: Pass, rows: int) -> Reads[Reading, HeadRows]:
+    def reads(self, asked: Pass, rows: int) -> Reads[HeadInput, HeadOutput]:
         if self._read < len(asked.context) - 1:
             yield from self._read_context(asked.context)
         return torch.stack([self._rows[depth] for depth in _depths(asked)[-rows:]])
 
-    def _read_context(self, context: Sequence[int]) -> Generator[Reading, HeadRows]:
+    def _read_context(self, context: Sequence[int]) -> Generator[HeadInput, HeadOutput]:
         """Read what is new, and masks behind it, which the next pass drops."""
         past = self._read
         ids, states = self._news(context)
@@ -455,7 +461,7 @@ class Block(NamedTuple):
     caches: Sequence[Any]
 
 
-class BlockScorer(HeadScorer[Block, torch.Tensor]):
+class DFlashScorer(HeadScorer[Block, torch.Tensor]):
     """DFlash with keys and values of the context: of a draft it sees how long it is.
 
     Args:
@@ -466,7 +472,7 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
 
     def __init__(
         self,
-        head: BlockHead,
+        head: DFlashHead,
         embed: Embed,
         layers: Sequence[int],
         fitted: FittedLogits,
@@ -480,8 +486,8 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
         self._caches: list[Any] = [PreallocatedLayer() for _ in head.layers]
         self._rows: torch.Tensor | None = None
 
-    def _twin(self) -> BlockScorer:
-        return BlockScorer(self.head, self._embed, self.layers, self.fitted, self.context_limit)
+    def _twin(self) -> DFlashScorer:
+        return DFlashScorer(self.head, self._embed, self.layers, self.fitted, self.context_limit)
 
     @property
     def model(self) -> nn.Module:

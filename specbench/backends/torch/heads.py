@@ -220,7 +220,7 @@ class ParallelEagleHead(EagleHead):
         return feature.expand(self.ahead - 1, -1)
 
 
-class EagleOneHead(RecurrentHead):
+class Eagle1Head(RecurrentHead):
     """EAGLE-1 (Li et al. 2024, arXiv 2401.15077): it guesses the target's last hidden state behind the final norm, and
     the target's head makes logits of the guess. EAGLE-2 (arXiv 2406.16858) drafts trees with the same weights.
 
@@ -355,7 +355,7 @@ def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> to
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
-class BlockHead(nn.Module):
+class DFlashHead(nn.Module):
     """DFlash (Chen et al. 2026, arXiv 2602.06036): a few decoder layers guess a block of tokens in one pass.
 
     The block is the last token and masks behind it. All of it sees all of it, and in every layer the features of the

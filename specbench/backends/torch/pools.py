@@ -1,6 +1,6 @@
 """Keys and values of many requests in buffers of one size: who holds what, and how a pass over several reads it.
 
-A pool is cut up into blocks of positions, and a request holds a list of them (``Blocks``). *Paged*: blocks are short,
+A pool is cut into blocks of positions; a request holds a list of them (``BlockAllocator``). *Paged*: blocks are short,
 so that little is held and not used, and requests that begin alike share those they have in common. *Slotted*: a block
 is as long as the longest request, and each holds one; then attention takes neighbors in one call, as they are.
 """
@@ -23,9 +23,17 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from specbench.backends.torch.blocks import Blocks, Mark, PoolUse, Reach, Store, Table, reach_of
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, Ragged, Span
-from specbench.backends.torch.kernels.native import NativeRequest, attends
+from specbench.backends.torch.blocks import (
+    BlockAllocator,
+    BlockTable,
+    ContextId,
+    KVBuffers,
+    KVView,
+    PoolUsage,
+    view_of,
+)
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
+from specbench.backends.torch.kernels.native import NativeRequest, supports_attention
 from specbench.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,8 +73,8 @@ class KVPool:
                 "Give it more memory, or fewer requests.",
             )
         self.kind = kind
-        self.blocks = Blocks(tokens // size, size, 1 if kind == "slotted" else None)
-        self.stores: list[Store | None] = []  # None for a layer that reads the keys of others
+        self.blocks = BlockAllocator(tokens // size, size, 1 if kind == "slotted" else None)
+        self.stores: list[KVBuffers | None] = []  # None for a layer that reads the keys of others
         for layer in DynamicCache(config=config).layers:
             if not _is_attention(layer):
                 raise UsageError(
@@ -74,16 +82,18 @@ class KVPool:
                     "Decode the prompts one by one with this model.",
                 )
             window = getattr(layer, "sliding_window", None)
-            self.stores.append(None if type(layer) is DummyLayer else Store(self.blocks.count * size, window))
-        self.mark = Mark()
+            self.stores.append(
+                None if type(layer) is DummyLayer else KVBuffers(self.blocks.count * size, window)
+            )
+        self.mark = ContextId()
         self._let_go = 0
 
     @property
-    def use(self) -> PoolUse:
+    def use(self) -> PoolUsage:
         """How much of it is taken now."""
         blocks = self.blocks
         size = self._bytes() or self._let_go
-        return PoolUse(
+        return PoolUsage(
             blocks.size, blocks.count, blocks.count - blocks.free, blocks.shared, blocks.peak, size
         )
 
@@ -98,12 +108,12 @@ class KVPool:
                 store.made = False
                 del store.keys, store.values
 
-    def slot(self) -> Slot:
+    def slot(self) -> PooledCache:
         """Room for the keys and values of one request; it holds none yet."""
-        return Slot(self)
+        return PooledCache(self)
 
 
-def fits_pools(config: PretrainedConfig) -> bool:
+def supports_pool(config: PretrainedConfig) -> bool:
     """Whether a pool can hold what a model of this configuration keeps of its context."""
     return all(_is_attention(layer) for layer in DynamicCache(config=config).layers)
 
@@ -122,7 +132,7 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     return sum(int(layer.keys.nbytes) + int(layer.values.nbytes) for layer in layers)
 
 
-class _SlotLayer(CacheLayerMixin):
+class _PooledLayer(CacheLayerMixin):
     """One request's part of a layer, for passes of its own.
 
     Attributes:
@@ -131,7 +141,7 @@ class _SlotLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, slot: Slot, store: Store) -> None:
+    def __init__(self, slot: PooledCache, store: KVBuffers) -> None:
         CacheLayerMixin.__init__(self)
         self._slot, self.store = ref(slot), store  # nobody but the collector would find a circle
         self.used = 0
@@ -152,7 +162,7 @@ class _SlotLayer(CacheLayerMixin):
         places = slot.places(0, end)
         self.store.write(places[self.used :].to(device), key_states, value_states)
         self.used = end
-        reach = reach_of(places, device)
+        reach = view_of(places, device)
         return reach(self.store.keys), reach(self.store.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -165,7 +175,7 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
-class Slot:
+class PooledCache:
     """What one request holds of a pool: a ``KVCache``. A cheaper form of the model may share it.
 
     Attributes:
@@ -174,13 +184,13 @@ class Slot:
             others, as it does when the slot was emptied under its draft, the model reads them again.
     """
 
-    prefill_apart = False
-    widest_pass = None
+    separate_prefill = False
+    max_exact_tokens = None
 
     def __init__(self, pool: KVPool) -> None:
         self.pool, self.own = pool, 0
-        self._table, self._end = Table(), 0  # room was made up to there
-        self.layers = [None if store is None else _SlotLayer(self, store) for store in pool.stores]
+        self._table, self._end = BlockTable(), 0  # room was made up to there
+        self.layers = [None if store is None else _PooledLayer(self, store) for store in pool.stores]
         self._held = [layer for layer in self.layers if layer is not None]
         self._cache = self._as_cache()
 
@@ -203,10 +213,10 @@ class Slot:
     def keys(self, tokens: int) -> int:
         return self.length + tokens
 
-    def model_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
 
-    def after_pass(self) -> None:
+    def after_forward(self) -> None:
         """``Scorer`` says who has read."""
 
     @torch.inference_mode()
@@ -219,7 +229,7 @@ class Slot:
         """
         blocks, adopted = self.pool.blocks, 0
         if not self._table.blocks:
-            adopted = blocks.adopt(self._table, beginning)
+            adopted = blocks.share_prefix(self._table, beginning)
             self._hold(adopted)
         copied = None
         try:
@@ -296,14 +306,14 @@ class Slot:
         if self.pool.kind == "slotted":
             first = self.place * self.pool.blocks.size
             for layer in self._held:
-                layer.store.clean(first, first + self._end)
+                layer.store.zero_nonfinite(first, first + self._end)
         self._hold(0)
         self._end = 0
         self._shorten()
-        self._cache, self.pool.mark = self._as_cache(), Mark()  # signs of another context
+        self._cache, self.pool.mark = self._as_cache(), ContextId()  # signs of another context
 
 
-class Part(NamedTuple):
+class RequestTokens(NamedTuple):
     """What one request brings to a pass.
 
     Attributes:
@@ -312,7 +322,7 @@ class Part(NamedTuple):
         seen: Of a tree, what each attends to: bool [tokens, positions held and tokens]; ``None`` for a chain.
     """
 
-    slot: Slot
+    slot: PooledCache
     positions: Sequence[int]
     seen: np.ndarray[Any, Any] | None = None
 
@@ -322,7 +332,7 @@ class Part(NamedTuple):
         return self.slot.length + len(self.positions)
 
 
-class Joined:
+class BatchedCache:
     """The keys and values of several requests, as the cache of one pass whose rows are theirs one behind the other.
 
     Args:
@@ -335,7 +345,7 @@ class Joined:
         mark: See ``KVPool``.
     """
 
-    def __init__(self, pool: KVPool, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, pool: KVPool, parts: Sequence[RequestTokens], device: torch.device) -> None:
         self._pool, self._parts, self._device = pool, parts, device
         self.mark = pool.mark
         positions = [position for part in parts for position in part.positions]
@@ -354,14 +364,14 @@ class Joined:
         return [
             DummyLayer()
             if store is None
-            else _JoinedLayer(store, self._places, self._parts, i, spans[store.window])
+            else _BatchedLayer(store, self._places, self._parts, i, spans[store.window])
             for i, store in enumerate(self._pool.stores)
         ]
 
     def lengthened(
         self, layers: Sequence[int], dtypes: Sequence[torch.dtype], empty: torch.Tensor
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[NativeRequest]] | None:
-        """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.Held``.
+        """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.LayerGroup``.
 
         Args:
             layers: In which they are held.
@@ -390,7 +400,7 @@ class Joined:
                 part.slot.lengthen(layer, len(part.positions))
         return [(store.keys, store.values) for store in stores], requests
 
-    def model_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         """The keyword arguments that hand it to a ``transformers`` model."""
         rows = self._places.shape[0]
         return {
@@ -401,10 +411,10 @@ class Joined:
             "attention_mask": torch.ones(1, 1, rows, 1, dtype=torch.bool, device=self._device),
         }
 
-    def _groups(self, natively: bool) -> list[list[Part]]:
+    def _groups(self, natively: bool) -> list[list[RequestTokens]]:
         """Those that attend in one call: neighbors in the pass with few rows each where that is a native one, else
         neighbors in the pool, where it wastes little to see them as equally long."""
-        groups: list[list[Part]] = []
+        groups: list[list[RequestTokens]] = []
         for part in self._parts:
             few = groups and max(len(each.positions) for each in (groups[-1][-1], part)) <= LONGEST_PASS
             if few and (natively or self._may_join(groups[-1], part)):
@@ -413,7 +423,7 @@ class Joined:
                 groups.append([part])
         return groups
 
-    def _may_join(self, group: Sequence[Part], part: Part) -> bool:
+    def _may_join(self, group: Sequence[RequestTokens], part: RequestTokens) -> bool:
         if self._pool.kind != "slotted" or part.slot.place != group[-1].slot.place + 1:
             return False
         together = [*group, part]
@@ -421,13 +431,13 @@ class Joined:
         scores = sum(row * end for row, end in zip(rows, ends, strict=True))
         return len(together) * max(rows) * max(ends) <= _MOST_WASTE * scores
 
-    def _spans(self, window: int | None) -> list[tuple[Span | NativeSpan, Reach | None]]:
+    def _spans(self, window: int | None) -> list[tuple[Span | NativeSpan, KVView | None]]:
         """How the rows of each group attend, and to what of a layer's buffers; ``None`` for all of them."""
         stores = [store for store in self._pool.stores if store is not None and store.window == window]
         natively = window is None and all(
-            store.made and attends(store.keys, store.values) for store in stores
+            store.made and supports_attention(store.keys, store.values) for store in stores
         )
-        found: list[tuple[Span | NativeSpan, Reach | None]] = []
+        found: list[tuple[Span | NativeSpan, KVView | None]] = []
         begin = 0
         for group in self._groups(natively):
             count = sum(len(part.positions) for part in group)
@@ -439,20 +449,22 @@ class Joined:
                 found.append(self._span(group, rows, window))
         return found
 
-    def _span(self, group: Sequence[Part], rows: slice, window: int | None) -> tuple[Span, Reach]:
+    def _span(self, group: Sequence[RequestTokens], rows: slice, window: int | None) -> tuple[Span, KVView]:
         if len(group) > 1:
             return self._together(group, rows, window)
         part = group[0]
         past, end, count = part.slot.length, part.end, len(part.positions)
         first = _first_seen(part, window)
-        reach = reach_of(part.slot.places(first, end), self._device)
+        reach = view_of(part.slot.places(first, end), self._device)
         whole = past == 0 and count > LONGEST_PASS and (window is None or window >= end)
         if part.seen is None and (count == 1 or whole):
             return Span(rows, 1, None), reach
         mask = torch.from_numpy(_seen(part, first, end, window))[None, None].to(self._device)
         return Span(rows, 1, mask), reach
 
-    def _together(self, group: Sequence[Part], rows: slice, window: int | None) -> tuple[Span, Reach]:
+    def _together(
+        self, group: Sequence[RequestTokens], rows: slice, window: int | None
+    ) -> tuple[Span, KVView]:
         first = min(_first_seen(part, window) for part in group)
         last, width = max(part.end for part in group), max(len(part.positions) for part in group)
         mask = np.zeros((len(group), 1, width, last - first), dtype=np.bool_)
@@ -463,23 +475,23 @@ class Joined:
             mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)
             places += range(i * width, i * width + count)
         step = self._pool.blocks.size
-        reach = Reach(len(group), group[0].slot.place * step + first, last - first, step)
+        reach = KVView(len(group), group[0].slot.place * step + first, last - first, step)
         spread = None if len(places) == len(group) * width else torch.tensor(places, device=self._device)
         return Span(rows, len(group), torch.from_numpy(mask).to(self._device), spread), reach
 
 
-def _request(part: Part) -> NativeRequest:
+def _request(part: RequestTokens) -> NativeRequest:
     """Its rows, as native passes and native attention know them."""
     seen = None if part.seen is None else torch.from_numpy(part.seen)
     return NativeRequest(len(part.positions), part.slot.length, seen, part.slot.places(0, part.end).int())
 
 
-def _first_seen(part: Part, window: int | None) -> int:
+def _first_seen(part: RequestTokens, window: int | None) -> int:
     """The first position that any of its tokens sees."""
     return 0 if window is None else max(0, part.slot.length - window + 1)
 
 
-def _seen(part: Part, first: int, end: int, window: int | None) -> np.ndarray[Any, Any]:
+def _seen(part: RequestTokens, first: int, end: int, window: int | None) -> np.ndarray[Any, Any]:
     """What each of its tokens sees of the positions from ``first`` to ``end``, bool [tokens, end - first]."""
     if part.seen is not None:
         return part.seen[:, first:end]
@@ -487,18 +499,18 @@ def _seen(part: Part, first: int, end: int, window: int | None) -> np.ndarray[An
     return keys <= own if window is None else (keys <= own) & (keys > own - window)
 
 
-class _JoinedLayer(CacheLayerMixin):
+class _BatchedLayer(CacheLayerMixin):
     """One layer of what several requests hold."""
 
     is_sliding = False  # masks are made here
 
     def __init__(
         self,
-        store: Store,
+        store: KVBuffers,
         places: torch.Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[RequestTokens],
         index: int,
-        spans: Sequence[tuple[Span | NativeSpan, Reach | None]],
+        spans: Sequence[tuple[Span | NativeSpan, KVView | None]],
     ) -> None:
         CacheLayerMixin.__init__(self)
         self._store, self._places, self._parts, self._index = store, places, parts, index
@@ -509,7 +521,7 @@ class _JoinedLayer(CacheLayerMixin):
 
     def update(  # type: ignore[override]  # what stands for the tensors of one request
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[Ragged, Ragged]:
+    ) -> tuple[RaggedKV, RaggedKV]:
         store = self._store
         store.write(self._places, key_states, value_states)
         for part in self._parts:
@@ -518,7 +530,7 @@ class _JoinedLayer(CacheLayerMixin):
             [each if reach is None else reach(each) for reach in self._reaches]
             for each in (store.keys, store.values)
         )
-        ragged = Ragged(self._spans, keys, values)
+        ragged = RaggedKV(self._spans, keys, values)
         return ragged, ragged
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -12,9 +12,14 @@ import torch
 
 from specbench.backends.torch.caches import KVCache, NoKVCache, change_of_rotation, make_cache
 from specbench.backends.torch.forward import Forward, FusedForward, HFForward
-from specbench.backends.torch.kernels.surgery import rounds_to_int8
-from specbench.backends.torch.pools import PoolKind, Slot
-from specbench.backends.torch.trials import choose_forward, trees_are_right, why_not_ragged, why_widths_differ
+from specbench.backends.torch.kernels.surgery import quantizes_activations
+from specbench.backends.torch.pools import PooledCache, PoolKind
+from specbench.backends.torch.trials import (
+    choose_forward,
+    trees_are_right,
+    why_not_batchable,
+    why_widths_differ,
+)
 from specbench.base.errors import UsageError
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, Pass, Rows
@@ -159,12 +164,14 @@ class Scorer:
     def cached_len(self) -> int:
         """How many of the first tokens of the context it holds."""
         length = self.cache.length
-        return min(self.cache.own, length) if isinstance(self.cache, Slot) and self._owns_slot else length
+        return (
+            min(self.cache.own, length) if isinstance(self.cache, PooledCache) and self._owns_slot else length
+        )
 
     def reserve(self, asked: Pass) -> bool:
         """Make room for a pass, see ``decoding.protocols.Scorer``: in a pool; other caches grow by themselves."""
         slot = self.cache
-        if not isinstance(slot, Slot):
+        if not isinstance(slot, PooledCache):
             return True
         end = len(asked.context) + len(asked.tokens)
         if not self._owns_slot:
@@ -187,10 +194,10 @@ class Scorer:
                 "The memory for keys and values is full.", "Give it more, or fewer requests at a time."
             )
 
-    def was_fed(self, asked: Pass) -> None:
+    def mark_read(self, asked: Pass) -> None:
         """The pass has been made."""
         self._root = len(asked.context)
-        if isinstance(self.cache, Slot) and self._owns_slot:
+        if isinstance(self.cache, PooledCache) and self._owns_slot:
             self.cache.own = self.cache.length
             self.cache.publish(asked.context)
 
@@ -225,7 +232,7 @@ class Scorer:
         """What rounds most coarsely on the way to the logits: int8 in layers that round what they are given to bytes,
         else the weights' dtype."""
         weight = cast("torch.Tensor", self.model.get_input_embeddings().weight)
-        return torch.int8 if rounds_to_int8(self.model) else weight.dtype
+        return torch.int8 if quantizes_activations(self.model) else weight.dtype
 
     @property
     def reads_trees(self) -> bool:
@@ -247,10 +254,10 @@ class Scorer:
         finally:
             self.begin()
 
-    def why_not_ragged(self, kind: PoolKind) -> str | None:
+    def why_not_batchable(self, kind: PoolKind) -> str | None:
         """Why several requests in a pool cannot share a pass, in a sentence; ``None`` if they can. Tried out once."""
         if kind not in self._ragged:
-            self._ragged[kind] = why_not_ragged(self.model, kind, self.way)
+            self._ragged[kind] = why_not_batchable(self.model, kind, self.way)
         return self._ragged[kind]
 
     def why_not_bit_exact(self) -> str | None:
@@ -282,7 +289,7 @@ class Scorer:
             rows = self._feed_tree(asked.context, asked.tokens, asked.parents, asked.rows, asked.layers)
         else:
             rows = self._feed_chain(asked.context, asked.tokens, asked.rows, asked.layers)
-        self.was_fed(asked)
+        self.mark_read(asked)
         return rows
 
     def logits(
@@ -323,10 +330,10 @@ class Scorer:
         self, context: Sequence[int], drafted: Sequence[int], rows: int, layers: Sequence[int] = ()
     ) -> Rows:
         start = self.cache.length
-        if drafted and start == 0 and self.cache.prefill_apart:
+        if drafted and start == 0 and self.cache.separate_prefill:
             behind_context = self._forward(context, 1, layers)
             return _joined([behind_context, self._forward(drafted, len(drafted), layers)], rows)
-        widest = self.cache.widest_pass
+        widest = self.cache.max_exact_tokens
         left = drafted[max(0, start - len(context)) :]
         if isinstance(left, DeviceTokens) and len(left) and widest is None:
             read = torch.tensor(context[start:], dtype=torch.long, device=self.device)
@@ -353,7 +360,7 @@ class Scorer:
         """Rows of a tree, of whose first nodes some may have been read before."""
         before = []
         rows = len(tokens) + 1 if rows is None else rows
-        if self.cache.length == 0 and self.cache.prefill_apart:
+        if self.cache.length == 0 and self.cache.separate_prefill:
             before.append(
                 self._feed(context, (), 1, layers)
             )  # its last row has the bits that it has without a tree
@@ -361,7 +368,7 @@ class Scorer:
             before.append(self._feed(context[:-1], (), 1, layers))
         past = len(context) - 1
         fed = [context[-1], *tokens]
-        first, widest = self.cache.length - past, self.cache.widest_pass or len(fed)
+        first, widest = self.cache.length - past, self.cache.max_exact_tokens or len(fed)
         while first < len(fed):
             end = min(first + widest, len(fed))
             seen = parents[: end - 1]  # of the nodes read so far

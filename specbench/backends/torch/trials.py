@@ -25,9 +25,14 @@ from specbench.backends.torch.forward import Forward, FusedForward, HFForward, N
 from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
-from specbench.backends.torch.kernels.linear import PackedLinear, settled
-from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, holds, rounds_to_int8
-from specbench.backends.torch.pools import Joined, KVPool, Part, PoolKind
+from specbench.backends.torch.kernels.linear import PackedLinear, median_is_decided
+from specbench.backends.torch.kernels.surgery import (
+    first_layers,
+    float32_sample,
+    has_layer,
+    quantizes_activations,
+)
+from specbench.backends.torch.pools import BatchedCache, KVPool, PoolKind, RequestTokens
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
 
@@ -75,7 +80,7 @@ def choose_forward(model: PreTrainedModel, cache: KVCache, *, shared: bool = Fal
         for kind in (NativeForward, FusedForward):
             short = kind(model, cache)
             if (
-                short.is_open()
+                short.is_available()
                 and _short_is_right(model, cache, kind)
                 and _short_is_quick(model, cache, short)
             ):
@@ -144,7 +149,7 @@ def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[FusedForwa
         passes.append(torch.cat([forward(ids, ids.shape[1]) for ids in parts]))
         cache.rollback(past)
     expected, found = passes
-    limit = _CLOSE_SHORT.get(torch.int8 if rounds_to_int8(sample) else model.dtype, 0.0)
+    limit = _CLOSE_SHORT.get(torch.int8 if quantizes_activations(sample) else model.dtype, 0.0)
     return are_close(found, expected, limit)
 
 
@@ -166,7 +171,7 @@ _times: dict[tuple[int, ...], float] = {}
 
 def _short_is_quick(model: PreTrainedModel, cache: KVCache, way: FusedForward) -> bool:
     """Whether a way takes no longer than the next one; measured where both read the same weights."""
-    stack = way.stack() if isinstance(way, NativeForward) and holds(model, PackedLinear) else None
+    stack = way.stack() if isinstance(way, NativeForward) and has_layer(model, PackedLinear) else None
     if stack is None:
         return True
     sizes = (*stack.sizes, torch.get_num_threads())
@@ -199,7 +204,7 @@ def _time_in_one_call(model: PreTrainedModel, cache: KVCache, layers: int) -> fl
         took = {way: seconds(way) for way in (ways if pair % 2 else reversed(ways))}
         if pair:  # the first meets the machine cold
             ratios.append(took[ways[0]] / took[ways[1]])
-        if settled(ratios, _MOST_SLOWER, _TIMED_PAIRS):
+        if median_is_decided(ratios, _MOST_SLOWER, _TIMED_PAIRS):
             break
     cache.rollback(before)
     return statistics.median(ratios)
@@ -255,7 +260,7 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel | None:
 # -- several requests --------------------------------------------------------------------------------
 
 
-def why_not_ragged(model: PreTrainedModel, kind: PoolKind, way: type[Forward]) -> str | None:
+def why_not_batchable(model: PreTrainedModel, kind: PoolKind, way: type[Forward]) -> str | None:
     """Why a model cannot make one pass of several requests', in a sentence; ``None`` if it can.
 
     Its attention is one that takes them from now on.
@@ -272,7 +277,7 @@ def why_not_ragged(model: PreTrainedModel, kind: PoolKind, way: type[Forward]) -
         return "Some of its layers attend within chunks of the context."
     if not takes_ragged(model):
         return "Its attention is not the scaled dot-product attention of transformers."
-    rounding = torch.int8 if rounds_to_int8(model) else model.dtype
+    rounding = torch.int8 if quantizes_activations(model) else model.dtype
     limit = _CLOSE_SHORT[torch.int8] if rounding == torch.int8 else _CLOSE
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
     right = _ragged_is_right(float32_sample(model) or model, kind, limit, HFForward)
@@ -304,12 +309,12 @@ def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, way: 
     forward, alone = RaggedForward(model, way), HFForward(model, NoKVCache())
     device = _embeddings(model).device
 
-    def read(fed: Sequence[Sequence[int]], parts: Sequence[Part]) -> torch.Tensor:
+    def read(fed: Sequence[Sequence[int]], parts: Sequence[RequestTokens]) -> torch.Tensor:
         for part in parts:
             part.slot.require(part.end)
         order = sorted(range(len(parts)), key=lambda i: parts[i].slot.place)
         ids = torch.tensor([[token for i in order for token in fed[i]]], device=device)
-        joined = Joined(pool, [parts[i] for i in order], device)
+        joined = BatchedCache(pool, [parts[i] for i in order], device)
         found = forward(ids, joined, torch.arange(ids.shape[1], device=device)).logits
         rows = dict(zip(order, found.split([len(fed[i]) for i in order]), strict=True))
         return torch.cat([rows[i] for i in range(len(parts))])
@@ -322,12 +327,15 @@ def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, way: 
     fed[2] += nodes
     seen = tree_mask(0, parents, len(fed[2]), cpu)[0, 0].numpy()
     try:
-        read(early[:2], [Part(slot, range(len(part))) for slot, part in zip(slots, early[:2], strict=False)])
+        read(
+            early[:2],
+            [RequestTokens(slot, range(len(part))) for slot, part in zip(slots, early[:2], strict=False)],
+        )
         parts = [
-            Part(slot, range(slot.length, slot.length + late))
+            RequestTokens(slot, range(slot.length, slot.length + late))
             for slot, late in zip(slots, _LATE, strict=True)
         ]
-        parts[2] = Part(slots[2], tree_positions(0, parents, cpu)[0].tolist(), seen)
+        parts[2] = RequestTokens(slots[2], tree_positions(0, parents, cpu)[0].tolist(), seen)
         found = read(fed, parts)
         rows = [expected(context, late) for context, late in zip(contexts, _LATE, strict=True)]
         by_node: dict[int, torch.Tensor] = {}
@@ -368,7 +376,7 @@ def why_widths_differ(
     embeddings = _embeddings(model)
     if embeddings.device.type != "cpu":
         return f"Kernels on {embeddings.device.type} choose the order of their sums by the shape of a pass."
-    if not isinstance(cache, PreallocatedKVCache) or cache.widest_pass is None:
+    if not isinstance(cache, PreallocatedKVCache) or cache.max_exact_tokens is None:
         return "It takes the preallocated cache, and a model with scaled dot-product attention and no sliding window."
     widest, start = max(_WIDTHS), KEY_BLOCK - _BEFORE
     if context_limit is not None:

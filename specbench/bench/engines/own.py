@@ -429,12 +429,12 @@ class ModelEngine:
 
 def _dtype_of(drafter: Drafter) -> str | None:
     """In which dtype a drafter's own model drafts; ``None`` if it drafts with the target's weights."""
-    from specbench.backends.torch.kernels.surgery import kind_of_rounding
+    from specbench.backends.torch.kernels.surgery import quantization_of
     from specbench.drafters.model import SelfDrafter
     from specbench.drafters.parts import models_of
 
     own = [model.scorer.model for model in models_of(drafter) if not isinstance(model, SelfDrafter)]
-    found = [kind_of_rounding(model) or str(next(model.parameters()).dtype) for model in own]
+    found = [quantization_of(model) or str(next(model.parameters()).dtype) for model in own]
     return found[-1].removeprefix("torch.") if found else None
 
 

@@ -4,7 +4,7 @@ With grouped-query attention (Ainslie et al. 2023) several query heads share one
 ``transformers`` copies the shared heads out to full width for every pass of more than one token, which costs more than
 the attention itself. Folding the query heads of a group into the query length needs no copy and computes the same sums.
 
-A pass may read several requests side by side (``Ragged``): to every other part of a model their rows are those of one
+A pass may read several requests side by side (``RaggedKV``): to every other part of a model their rows are those of one
 sequence, and only here each request attends to its own keys.
 
 The sums come out *bitwise* the same for a position, whatever the length of the pass, if the kernel cuts keys and rows
@@ -52,8 +52,8 @@ _MOST_ROWS = 160  # from 192 on, the kernel cuts rows up differently
 def folded_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | Ragged,
-    value: torch.Tensor | Ragged,
+    key: torch.Tensor | RaggedKV,
+    value: torch.Tensor | RaggedKV,
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -70,9 +70,9 @@ def folded_attention(
         [1, queries, query heads, head size] and ``None`` for the weights. Whatever does not fit this shape (long or
         batched queries, biases, dropout) goes the way of ``transformers``' own function.
     """
-    if isinstance(key, Ragged):
+    if isinstance(key, RaggedKV):
         return ragged_attention(module, query, key, value, attention_mask, **arguments)
-    assert not isinstance(value, Ragged)
+    assert not isinstance(value, RaggedKV)
     batch, heads, length, _ = query.shape
     groups = heads // key.shape[1]
     masked = attention_mask is not None and attention_mask.shape[1] == 1
@@ -91,8 +91,8 @@ def folded_attention(
 def ragged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | Ragged,
-    value: torch.Tensor | Ragged,
+    key: torch.Tensor | RaggedKV,
+    value: torch.Tensor | RaggedKV,
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -103,7 +103,7 @@ def ragged_attention(
     Raises:
         ValueError: Several requests' scores are to be changed in ways that there are no means for here.
     """
-    if not isinstance(key, Ragged):
+    if not isinstance(key, RaggedKV):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]
     if any(arguments.get(name) is not None for name in ("position_bias", "softcap", "s_aux")):
         raise ValueError("scores are changed before the softmax")
@@ -182,7 +182,7 @@ class NativeSpan:
         return self._attention(own, key, value, scale).to(query.dtype)[None]
 
 
-class Ragged:
+class RaggedKV:
     """The keys and values of several requests, which take the place of one request's in a pass.
 
     Args:
@@ -206,8 +206,8 @@ class Ragged:
 
 def attend(
     query: torch.Tensor,
-    key: torch.Tensor | Ragged,
-    value: torch.Tensor | Ragged,
+    key: torch.Tensor | RaggedKV,
+    value: torch.Tensor | RaggedKV,
     masks: Sequence[torch.Tensor] | None,
     scale: float | None,
 ) -> torch.Tensor:
@@ -222,9 +222,9 @@ def attend(
     Returns:
         [batch, queries, query heads, head size].
     """
-    if isinstance(key, Ragged):
+    if isinstance(key, RaggedKV):
         return key.attend(query, scale)
-    assert not isinstance(value, Ragged)
+    assert not isinstance(value, RaggedKV)
     batch, heads, length, size = query.shape
     shared = key.shape[1]
     groups = heads // shared

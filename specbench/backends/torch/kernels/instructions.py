@@ -25,7 +25,7 @@ _WITHOUT = {
 """Values of these variables that leave instructions out."""
 
 
-def allowed(instructions: Literal["avx512", "vnni", "bfloat16"]) -> bool:
+def is_allowed(instructions: Literal["avx512", "vnni", "bfloat16"]) -> bool:
     """Whether nobody keeps libraries from such instructions; whether the processor has them is another question."""
     limit = next((os.environ[name] for name in _LIMITS if name in os.environ), "")
     return limit.upper() not in _WITHOUT[instructions]
@@ -35,14 +35,14 @@ def has_vnni() -> bool:
     """Whether bytes are multiplied and added up in 32 bits at once."""
     import torch
 
-    return bool(torch.cpu._is_vnni_supported()) and allowed("vnni")
+    return bool(torch.cpu._is_vnni_supported()) and is_allowed("vnni")
 
 
 def has_bfloat16() -> bool:
     """Whether matrices of bfloat16 are multiplied as they are; elsewhere they are widened, or torn apart, first."""
     import torch
 
-    if not allowed("bfloat16"):
+    if not is_allowed("bfloat16"):
         return False
     try:
         if platform.machine() in ("aarch64", "arm64"):
@@ -52,7 +52,7 @@ def has_bfloat16() -> bool:
         return False
 
 
-def circumstances() -> list[object]:
+def cpu_signature() -> list[object]:
     """What the speed of products depends on here: the processor, what of it may be used, and how many threads."""
     import torch
 

@@ -22,17 +22,17 @@ from torch import nn
 
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
-from specbench.backends.torch.kernels.instructions import allowed, has_bfloat16, has_vnni
+from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni, is_allowed
 from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
 
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
 
-_QUICK_OUTPUTS = 32_768
+_FBGEMM_MAX_OUTPUTS = 32_768
 """Outputs up to which FBGEMM's products are the faster ones; for more only those with a single row are."""
 
-_QUICK_ROWS = 128
+_FBGEMM_MAX_ROWS = 128
 """Rows that FBGEMM gets at once: the results of many lie in memory that the system has to hand out every time."""
 
 _ROUNDED_AT_ONCE = 1 << 18
@@ -46,7 +46,7 @@ def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether there are packed linear layers here for this dtype."""
     if torch.device(device).type != "cpu":
         return False
-    return onednn_packs(dtype) or (dtype == torch.bfloat16 and native.available())
+    return onednn_packs(dtype) or (dtype == torch.bfloat16 and native.is_available())
 
 
 def onednn_packs(dtype: torch.dtype) -> bool:
@@ -60,10 +60,10 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
         return False
     if dtype == torch.bfloat16:
-        known = allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return known and (has_bfloat16() or not native.available())
+        known = is_allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return known and (has_bfloat16() or not native.is_available())
     if dtype == torch.float16:
-        return allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return is_allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.float32
 
 
@@ -99,13 +99,13 @@ class PackedLinear(nn.Module):
         self._packed: torch.Tensor | None = None
         self._least_rows = 1
         if not onednn_packs(weight.dtype):
-            self.panels = native.Panels.of_halves(weight)
+            self.panels = native.Panels.from_bfloat16(weight)
             return
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
         self._packed = pack_weight(weight)
-        if native.available():
-            self.panels = native.Panels.of_packed(self._packed, weight)
-        self._least_rows = quickest_rows(weight.dtype)
+        if native.is_available():
+            self.panels = native.Panels.from_onednn(self._packed, weight)
+        self._least_rows = fastest_min_rows(weight.dtype)
         if self._least_rows == 1 and _single_rows_differ(self._packed, weight.dtype, self.in_features):
             self._least_rows = 2
 
@@ -158,7 +158,7 @@ _MOST_FILLED = 2
 
 
 @cache
-def quickest_rows(dtype: torch.dtype) -> int:
+def fastest_min_rows(dtype: torch.dtype) -> int:
     """Rows to which one or two are filled up: 1 for none.
 
     A product of few rows reads its weights as slowly as memory gives them, and oneDNN's code for five rows reads faster
@@ -186,12 +186,12 @@ def quickest_rows(dtype: torch.dtype) -> int:
             few, filled = seconds(2), seconds(_ROWS_HINT)
             if pair:  # the first meets the machine cold
                 ratios.append(filled / few)
-            if settled(ratios, 1, _TRIED_PAIRS):
+            if median_is_decided(ratios, 1, _TRIED_PAIRS):
                 break
     return _ROWS_HINT if statistics.median(ratios) < 1 else 1
 
 
-def settled(ratios: Sequence[float], limit: float, most: int) -> bool:
+def median_is_decided(ratios: Sequence[float], limit: float, most: int) -> bool:
     """Whether the median of ``most`` ratios, an odd number, lies on one side of a limit, whatever is still to come."""
     below = sum(ratio < limit for ratio in ratios)
     return max(below, len(ratios) - below) > most // 2
@@ -225,7 +225,7 @@ def _single_rows_differ(packed: torch.Tensor, dtype: torch.dtype, width: int) ->
     return _single_rows[key]
 
 
-class Rounded(NamedTuple):
+class Int8Weight(NamedTuple):
     """A weight in bytes.
 
     Attributes:
@@ -237,7 +237,7 @@ class Rounded(NamedTuple):
     scales: torch.Tensor
 
 
-def rounded(weight: torch.Tensor) -> Rounded:
+def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     """Round a weight [out, in], some rows after the others: in float32 all of it takes much memory."""
     quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
@@ -247,22 +247,22 @@ def rounded(weight: torch.Tensor) -> Rounded:
         full = weight[rows].float()
         scales[rows] = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
         quantized[rows] = (full / scales[rows, None]).round_()
-    return Rounded(quantized, scales)
+    return Int8Weight(quantized, scales)
 
 
-RoundedWeight = Rounded | native.Panels
+QuantizedWeight = Int8Weight | native.Panels
 """A weight as a layer of few bits keeps it: native products read it in another order."""
 
 
-def in_bytes(weight: torch.Tensor) -> RoundedWeight:
+def int8_weight(weight: torch.Tensor) -> QuantizedWeight:
     """A weight [out, in] as an int8 layer keeps it here."""
-    made = rounded(weight)
-    if weight.device.type == "cpu" and native.available():
-        return native.Panels.of_bytes(made.quantized, made.scales)
+    made = quantize_int8(weight)
+    if weight.device.type == "cpu" and native.is_available():
+        return native.Panels.from_int8(made.quantized, made.scales)
     return made
 
 
-def rounded_bytes(kind: QuantizedName, wide: int) -> float:
+def bytes_per_weight(kind: QuantizedName, wide: int) -> float:
     """Bytes of a number in a rounded layer, its share of what a group has in common among them.
 
     Args:
@@ -271,7 +271,7 @@ def rounded_bytes(kind: QuantizedName, wide: int) -> float:
     """
     if kind == "int8":
         return 1
-    return 0.5 + 4 / _GROUP if native.available() else wide
+    return 0.5 + 4 / _GROUP if native.is_available() else wide
 
 
 class QuantizedLinear(nn.Module):
@@ -284,14 +284,14 @@ class QuantizedLinear(nn.Module):
     Attributes:
         kind: "int8" or "int4".
         panels: Its weight for native products; ``None`` where it has others.
-        quick: Whether its product takes and gives float32 in one operator.
+        float32_io: Whether its product takes and gives float32 in one operator.
         rounds_rows: Whether what it is given is rounded to bytes, and not only its weight was.
     """
 
     kind: QuantizedName
     panels: native.Panels | None = None
-    quick = False
-    rounds_rows = False
+    float32_io = False
+    quantizes_rows = False
 
     def __init__(self, outputs: int, inputs: int, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class QuantizedLinear(nn.Module):
         self.bias = bias
 
     def _take(self, panels: native.Panels) -> None:
-        self.panels, self.quick, self.rounds_rows = panels, True, True
+        self.panels, self.float32_io, self.quantizes_rows = panels, True, True
 
     @property
     def weight(self) -> torch.Tensor:
@@ -337,7 +337,7 @@ class Int8Linear(QuantizedLinear):
     Args:
         weight: [out, in], any floating dtype; or what was made of it.
         bias: [out] or ``None``.
-        alike: Whether a row's result is to be the same to the bit alone and among others. It always is in native
+        row_invariant: Whether a row has the same bits alone and among others. It always has in native
             products; where there are none, a drafter does without: FBGEMM's products of small layers take one operator
             and not ten, as oneDNN's do.
     """
@@ -345,9 +345,9 @@ class Int8Linear(QuantizedLinear):
     kind: QuantizedName = "int8"
 
     def __init__(
-        self, weight: torch.Tensor | RoundedWeight, bias: torch.Tensor | None, *, alike: bool = True
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, *, row_invariant: bool = True
     ) -> None:
-        known = in_bytes(weight.detach()) if isinstance(weight, torch.Tensor) else weight
+        known = int8_weight(weight.detach()) if isinstance(weight, torch.Tensor) else weight
         if isinstance(known, native.Panels):
             super().__init__(known.outputs, known.inputs, bias)
             self._take(known)
@@ -357,10 +357,10 @@ class Int8Linear(QuantizedLinear):
         super().__init__(outputs, inputs, bias)
         self.register_buffer("scales", scales, persistent=False)
         self.scales: torch.Tensor
-        self._quick = None if alike else _pack_quick(quantized, scales)
-        self.quick = self._quick is not None
-        self._prepacked = None if self.quick else _prepack_int8(quantized)
-        self.rounds_rows = packed = self.quick or self._prepacked is not None
+        self._fbgemm = None if row_invariant else _pack_fbgemm(quantized, scales)
+        self.float32_io = self._fbgemm is not None
+        self._prepacked = None if self.float32_io else _prepack_int8(quantized)
+        self.quantizes_rows = packed = self.float32_io or self._prepacked is not None
         self.register_buffer("quantized", None if packed else quantized, persistent=False)
         self.quantized: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
@@ -368,8 +368,8 @@ class Int8Linear(QuantizedLinear):
         self._levels = 127 if has_vnni() else 63
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self._quick is not None:
-            return self._quick_product(x)
+        if self._fbgemm is not None:
+            return self._fbgemm_product(x)
         if self._prepacked is None:
             return nn.functional.linear(x, self.quantized.to(x.dtype)) * self.scales.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
@@ -382,17 +382,17 @@ class Int8Linear(QuantizedLinear):
         )  # fmt: skip
         return out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def _quick_product(self, x: torch.Tensor) -> torch.Tensor:
+    def _fbgemm_product(self, x: torch.Tensor) -> torch.Tensor:
         """The same up to the scales of activations: a row's lowest and highest value get the ends of a byte."""
         product = torch.ops.quantized.linear_dynamic
         out: torch.Tensor
         if x.numel() == self.in_features and x.dim() > 1:
-            out = product(x.float(), self._quick, False)
+            out = product(x.float(), self._fbgemm, False)
             return out.to(x.dtype)
         rows = x.reshape(-1, self.in_features).float()
         # There is one scale for all rows: make them as large as each other.
         sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_LEAST)
-        parts = [product(part, self._quick, False) for part in (rows / sizes).split(_QUICK_ROWS)]
+        parts = [product(part, self._fbgemm, False) for part in (rows / sizes).split(_FBGEMM_MAX_ROWS)]
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(sizes)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
@@ -405,7 +405,7 @@ _LINES = tuple((steps, 0.0) for steps in range(15, 7, -1)) + tuple((15, 0.02 * c
 
 
 class Int4Linear(QuantizedLinear):
-    """A linear layer with weights in 4 bits, see ``rounded_to_4_bits``, and int8 activations (one scale per row).
+    """A linear layer with weights in 4 bits, see ``fake_quantize_int4``, and int8 activations (one scale per row).
 
     Where there are no native products its weights are as wide as they were and activations stay what they are: that is
     no quicker than the layer it was made of.
@@ -418,8 +418,8 @@ class Int4Linear(QuantizedLinear):
     kind: QuantizedName = "int4"
 
     def __init__(self, weight: torch.Tensor | native.Panels, bias: torch.Tensor | None) -> None:
-        if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and native.available():
-            weight = native.Panels.of_weight(weight)
+        if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and native.is_available():
+            weight = native.Panels.quantize_int4(weight)
         rounded = None
         if isinstance(weight, native.Panels):
             super().__init__(weight.outputs, weight.inputs, bias)
@@ -427,7 +427,7 @@ class Int4Linear(QuantizedLinear):
         else:
             outputs, inputs = weight.shape
             super().__init__(outputs, inputs, bias)
-            rounded = rounded_to_4_bits(weight.detach()).to(weight.dtype)
+            rounded = fake_quantize_int4(weight.detach()).to(weight.dtype)
         self.register_buffer("rounded", rounded, persistent=False)
         self.rounded: Any
 
@@ -435,7 +435,7 @@ class Int4Linear(QuantizedLinear):
         return nn.functional.linear(x, self.rounded.to(x.dtype))
 
 
-def rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
+def fake_quantize_int4(weight: torch.Tensor) -> torch.Tensor:
     """A weight [out, in] as groups of 32 inputs give it, in float32: least + scale · code, with codes from 0 to 15.
 
     Both numbers are in bfloat16. Of several lines each group has the one with the least squared error; among them are
@@ -473,12 +473,12 @@ _one_engine = threading.Lock()
 """Held while the process's engine for quantized layers is another one than usual."""
 
 
-def _pack_quick(quantized: torch.Tensor, scales: torch.Tensor) -> Any:
+def _pack_fbgemm(quantized: torch.Tensor, scales: torch.Tensor) -> Any:
     """FBGEMM's packed form of an int8 weight; ``None`` for large layers, and where it is missing or would overflow.
 
     (Without VNNI instructions, pairs of products are added up in 16 bits.)
     """
-    if quantized.device.type != "cpu" or quantized.shape[0] > _QUICK_OUTPUTS:
+    if quantized.device.type != "cpu" or quantized.shape[0] > _FBGEMM_MAX_OUTPUTS:
         return None
     if "fbgemm" not in torch.backends.quantized.supported_engines or not has_vnni():
         return None

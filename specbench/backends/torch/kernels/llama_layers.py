@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import attend
 from specbench.backends.torch.kernels.linear import PackedLinear, QuantizedLinear
-from specbench.backends.torch.kernels.surgery import JoinedLinear
+from specbench.backends.torch.kernels.surgery import MergedLinear
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Decoder layers of ``transformers`` that compute what ``FusedLayer`` computes."""
@@ -65,8 +65,8 @@ class FusedLayer:
         self.groups = self.heads // (self._turned - self.heads)
         self.place: int = attention.layer_idx
         self.dtype: torch.dtype = layer.input_layernorm.weight.dtype
-        quick = all(isinstance(product, QuantizedLinear) and product.quick for product in products)
-        self._carried = torch.float32 if quick else self.dtype
+        float32_io = all(isinstance(product, QuantizedLinear) and product.float32_io for product in products)
+        self._carried = torch.float32 if float32_io else self.dtype
 
     def __call__(
         self,
@@ -120,7 +120,7 @@ def fused_layers(model: Any) -> tuple[FusedLayer, ...] | None:
     return layers if len(alike) == 1 else None
 
 
-def native_stack(model: Any, layers: Sequence[FusedLayer]) -> native.Stack | None:
+def native_stack(model: Any, layers: Sequence[FusedLayer]) -> native.DecoderStack | None:
     """A whole pass through a model, but for its embeddings and the rotation, in one call.
 
     Args:
@@ -165,8 +165,8 @@ def stack_of(
     scaling: float,
     embedding_norm: torch.Tensor | None = None,
     adds_to_normed: bool = False,
-) -> native.Stack | None:
-    """A native stack; for the arguments see ``native.Stack``.
+) -> native.DecoderStack | None:
+    """A native stack; for the arguments see ``native.DecoderStack``.
 
     Returns:
         ``None`` where a layer is missing, they round otherwise, or their sizes are none that native passes are written
@@ -186,7 +186,7 @@ def stack_of(
         or any(own.down.panels.inputs % own.gates.panels.width for own in made)
     ):
         return None
-    return native.Stack(
+    return native.DecoderStack(
         made,
         norm,
         head,
@@ -288,6 +288,6 @@ def _silu() -> Any:
 
 
 def _joined(layers: Sequence[Any]) -> bool:
-    return all(isinstance(layer, JoinedLinear) and layer.join is layers[0].join for layer in layers) and [
+    return all(isinstance(layer, MergedLinear) and layer.join is layers[0].join for layer in layers) and [
         layer.index for layer in layers
     ] == list(range(len(layers[0].join.sizes)))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbench.backends.torch.kernels.instructions import allowed
+from specbench.backends.torch.kernels.instructions import is_allowed
 from specbench.backends.torch.kernels.onednn_layout import Laid, layout_of
 from specbench.backends.torch.kernels.structures import (
     CLayer,
@@ -91,7 +91,7 @@ def _found() -> _Native | str:
     if version != _VERSION:
         return "the library is of another version: install specbench again"
     limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
-    highest = 1 if not allowed("vnni") else 3 if allowed("bfloat16") else 2
+    highest = 1 if not is_allowed("vnni") else 3 if is_allowed("bfloat16") else 2
     level = min(int(library.specbench_level()), limit, highest)
     if level < 1:
         return "this processor has no AVX2, or may not use it"
@@ -111,15 +111,15 @@ def _found() -> _Native | str:
     return _Native(library, parallel, level)
 
 
-def why_not() -> str | None:
+def why_unavailable() -> str | None:
     """Why there are no native products here, as the end of a sentence; ``None`` where there are."""
     found = _found()
     return found if isinstance(found, str) else None
 
 
-def available() -> bool:
+def is_available() -> bool:
     """Whether there are native products here."""
-    return why_not() is None
+    return why_unavailable() is None
 
 
 def _native() -> _Native:
@@ -144,7 +144,7 @@ _WIDEST = {1: 48, 2: 128, 3: 128}
 
 
 class Panels:
-    """A weight in the order in which the products read it; where ``available()``.
+    """A weight in the order in which the products read it; where ``is_available()``.
 
     Attributes:
         bits: 32 and 16 for float32 and bfloat16, 8 with a scale for each output, 4 with two numbers for 32 inputs each.
@@ -173,7 +173,7 @@ class Panels:
         _check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
 
     @classmethod
-    def of_data(cls, bits: int, outputs: int, inputs: int, data: torch.Tensor) -> Panels:
+    def from_data(cls, bits: int, outputs: int, inputs: int, data: torch.Tensor) -> Panels:
         """Those that hold a copy of what others have held.
 
         Raises:
@@ -186,7 +186,7 @@ class Panels:
         return made
 
     @classmethod
-    def of_bytes(cls, quantized: torch.Tensor, scales: torch.Tensor) -> Panels:
+    def from_int8(cls, quantized: torch.Tensor, scales: torch.Tensor) -> Panels:
         """Those of a weight in bytes.
 
         Args:
@@ -199,7 +199,7 @@ class Panels:
         return made
 
     @classmethod
-    def of_weight(cls, weight: torch.Tensor) -> Panels:
+    def quantize_int4(cls, weight: torch.Tensor) -> Panels:
         """Those of a weight [out, in] of any floating dtype, rounded to 4 bits, some rows after the others."""
         made = cls(4, *weight.shape)
         for first in range(0, len(weight), _ROUNDED_AT_ONCE):
@@ -208,7 +208,7 @@ class Panels:
         return made
 
     @classmethod
-    def of_halves(cls, weight: torch.Tensor) -> Panels:
+    def from_bfloat16(cls, weight: torch.Tensor) -> Panels:
         """Those of a weight [out, in] in bfloat16."""
         weight = weight.detach().contiguous()
         made = cls(16, *weight.shape)
@@ -216,7 +216,7 @@ class Panels:
         return made
 
     @classmethod
-    def of_packed(cls, packed: torch.Tensor, weight: torch.Tensor) -> Panels | None:
+    def from_onednn(cls, packed: torch.Tensor, weight: torch.Tensor) -> Panels | None:
         """Those that oneDNN has laid a weight in, read where they are.
 
         Args:
@@ -236,7 +236,7 @@ class Panels:
         return self.outputs * self.inputs * self.bits // 8
 
     def dense(self) -> torch.Tensor:
-        """The weight of panels that ``of_halves`` made, [out, in]."""
+        """The weight of panels that ``from_bfloat16`` made, [out, in]."""
         panels = self.data.view(torch.bfloat16).view(-1, self._depth // 2, self.width, 2)
         whole = panels.permute(0, 2, 1, 3).reshape(-1, self._depth)
         return whole[: self.outputs, : self.inputs].contiguous()
@@ -328,10 +328,10 @@ class NativeRequest(NamedTuple):
     past: int
     mask: torch.Tensor | None = None
     places: torch.Tensor | None = None
-    entries: Entries | None = None
+    entries: KVPointers | None = None
 
 
-class Entries:
+class KVPointers:
     """Keys and values of layers as native.c knows them; they hold as long as this does.
 
     Args:
@@ -349,7 +349,7 @@ class Entries:
         self.is_bfloat16 = held[0][0].dtype == torch.bfloat16
 
 
-class Stack:
+class DecoderStack:
     """Decoder layers with their final norm and head, for passes of few rows.
 
     Args:
@@ -408,8 +408,8 @@ class Stack:
         self._head_nbytes = head.panels.nbytes
         self.sizes = (len(layers), hidden, heads, shared, size, middle, self._vocabulary, head.panels.bits)
         bits, level = head.panels.bits, _native().level
-        self.rounds_rows = bits <= 8
-        self.widest = math.inf if self.rounds_rows or (bits == 16 and level < 3) else _WIDEST[level]
+        self.quantizes_rows = bits <= 8
+        self.widest = math.inf if self.quantizes_rows or (bits == 16 and level < 3) else _WIDEST[level]
 
     def layers_of(self, nbytes: int) -> int:
         """How many of the first layers hold so many bytes of weights, with the head; all where there are fewer."""
@@ -446,7 +446,7 @@ class Stack:
         x: torch.Tensor,
         cosines: torch.Tensor,
         sines: torch.Tensor,
-        entries: Entries,
+        entries: KVPointers,
         requests: Sequence[NativeRequest],
         wanted: Sequence[int],
         layers: Sequence[int] = (),
@@ -517,7 +517,7 @@ class _Told:
     """
 
     def __init__(self, requests: Sequence[NativeRequest]) -> None:
-        self._kept: list[torch.Tensor | Entries | None] = []
+        self._kept: list[torch.Tensor | KVPointers | None] = []
         self.given, self.rows = array(CRequest, len(requests))(), 0
         for place, request in enumerate(requests):
             mask, places = whole(request.mask), whole(request.places)
@@ -534,7 +534,7 @@ class _Told:
             self.rows += request.rows
 
 
-def attends(keys: torch.Tensor, values: torch.Tensor) -> bool:
+def supports_attention(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether rows can attend natively to keys and values like these, [1, heads, positions, head size]."""
     size = keys.shape[-1]
     return (
@@ -543,7 +543,7 @@ def attends(keys: torch.Tensor, values: torch.Tensor) -> bool:
         and keys.shape == values.shape
         and size % STEP == 0
         and size <= MOST_HEAD_SIZE
-        and available()
+        and is_available()
     )
 
 
@@ -564,7 +564,7 @@ class Attention:
 
         Args:
             query: Rotated, [rows, heads, head size], float32.
-            keys, values: See ``attends``; those of the rows themselves are among them.
+            keys, values: See ``supports_attention``; those of the rows themselves are among them.
             scaling: What scores are multiplied by; ``None`` for 1/√(head size).
 
         Returns:

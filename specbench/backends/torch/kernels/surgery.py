@@ -23,9 +23,9 @@ from specbench.backends.torch.kernels.linear import (
     Int8Linear,
     PackedLinear,
     QuantizedLinear,
-    RoundedWeight,
+    QuantizedWeight,
     can_pack,
-    in_bytes,
+    int8_weight,
 )
 from specbench.backends.torch.kernels.native import Panels
 from specbench.base.errors import UsageError
@@ -84,7 +84,7 @@ class Hooks:
         return False
 
 
-class _Join:
+class _MergedProduct:
     """One product for several linear layers that read the same input.
 
     Whichever layer is called first computes it; the others take their parts, and with the last part it is let go. Where
@@ -109,10 +109,10 @@ class _Join:
         return part
 
 
-class JoinedLinear(nn.Module):
-    """One of several linear layers that are computed as one product (see ``_Join``)."""
+class MergedLinear(nn.Module):
+    """One of several linear layers that are computed as one product (see ``_MergedProduct``)."""
 
-    def __init__(self, join: _Join, index: int) -> None:
+    def __init__(self, join: _MergedProduct, index: int) -> None:
         super().__init__()
         self.join, self.index, self.layer = join, index, join.layer
         self.in_features, self.out_features = join.layer.in_features, join.sizes[index]
@@ -168,36 +168,36 @@ def pack_linears(model: PreTrainedModel) -> bool:
 class RoundedLayers(Protocol):
     """Weights of a model that were rounded at another time, by the places of its layers."""
 
-    def find(self, place: str) -> RoundedWeight | None:
+    def find(self, place: str) -> QuantizedWeight | None:
         """What is kept of a place; ``None`` for nothing."""
 
-    def save(self, place: str, weight: RoundedWeight) -> None:
+    def save(self, place: str, weight: QuantizedWeight) -> None:
         """Keep what was made for a place."""
 
 
 def quantize_linears(
-    model: PreTrainedModel, *, alike: bool = True, layers: RoundedLayers | None = None
+    model: PreTrainedModel, *, row_invariant: bool = True, layers: RoundedLayers | None = None
 ) -> bool:
     """Replace the linear layers of a model by int8 ones in place: from then on the int8 model is the model.
 
     Args:
         model: Changed in place.
-        alike: See ``Int8Linear``.
+        row_invariant: See ``Int8Linear``.
         layers: Where rounded weights of this model are found and kept.
     """
 
     def quantized(place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Int8Linear:
         known = None if layers is None else layers.find(place)
         if known is None:
-            known = in_bytes(weight().detach())
+            known = int8_weight(weight().detach())
             if layers is not None:
                 layers.save(place, known)
-        return Int8Linear(known, bias, alike=alike)
+        return Int8Linear(known, bias, row_invariant=row_invariant)
 
     return _replace(model, quantized)
 
 
-def round_linears(model: PreTrainedModel, layers: RoundedLayers | None = None) -> bool:
+def quantize_linears_int4(model: PreTrainedModel, layers: RoundedLayers | None = None) -> bool:
     """The same with int4 ones.
 
     Args:
@@ -237,20 +237,20 @@ def trim_head(model: PreTrainedModel, rows: torch.Tensor) -> None:
     untyped.set_output_embeddings(trimmed)
 
 
-def holds(model: nn.Module, kind: type[nn.Module]) -> bool:
+def has_layer(model: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether there are layers of a kind in a model."""
     return any(isinstance(module, kind) for module in model.modules())
 
 
-def kind_of_rounding(model: nn.Module) -> QuantizedName | None:
+def quantization_of(model: nn.Module) -> QuantizedName | None:
     """What linear layers of a model are rounded to; ``None`` for nothing."""
     return next((each.kind for each in model.modules() if isinstance(each, QuantizedLinear)), None)
 
 
-def rounds_to_int8(model: nn.Module) -> bool:
+def quantizes_activations(model: nn.Module) -> bool:
     """Whether layers of a model round what they are given to bytes."""
-    products = (module.layer if isinstance(module, JoinedLinear) else module for module in model.modules())
-    return any(isinstance(product, QuantizedLinear) and product.rounds_rows for product in products)
+    products = (module.layer if isinstance(module, MergedLinear) else module for module in model.modules())
+    return any(isinstance(product, QuantizedLinear) and product.quantizes_rows for product in products)
 
 
 def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
@@ -261,14 +261,14 @@ def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> Pr
         layers: See ``quantize_linears``.
     """
     clone = _structural_copy(model)
-    quantize_linears(clone, alike=False, layers=layers)
+    quantize_linears(clone, row_invariant=False, layers=layers)
     return clone
 
 
 def int4_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
     """The same with int4 linear layers."""
     clone = _structural_copy(model)
-    round_linears(clone, layers)
+    quantize_linears_int4(clone, layers)
     return clone
 
 
@@ -368,7 +368,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
     return clone(model)  # type: ignore[return-value]
 
 
-_Linear = nn.Linear | PackedLinear | JoinedLinear
+_Linear = nn.Linear | PackedLinear | MergedLinear
 _Kind = Callable[[str, Callable[[], torch.Tensor], torch.Tensor | None], PackedLinear | QuantizedLinear]
 
 
@@ -431,7 +431,7 @@ def _replace(model: nn.Module, kind: _Kind) -> bool:
 
 def _groups(parent: nn.Module) -> list[list[str]]:
     """Names of a module's linear layers, those together that read the same input."""
-    if isinstance(parent, JoinedLinear):
+    if isinstance(parent, MergedLinear):
         return []
     # named_children() would skip a layer's second name.
     names = [name for name, child in parent._modules.items() if _is_linear(child)]
@@ -456,11 +456,11 @@ def _is_linear(module: nn.Module | None) -> bool:
 
 
 def _is_part_of_packed(module: nn.Module | None) -> bool:
-    return isinstance(module, JoinedLinear) and isinstance(module.join.layer, PackedLinear)
+    return isinstance(module, MergedLinear) and isinstance(module.join.layer, PackedLinear)
 
 
 def _joinable(layers: Sequence[Any]) -> bool:
-    joins = [layer.join if isinstance(layer, JoinedLinear) else None for layer in layers]
+    joins = [layer.join if isinstance(layer, MergedLinear) else None for layer in layers]
     if any(joins):
         return all(join is joins[0] for join in joins)
     if any(isinstance(layer, PackedLinear) for layer in layers) or len({id(layer) for layer in layers}) < len(
@@ -489,12 +489,12 @@ def _build(place: str, layers: Sequence[_Linear], kind: _Kind, joined: _Joined) 
     def weight() -> torch.Tensor:
         if len(layers) == 1:
             return first.weight
-        if isinstance(first, JoinedLinear):
+        if isinstance(first, MergedLinear):
             return first.join.layer.weight
         return joined([layer.weight.detach() for layer in layers])
 
     bias = first.bias
-    if isinstance(first, JoinedLinear) and len(layers) > 1:
+    if isinstance(first, MergedLinear) and len(layers) > 1:
         bias = first.join.layer.bias
     elif bias is not None and len(layers) > 1:
         bias = torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
@@ -502,8 +502,8 @@ def _build(place: str, layers: Sequence[_Linear], kind: _Kind, joined: _Joined) 
     if len(layers) == 1:
         _share_hooks(layers, [new])
         return [new]
-    join = _Join(new, sizes)
-    parts = [JoinedLinear(join, index) for index in range(len(layers))]
+    join = _MergedProduct(new, sizes)
+    parts = [MergedLinear(join, index) for index in range(len(layers))]
     _share_hooks(layers, parts)
     join.hooks = Hooks(parts)
     return list(parts)
