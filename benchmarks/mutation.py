@@ -933,7 +933,7 @@ MUTANTS = (
     ),
     Mutant(
         "SGLang verifies one token too few",
-        "export/sglang.py:SGLang.export",
+        "export/sglang.py:SGLang.fill",
         "setting.gamma + 1",
         "setting.gamma",
         ("tests/test_export.py", "-k", "on_every_engine"),

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -25,20 +25,12 @@ from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.base.errors import UsageError
-from specbench.cli.export import EngineName
 from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.config import Config
 from specbench.decoding.theory import expected_tokens
-from specbench.export.engine import kinds
-from specbench.export.engines import (
-    ENGINES,
-    as_file,
-    as_json,
-    export_fastest,
-    export_setting,
-    expresses,
-)
-from specbench.export.heads import HEADS, KINDS, HeadSupport, NoHeadSupport
+from specbench.export.engine import HEAD_KINDS, HeadSupport
+from specbench.export.output import as_file, as_json, export_fastest
+from specbench.export.registry import load_engines
 from specbench.export.setting import (
     Model,
     Setting,
@@ -53,6 +45,7 @@ from specbench.specs.rules import parse_rule
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "results"
+ENGINES = load_engines()
 KNOWN = json.loads(Path(__file__).with_name("engine_options.json").read_text(encoding="utf-8"))
 HUB = Model("Qwen/Qwen2.5-Coder-1.5B-Instruct")
 
@@ -78,7 +71,7 @@ DRAFTERS = (
     "lookup+org/small",
     "lookup:n=4,passes=2+org/small",
 )
-FIXED = {"gamma_from": "as --gamma says"}
+FIXED = {"gamma_from": "given by --gamma"}
 SETTINGS = [
     setting(drafter, rule, **(FIXED if not rule.startswith("fixed:gamma=4") else {}), **changes)
     for drafter in DRAFTERS
@@ -107,7 +100,7 @@ def flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def test_the_engines_are_those_that_are_pinned():
-    assert list(ENGINES) == list(KNOWN) == list(get_args(EngineName))
+    assert list(ENGINES) == list(KNOWN)
     assert {name: engine.version for name, engine in ENGINES.items()} == {
         name: known["version"] for name, known in KNOWN.items()
     }
@@ -140,11 +133,32 @@ def test_transformers_has_these_names():
     )
 
 
-# -- what stands where -------------------------------------------------------------------------------
+# -- what each engine gets ---------------------------------------------------------------------------
 
-
-def exported(engine: str, *arguments: Any, **changes: Any) -> Any:
-    return ENGINES[engine].export(setting(*arguments, **changes))
+CASES = {
+    "model": setting("org/small"),
+    "model, sampled": setting(
+        "org/small@v1", temperature=0.7, target=Model("org/big", "v2"), drafter_dtype="int8"
+    ),
+    "model, block verification": setting("org/small", "fixed:gamma=4,verification=block", temperature=0.7),
+    "model, trimmed, int8 target": setting("org/small:vocab=9", dtype="int8"),
+    "model, auto": setting("org/small", "auto", gamma_from="guessed"),
+    "model, tree": setting("org/small", "dynamic-tree", gamma_from="guessed"),
+    "model, confidence": setting("org/small", "confidence:threshold=0.6,max=9", gamma_from="guessed"),
+    "model, heuristic": setting("org/small", "heuristic:gamma=3", gamma_from="guessed"),
+    "lookup": setting("lookup:n=5,min=2", temperature=0.7),
+    "lookup, local target": setting("lookup", target=Model("qwen")),
+    "lookup, built-in target": setting("lookup", target=Model("smollm2-135m"), dtype="int4"),
+    "suffix": setting("suffix:n=10"),
+    "suffix, kept": setting("suffix:keep"),
+    "layers": setting("self:layers=3"),
+    "cascade": setting("lookup+org/small"),
+    "head": setting("org/head", head=TrainingMetadata(kind="eagle3")),
+    "head, parallel": setting("org/head", head=TrainingMetadata(kind="peagle")),
+    "head, block": setting("org/head", head=TrainingMetadata(kind="dflash")),
+    "head in a cascade": setting("lookup+org/head", head=TrainingMetadata(kind="eagle3")),
+    "head, trained here": setting("org/head", head=TrainingMetadata(kind="eagle")),
+}
 
 
 def words(text: str) -> list[str]:
@@ -152,178 +166,45 @@ def words(text: str) -> list[str]:
     return shlex.split(text.replace("\\\n", " "))
 
 
-def test_a_model_on_every_engine():
-    (line,) = [words(exported("vllm", "org/small").text)]
-    assert line[:5] == ["vllm", "serve", HUB.name, "--dtype", "bfloat16"]
-    assert json.loads(line[-1]) == {
-        "method": "draft_model",
-        "model": "org/small",
-        "num_speculative_tokens": 4,
-    }
-    line = words(exported("sglang", "org/small").text)
-    assert line[:5] == ["python", "-m", "sglang.launch_server", "--model-path", HUB.name]
-    given = dict(zip(line[3::2], line[4::2], strict=True))
-    assert given["--speculative-algorithm"] == "STANDALONE"
-    assert (given["--speculative-num-steps"], given["--speculative-num-draft-tokens"]) == ("4", "5")
-    line = words(exported("llama.cpp", "org/small").text)
-    assert line[:5] == [
-        "llama-server",
-        "--model",
-        "Qwen2.5-Coder-1.5B-Instruct.gguf",
-        "--spec-type",
-        "draft-simple",
-    ]
-    assert line[line.index("--spec-draft-n-max") + 1] == "4"
-    text = exported("tensorrt-llm", "org/small").text
-    assert yaml.safe_load(text.partition("<<'YAML'\n")[2].partition("YAML\n")[0]) == {
-        "dtype": "bfloat16",
-        "disable_overlap_scheduler": True,
-        "speculative_config": {
-            "decoding_type": "Draft_Target",
-            "max_draft_len": 4,
-            "speculative_model": "org/small",
-        },
-    }
-    assert text.endswith(f"trtllm-serve {HUB.name} --config speculation.yaml\n")
-    line = words(exported("mlx-lm", "org/small").text)
-    assert line[:7] == [
-        "mlx_lm.server",
-        "--model",
-        HUB.name,
-        "--draft-model",
-        "org/small",
-        "--num-draft-tokens",
-        "4",
-    ]
-    text = exported("openvino", "org/small").text
-    assert "config.num_assistant_tokens = 4\n" in text
-    assert "draft_model=openvino_genai.draft_model('small-openvino', \"CPU\")" in text
-    for name in ("openvino", "transformers"):
-        compile(exported(name, "org/small").text, name, "exec")
-
-
-def test_lookups():
-    assert exported("vllm", "lookup:n=5,min=2").options["--speculative-config"] == {
-        "method": "ngram",
-        "prompt_lookup_max": 5,
-        "prompt_lookup_min": 2,
-        "num_speculative_tokens": 4,
-    }
-    suffix = exported("vllm", "suffix:n=10").options["--speculative-config"]
-    assert (suffix["suffix_decoding_max_tree_depth"], suffix["suffix_decoding_max_cached_requests"]) == (
-        14,
-        0,
-    )
-    assert "suffix_decoding_max_cached_requests" not in dict(flat(exported("vllm", "suffix:keep").options))
-    assert exported("sglang", "lookup").options["--speculative-ngram-match-type"] == "BFS"
-    assert exported("sglang", "suffix").options["--speculative-ngram-match-type"] == "PROB"
-    simple = exported("llama.cpp", "lookup")
-    assert simple.options["--spec-type"] == "ngram-simple"
-    assert (simple.options["--spec-ngram-simple-size-n"], simple.options["--spec-ngram-simple-size-m"]) == (
-        3,
-        4,
-    )
-    assert any("only those of 3 are looked for" in each for each in simple.missing)
-    both = exported("llama.cpp", "lookup+org/small")
-    assert both.options["--spec-type"] == "ngram-simple,draft-simple"
-    assert both.options["--spec-ngram-simple-size-n"] == 2
-    looked = exported("tensorrt-llm", "lookup").options["speculative_config"]
-    assert (looked["is_use_oldest"], looked["is_public_pool"], looked["max_matching_ngram_size"]) == (
-        False,
-        False,
-        3,
-    )
-
-
-def test_rules_that_an_engine_has_stay_and_others_become_a_length():
-    rule = "confidence:threshold=0.6,max=9"
-    for name, option, value in (
-        ("transformers", "assistant_confidence_threshold", 0.6),
-        ("openvino", "assistant_confidence_threshold", 0.6),
-        ("llama.cpp", "--spec-draft-p-min", "0.6"),
-    ):
-        made = exported(name, "org/small", rule, gamma_from="guessed")
-        assert dict(flat(made.options))[option] == value
-        assert not any("guessed" in each for each in made.missing)
-    assert exported("llama.cpp", "org/small", rule).options["--spec-draft-n-max"] == 9
-    heuristic = dict(
-        flat(exported("transformers", "org/small", "heuristic:gamma=3", gamma_from="guessed").options)
-    )
-    assert heuristic["num_assistant_tokens_schedule"] == "heuristic_transient"
-    assert heuristic["num_assistant_tokens"] == 3
-    for name, engine in ENGINES.items():
-        made = exported(name, "org/small", "auto", gamma_from="guessed")
-        assert "The rule auto: a fixed γ of 4 takes its place, guessed." in made.missing
-        assert any("Siblings" in each for each in made.missing)
-        assert any(
-            "takes its place" in each for each in exported(name, "org/small", "dynamic-tree", **FIXED).missing
-        )
-        assert any("vocab=9" in each for each in exported(name, "org/small:vocab=9").missing)
-        for dtype in ("int8", "int4"):
-            missing = exported(name, "org/small", dtype=dtype).missing
-            assert any(f"target's {dtype}" in each for each in missing)
-        assert any("bonus" in each or "num-draft-tokens counts" in each for each in made.differs), engine.name
-
-
-def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for():
-    hot = {"temperature": 0.7}
-    assert dict(flat(exported("vllm", "org/small", **hot).options))["draft_sample_method"] == "probabilistic"
-    assert exported("llama.cpp", "org/small", **hot).options["--spec-draft-sampling"] == "probabilistic"
-    assert exported("llama.cpp", "org/small", **hot).options["--temp"] == "0.7"
-    assert "temperature=0.7" in exported("transformers", "org/small", **hot).text
-    assert "config.temperature = 0.7" in exported("openvino", "org/small", **hot).text
-    for name in ("sglang", "tensorrt-llm"):
-        assert any("Σ min(p, q)" in each for each in exported(name, "org/small", **hot).differs)
-    for name in ("vllm", "sglang", "tensorrt-llm"):
-        assert any(
-            "not the 0.7 that was measured" in each for each in exported(name, "lookup", **hot).differs
-        )
-    together = exported("vllm", "org/small", "fixed:gamma=4,verification=block", **hot)
-    assert dict(flat(together.options))["rejection_sample_method"] == "block"
-    assert not any("verification" in each for each in together.missing)
-    assert "rejection_sample_method" not in dict(flat(exported("vllm", "org/small", **hot).options))
-    for name in ("sglang", "llama.cpp", "transformers"):
-        missing = exported(name, "org/small", "fixed:gamma=4,verification=block", **hot).missing
-        assert "The verification block." in missing
-    assert any("sampling need not be" in each for each in exported("openvino", "org/small", **hot).differs)
-    assert any("Σ p·q" in each for each in exported("mlx-lm", "org/small", **hot).differs)
-
-
-def test_revisions_and_names_without_an_organization():
-    changes = {"target": Model("org/big", "v2")}
-    assert exported("vllm", "org/small@v1", **changes).options["--revision"] == "v2"
-    assert exported("vllm", "org/small@v1").options["--speculative-config"]["revision"] == "v1"
-    assert exported("sglang", "org/small@v1").options["--speculative-draft-model-revision"] == "v1"
-    text = exported("transformers", "org/small@v1").text
-    assert "DRAFTER = 'org/small'\n" in text
-    assert "from_pretrained(DRAFTER, revision='v1'" in text
-    for name in ("tensorrt-llm", "mlx-lm"):
-        assert any("evision" in each for each in exported(name, "org/small@v1").missing)
-    needs = exported("vllm", "lookup", target=Model("qwen")).needs
-    assert needs == ["qwen is what one machine calls a model: put its path or hub id there."]
-    (needs,) = exported("vllm", "lookup", target=Model("smollm2-135m")).needs
-    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in needs
+@pytest.mark.parametrize("name", ENGINES)
+def test_settings_on_every_engine(name, snapshot):
+    engine, shown, seen = ENGINES[name], [], set()
+    for title, each in CASES.items():
+        shown.append(f"=== {title}")
+        try:
+            export = engine.export(each)
+        except UsageError as error:
+            shown.append(str(error))
+            continue
+        shown += [export.text, *(f"needs: {each}" for each in export.needs)]
+        notes = [f"{kind}: {each}" for kind in ("missing", "differs") for each in getattr(export, kind)]
+        shown += [note for note in notes if note not in seen]  # what is said of every setting once
+        seen.update(notes)
+        if name in ("openvino", "transformers"):
+            compile(export.text, name, "exec")
+    snapshot("\n".join(shown))
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_what_cannot_be_said_is_refused_in_a_sentence(name):
+def test_what_cannot_be_expressed_is_refused(name):
     engine = ENGINES[name]
     refused = ["ngram", "recycle", "self:int8", "self:calibrated", "ngram+org/small", "lookup+self:int8"]
-    refused += ["self:layers=2,int8"] + ["lookup|org/small"] + ["self:layers=2"] * (name != "transformers")
+    refused += ["self:layers=2,int8", "lookup|org/small", *(["self:layers=2"] * (name != "transformers"))]
     for drafter in refused:
         message = refusal(engine.export, setting(drafter), kind=UsageError)
-        assert message.startswith(
-            f"{engine.title} cannot express the drafter {parse_drafter(drafter)}; it has "
-        )
+        assert message.startswith(f"{engine.title} does not support the drafter {parse_drafter(drafter)}.")
 
 
 def test_names_of_strangers_stay_words():
     """A shell, YAML and Python read them as one name each."""
     odd = Model("a b'; touch x #\"$(y)")
     for name in ("vllm", "sglang", "tensorrt-llm"):
-        text = exported(name, "lookup", target=odd).text
+        text = ENGINES[name].export(setting("lookup", target=odd)).text
         assert odd.name in words(text.rpartition("YAML\n")[2])
-    text = exported("transformers", "lookup", target=odd).text
+    text = ENGINES["tensorrt-llm"].export(setting("org/small")).text
+    held = yaml.safe_load(text.partition("<<'YAML'\n")[2].partition("YAML\n")[0])
+    assert held["speculative_config"]["speculative_model"] == "org/small"
+    text = ENGINES["transformers"].export(setting("lookup", target=odd)).text
     assert f"TARGET = {odd.name!r}" in text
     compile(text, "x", "exec")
 
@@ -338,8 +219,8 @@ def test_the_best_of_a_run_with_its_interval():
     assert found.measured is not None
     assert found.measured.best
     assert str(found.measured) == "qwen2.5-coder-0.5b (int8) auto: 2.11 × [1.93, 2.32] over plain decoding"
-    assert (str(found.rule), found.gamma) == ("auto", 4)
-    assert found.gamma_from == "the best of the 7 fixed γ measured with it, 1.79 × [1.62, 1.95]"
+    assert (str(found.policy), found.gamma) == ("auto", 4)
+    assert found.gamma_from == "the best of 7 fixed γ measured with this drafter, 1.79 × [1.62, 1.95]"
 
 
 def test_one_that_is_named():
@@ -351,7 +232,7 @@ def test_one_that_is_named():
         assert not found.measured.best
     assert setting_of_run(df, "self:int8@auto", 3).gamma == 3
     assert "It has 'plain'," in refusal(setting_of_run, df, "lookup@2", kind=UsageError)
-    assert "no speculative decoding" in refusal(setting_of_run, df, "plain", kind=UsageError)
+    assert "not speculative decoding" in refusal(setting_of_run, df, "plain", kind=UsageError)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +242,7 @@ def test_one_that_is_named():
 def test_without_a_fixed_length_beside_it_one_is_predicted(tmp_path, drafter):
     write_run(tmp_path / "run", drafters=(drafter,), gammas=(), policies=("auto",), repeats=1)
     found = setting_of_run(load_results(tmp_path / "run"))
-    assert "predict it to be the fastest; none was measured with it" in found.gamma_from
+    assert "predicted from acceptance by position" in found.gamma_from
     v = [PASS_S.get(n, PASS_S[1]) / PASS_S[1] for n in range(10)]
     speeds = [expected_tokens(drafter.alpha, g) / (g * drafter.c + v[g + 1]) for g in range(9)]
     assert speeds[found.gamma] >= 0.97 * max(speeds)
@@ -370,7 +251,7 @@ def test_without_a_fixed_length_beside_it_one_is_predicted(tmp_path, drafter):
 def test_requests_side_by_side_go_by_the_passes_they_share():
     df = load_results(RUNS / "qwen2.5-coder-by-batch")
     found = setting_of_run(df)
-    assert "predict it to be the fastest" in found.gamma_from
+    assert "predicted from acceptance by position" in found.gamma_from
     assert 3 <= found.gamma <= 8
 
 
@@ -396,7 +277,7 @@ def test_without_times_of_passes_steps_say_how_long(tmp_path):
         if long
     ]
     assert found.gamma == max(1, round(sum(drafted) / len(drafted)))
-    assert "no fixed γ was measured with it" in found.gamma_from
+    assert "no fixed γ was measured with this drafter" in found.gamma_from
 
 
 @pytest.mark.parametrize("model", ["small.gguf", "my small one", "lookups"])
@@ -426,15 +307,15 @@ def test_a_configuration():
     config = Config(target="org/big@v1", drafter="org/small", length_policy="fixed:gamma=7", dtype="bfloat16")
     found = setting_of_config(config)
     assert not any(
-        "takes its place" in each for each in ENGINES["vllm"].export(setting_of_config(config, 3)).missing
+        "replaced by" in each for each in ENGINES["vllm"].export(setting_of_config(config, 3)).missing
     )
     assert (found.target, found.gamma, found.gamma_from) == (Model("org/big", "v1"), 7, "")
-    assert setting_of_config(config, 3).gamma_from == "as --gamma says"
+    assert setting_of_config(config, 3).gamma_from == "given by --gamma"
     auto = Config(target="org/big", drafter="lookup", length_policy="auto")
     assert "Give --gamma N" in refusal(setting_of_config, auto, kind=UsageError)
     assert setting_of_config(auto, 3).gamma == 3
     plain = Config(target="org/big", drafter="none", length_policy="fixed")
-    assert "nothing to switch on" in refusal(setting_of_config, plain, kind=UsageError)
+    assert "no speculation to export" in refusal(setting_of_config, plain, kind=UsageError)
 
 
 def ranked_run(folder: Path, **options: Any) -> Path:
@@ -458,13 +339,13 @@ def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path):
     assert found.replaces.fastest.config == "self:int8@2"
     assert found.replaces.share.value == pytest.approx(0.6)
     text = as_file(ENGINES["vllm"], found, made, "run")
-    assert "# The fastest setting of the run, self:int8 γ=2: 2.00 × [2.00, 2.00]" in text
+    assert "self:int8 γ=2: 2.00 × [2.00, 2.00]" in text
     assert "0.60 × [0.60, 0.60] the speed of self:int8 γ=2" in " ".join(text.replace("#", "").split())
     facts = as_json(ENGINES["vllm"], found, made, "run")["measured"]["in_place_of"]
     assert (facts["config"], facts["share"]) == ("self:int8@2", pytest.approx(0.6))
     message = refusal(export_fastest, ENGINES["mlx-lm"], settings, df, kind=UsageError)
     assert message.startswith(
-        "mlx-lm cannot express any of the drafters that were measured, self:int8, lookup; it has a model."
+        "mlx-lm supports none of the measured drafters: self:int8, lookup. Supported: a model."
     )
 
 
@@ -499,83 +380,50 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_engine_has_every_kind_of_head_or_says_why_not(name, kind):
+@pytest.mark.parametrize("kind", [*HEAD_KINDS, "new"])
+def test_every_engine_loads_a_kind_of_head_or_says_why_not(name, kind):
     engine, known = ENGINES[name], KNOWN[name]
-    here, there = setting("org/head", head=kind), HEADS[name][kind]
-    assert expresses(engine, here.drafter, TrainingMetadata(kind=kind)) == isinstance(there, HeadSupport)
-    assert not expresses(engine, here.drafter, TrainingMetadata(kind=kind, compact=True))
-    if isinstance(there, NoHeadSupport):
-        message = refusal(export_setting, engine, here, kind=UsageError)
+    here, support = setting("org/head", head=TrainingMetadata(kind=kind)), engine.head_support(kind)
+    assert engine.exports(here.drafter, here.head) == isinstance(support, HeadSupport)
+    assert not engine.exports(here.drafter, TrainingMetadata(kind=kind, compact=True))
+    if isinstance(support, str):
+        message = refusal(engine.export, here, kind=UsageError)
         assert message.startswith(
-            f"The drafter org/head cannot be exported to {engine.title} {engine.version}, which {there.why}."
+            f"{engine.title} {engine.version} cannot load the head in org/head: {support}."
         )
-        assert "`specbench serve` serves it" in message
+        assert "`specbench serve` supports it" in message
         return
-    made = export_setting(engine, here)
-    options = dict(flat(made.options))
+    export = engine.export(here)
+    options = dict(flat(export.options))
     assert set(options) <= set(known["names"])
-    method = next(option for option, words in known["values"].items() if there.method in words)
-    assert options[method] == there.method
-    assert options.get("parallel_drafting") == (True if kind == "peagle" else None)
-    assert (there.needs in made.needs) == bool(there.needs)
+    method = next(option for option, words in known["values"].items() if support.method in words)
+    assert options[method] == support.method
+    assert (support.needs in export.needs) == bool(support.needs)
 
 
-def test_the_table_of_heads_is_whole():
-    assert list(HEADS) == list(ENGINES)
-    assert all(list(row) == list(KINDS) for row in HEADS.values())
+def test_what_vllm_has_no_more():
     gone = KNOWN["vllm"]["removed_values"]
     assert (gone["version"], gone["method"]) == (ENGINES["vllm"].version, ["medusa"])
     assert not set(gone["method"]) & set(KNOWN["vllm"]["values"]["method"])
-    message = refusal(export_setting, ENGINES["vllm"], setting("org/head", head="medusa"), kind=UsageError)
-    assert "vLLM 0.33.0, which has no Medusa any more, as 0.32 had." in message
-    message = refusal(export_setting, ENGINES["vllm"], setting("org/head", head="new"), kind=UsageError)
-    assert "which has no heads of the kind new" in message
-
-
-def test_heads_of_engines_that_read_them():
-    def given(name: str, kind: str, drafter: str = "org/head") -> Mapping[str, Any]:
-        return export_setting(ENGINES[name], setting(drafter, head=kind)).options
-
-    for kind in ("eagle", "eagle3"):
-        assert given("vllm", kind)["--speculative-config"] == {
-            "method": "eagle3",
-            "model": "org/head",
-            "num_speculative_tokens": 4,
-        }
-    chain = given("sglang", "eagle3")
-    assert (chain["--speculative-num-steps"], chain["--speculative-num-draft-tokens"]) == (4, 5)
-    block = given("sglang", "dflash")
-    assert block["--speculative-num-draft-tokens"] == 5
-    assert "--speculative-num-steps" not in block
-    assert given("tensorrt-llm", "eagle3")["speculative_config"] == {
-        "max_draft_len": 4,
-        "decoding_type": "Eagle3",
-        "speculative_model": "org/head",
-    }
-    assert given("llama.cpp", "eagle3", "lookup+org/head")["--spec-type"] == "ngram-simple,draft-eagle3"
-    cascade = setting("lookup+org/head", head="eagle")
-    message = refusal(export_setting, ENGINES["vllm"], cascade, kind=UsageError)
-    assert "cannot express the drafter lookup+org/head, with a trained head" in message
 
 
 def test_a_run_tells_of_its_heads(tmp_path):
-    training = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
+    story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
     drafters = (Drafter("head", 0.8, 0.1),)
     write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
 
-    def told(training: Any) -> Setting:
-        return setting_of_run(load_results(change_run(tmp_path / "run", heads={"head": training})))
+    def told(story: Any) -> Setting:
+        return setting_of_run(load_results(change_run(tmp_path / "run", heads={"head": story})))
 
-    options = export_setting(ENGINES["vllm"], told(training)).options["--speculative-config"]
+    options = ENGINES["vllm"].export(told(story)).options["--speculative-config"]
     assert (options["method"], options["model"]) == ("eagle3", "head")
-    message = refusal(export_setting, ENGINES["vllm"], told({**training, "compact": True}), kind=UsageError)
-    assert "vLLM cannot read the head in head, which is compact" in message
+    message = refusal(ENGINES["vllm"].export, told({**story, "compact": True}), kind=UsageError)
+    assert "vLLM cannot load the head in head: it is compact" in message
 
 
 def test_the_head_that_comes_with_specbench_is_for_it_alone(cli):
     named = ("--setting", "lookup+smollm2-135m-head (int8) auto")
-    cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", *named).refused(2, "which is compact", "serve")
+    cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", *named).refused(2, "it is compact", "serve")
     found = cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", "--json").json()
     assert found["setting"]["drafter"] == "lookup"
 
@@ -589,8 +437,8 @@ def test_a_configuration_tells_of_a_head_that_is_here(cli, tmp_path, monkeypatch
     assert (options["method"], options["num_speculative_tokens"]) == ("eagle3", 3)
     cli("export", file, "--to", "sglang").refused(
         2,
-        "cannot be exported to SGLang 0.5.23, which reads no head in the form of `speculators`",
-        "serves it",
+        "SGLang 0.5.23 cannot load the head in head: it does not read heads in the `speculators` format",
+        "`specbench serve` supports it",
     )
 
 
@@ -604,7 +452,7 @@ def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
     )
     unseen = cli("export", file, "--to", "vllm", "--json").json()
     assert unseen["options"]["--speculative-config"]["method"] == "draft_model"
-    note = "org/head stands here as a model: the hub could not be asked whether it is a trained head."
+    note = "org/head is exported as a model: the hub could not be asked whether it is a trained head."
     assert note in unseen["needs"]
     home = tmp_path / "hub" / "models--org--head"
     write_head(home / "snapshots" / ("0" * 40), eagle_settings(), eagle_tensors())
@@ -614,7 +462,7 @@ def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
         seen = cli("export", file, "--to", engine, "--json").json()
         assert method in dict(flat(seen["options"])).values()
         assert note not in seen["needs"]
-    cli("export", file, "--to", "mlx-lm").refused(2, "has no trained heads, for its drafter is a whole model")
+    cli("export", file, "--to", "mlx-lm").refused(2, "its drafter has to be a whole model")
 
 
 # -- the command -------------------------------------------------------------------------------------
@@ -625,9 +473,9 @@ def test_the_command_says_what_it_is_from(cli):
     result = cli("export", RUNS / "qwen2.5-coder-rules", "--to", "vllm")
     assert (result.code, result.err) == (0, "")
     assert "# Made for vLLM 0.33.0 by specbench" in result.out
-    assert "# The best setting of the run, qwen2.5-coder-0.5b (int8) auto: 2.11 × [1.93, 2.32]" in result.out
-    assert "# Not there: The rule auto: a fixed γ of 4 takes its place" in result.out
-    assert "# Is it on? " in result.out
+    assert "# Fastest setting of the run: qwen2.5-coder-0.5b (int8) auto: 2.11 × [1.93, 2.32]" in result.out
+    assert "# Not supported: Draft policy auto: replaced by a fixed γ of 4" in result.out
+    assert "# To verify: " in result.out
     code = [line for line in result.out.splitlines() if line and not line.startswith("#")]
     assert words("\n".join(code))[:2] == ["vllm", "serve"]
     assert all(len(line) <= 100 for line in result.out.splitlines() if line.startswith("#"))
@@ -639,12 +487,12 @@ def test_the_command_says_what_is_not_exported(cli, tmp_path):
     assert result.code == 0
     assert "prompt_lookup_num_tokens=2" in result.out
     assert result.err == (
-        "specbench: transformers does not have the fastest setting of two; exported is lookup γ=2:"
+        "specbench: transformers does not support the fastest setting of two. Exported: lookup γ=2:"
         " 1.20 × [1.20, 1.20] over plain decoding, 0.60 × [0.60, 0.60] the speed of self:int8 γ=2.\n"
     )
     named = cli("export", run_of_two, "--to", "transformers", "--setting", "self:int8 γ=2")
-    named.refused(2, "cannot express the drafter self:int8", "without --setting")
-    cli("export", run_of_two, "--to", "mlx-lm").refused(2, "cannot express any of the drafters")
+    named.refused(2, "does not support the drafter self:int8", "Leave --setting out")
+    cli("export", run_of_two, "--to", "mlx-lm").refused(2, "supports none of the measured drafters")
 
 
 @pytest.mark.smoke
@@ -680,8 +528,8 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     assert found["options"]["--num-draft-tokens"] == 3
     assert (found["source"], found["measured"]) == ("specbench.toml", None)
     file.write_text("version = 1\n")
-    cli("export", file, "--to", "vllm").refused(2, "the rule auto", "Give --gamma N")
-    what = f"vLLM cannot read the head in {default_drafter(DEFAULT_TARGET)}, which is compact"
+    cli("export", file, "--to", "vllm").refused(2, "the draft policy auto", "Give --gamma N")
+    what = f"vLLM cannot load the head in {default_drafter(DEFAULT_TARGET)}: it is compact"
     cli("export", file, "--to", "vllm", "--gamma", 4).refused(2, what)  # as `generate` would draft
     file.write_text('version = 1\ntarget = "org/big"\n')
     assert (
@@ -695,20 +543,27 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
 
 def test_what_the_command_refuses(cli, tmp_path):
     cli("export", RUNS / "smollm2-135m-self-rules", "--to", "vllm").refused(
-        2, "vLLM cannot express the drafter self:int8"
+        2, "vLLM does not support the drafter self:int8"
     )
     cli("export", tmp_path / "none", "--to", "vllm").refused(2, "does not exist")
     cli("export", tmp_path, "--to", "vllm").refused(2, "There are no results")
     assert cli("export", RUNS, "--to", "ollama").code == 2
     write_run(tmp_path / "plain", drafters=(), prompts_per_category=1, repeats=1)
-    cli("export", tmp_path / "plain", "--to", "vllm").refused(2, "no speculative decoding was measured")
+    cli("export", tmp_path / "plain", "--to", "vllm").refused(
+        2, "no complete measurement of speculative decoding"
+    )
 
 
 def test_the_documented_table_is_the_code():
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w[\w.-]+)` \| (.+?) \| (.+?) \| (.+?) \|$", page, flags=re.MULTILINE)
     assert rows == [
-        (name, f"{engine.title} {engine.version}", kinds(engine), ", ".join(("fixed", *engine.rules)))
+        (
+            name,
+            f"{engine.title} {engine.version}",
+            engine.describe_drafters(),
+            ", ".join(("fixed", *engine.policies)),
+        )
         for name, engine in ENGINES.items()
     ]
 
@@ -777,17 +632,17 @@ def test_transformers_gives_the_same_tokens(pair, monkeypatch, drafter, rule):
 def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(pair, monkeypatch):
     """Runs keep no paths: what is a folder's name has to be found; a hub id, or a built-in model's, stands."""
     monkeypatch.chdir(pair)
-    text = exported("transformers", "small-1b", target=Model("big"), dtype="float32").text
-    assert "TARGET = 'big'  # a local folder or hub id: fill in\nDRAFTER = 'small-1b'  # a local" in text
+    text = ENGINES["transformers"].export(setting("small-1b", target=Model("big"), dtype="float32")).text
+    assert "TARGET = 'big'  # replace by a local folder or hub id\nDRAFTER = 'small-1b'  # replace" in text
     assert "from_pretrained('" not in text
-    told = "^Fill in TARGET and DRAFTER at the beginning of this program: a local folder or hub id"
+    told = "^Set TARGET and DRAFTER at the beginning of this program to a local folder or hub id"
     with pytest.raises(SystemExit, match=told):
         performed(text)
     tokens, *_ = performed(text.replace("'small-1b'", repr(str(pair / "small"))))
     assert tokens == plainly(pair)
-    text = exported("transformers", "lookup", target=Model("smollm2-135m")).text
+    text = ENGINES["transformers"].export(setting("lookup", target=Model("smollm2-135m"))).text
     assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # what smollm2-135m was quantized from\n" in text
-    assert f"TARGET = {HUB.name!r}\n" in exported("transformers", "lookup").text
+    assert f"TARGET = {HUB.name!r}\n" in ENGINES["transformers"].export(setting("lookup")).text
 
 
 def command_lines(name: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""`specbench export`: a setting in the words of the engine it is deployed on."""
+"""`specbench export`: a measured setting as another engine's command line or program."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from specbench.cli.options import (
     default_drafter,
 )
 from specbench.cli.watchers import write_out
+from specbench.export.registry import ENGINES
 from specbench.specs.rules import default_rule
 
 if TYPE_CHECKING:
     from specbench.export.engine import Export, ExportEngine
     from specbench.export.setting import Setting
 
-EngineName = Literal["transformers", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "mlx-lm", "openvino"]
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
 
 
 def export(
@@ -34,17 +37,24 @@ def export(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder of results, of several runs the newest; or a specbench.toml.",
+            help="Folder of results (of several runs, the newest), or a specbench.toml.",
         ),
     ],
-    to: Annotated[EngineName, typer.Option("--to", metavar="ENGINE", help="What to deploy on.")],
+    to: Annotated[
+        EngineName,
+        typer.Option(
+            "--to",
+            metavar="ENGINE",
+            help=f"Engine to export to: {', '.join(ENGINES)}.",
+        ),
+    ],
     setting: Annotated[
         str | None,
         typer.Option(
             "--setting",
             metavar="NAME",
             autocompletion=complete_configurations,
-            help="Of a run: a setting by its name in the tables or its id. Default: the fastest that the engine has.",
+            help="Setting to export, by table name or id. Default: the fastest one the engine supports.",
         ),
     ] = None,
     gamma: Annotated[
@@ -54,21 +64,21 @@ def export(
             "-g",
             min=1,
             metavar="N",
-            help="γ, where the engine takes a fixed one. Default: what the run says.",
+            help="Draft length for engines that take a fixed one. Default: the best one of the run.",
         ),
     ] = None,
     json_output: JsonOption = False,
     traceback: TracebackOption = False,  # noqa: ARG001 - see TracebackOption
 ) -> None:
-    """Write the command or program that switches a measured setting on in another engine.
+    """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
 
-    ENGINE is transformers, vllm, sglang, llama.cpp, tensorrt-llm, mlx-lm or openvino. Where it does not have the
-    fastest setting of a run, the fastest that it has is written, with by how much that is slower. What it has no
-    counterpart of, what means something else there, and how to see that it is on, stand in comments.
+    If the engine does not support the fastest setting of a run, the fastest supported one is exported, with how much
+    slower it is. Comments say what is not supported, what differs, and how to verify that speculation is on.
     """
-    from specbench.export.engines import ENGINES, as_file, as_json
+    from specbench.export.output import as_file, as_json
+    from specbench.export.registry import load_engine
 
-    engine = ENGINES[to]
+    engine = load_engine(to)
     found, made, name = _exported(engine, source, setting, gamma)
     if json_output:
         write_out(json.dumps(as_json(engine, found, made, name), allow_nan=False) + "\n")
@@ -76,16 +86,16 @@ def export(
         write_out(terminal_safe(as_file(engine, found, made, name), sys.stdout.encoding or "utf-8"))
         if found.replaces is not None:
             what = f"{found.measured}, {found.replaces}"
-            note = f"{engine.title} does not have the fastest setting of {name}; exported is {what}."
+            note = f"{engine.title} does not support the fastest setting of {name}. Exported: {what}."
             typer.echo(f"specbench: {terminal_safe(note)}", err=True)
 
 
 def _exported(
     engine: ExportEngine, source: Path, wanted: str | None, gamma: int | None
 ) -> tuple[Setting, Export, str]:
-    """The setting that is meant, its export, and what it is from."""
+    """Return the setting, its export, and the name of its source."""
     from specbench.config import PROVISIONAL, read_config
-    from specbench.export.engines import export_fastest, export_setting
+    from specbench.export.output import export_fastest
     from specbench.export.setting import setting_of_config, setting_of_run, settings_of_run
 
     if source.suffix == ".toml":
@@ -103,7 +113,7 @@ def _exported(
             length_policy=rule or config.length_policy,
         )
         setting = setting_of_config(whole, gamma)
-        return setting, export_setting(engine, setting), source.name
+        return setting, engine.export(setting), source.name
     from specbench.cli.named_runs import named_runs
     from specbench.results.results import load_results
 
@@ -111,6 +121,6 @@ def _exported(
     name = folder.resolve().name
     results = load_results(folder)
     if wanted is not None:
-        setting = setting_of_run(results, wanted, gamma, name=name)
-        return setting, export_setting(engine, setting), name
-    return *export_fastest(engine, settings_of_run(results, gamma, name=name), results), name
+        setting = setting_of_run(results, wanted, gamma, run_name=name)
+        return setting, engine.export(setting), name
+    return *export_fastest(engine, settings_of_run(results, gamma, run_name=name), results), name

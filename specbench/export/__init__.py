@@ -1,1 +1,1 @@
-"""A setting in the words of other engines: how what was measured here is switched on where it is deployed."""
+"""Export of measured settings: the command line, file or program that switches one on in another engine."""

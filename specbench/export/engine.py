@@ -1,189 +1,256 @@
-"""What every engine answers, and what all of them have to say about a setting."""
+"""The base class of export engines, and what is the same for all of them."""
 
 from __future__ import annotations
 
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from specbench.base.errors import UsageError
-from specbench.export.heads import HEADS, KINDS, SPECULATORS, HeadSupport, NoHeadSupport
+from specbench.base.record import Json
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
+from specbench.specs.rules import parse_rule
+
+if TYPE_CHECKING:
+    from specbench.models.training_metadata import TrainingMetadata
+
+HEAD_KINDS: Mapping[str, str] = {
+    "eagle": "EAGLE-3",
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "eagle-1": "EAGLE-1",
+    "dflash": "DFlash",
+    "medusa": "Medusa",
+    "pass": "PaSS",
+}
+"""Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
+
+NO_SPECULATORS = "it does not read heads in the `speculators` format, which `specbench train` writes"
+NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it has"
+AUTHORS_FORMAT = "The head in the format of the authors of {}; the `speculators` format is not read."
 
 GREEDY_DRAFTS = (
-    "Above temperature 0 a draft is the drafter's top token, kept with the target's probability of it; in specbench it"
-    " is drawn, and kept with the chance of Σ min(p, q). Outputs keep their distribution, acceptance changes."
+    "Above temperature 0 the draft is the drafter's top token, accepted with the target's probability of it. specbench"
+    " samples the draft and accepts it with probability Σ min(p, q). Outputs keep their distribution, acceptance"
+    " differs."
 )
-OLDEST_MATCH = (
-    "Of several equally long matches it copies behind the oldest, specbench behind the most recent."
-)
+OLDEST_MATCH = "Among equally long matches the oldest one is copied; specbench copies the most recent one."
+
+
+@dataclass
+class Export:
+    """A setting in the form that an engine takes.
+
+    Attributes:
+        text: What to run: shell commands or a Python program.
+        options: The engine's option names with their values; groups are mappings.
+        needs: What has to be in place first.
+        missing: What the engine cannot express, and what replaces it.
+        differs: What means something else in the engine.
+        check: How to see that speculation is on.
+    """
+
+    text: str = ""
+    options: Json = field(default_factory=dict)
+    needs: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+    check: str = ""
 
 
 @dataclass(frozen=True)
-class Export:
-    """A setting in an engine's words.
+class HeadSupport:
+    """A kind of trained head that an engine loads.
 
     Attributes:
-        text: What to run: commands for a shell, or a Python program.
-        options: The engine's own names in it, each with its value; groups of them are mappings.
-        needs: What has to be there first.
-        missing: What the engine has no counterpart of, and what stands in its place.
-        differs: What means something else there.
-        check: How to see that it is on.
+        method: The engine's name for it.
+        needs: What has to be done to the head's files first; empty for nothing.
+        speculators: Whether heads in the `speculators` format are loaded too.
     """
 
-    text: str
-    options: Mapping[str, Any]
-    needs: Sequence[str]
-    missing: Sequence[str]
-    differs: Sequence[str]
-    check: str
+    method: str
+    needs: str = ""
+    speculators: bool = True
 
 
-class ExportEngine(Protocol):
-    """One way to deploy.
+Heads: TypeAlias = Mapping[str, HeadSupport | str]
+"""Kinds of trained heads with how they are loaded, or the reason why they are not."""
+
+
+class ExportEngine(ABC):
+    """An engine that settings are exported to.
 
     Attributes:
-        name: What ``--to`` takes.
-        title: What it calls itself.
-        version: That its names were read in.
-        drafters: Kinds that it can express at least some of.
-        rules: Draft-length rules that it has beside a fixed γ.
+        name: Value of ``--to``.
+        title: Name of the engine in messages.
+        version: Version that the option names were read in.
+        drafters: Kinds of drafters that it supports, at least in part.
+        policies: Draft policies that it supports in addition to a fixed γ.
+        verifications: Verification methods that it supports in addition to rejection sampling.
+        heads: Kinds of trained heads that it loads, or why not.
+        no_heads: Why it loads no other kinds; empty for the usual reason.
     """
 
-    name: str
-    title: str
-    version: str
-    drafters: tuple[type[DrafterSpec], ...]
-    rules: tuple[str, ...]
+    name: ClassVar[str]
+    title: ClassVar[str]
+    version: ClassVar[str]
+    drafters: ClassVar[tuple[type[DrafterSpec], ...]]
+    policies: ClassVar[tuple[str, ...]] = ()
+    verifications: ClassVar[tuple[str, ...]] = ()
+    heads: ClassVar[Heads] = {}
+    no_heads: ClassVar[str] = ""
+
+    @abstractmethod
+    def fill(self, setting: Setting, export: Export) -> None:
+        """Write text, options, notes and check of a supported setting into an export."""
 
     def export(self, setting: Setting) -> Export:
-        """The setting there, without a trained head or with one that it has (``HEADS``).
+        """Return a setting in the form that this engine takes.
 
         Raises:
-            UsageError: It cannot be expressed.
+            UsageError: The engine does not support its drafter or the trained head in it.
         """
-        ...
+        head = self._head(setting)
+        if not self.supports(setting.drafter):
+            raise self.unsupported(setting)
+        export = Export(needs=[*_model_needs(setting)], missing=[*self._missing(setting)])
+        self.fill(setting, export)
+        if head is not None and head.needs:
+            export.needs.append(head.needs)
+        return export
 
+    def supports(self, drafter: DrafterSpec) -> bool:
+        """Whether a drafter can be expressed, apart from trained heads."""
+        return isinstance(drafter, self.drafters)
 
-def kinds(engine: ExportEngine) -> str:
-    """The drafters that it has, in words."""
-    names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
-    have = (KINDS[kind] for kind, there in HEADS[engine.name].items() if isinstance(there, HeadSupport))
-    heads = ", ".join(dict.fromkeys(have))
-    found = [names.get(kind, kind.word) for kind in engine.drafters]
-    return ", ".join([*found, f"heads ({heads})"] if heads else found)
+    def exports(self, drafter: DrafterSpec, head: TrainingMetadata | None = None) -> bool:
+        """Whether a drafter can be exported, with the trained head in it if there is one."""
+        try:
+            self.export(Setting(Model("target"), drafter, parse_rule("fixed"), 1, head=head))
+        except UsageError:
+            return False
+        return True
 
+    def head_support(self, kind: str) -> HeadSupport | str:
+        """Return how a kind of trained head is loaded, or why it is not."""
+        if kind == "pass" and not self.no_heads:
+            return "the format of PaSS heads is specbench's own"
+        return self.heads.get(kind, self.no_heads or f"it has no {HEAD_KINDS.get(kind, kind)} heads")
 
-def head_of(engine: ExportEngine, setting: Setting) -> HeadSupport | None:
-    """The trained head in a setting as an engine has it; ``None`` without one.
+    def method(self, setting: Setting, otherwise: str) -> str:
+        """Return the engine's name for drafting with the head of a setting, ``otherwise`` without one."""
+        head = self._head(setting)
+        return otherwise if head is None else head.method
 
-    Raises:
-        UsageError: The engine does not read such a head, or nothing but specbench does.
-    """
-    if setting.head is None:
-        return None
-    there = HEADS[engine.name].get(setting.head, NoHeadSupport(f"has no heads of the kind {setting.head}"))
-    if isinstance(there, HeadSupport) and setting.speculators and not there.speculators:
-        there = SPECULATORS
-    if isinstance(there, NoHeadSupport):
-        raise _refusal(
-            f"The drafter {setting.drafter} cannot be exported to {engine.title} {engine.version}, which {there.why}.",
-            _SERVE,
+    def describe_drafters(self) -> str:
+        """Return the supported drafters, separated by commas."""
+        names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
+        heads = [HEAD_KINDS[kind] for kind, there in self.heads.items() if isinstance(there, HeadSupport)]
+        found = [names.get(kind, kind.word) for kind in self.drafters]
+        return ", ".join([*found, f"heads ({', '.join(dict.fromkeys(heads))})"] if heads else found)
+
+    def unsupported(self, setting: Setting) -> UsageError:
+        """Return the error for a drafter that is not supported."""
+        head = "" if setting.head is None else " with a trained head"
+        return _refusal(
+            f"{self.title} does not support the drafter {setting.drafter}{head}. Supported:"
+            f" {self.describe_drafters()}.",
+            served=bool(head),
         )
-    if setting.compact:
-        raise UsageError(
-            f"{engine.title} cannot read the head in {setting.drafter}, which is compact: for specbench alone.",
-            "Train one without --compact, or serve this one with `specbench serve`.",
-        )
-    return there
 
+    def _head(self, setting: Setting) -> HeadSupport | None:
+        """Return how the trained head of a setting is loaded; ``None`` without one.
 
-_SERVE = " `specbench serve` serves it."
-
-
-def refuse(engine: ExportEngine, setting: Setting) -> UsageError:
-    """The error for a drafter that an engine does not have."""
-    head = "" if setting.head is None else ", with a trained head"
-    what = f"{engine.title} cannot express the drafter {setting.drafter}{head}; it has {kinds(engine)}."
-    return _refusal(what, _SERVE if head else "")
-
-
-def _refusal(what: str, advice: str) -> UsageError:
-    return UsageError(
-        what,
-        "Name a run without --setting, and the fastest setting that the engine has is exported; or another engine."
-        + advice,
-    )
-
-
-def without_counterpart(
-    engine: ExportEngine, setting: Setting, verifications: Sequence[str] = ()
-) -> Iterator[str]:
-    """What an engine lacks of rule, drafter and dtypes, whatever it is.
-
-    Args:
-        engine: The engine.
-        setting: To be expressed.
-        verifications: Ways to verify that it has, beside rejection of one draft after the other.
-    """
-    rule = setting.rule
-    if setting.gamma_from and rule.word not in ("fixed", *engine.rules):
-        yield f"The rule {rule}: a fixed γ of {setting.gamma} takes its place, {setting.gamma_from}."
-    if not rule.kind.tree and rule.siblings:
-        yield f"Siblings: specbench verified up to {rule.siblings} alternatives beside a draft."
-    verification = rule.options.get("verification", "rejection")
-    if setting.temperature != 0 and verification not in ("rejection", *verifications):
-        yield f"The verification {verification}."
-    model = setting.drafter.model_part
-    if isinstance(model, SmallModel):
-        if model.vocab is not None:
-            yield f"vocab={model.vocab}: the drafter computes its whole head."
-        if setting.head is None and setting.drafter_dtype in ("int8", "int4", None):
-            dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
-            yield (
-                f"The drafter's {dtype}: there it runs as its checkpoint is stored, so that drafts cost more than"
-                " measured unless you name a quantized one."
+        Raises:
+            UsageError: It cannot be loaded.
+        """
+        if setting.head is None:
+            return None
+        support = self.head_support(setting.head.kind)
+        if (
+            isinstance(support, HeadSupport)
+            and setting.head.form == "speculators"
+            and not support.speculators
+        ):
+            support = NO_SPECULATORS
+        if isinstance(support, str):
+            raise _refusal(
+                f"{self.title} {self.version} cannot load the head in {setting.drafter}: {support}.",
+                served=True,
             )
-    if setting.dtype in ("int8", "int4"):
-        yield f"The target's {setting.dtype}, which is specbench's own: there it runs as its checkpoint is stored."
+        if setting.is_compact:
+            raise UsageError(
+                f"{self.title} cannot load the head in {setting.drafter}: it is compact, which only specbench reads.",
+                "Train one without --compact, or use `specbench serve`.",
+            )
+        return support
+
+    def _missing(self, setting: Setting) -> Iterator[str]:
+        """Yield what the engine lacks of the draft policy, the drafter and the dtypes."""
+        policy = setting.policy
+        if setting.gamma_from and policy.word not in ("fixed", *self.policies):
+            yield f"Draft policy {policy}: replaced by a fixed γ of {setting.gamma}, {setting.gamma_from}."
+        if not policy.kind.tree and policy.siblings:
+            yield f"Siblings: specbench verified up to {policy.siblings} alternatives to draft tokens."
+        verification = policy.options.get("verification", "rejection")
+        if setting.temperature != 0 and verification not in ("rejection", *self.verifications):
+            yield f"Verification method {verification}."
+        model = setting.drafter.model_part
+        if isinstance(model, SmallModel):
+            if model.vocab is not None:
+                yield f"vocab={model.vocab}: the drafter computes logits for its whole vocabulary."
+            if setting.head is None and setting.drafter_dtype in ("int8", "int4", None):
+                dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
+                yield (
+                    f"Drafter dtype {dtype}: the drafter runs as its checkpoint is stored, so drafts cost more than"
+                    " measured unless you name a quantized checkpoint."
+                )
+        if setting.dtype in ("int8", "int4"):
+            yield f"Target dtype {setting.dtype}, specbench's own format: the target runs as its checkpoint is stored."
 
 
-def model_needs(setting: Setting) -> Iterator[str]:
-    """What has to be put in place of names that only one machine knows."""
-    for model in (setting.target, setting.assistant):
-        builtin = None if model is None else BUILTIN_MODELS.get(model.name)
+def _refusal(what: str, *, served: bool) -> UsageError:
+    advice = "Leave --setting out to export the fastest supported setting of a run, or choose another engine."
+    return UsageError(what, advice + (" `specbench serve` supports it." if served else ""))
+
+
+def _model_needs(setting: Setting) -> Iterator[str]:
+    """Yield what has to replace model names that only one machine knows."""
+    for model in setting.models:
+        builtin = BUILTIN_MODELS.get(model.name)
         if builtin is not None:
-            yield f"{builtin.alias} is a 4-bit file of {builtin.hub_id}, which other engines take in its place."
-        elif model is not None and not model.is_hub_id:
-            yield f"{model.name} is what one machine calls a model: put its path or hub id there."
-    if setting.unseen:
-        yield f"{setting.drafter} stands here as a model: the hub could not be asked whether it is a trained head."
+            yield f"{builtin.hub_id} in place of {builtin.alias}, which is a 4-bit file of it."
+        elif not model.is_hub_id:
+            yield f"{model.name} is a local name: replace it by a path or hub id."
+    if setting.head_unknown:
+        yield f"{setting.drafter} is exported as a model: the hub could not be asked whether it is a trained head."
 
 
-def of_requests(setting: Setting) -> Iterator[str]:
-    """What clients of a server have to know."""
-    if setting.temperature is not None:
-        yield (
-            f"A request that says no temperature gets a default of the server, not the {setting.temperature:g} that was"
-            " measured."
-        )
+def request_notes(setting: Setting) -> list[str]:
+    """Return what clients of a server have to know."""
+    if setting.temperature is None:
+        return []
+    return [
+        "Requests without a temperature get the server's default instead of the measured"
+        f" {setting.temperature:g}."
+    ]
 
 
 def floating(dtype: str | None, name: str) -> dict[str, str]:
-    """The option for a dtype, if other engines have it."""
+    """Return the option for a dtype, if other engines have it."""
     return {name: dtype} if dtype in ("float32", "bfloat16", "float16") else {}
 
 
-def revision(model: Model | None, name: str) -> dict[str, str]:
-    """The option for a model's revision, if one is named."""
-    return {} if model is None or model.revision is None else {name: model.revision}
+def revision(model: Model, name: str) -> dict[str, str]:
+    """Return the option for a model's revision, if it has one."""
+    return {} if model.revision is None else {name: model.revision}
 
 
 def command(words: Sequence[str], options: Mapping[str, Any]) -> str:
-    """A command line, with an option in each line behind the first."""
+    """Return a command line with one option per line."""
     lines = [shlex.join(words), *(f"    {name} {shlex.quote(str(value))}" for name, value in options.items())]
     return " \\\n".join(lines) + "\n"

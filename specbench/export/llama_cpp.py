@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from specbench.base.record import Json
 from specbench.export import engine
+from specbench.export.engine import NO_EAGLE_1, Heads, HeadSupport
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
 
 
-class LlamaCpp:
-    """See ``Engine``."""
+class LlamaCpp(engine.ExportEngine):
+    """llama.cpp's server. Heads were read in its pull request 18039."""
 
     name = "llama.cpp"
     title = "llama.cpp"
     version = "b11549"
-    drafters: tuple[type[DrafterSpec], ...] = (Lookup, SmallModel, Cascade)
-    rules: tuple[str, ...] = ("confidence",)
+    drafters = (Lookup, SmallModel, Cascade)
+    policies = ("confidence",)
+    heads: ClassVar[Heads] = {
+        "eagle": "no EAGLE-3 head of several layers, as `specbench train` makes them, was seen to load",
+        "eagle3": HeadSupport(
+            "draft-eagle3",
+            "The head, of one decoder layer, as a GGUF file: convert_hf_to_gguf.py HEAD --target-model-dir TARGET.",
+        ),
+        "eagle-1": NO_EAGLE_1,
+        "dflash": "no DFlash head in its authors' format was seen to convert",
+    }
 
-    def export(self, setting: Setting) -> engine.Export:
-        """See ``Engine``."""
-        drafter, differs = setting.drafter, []
+    def supports(self, drafter: DrafterSpec) -> bool:
+        if isinstance(drafter, Cascade):
+            return isinstance(drafter.front, Lookup) and isinstance(drafter.back, SmallModel)
+        return super().supports(drafter)
+
+    def fill(self, setting: Setting, export: engine.Export) -> None:
+        drafter = setting.drafter
         lookup = drafter.front if isinstance(drafter, Cascade) else drafter
-        model = drafter.model_part
-        missing = list(engine.without_counterpart(self, setting))
         types: list[str] = []
-        options: Json = {"--model": _file(setting.target)}
+        options: Json = {}
         if isinstance(lookup, Lookup):
             types.append("ngram-simple")
             exact = lookup.n or lookup.min
@@ -34,68 +48,59 @@ class LlamaCpp:
                 "--spec-ngram-simple-min-hits": 1,
             }
             if (exact, exact) != (lookup.longest, lookup.min):
-                missing.append(
-                    f"Matches of {lookup.min} to {lookup.longest} tokens: only those of {exact} are looked for."
+                export.missing.append(
+                    f"Matches of {lookup.min} to {lookup.longest} tokens: only matches of {exact} are used."
                 )
-        if isinstance(model, SmallModel):
-            assert setting.assistant is not None
-            head = engine.head_of(self, setting)
-            types.append("draft-simple" if head is None else head.method)
-            options |= {"--spec-draft-model": _file(setting.assistant), **_drafting(setting)}
+        if isinstance(drafter.model_part, SmallModel):
+            types.append(self.method(setting, "draft-simple"))
+            options |= {"--spec-draft-model": _file(setting.draft_model), **_draft_options(setting)}
             if setting.temperature:
-                options["--spec-draft-sampling"] = "probabilistic"  # as specbench drew and tested
+                options["--spec-draft-sampling"] = "probabilistic"  # as specbench samples and tests
             else:
-                differs.append(
-                    f"{engine.GREEDY_DRAFTS} --spec-draft-sampling probabilistic is specbench's way."
+                export.differs.append(
+                    f"{engine.GREEDY_DRAFTS} --spec-draft-sampling probabilistic does as specbench does."
                 )
-            if setting.rule.word == "confidence":
-                differs.append(
-                    "--spec-draft-p-min drops the token below it, specbench's rule stops behind it; nothing moves it."
+            if setting.policy.word == "confidence":
+                export.differs.append(
+                    "--spec-draft-p-min drops the token below it, specbench stops after that token; it does not adapt."
                 )
-        supported = isinstance(drafter, Lookup | SmallModel) or (
-            isinstance(lookup, Lookup) and isinstance(model, SmallModel)
-        )
-        if not supported:
-            raise engine.refuse(self, setting)
         if isinstance(drafter, Cascade):
-            differs.append(
-                "A whole draft is the lookup's or the model's, whichever comes first with one; in specbench they take"
-                " turns token by token."
+            export.differs.append(
+                "A whole draft comes from the lookup or from the model, whichever has one first; in specbench they take"
+                " turns by token."
             )
-            missing += [f"passes={drafter.passes}."] if drafter.passes else []
-        temperature = setting.temperature or 0
-        options = {
-            "--model": options.pop("--model"),
+            export.missing += [f"passes={drafter.passes}."] if drafter.passes else []
+        export.options = {
+            "--model": _file(setting.target),
             "--spec-type": ",".join(types),
             **options,
-            "--temp": f"{temperature:g}",
+            "--temp": f"{setting.temperature or 0:g}",
         }
-        differs.append(
-            "γ does not count the bonus token. Without --temp it samples at temperature 0.8, where drafts are kept less"
-            " often, and a request may ask for another temperature."
+        export.text = engine.command(["llama-server"], export.options)
+        export.needs = [
+            "Models as GGUF files, with one vocabulary. Acceptance is as measured with the same checkpoints, and nearly"
+            " so with other quantizations of them."
+        ]
+        export.differs.append(
+            "γ does not count the bonus token. Without --temp it samples at temperature 0.8, which lowers acceptance;"
+            " a request can set another temperature."
         )
-        return engine.Export(
-            engine.command(["llama-server"], options),
-            options,
-            [
-                "Models as GGUF files, with one vocabulary; those of the checkpoints that were measured accept alike,"
-                " other quantizations of them nearly so."
-            ],
-            missing,
-            differs,
-            "An answer's timings have draft_n and draft_n_accepted; they are absent where nothing was drafted. With"
-            " --metrics, /metrics counts llamacpp:spec_decode_num_accepted_tokens_total.",
+        export.check = (
+            "timings of an answer have draft_n and draft_n_accepted, absent if nothing was drafted. With --metrics,"
+            " /metrics counts llamacpp:spec_decode_num_accepted_tokens_total."
         )
 
 
-def _drafting(setting: Setting) -> Json:
-    most, least = setting.gamma, 0.0
-    if setting.rule.word == "confidence":
-        said = {
-            each.name: setting.rule.options.get(each.name, each.default) for each in setting.rule.kind.options
-        }
-        most, least = said["gamma_max"], said["threshold"]
-    return {"--spec-draft-n-max": most, "--spec-draft-n-min": 0, "--spec-draft-p-min": f"{least:g}"}
+def _draft_options(setting: Setting) -> Json:
+    longest, threshold = setting.gamma, 0.0
+    if setting.policy.word == "confidence":
+        values = setting.policy_values
+        longest, threshold = values["gamma_max"], values["threshold"]
+    return {
+        "--spec-draft-n-max": longest,
+        "--spec-draft-n-min": 0,
+        "--spec-draft-p-min": f"{threshold:g}",
+    }
 
 
 def _file(model: Model) -> str:

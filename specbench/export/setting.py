@@ -1,15 +1,16 @@
-"""What is exported: the fastest setting of a run, or of those an engine has; a named one; a `specbench.toml`'s."""
+"""The settings of runs and configurations, as far as other engines can have them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.record import Estimate, to_dict
+from specbench.base.record import Estimate, Json, to_dict
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.recipe import Recipe
@@ -23,13 +24,11 @@ from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.rules import RuleSpec, parse_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.config import Config
     from specbench.models.training_metadata import TrainingMetadata
 
-_TESTED = 10
-"""Drafts that were tested at a position before its acceptance counts."""
+_MIN_TESTED = 10
+"""Draft tokens tested at a position before its acceptance rate counts."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Model:
     """A model by name.
 
     Attributes:
-        name: A hub id, a built-in name, or the last name of a folder or file: runs keep no paths.
-        revision: On the hub; ``None`` for the default branch.
+        name: A hub id, a built-in name, or the last name of a folder or file: runs store no paths.
+        revision: Revision on the hub; ``None`` for the default branch.
     """
 
     name: str
@@ -46,29 +45,29 @@ class Model:
 
     @property
     def is_hub_id(self) -> bool:
-        """Whether it names an organization, so that an engine finds it by itself."""
+        """Whether the name has an organization, so that an engine finds it on the hub."""
         return "/" in self.name
 
     @property
     def stem(self) -> str:
-        """Its last name, without the ending of a GGUF file."""
+        """Last part of the name, without ``.gguf``."""
         return re.sub(r"(?i)\.gguf$", "", self.name.rpartition("/")[2])
 
     @classmethod
     def named(cls, text: str) -> Model:
-        """Of a name as results and configurations have it."""
+        """Return a model by its name in results and configurations."""
         name, _, revision = text.partition("@")
         return cls(name, revision or None)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSetting:
     """What a run says of a setting.
 
     Attributes:
-        config: Its id there.
-        label: Its name in tables.
-        speedup: Over plain decoding.
+        config: Id in the run.
+        label: Name in tables.
+        speedup: Speedup over plain decoding.
         verdict: Whether it is faster.
         best: Whether it is the fastest of its run, and surely faster than plain decoding.
     """
@@ -85,14 +84,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Replaced:
-    """The fastest setting of a run, where something else is exported because an engine does not have it.
+    """The fastest setting of a run, for an export of a slower one that an engine supports.
 
     Attributes:
-        fastest: What the run says of it.
-        share: Speed of what is exported over its own, on the prompts that both were measured on.
+        fastest: The fastest setting.
+        share: Speed of the exported setting divided by the fastest one's, on prompts measured with both.
     """
 
-    fastest: Measured
+    fastest: MeasuredSetting
     share: Estimate
 
     def __str__(self) -> str:
@@ -104,145 +103,138 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to decode, as far as other engines may have it too.
+    """How to decode, as far as other engines may support it.
 
     Attributes:
-        target: The model whose output is kept.
-        drafter: What proposes.
-        rule: How much of it.
-        gamma: Tokens drafted in a step, without the bonus token, where an engine takes a fixed number only.
-        gamma_from: Where that number is from, if the rule is another one; empty for the rule's own.
-        dtype: Of the target; ``None`` where nobody says.
-        drafter_dtype: Of a drafter's model.
-        temperature: At which it was measured; ``None`` where it was not.
-        measured: What a run says of it.
-        beside: The fastest of that run, if this one is exported in its place.
-        head: Kind of the trained head in the drafter, as far as results say; ``None`` without one.
-        compact: Whether that head was written small, for specbench alone.
-        speculators: Whether it is known to be in the form of `speculators`.
-        unseen: Whether its drafter's model may be a trained head, for the hub could not be asked.
+        target: The target.
+        drafter: The drafter.
+        policy: The draft policy.
+        gamma: Tokens drafted in a step, without the bonus token, for engines that take a fixed number.
+        gamma_from: Source of that number if the policy has another one; empty for the policy's own.
+        dtype: Dtype of the target; ``None`` if unknown.
+        drafter_dtype: Dtype of the drafter's model.
+        temperature: Measured temperature; ``None`` if not measured.
+        measured: Figures of the run.
+        replaces: The fastest setting of the run, if this one is exported in its place.
+        head: How the trained head in the drafter came about; ``None`` without one.
+        head_unknown: Whether the drafter's model may be a trained head, because the hub could not be asked.
     """
 
     target: Model
     drafter: DrafterSpec
-    rule: RuleSpec
+    policy: RuleSpec
     gamma: int
     gamma_from: str = ""
     dtype: str | None = None
     drafter_dtype: str | None = None
     temperature: float | None = None
-    measured: Measured | None = None
+    measured: MeasuredSetting | None = None
     replaces: Replaced | None = None
-    head: str | None = None
-    compact: bool = False
-    speculators: bool = False
-    unseen: bool = False
+    head: TrainingMetadata | None = None
+    head_unknown: bool = False
 
     @property
-    def assistant(self) -> Model | None:
-        """The drafter's model of its own."""
-        model = self.drafter.model_spec
-        return None if model is None else Model.named(model.name)
+    def draft_model(self) -> Model:
+        """The model of a drafter that has one of its own."""
+        return self.models[1]
 
-    def with_head(self, training: TrainingMetadata | None) -> Setting:
-        """With the trained head in its drafter, as results tell of it."""
-        if training is None:
-            return self
+    @property
+    def models(self) -> list[Model]:
+        """The target, and the drafter's own model if it has one."""
         model = self.drafter.model_spec
-        packaged = model is not None and model.kind == "packaged"
-        return replace(
-            self,
-            head=training.kind,
-            compact=packaged or training.compact,
-            speculators=training.form == "speculators",
+        return [self.target] if model is None else [self.target, Model.named(model.name)]
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the trained head was written small, for specbench only."""
+        model = self.drafter.model_spec
+        return self.head is not None and (
+            self.head.compact or (model is not None and model.kind == "packaged")
         )
 
-
-# -- of a configuration ----------------------------------------------------------------------------
+    @property
+    def policy_values(self) -> Json:
+        """Options of the draft policy, defaults included."""
+        options = self.policy.options
+        return {each.name: options.get(each.name, each.default) for each in self.policy.kind.options}
 
 
 def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
-    """The setting of a configuration that says target, drafter and rule.
+    """Return the setting of a configuration file that names target, drafter and draft policy.
 
     Args:
-        config: Read or made.
-        gamma: Where the rule is not a fixed one, the γ in its place.
+        config: The configuration.
+        gamma: γ in place of a draft policy without a fixed one.
 
     Raises:
-        UsageError: It is plain decoding, or has no fixed γ and none is given; its drafter is nothing on the hub, or a
-            head of a kind that is not read.
+        UsageError: It is plain decoding, or has no fixed γ and none is given; its drafter is not on the hub, or a head
+            of an unknown kind.
         RunError: A head in a folder is damaged.
     """
     assert config.target is not None
     assert config.drafter is not None
     assert config.rule is not None
-    drafter, rule = parse_drafter(config.drafter), config.rule
-    _refuse_plain(drafter, "The configuration")
-    own, reason = rule.options.get("gamma", 5) if rule.word == "fixed" else None, ""
+    drafter, policy = parse_drafter(config.drafter), config.rule
+    if drafter.is_plain:
+        raise UsageError(
+            "The configuration decodes plainly: there is no speculation to export.", "Name a drafter in it."
+        )
+    own, reason = policy.options.get("gamma", 5) if policy.word == "fixed" else None, ""
     if own is None and gamma is None:
         raise UsageError(
-            f"Other engines draft a fixed γ, the rule {rule} has none, and a configuration has no figures to choose"
-            " one by.",
-            "Give --gamma N, or export the run that was measured.",
+            f"Other engines need a fixed γ, which the draft policy {policy} does not have.",
+            "Give --gamma N, or export the measured run.",
         )
     if gamma is not None and gamma != own:
-        own, reason = gamma, "as --gamma says"
+        own, reason = gamma, "given by --gamma"
     assert own is not None
     setting = Setting(
-        Model.named(config.target), drafter, rule, int(own), reason, config.dtype, config.drafter_dtype
+        Model.named(config.target), drafter, policy, int(own), reason, config.dtype, config.drafter_dtype
     )
-    try:
-        return setting.with_head(_head_in(drafter))
-    except RunError:
-        if drafter.model_spec is None or drafter.model_spec.kind != "hub":
-            raise
-        return replace(setting, unseen=True)  # the hub cannot be reached, or only by others
-
-
-def _head_in(drafter: DrafterSpec) -> TrainingMetadata | None:
-    """What is told of a trained head in a drafter, as the command line would find it; ``None`` if it is none."""
     model = drafter.model_spec
     if model is None:
-        return None
+        return setting
     from specbench.models.head_files import find_head
 
-    files = find_head(model)
-    return None if files is None else files.training
-
-
-# -- of a run --------------------------------------------------------------------------------------
+    try:
+        files = find_head(model)
+    except RunError:
+        if model.kind != "hub":
+            raise
+        return replace(setting, head_unknown=True)  # the hub cannot be reached, or needs a login
+    return setting if files is None else replace(setting, head=files.training)
 
 
 def setting_of_run(
-    results: Results, wanted: str | None = None, gamma: int | None = None, *, name: str = "the run"
+    results: Results, name: str | None = None, gamma: int | None = None, *, run_name: str = "the run"
 ) -> Setting:
-    """A setting of a run: the one that is named, or the fastest at its first temperature.
+    """Return a setting of a run by its name, or the fastest one at its first temperature.
 
     Args:
         results: A run.
-        wanted: Its name in tables, or its id.
-        gamma: Instead of the γ that the run's figures suggest.
-        name: Of the run, for messages.
+        name: Table name or id of the setting.
+        gamma: γ in place of the one that the run suggests.
+        run_name: Name of the run in messages.
 
     Raises:
-        UsageError: There is no such setting, or it drafts nothing, or the run is one over servers.
+        UsageError: There is no such setting, it drafts nothing, or the run is one of servers.
     """
-    run = _Run(results, name)
-    return run.setting(run.fastest_first()[0] if wanted is None else run.named(wanted), gamma)
+    run = _RunSettings(results, run_name)
+    return run.setting(run.fastest_first()[0] if name is None else run.named(name), gamma)
 
 
 def settings_of_run(
-    results: Results, gamma: int | None = None, *, name: str = "the run"
+    results: Results, gamma: int | None = None, *, run_name: str = "the run"
 ) -> Sequence[Setting]:
-    """The settings of a run at its first temperature, the fastest first, as far as this version knows their drafters.
+    """Return the settings of a run at its first temperature, the fastest first, without drafters of other versions.
 
     Args:
-        results, gamma, name: See ``setting_of_run``.
+        results, gamma, run_name: See ``setting_of_run``.
 
     Raises:
-        UsageError: There is none, or the run is one over servers.
+        UsageError: There is none, or the run is one of servers.
     """
-    run = _Run(results, name)
+    run = _RunSettings(results, run_name)
     settings: list[Setting] = []
     unknown: UsageError | None = None
     for row in run.fastest_first():
@@ -256,13 +248,7 @@ def settings_of_run(
 
 
 def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setting:
-    """A setting that is exported because an engine does not have the fastest one, with that beside it.
-
-    Args:
-        results: The run that both are from.
-        setting: What is exported.
-        fastest: What is not.
-    """
+    """Return a setting of a run with the fastest one of that run, which it replaces."""
     assert setting.measured is not None
     assert fastest.measured is not None
     tuning = results.run.tuning
@@ -277,35 +263,32 @@ def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setti
     return replace(setting, replaces=Replaced(fastest.measured, share))
 
 
-class _Run:
-    """A run whose settings are asked for."""
+class _RunSettings:
+    """The settings of a run."""
 
     def __init__(self, results: Results, name: str) -> None:
         self.results, self.name, self.run = results, name, results.run
         summary = summarize(results)
         self.rows = summary.rows
         self.winners = {row.config.id for row in self.rows if not row.provisional} & summary.winners
-        tuning = self.run.tuning
-        self.ranking: Sequence[str] = () if tuning is None else tuning.ranking
-        """The order to which `specbench tune` came, which measures the slower ones on few prompts."""
         if any(row.config.kind == "server" for row in self.rows):
             raise UsageError(
-                f"In {name} servers were measured, whose settings are not known here.",
-                "Name a run of models.",
+                f"The run {name} measured servers, whose settings are unknown.", "Name a run of models."
             )
 
     def fastest_first(self) -> list[SummaryRow]:
-        """What was measured at the first temperature; of `specbench tune` as that ranks it, else by speedup."""
+        """Return the rows of the first temperature, as `specbench tune` ranked them, else by speedup."""
         measured = [row for row in self.rows if row.config.kind == "speculative" and row.measured]
         if not measured:
             raise UsageError(
-                f"In {self.name} no speculative decoding was measured to its end.",
-                "Measure some, or resume it.",
+                f"The run {self.name} has no complete measurement of speculative decoding.",
+                "Resume it, or measure some.",
             )
-        first = [row for row in measured if row.config.temperature == measured[0].config.temperature]
-        places = {config: place for place, config in enumerate(self.ranking)}
+        # `specbench tune` measures the slower ones on few prompts.
+        ranking = [] if self.run.tuning is None else self.run.tuning.ranking
+        places = {config: place for place, config in enumerate(ranking)}
         return sorted(
-            first,
+            (row for row in measured if row.config.temperature == measured[0].config.temperature),
             key=lambda row: (
                 places.get(row.config.id, len(places)),
                 row.config.id not in self.winners,
@@ -313,90 +296,76 @@ class _Run:
             ),
         )
 
-    def named(self, wanted: str) -> SummaryRow:
-        """The row of a setting by its name or id."""
-        config = named_config(self.run, wanted, self.name)
+    def named(self, name: str) -> SummaryRow:
+        """Return the row of a setting by its name or id."""
+        config = named_config(self.run, name, self.name)
         if config.kind != "speculative":
             raise UsageError(
-                f"The setting {wanted!r} is no speculative decoding of specbench.",
-                "Name one that drafts by its own loop.",
+                f"The setting {name!r} is not speculative decoding by specbench.", "Name one that drafts."
             )
         found = next((row for row in self.rows if row.config.id == config.id), None)
         if found is None:
-            raise UsageError(
-                f"Of the setting {wanted!r} nothing is measured in {self.name}.", "Name another one."
-            )
+            raise UsageError(f"The setting {name!r} has no measurements in {self.name}.", "Name another one.")
         return found
 
     def setting(self, row: SummaryRow, gamma: int | None) -> Setting:
-        """The setting of a row."""
+        """Return the setting of a row."""
         config = row.config
         if config.recipe is None:
             raise UsageError(
-                f"The drafter {one_line(config.drafter)} of {self.name} is of another version of specbench.",
-                "Name another setting, or measure it anew.",
+                f"The drafter {one_line(config.drafter)} in {self.name} is from another version of specbench.",
+                "Name another setting, or measure it again.",
             )
-        drafter = Recipe.from_json(to_dict(config.recipe)).drafter
-        rule = parse_rule(config.policy)
-        own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.results, self.rows, row, rule)
+        policy = parse_rule(config.policy)
+        own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
         target = self.run.target
         sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
-        setting = Setting(
-            Model.named(one_line(target.name)),
-            drafter,
-            rule,
-            own,
-            reason,
-            target.dtype,
-            config.drafter_dtype,
-            config.temperature,
-            Measured(
-                config.id,
-                config.label,
-                row.speedup,
-                "faster" if config.id in self.winners else sure,
-                config.id in self.winners,
-            ),
-        )
-        return setting.with_head(self.run.heads.get(config.drafter))
-
-
-def _refuse_plain(drafter: DrafterSpec, what: str) -> None:
-    if drafter.is_plain:
-        raise UsageError(
-            f"{what} decodes plainly: there is nothing to switch on.", "Name a setting that drafts."
+        best = config.id in self.winners
+        return Setting(
+            target=Model.named(one_line(target.name)),
+            drafter=Recipe.from_json(to_dict(config.recipe)).drafter,
+            policy=policy,
+            gamma=own,
+            gamma_from=reason,
+            dtype=target.dtype,
+            drafter_dtype=config.drafter_dtype,
+            temperature=config.temperature,
+            measured=MeasuredSetting(config.id, config.label, row.speedup, "faster" if best else sure, best),
+            head=self.run.heads.get(config.drafter),
         )
 
-
-def _fixed(results: Results, rows: Sequence[SummaryRow], row: SummaryRow, rule: RuleSpec) -> tuple[int, str]:
-    """The γ of a fixed rule; of others the best one measured beside it, or that is predicted, or what was accepted."""
-    config = row.config
-    if rule.word == "fixed" and config.gamma is not None:
-        return config.gamma, ""
-    replaces = [
-        other
-        for other in rows
-        if other.measured
-        and other.config.gamma is not None
-        and other.config.kind == "speculative"
-        and (other.config.drafter, other.config.temperature) == (config.drafter, config.temperature)
-    ]
-    if replaces:
-        best = max(replaces, key=lambda other: other.speedup.value)
-        ratio = stats.ratio_text(best.speedup, " ×")
-        return best.config.gamma or 1, f"the best of the {len(replaces)} fixed γ measured with it, {ratio}"
-    steps = by_config(results)[config.id]
-    steps = steps.take(steps["drafted"] > 0)
-    predicted = _predicted(steps, config.drafter, _costs(results.run, config.batch))
-    if predicted is not None:
-        reason = "what it accepted by position and what passes took predict it to be the fastest; none was measured"
-        return predicted, f"{reason} with it"
-    mean = float(np.mean(steps["accepted"])) if len(steps) else 1.0
-    return max(1, round(mean)), f"no fixed γ was measured with it; a step that drafted kept {mean:.1f} tokens"
+    def _fixed_gamma(self, row: SummaryRow, policy: RuleSpec) -> tuple[int, str]:
+        """Return γ of a fixed policy, else the best measured or predicted one, else the accepted length; and why."""
+        config = row.config
+        if policy.word == "fixed" and config.gamma is not None:
+            return config.gamma, ""
+        others = [
+            other
+            for other in self.rows
+            if other.measured
+            and other.config.gamma is not None
+            and other.config.kind == "speculative"
+            and (other.config.drafter, other.config.temperature) == (config.drafter, config.temperature)
+        ]
+        if others:
+            best = max(others, key=lambda other: other.speedup.value)
+            ratio = stats.ratio_text(best.speedup, " ×")
+            return (
+                best.config.gamma or 1,
+                f"the best of {len(others)} fixed γ measured with this drafter, {ratio}",
+            )
+        steps = by_config(self.results)[config.id]
+        steps = steps.take(steps["drafted"] > 0)
+        predicted = _predicted_gamma(steps, config.drafter, _costs(self.run, config.batch))
+        none = "no fixed γ was measured with this drafter"
+        if predicted is not None:
+            return predicted, f"predicted from acceptance by position and forward pass times; {none}"
+        mean = float(np.mean(steps["accepted"])) if len(steps) else 1.0
+        return max(1, round(mean)), f"the mean accepted length, {mean:.1f} tokens; {none}"
 
 
 def _costs(run: Run, batch: int | None) -> PassCosts:
-    """Of single passes; of a batch, of those to which each of its requests brings so many tokens."""
+    """Return the times of single passes, or of passes shared by a batch."""
     if batch is None:
         return run.costs or PassCosts({})
     shared = run.shared_costs or SharedCosts({})
@@ -404,17 +373,11 @@ def _costs(run: Run, batch: int | None) -> PassCosts:
     return PassCosts(shared.target_s.get(batch, {}), drafters)
 
 
-def _predicted(steps: Steps, drafter: str, costs: PassCosts) -> int | None:
-    """The γ that is fastest by theory; ``None`` where passes were not timed, or too few drafts were made.
-
-    Args:
-        steps: That drafted.
-        drafter: Its name in results.
-        costs: Of single passes.
-    """
-    if len(steps) < _TESTED or 1 not in costs.target_s or drafter not in costs.drafter_s:
+def _predicted_gamma(steps: Steps, drafter: str, costs: PassCosts) -> int | None:
+    """Return the γ that is fastest in theory; ``None`` without pass times, or with too few drafts in ``steps``."""
+    if len(steps) < _MIN_TESTED or 1 not in costs.target_s or drafter not in costs.drafter_s:
         return None
-    longest = int(np.sort(steps["tested"])[-_TESTED])
+    longest = int(np.sort(steps["tested"])[-_MIN_TESTED])
     tokens = expected_tokens_by_position(steps.rates(longest))
     verify = [costs.v(max(1, n)) for n in range(longest + 2)]
     return best_length(tokens, costs.c(drafter), verify, 1)

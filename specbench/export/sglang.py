@@ -2,76 +2,74 @@
 
 from __future__ import annotations
 
-from specbench.base.record import Json
+from typing import ClassVar
+
 from specbench.export import engine
+from specbench.export.engine import AUTHORS_FORMAT, NO_SPECULATORS, Heads, HeadSupport
 from specbench.export.setting import Setting
-from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
+from specbench.specs.drafters import Lookup, SmallModel, Suffix
 
 
-class SGLang:
-    """See ``Engine``."""
+class SGLang(engine.ExportEngine):
+    """SGLang's server."""
 
     name = "sglang"
     title = "SGLang"
     version = "0.5.23"
-    drafters: tuple[type[DrafterSpec], ...] = (Lookup, Suffix, SmallModel)
-    rules: tuple[str, ...] = ()
+    drafters = (Lookup, Suffix, SmallModel)
+    heads: ClassVar[Heads] = {
+        "eagle": NO_SPECULATORS,
+        "eagle3": HeadSupport("EAGLE3", AUTHORS_FORMAT.format("EAGLE-3"), speculators=False),
+        "peagle": "its EAGLE3 drafts one token after the other, P-EAGLE all at once",
+        "eagle-1": "it does not read EAGLE-1 heads whose config.json names LlamaForCausalLM, as the authors' does",
+        "dflash": HeadSupport("DFLASH", AUTHORS_FORMAT.format("DFlash"), speculators=False),
+    }
 
-    def export(self, setting: Setting) -> engine.Export:
-        """See ``Engine``."""
+    def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, width = setting.drafter, setting.gamma + 1
-        missing, differs = list(engine.without_counterpart(self, setting)), []
-        options: Json = {
+        export.options = {
+            "--model-path": setting.target.name,
             **engine.revision(setting.target, "--revision"),
             **engine.floating(setting.dtype, "--dtype"),
         }
-        if isinstance(drafter, SmallModel):
-            assert setting.assistant is not None
-            head = engine.head_of(self, setting)
-            chain = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
-            options |= {
-                "--speculative-algorithm": "STANDALONE" if head is None else head.method,
-                "--speculative-draft-model-path": setting.assistant.name,
-                **engine.revision(setting.assistant, "--speculative-draft-model-revision"),
-                **({} if setting.head == "dflash" else chain),  # which drafts all in one pass
-                "--speculative-num-draft-tokens": width,
-                "--speculative-draft-model-quantization": "unquant",
-            }
-            differs += [
-                "Without --speculative-draft-model-quantization the drafter inherits the target's quantization; with"
-                " unquant it is as its checkpoint is.",
-                engine.GREEDY_DRAFTS,
-            ]
-        elif isinstance(drafter, Lookup | Suffix):
-            options |= {
+        if isinstance(drafter, Lookup | Suffix):
+            export.options |= {
                 "--speculative-algorithm": "NGRAM",
                 "--speculative-num-draft-tokens": width,
                 "--speculative-ngram-min-bfs-breadth": 1,
                 "--speculative-ngram-max-bfs-breadth": 1,  # a chain
                 "--speculative-ngram-match-type": "BFS" if isinstance(drafter, Lookup) else "PROB",
             }
-            missing.append(
-                f"n={drafter.n or 'any'} and min={drafter.min}, the lengths of a match: its trie takes the longest that"
-                " it holds (--speculative-ngram-max-trie-depth)."
+            export.missing.append(
+                f"n={drafter.n or 'any'} and min={drafter.min}, the lengths of a match: its trie uses the longest match"
+                " that it holds (--speculative-ngram-max-trie-depth)."
             )
-            differs.append(
-                "Its trie is one for all requests, so that answers of others are copied too, and it gets better as it"
-                " warms up."
+            export.differs.append(
+                "All requests share one trie, so answers of others are copied too, and drafts improve over time."
             )
         else:
-            raise engine.refuse(self, setting)
-        differs += [
-            f"--speculative-num-draft-tokens counts what is verified: γ = {setting.gamma} and the token before it.",
-            "With speculation it decodes 48 requests at a time unless --max-running-requests says otherwise.",
+            is_dflash = setting.head is not None and setting.head.kind == "dflash"  # drafts all in one pass
+            chain = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
+            export.options |= {
+                "--speculative-algorithm": self.method(setting, "STANDALONE"),
+                "--speculative-draft-model-path": setting.draft_model.name,
+                **engine.revision(setting.draft_model, "--speculative-draft-model-revision"),
+                **({} if is_dflash else chain),
+                "--speculative-num-draft-tokens": width,
+                "--speculative-draft-model-quantization": "unquant",
+            }
+            export.differs += [
+                "Without --speculative-draft-model-quantization the drafter inherits the target's quantization; with"
+                " unquant it runs as its checkpoint is stored.",
+                engine.GREEDY_DRAFTS,
+            ]
+        export.text = engine.command(["python", "-m", "sglang.launch_server"], export.options)
+        export.differs += [
+            f"--speculative-num-draft-tokens counts verified tokens: γ = {setting.gamma} and the token before them.",
+            "With speculation it decodes 48 requests at a time unless --max-running-requests is given.",
+            *engine.request_notes(setting),
         ]
-        return engine.Export(
-            engine.command(
-                ["python", "-m", "sglang.launch_server", "--model-path", setting.target.name], options
-            ),
-            {"--model-path": setting.target.name, **options},
-            list(engine.model_needs(setting)),
-            missing,
-            [*differs, *engine.of_requests(setting)],
-            "An answer of /generate has meta_info.spec_verify_ct and spec_accept_length, the tokens of a step with the"
-            " bonus token; 1.0 means that no draft was kept. /server_info has the server's average.",
+        export.check = (
+            "meta_info of an answer of /generate has spec_verify_ct and spec_accept_length, the tokens per step; 1.0"
+            " means that no draft was accepted. /server_info has the server's average."
         )

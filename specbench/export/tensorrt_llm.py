@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
+from specbench.export.engine import AUTHORS_FORMAT, NO_EAGLE_1, NO_SPECULATORS, Heads, HeadSupport
 from specbench.export.setting import Setting
-from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
+from specbench.specs.drafters import Lookup, SmallModel
 
 _FILE = "speculation.yaml"
 
 
-class TensorRTLLM:
-    """See ``Engine``."""
+class TensorRTLLM(engine.ExportEngine):
+    """TensorRT-LLM's server. Heads were read in ``_torch/models/modeling_auto.py`` and ``llmapi/llm_args.py``."""
 
     name = "tensorrt-llm"
     title = "TensorRT-LLM"
     version = "1.2.1"
-    drafters: tuple[type[DrafterSpec], ...] = (Lookup, SmallModel)
-    rules: tuple[str, ...] = ()
+    drafters = (Lookup, SmallModel)
+    heads: ClassVar[Heads] = {
+        "eagle": NO_SPECULATORS,
+        "eagle3": HeadSupport("Eagle3", AUTHORS_FORMAT.format("EAGLE-3"), speculators=False),
+        "eagle-1": NO_EAGLE_1,
+        "medusa": "trtllm-serve runs PyTorch by default, which has no Medusa heads",
+    }
 
-    def export(self, setting: Setting) -> engine.Export:
-        """See ``Engine``."""
+    def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter = setting.drafter
-        missing, differs = list(engine.without_counterpart(self, setting)), []
         speculative: Json = {"max_draft_len": setting.gamma}
         if isinstance(drafter, Lookup):
             speculative |= {
@@ -35,44 +40,41 @@ class TensorRTLLM:
                 "is_use_oldest": False,
                 "is_public_pool": False,
             }
-            missing += [f"min={drafter.min}: shorter matches count too."] if drafter.min > 1 else []
-        elif isinstance(drafter, SmallModel):
-            assert setting.assistant is not None
-            head = engine.head_of(self, setting)
-            # The documentation writes DraftTarget, which the parser of this version does not take.
-            kind = "Draft_Target" if head is None else head.method
-            speculative |= {"decoding_type": kind, "speculative_model": setting.assistant.name}
-            differs.append(engine.GREEDY_DRAFTS)
+            export.missing += [f"min={drafter.min}: shorter matches count too."] if drafter.min > 1 else []
         else:
-            raise engine.refuse(self, setting)
-        missing += [
-            f"The revision {model.revision} of {model.name}: name a folder that holds it."
-            for model in (setting.target, setting.assistant)
-            if model is not None and model.revision is not None
+            # The documentation writes DraftTarget, which the parser of this version does not take.
+            speculative |= {
+                "decoding_type": self.method(setting, "Draft_Target"),
+                "speculative_model": setting.draft_model.name,
+            }
+            export.differs.append(engine.GREEDY_DRAFTS)
+        export.missing += [
+            f"Revision {model.revision} of {model.name}: name a folder that holds it."
+            for model in setting.models
+            if model.revision is not None
         ]
-        options: Json = {
+        export.options = {
             **engine.floating(setting.dtype, "dtype"),
             "disable_overlap_scheduler": True,
             "speculative_config": speculative,
         }
-        differs.append(
-            "γ is max_draft_len, without the bonus token, for every request and at every batch size; max_concurrency"
-            " switches drafts off above a batch size, which is where they stop paying."
+        export.text = (
+            f"cat > {_FILE} <<'YAML'\n{_yaml(export.options)}YAML\n"
+            f"trtllm-serve {shlex.quote(setting.target.name)} --config {_FILE}\n"
         )
-        return engine.Export(
-            f"cat > {_FILE} <<'YAML'\n{_yaml(options)}YAML\n"
-            f"trtllm-serve {shlex.quote(setting.target.name)} --config {_FILE}\n",
-            options,
-            list(engine.model_needs(setting)),
-            missing,
-            [*differs, *engine.of_requests(setting)],
-            "The server's log at its start names the speculative configuration; then compare the time of an answer with"
-            " and without --config: at batch size 1 drafts that are kept show there.",
+        export.differs += [
+            "γ is max_draft_len, without the bonus token, at every batch size; max_concurrency switches drafts off"
+            " above the batch size where they stop paying.",
+            *engine.request_notes(setting),
+        ]
+        export.check = (
+            "The server's log names the speculative configuration at its start. Then compare the time of an answer with"
+            " and without --config at batch size 1."
         )
 
 
 def _yaml(values: Json, indent: str = "") -> str:
-    """Mappings of text, numbers and truths; JSON's notation of these is YAML's."""
+    """Return mappings of text, numbers and booleans as YAML; JSON's notation of these is YAML's."""
     lines = []
     for name, value in values.items():
         if isinstance(value, dict):

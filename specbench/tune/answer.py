@@ -13,8 +13,9 @@ from specbench.base.errors import UsageError
 from specbench.base.record import NO_FIGURE, Estimate, Json
 from specbench.base.textsafe import counted, one_line
 from specbench.bench.grid import SweepConfig
-from specbench.export.engines import ENGINES, export_fastest
-from specbench.export.setting import Measured, Setting, settings_of_run
+from specbench.export.output import export_fastest
+from specbench.export.registry import ENGINES, load_engines
+from specbench.export.setting import MeasuredSetting, Setting, settings_of_run
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
@@ -425,7 +426,7 @@ class Exported:
     engine: str
     command: str
     setting: Setting
-    measured: Measured
+    measured: MeasuredSetting
 
 
 def exports(results: Results, folder: Path) -> list[Exported]:
@@ -437,7 +438,7 @@ def exports(results: Results, folder: Path) -> list[Exported]:
     """
     settings = settings_of_run(results)
     found = []
-    for name, engine in ENGINES.items():
+    for name, engine in load_engines().items():
         try:
             setting, _ = export_fastest(engine, settings, results)
         except UsageError:

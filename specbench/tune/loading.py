@@ -19,7 +19,7 @@ from specbench.bench.estimate import estimate_memory
 from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
-from specbench.export.engines import ENGINES, expresses
+from specbench.export.registry import load_engines
 from specbench.generate import encode_prompt
 from specbench.models.calibrations import read_choice
 from specbench.models.devices import resolve_device
@@ -149,10 +149,8 @@ def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> 
 def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[str]]:
     """For each engine that settings are exported to the ids of those configurations whose drafters it has."""
     groups = []
-    for other in ENGINES.values():
-        names = {
-            name for name, spec in engine.specs.items() if expresses(other, spec, engine.heads.get(name))
-        }
+    for other in load_engines().values():
+        names = {name for name, spec in engine.specs.items() if other.exports(spec, engine.heads.get(name))}
         groups.append({each.id for each in configs if each.drafter in names})
     return groups
 

@@ -1,0 +1,137 @@
+"""An export as a file and as data, and the fastest setting that an engine supports."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from specbench._version import __version__
+from specbench.base.errors import UsageError
+from specbench.base.record import Json
+from specbench.base.textsafe import one_line
+from specbench.export.engine import Export, ExportEngine
+from specbench.export.setting import Setting, with_replaced
+from specbench.results.results import Results
+
+
+def export_fastest(
+    engine: ExportEngine, settings: Sequence[Setting], results: Results
+) -> tuple[Setting, Export]:
+    """Export the fastest setting that an engine supports.
+
+    A setting whose draft policy the engine lacks is exported only if it is the fastest of all, or if no fixed γ was
+    measured with its drafter: otherwise that γ is what the engine gets, and what the figures have to be about.
+
+    Args:
+        engine: The engine.
+        settings: Settings of a run, the fastest first.
+        results: That run.
+
+    Returns:
+        The setting, with the fastest of all if that is another one, and its export.
+
+    Raises:
+        UsageError: It supports none of them.
+    """
+    fixed = {setting.drafter for setting in settings if not setting.gamma_from}
+    for setting in settings:
+        is_replaced = setting.gamma_from and setting.policy.word not in engine.policies
+        if is_replaced and setting.drafter in fixed and setting is not settings[0]:
+            continue
+        try:
+            export = engine.export(setting)
+        except UsageError:
+            continue
+        return (setting if setting is settings[0] else with_replaced(results, setting, settings[0])), export
+    drafters = dict.fromkeys(str(setting.drafter) for setting in settings)
+    what = engine.unsupported(settings[0]).message
+    if len(drafters) > 1:
+        what = (
+            f"{engine.title} supports none of the measured drafters: {', '.join(drafters)}. Supported:"
+            f" {engine.describe_drafters()}."
+        )
+    raise UsageError(what, "Measure a setting with a supported drafter, or choose another engine.")
+
+
+def as_file(engine: ExportEngine, setting: Setting, export: Export, source: str) -> str:
+    """Return what to run, with all notes as comments before and after it."""
+    head = [
+        f"Made for {engine.title} {engine.version} by specbench {__version__}, from {source}.",
+        *_measured_notes(engine, setting),
+        *(f"Required: {each}" for each in export.needs),
+    ]
+    foot = [
+        *(f"Not supported: {each}" for each in export.missing),
+        *(f"Different: {each}" for each in export.differs),
+        f"To verify: {export.check}",
+    ]
+    return f"{_comments(head)}\n{export.text}\n{_comments(foot)}"
+
+
+def _measured_notes(engine: ExportEngine, setting: Setting) -> Iterator[str]:
+    measured = setting.measured
+    if measured is None:
+        return
+    if setting.replaces is not None:
+        yield (
+            f"The fastest setting of the run is not supported by {engine.title}: {setting.replaces.fastest}. This is"
+            f" the fastest supported one, {setting.replaces}."
+        )
+    which = "Fastest setting of the run" if measured.best else "Measured"
+    at = f" at temperature {setting.temperature:g}" if setting.temperature else ""
+    yield f"{which}{at}: {measured}, in specbench. Costs differ by engine and machine: measure there too."
+    if measured.verdict == "slower":
+        yield "It was slower than plain decoding: better leave speculation off."
+    elif measured.verdict != "faster":
+        yield "It cannot be told from plain decoding: measure more before you deploy it."
+
+
+def _comments(notes: list[str]) -> str:
+    wrapped = textwrap.TextWrapper(
+        100, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    )
+    return "".join(f"{wrapped.fill(one_line(note))}\n" for note in notes)
+
+
+def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str) -> Json:
+    """Return an export as data; the ends of an interval are ``None`` where there is none."""
+    measured, replaces = setting.measured, setting.replaces
+    return {
+        "engine": engine.name,
+        "version": engine.version,
+        "source": source,
+        "setting": {
+            "target": setting.target.name,
+            "drafter": str(setting.drafter),
+            "length_policy": str(setting.policy),
+            "gamma": setting.gamma,
+            "gamma_from": setting.gamma_from or None,
+            "dtype": setting.dtype,
+            "drafter_dtype": setting.drafter_dtype,
+            "temperature": setting.temperature,
+        },
+        "measured": None
+        if measured is None
+        else {
+            "config": measured.config,
+            "best": measured.best,
+            "speedup": measured.speedup.value,
+            "low": measured.speedup.low,
+            "high": measured.speedup.high,
+            "verdict": measured.verdict,
+            "in_place_of": None
+            if replaces is None
+            else {
+                "config": replaces.fastest.config,
+                "share": replaces.share.value if replaces.share.prompts else None,
+                "low": replaces.share.low,
+                "high": replaces.share.high,
+            },
+        },
+        "options": export.options,
+        "text": export.text,
+        "needs": export.needs,
+        "missing": export.missing,
+        "differs": export.differs,
+        "check": export.check,
+    }

@@ -1,0 +1,33 @@
+"""The engines that `specbench export` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specbench.export.engine import ExportEngine
+
+ENGINES: Mapping[str, str] = {
+    "transformers": "transformers:Transformers",
+    "vllm": "vllm:VLLM",
+    "sglang": "sglang:SGLang",
+    "llama.cpp": "llama_cpp:LlamaCpp",
+    "tensorrt-llm": "tensorrt_llm:TensorRTLLM",
+    "mlx-lm": "mlx_lm:MlxLm",
+    "openvino": "openvino:OpenVino",
+}
+"""Module and class of each engine by its name, in the order of listings."""
+
+
+def load_engine(name: str) -> ExportEngine:
+    """Import an engine by its name."""
+    module, _, kind = ENGINES[name].partition(":")
+    engine: ExportEngine = getattr(import_module(f"specbench.export.{module}"), kind)()
+    return engine
+
+
+def load_engines() -> dict[str, ExportEngine]:
+    """Import all engines, by name."""
+    return {name: load_engine(name) for name in ENGINES}
