@@ -572,7 +572,7 @@ def test_an_interrupt_leaves_the_earlier_choice(arguments, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--minutes", "0"], "The time for the search is 0 s."),
+        (["--minutes", "0"], "--minutes is 0."),
         (["--limit", "1"], "'--limit'"),
         (["--tokens", "1"], "'--tokens'"),
         (["--prompts", "nowhere"], "There is no prompt set nowhere."),

@@ -214,9 +214,6 @@ def test_another_option_set_or_machine_is_refused_until_accepted(sweep, tmp_path
         "self:int8@2": 3,
         "self:int8@3": 3,
     }
-    sweep("--accept-changes").refused(2, "need --resume")
-    sweep("--retry-failed").refused(2, "need --resume")
-    sweep("--resume", "--accept-changes").refused(2, "needs --out")
 
 
 def test_what_would_make_outputs_incomparable_is_not_accepted(sweep, tmp_path):

@@ -553,7 +553,7 @@ class TestCommand:
         change_run(tmp_path / "b", created="2025-01-02T00:00:00Z")
         assert command(["plot", str(tmp_path), "--only", "speedup", "--format", "svg"]) == 0
         assert not (tmp_path / "a/plots").exists()
-        assert f"the newest, {str(tmp_path / 'b')!r}" in capsys.readouterr().err
+        assert f"the newest is {tmp_path / 'b'}." in capsys.readouterr().err
         arguments = ["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "speedup", "--format", "svg"]
         assert command(arguments) == 0
         assert (tmp_path / "a/plots/speedup.svg").exists()

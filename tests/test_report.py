@@ -589,7 +589,7 @@ class TestCommand:
         command([tmp_path])
         said = capsys.readouterr()
         assert said.out.splitlines() == [str(tmp_path / "two" / f"report.{kind}") for kind in ("html", "md")]
-        assert f"the newest, {str(tmp_path / 'two')!r}" in said.err
+        assert f"the newest is {tmp_path / 'two'}." in said.err
         assert not (tmp_path / "one" / "report.html").exists()
 
     def test_each_run_that_is_named_gets_its_report(self, tmp_path, capsys):

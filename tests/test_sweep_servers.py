@@ -594,11 +594,10 @@ def test_servers_that_are_none(sweep, tmp_path):
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
-        (["--drafter", "lookup"], "--drafter: servers decode in their own way"),
-        (["--gamma", "3", "--cache", "static"], "--gamma, --cache: servers decode"),
-        (["--dtype", "float32"], "--dtype: servers decode"),
+        (["--gamma", "3"], "--gamma does not go with --server: servers decode in their own way"),
+        (["--dtype", "float32"], "--dtype does not go with --server: no model is loaded"),
         (["--turns", "2"], "first turns"),
-        (["--check-outputs"], "Name it by --target"),
+        (["--check-outputs"], "without --target: the model is loaded here"),
         (["--batch", "8"], "more than the 4 prompts"),
     ],
 )
@@ -607,8 +606,7 @@ def test_options_that_servers_have_not(sweep, plain, words, fragment):
     assert not plain.asked
 
 
-def test_options_that_only_servers_have(sweep):
-    sweep("--api", "chat").refused(2, "--api: for servers alone", "Add --server")
+def test_a_server_needs_a_name_and_an_address(sweep):
     sweep("--server", "nonsense").refused(2, "no name or no address")
 
 

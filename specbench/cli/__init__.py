@@ -29,7 +29,7 @@ from specbench.cli.compare import compare
 from specbench.cli.drafters import drafters
 from specbench.cli.export import export
 from specbench.cli.generate import generate
-from specbench.cli.options import GroupedCommand, unfolded
+from specbench.cli.options import ConfigOptions, GroupedCommand, TracebackOptions, unfolded
 from specbench.cli.plot import plot
 from specbench.cli.report import report
 from specbench.cli.serve import serve
@@ -71,26 +71,17 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+CONFIGURED = (generate, chat, serve, sweep, check)
+"""Commands that read a `specbench.toml`."""
+
 for _command in (
-    generate,
-    chat,
-    serve,
-    drafters,
-    calibrate,
-    train,
-    tune,
-    sweep,
-    plot,
-    report,
-    compare,
-    export,
-    check,
-    trace,
-    cache,
+    *(generate, chat, serve, drafters, calibrate, train, tune, sweep),
+    *(plot, report, compare, export, check, trace, cache),
 ):
-    app.command(cls=GroupedCommand)(unfolded(_command))
+    _more = (ConfigOptions, TracebackOptions) if _command in CONFIGURED else (TracebackOptions,)
+    app.command(cls=GroupedCommand)(unfolded(_command, *_more))
 
 
 def _show_version(asked: bool) -> None:

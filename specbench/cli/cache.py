@@ -1,4 +1,4 @@
-"""`specbench cache`: what the cache folder holds, and what of it is removed."""
+"""`specbench cache`: show or clear the cache folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ def cache(
     clear: Annotated[
         bool,
         typer.Option(
-            "--clear",
-            help="Remove what is made anew in seconds: int8 and int4 layers of models and measured dtypes.",
+            "--clear", help="Remove int8 and int4 weights and measured dtypes, made anew in seconds."
         ),
     ] = False,
     remove: Annotated[
         list[str] | None,
-        typer.Option(
-            "--remove", metavar="NAME", help="Remove what is listed by this name, or all of a kind."
-        ),
+        typer.Option("--remove", metavar="NAME", help="Entry or kind of entries to remove; repeatable."),
     ] = None,
 ) -> None:
     """Show what the cache folder holds and how large it is, or remove some of it."""
@@ -32,14 +29,15 @@ def cache(
         typer.echo(f"{_size(freed + (clear_derived() if clear else 0))} removed.")
         return
     kinds = cached()
-    typer.echo(terminal_safe(f"{cache_folder()}: {_size(sum(kind.size for kind in kinds))}"))
     width = max(len(kind.folder) for kind in kinds)
+    lines = [f"{cache_folder()}: {_size(sum(kind.size for kind in kinds))}"]
     for kind in kinds:
         cleared = " (--clear removes them)" if kind.derived else ""
-        line = f"{kind.folder:{width}} {len(kind.entries):5} {_size(kind.size):>10}  {kind.meaning}{cleared}"
+        count = f"{kind.folder:{width}} {len(kind.entries):5}"
+        lines.append(f"{count} {_size(kind.size):>10}  {kind.meaning}{cleared}")
+        lines += [f"{'':{width}}       {_size(each.size):>10}    {each.name}" for each in kind.entries]
+    for line in lines:
         typer.echo(terminal_safe(line))
-        for entry in kind.entries:
-            typer.echo(terminal_safe(f"{'':{width}}       {_size(entry.size):>10}    {entry.name}"))
 
 
 def _size(number: int) -> str:

@@ -1,309 +1,228 @@
-"""`specbench calibrate`: find the form of itself that a target drafts with fastest, or a tree, or count its tokens."""
+"""`specbench calibrate`: choose a form of the target to draft with, or a draft tree, or count its tokens."""
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from specbench.base.errors import UsageError
-from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
+from specbench.cli.console import write_json, write_lines
 from specbench.cli.progress import StageProgress, starting
-from specbench.cli.watchers import write_out
-from specbench.options import DECODING, PROMPT, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import DECODING, LengthOptions, ModelOptions, SamplingOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.rules import parse_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.bench.prompts import Prompt
+    from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
-    from specbench.tune.calibrate import Calibration
-    from specbench.tune.ranks import TreeCalibration
+    from specbench.specs.drafters import DrafterSpec
+    from specbench.specs.rules import RuleSpec
 
 _PROMPTS, _TOKENS = 9, 24
 _PROMPTS_TO_COUNT, _TOKENS_TO_COUNT = 30, 64
 _PROMPTS_OF_TREES, _TOKENS_OF_TREES = 12, 64
 _WORTH = 1.05
-"""A smaller speedup than this is within what the prediction is off by."""
+"""The error of predictions is as large as a smaller speedup."""
 
 
-_decoding = partial(typer.Option, rich_help_panel=DECODING)
+_decoding = opt.panel(DECODING)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Search:
     """What is looked for, and on which prompts."""
 
-    prompts: Annotated[tuple[str, ...], opt.prompt_sets(rich_help_panel=PROMPT)] = ()
+    prompts: Annotated[tuple[str, ...], opt.prompts_option()] = ()
     limit: Annotated[
         int | None,
-        typer.Option(
+        opt.prompt_option(
             "--limit",
+            "N",
+            "Number of prompts, taken in turn from the categories; every third one only tests the choice. Default:"
+            f" {_PROMPTS}, with --vocab {_PROMPTS_TO_COUNT}, with --tree {_PROMPTS_OF_TREES}.",
             min=2,
-            metavar="N",
-            help="Prompts in all, taken in turn from the categories; every third one only checks the choice."
-            f" Default: {_PROMPTS}, with --vocab {_PROMPTS_TO_COUNT}, with --tree {_PROMPTS_OF_TREES}.",
-            rich_help_panel=PROMPT,
         ),
     ] = None
     tokens: Annotated[
         int | None,
         _decoding(
             "--tokens",
+            "N",
+            f"Tokens of each answer. Default: {_TOKENS}, with --vocab or --tree {_TOKENS_TO_COUNT}.",
             min=2,
-            metavar="N",
-            help="Tokens of each answer to try the drafters on, or to count."
-            f" Default: {_TOKENS}, with --vocab or --tree {_TOKENS_TO_COUNT}.",
         ),
     ] = None
     vocab: Annotated[
         int | None,
         _decoding(
             "--vocab",
+            "N",
+            "Vocabulary to count instead, for --drafter MODEL:vocab=N: how much of the target's output its N most"
+            " frequent tokens cover. The counts serve every N.",
             min=1,
-            metavar="N",
-            help="Count the tokens that the target writes instead, for --drafter MODEL:vocab=N, and say what the N most"
-            " frequent cover. Counts serve every N.",
         ),
     ] = None
     tree: Annotated[
         bool,
         _decoding(
             "--tree",
-            help="Find the tree that is best for --drafter at --temperature instead, for --tree static: count how often"
-            " its candidates are kept, by rank.",
+            None,
+            "Tree to find instead, for --tree static: the best one for --drafter at --temperature, from how often"
+            " candidates of each rank are kept.",
         ),
     ] = False
     int8: Annotated[
-        bool | None, _decoding("--int8/--no-int8", help="Consider int8 layers. Default: on a CPU.")
+        bool | None,
+        _decoding("--int8/--no-int8", None, "Int8 layers among the candidates. Default: on a CPU."),
     ] = None
     minutes: Annotated[
-        float,
-        _decoding(
-            "--minutes", metavar="X", help="The search ends after so many, with the best found by then."
-        ),
+        float, _decoding("--minutes", "X", "Time of the search; the best found by then is taken.")
     ] = 10.0
 
 
 def calibrate(
-    ctx: typer.Context,
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
     models: Annotated[
         ModelOptions, opt.Fields("dtype", "device", "drafter_dtype", "drafter_device", "allow_pickle")
     ],
-    asked: _Asked,
+    search: _Search,
     sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
     length: Annotated[LengthOptions, opt.Fields("verification")],
     json_output: opt.JsonOption = False,
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:
-    """Choose which of its layers a target skips, in which precision, to draft for itself: --drafter self:calibrated.
+    """Choose the layers and precision with which a target drafts for itself (--drafter self:calibrated).
 
-    The choice is kept for this target, dtype and device. An interrupt leaves an earlier one as it was. With --vocab,
-    count the tokens that the target writes instead; with --tree, find the best tree for a drafter.
+    The choice is kept for this target, dtype and device. With --vocab, count the tokens that the target writes instead;
+    with --tree, find the best draft tree for a drafter.
     """
     from specbench.bench.prompts import load_prompts
 
-    if asked.tree and asked.vocab is not None:
-        raise UsageError("--tree and --vocab are both given.", "Give one of them.")
-    of_trees = ("drafter", "temperature", "verification", "drafter_dtype", "drafter_device")
-    if not asked.tree and (given := opt.given(ctx, *of_trees)):
-        raise UsageError(f"{given[0]} is given without --tree.", "Add --tree, or leave it out.")
-    if asked.tree:
-        _find_tree(
-            target,
-            drafter,
-            models,
-            load_prompts(asked.prompts or ["all"], limit=asked.limit or _PROMPTS_OF_TREES),
-            asked.tokens or _TOKENS_OF_TREES,
-            60 * asked.minutes,
-            sampling,
-            length,
-            json_output=json_output,
-            quiet=quiet,
-        )
-        return
-    if asked.vocab is not None:
-        most = asked.limit or _PROMPTS_TO_COUNT
-        _count(
-            target,
-            models,
-            load_prompts(asked.prompts or ["all"], limit=most),
-            asked.tokens or _TOKENS_TO_COUNT,
-            asked.vocab,
-            json_output=json_output,
-            quiet=quiet,
-        )
-        return
-    chosen = load_prompts(asked.prompts or ["all"], limit=asked.limit or _PROMPTS)
-    with starting(quiet) as progress:
-        from specbench.base.progress import quiet_transformers
-        from specbench.bench.encoding import encode_turns
-        from specbench.models.calibrations import FORMS
-        from specbench.models.drafters import choice_key
-        from specbench.models.prepare import prepare
-        from specbench.tune.calibrate import CalibrationSettings
-        from specbench.tune.calibrate import calibrate as search
-
-        settings = CalibrationSettings(asked.tokens or _TOKENS, asked.int8, 60 * asked.minutes)
-        with quiet_transformers():
-            loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-            encoded = encode_turns(loaded, chosen)
-        # No bar that draws by itself from here on: passes are timed.
-    with StageProgress(quiet, animated=False) as progress:
-        found = search(loaded, encoded, settings, progress=progress)
-    FORMS.write(choice_key(loaded).name, found.choice)
-    write_out(_as_json(found) if json_output else _as_text(found, loaded))
+    if not search.minutes > 0:
+        raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
+    spec, rule = parse_drafter(drafter), parse_rule("static-tree")
+    if search.tree:
+        rule = rule.with_options({"verification": length.verification})
+        rule.check(spec)
+    (limit, tokens), find = (_PROMPTS, _TOKENS), partial(_find_form, int8=search.int8)
+    if search.tree:
+        limit, tokens = _PROMPTS_OF_TREES, _TOKENS_OF_TREES
+        find = partial(_find_tree, spec, rule, sampling.temperature)
+    elif search.vocab is not None:
+        limit, tokens = _PROMPTS_TO_COUNT, _TOKENS_TO_COUNT
+        find = partial(_count_tokens, search.vocab)
+    prompts = load_prompts(search.prompts or ["all"], limit=search.limit or limit)
+    effort = _Effort(target, models, prompts, search.tokens or tokens, 60 * search.minutes, quiet)
+    figures, lines = find(effort)
+    if json_output:
+        write_json(figures)
+    else:
+        write_lines(lines)
 
 
-def _count(
-    target: str,
-    models: ModelOptions,
-    prompts: Sequence[Prompt],
-    tokens: int,
-    vocab: int,
-    *,
-    json_output: bool,
-    quiet: bool,
-) -> None:
-    """Count the tokens that a target writes, keep the counts, and say what so many of them cover."""
-    with StageProgress(quiet) as progress:
-        progress.update("starting", 0, None)
-        from specbench.base.progress import quiet_transformers
-        from specbench.bench.encoding import encode_turns
-        from specbench.models.calibrations import COUNTS
-        from specbench.models.prepare import prepare
-        from specbench.tune.vocabulary import count_tokens
+@dataclass(frozen=True)
+class _Effort:
+    """What every search takes: models, prompts, tokens of an answer, and a time."""
 
-        with quiet_transformers():
-            loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-            found = count_tokens(loaded, encode_turns(loaded, prompts), tokens, progress=progress)
+    target: str
+    models: ModelOptions
+    prompts: Sequence[Prompt]
+    tokens: int
+    seconds: float
+    quiet: bool
+
+    def load(self, drafters: Sequence[DrafterSpec] = ()) -> tuple[Target, list[LoadedDrafter], Any]:
+        """Return the target, the drafters, and the token ids of the prompts."""
+        with starting(self.quiet) as progress:
+            from specbench.base.progress import quiet_transformers
+            from specbench.bench.encoding import encode_turns
+            from specbench.models.prepare import prepare
+
+            with quiet_transformers():
+                loaded, loaded_drafters = prepare(
+                    parse_model(self.target), drafters, self.models, progress=progress
+                )
+                return loaded, loaded_drafters, encode_turns(loaded, self.prompts)
+
+    def progress(self) -> StageProgress:
+        """Return a bar that does not draw by itself, for forward passes are timed."""
+        return StageProgress(self.quiet, animated=False)
+
+
+def _count_tokens(vocab: int, effort: _Effort) -> tuple[dict[str, Any], list[str]]:
+    """Count the tokens that a target writes, keep the counts, and tell what the most frequent ones cover."""
+    loaded, _, encoded = effort.load()
+    from specbench.models.calibrations import COUNTS
+    from specbench.tune.vocabulary import count_tokens
+
+    with effort.progress() as progress:
+        found = count_tokens(loaded, encoded, effort.tokens, progress=progress)
     COUNTS.write(loaded.language_model.fingerprint, found)
     coverage = found.coverage(found.most_frequent(vocab, range(loaded.vocab_size)))
     tested, kinds = len(found.held_out), len(found.ranked)
-    if json_output:
-        figures = {
-            "target": found.target,
-            "vocab": vocab,
-            "counted": found.counted,
-            "kinds": kinds,
-            "coverage": coverage,
-            "tested": tested,
-        }
-        write_out(json.dumps(figures) + "\n")
-        return
+    figures = {
+        "target": found.target,
+        "vocab": vocab,
+        "counted": found.counted,
+        "kinds": kinds,
+        "coverage": coverage,
+        "tested": tested,
+    }
     lines = [f"{vocab:,} tokens cover {coverage:.1%} of {tested:,} tokens of other answers."]
     if kinds < vocab:
         lines.append(
-            f"Only {kinds:,} of them were seen in {found.counted:,} tokens written and their prompts; the others are"
-            " those with the lowest ids. More prompts (--limit) and longer answers (--tokens) show more."
+            f"Only {kinds:,} different tokens were seen in {found.counted:,} tokens written and their prompts; the"
+            " others have the lowest ids. More prompts (--limit) and longer answers (--tokens) show more."
         )
-    lines.append(f"Kept for {found.target}: --drafter MODEL:vocab={vocab}")
-    write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
+    return figures, [*lines, f"Kept for {found.target}: --drafter MODEL:vocab={vocab}"]
 
 
 def _find_tree(
-    target: str,
-    drafter: str,
-    models: ModelOptions,
-    prompts: Sequence[Prompt],
-    tokens: int,
-    seconds: float,
-    sampling: SamplingOptions,
-    length: LengthOptions,
-    *,
-    json_output: bool,
-    quiet: bool,
-) -> None:
-    """Count what is kept of a drafter's candidates by rank, choose a tree and keep it."""
-    if not seconds > 0:
-        raise UsageError(f"The time for decoding is {seconds:g} s.", "Give more than 0.")
-    spec = parse_drafter(drafter)
-    rule = parse_rule("static-tree").with_options({"verification": length.verification})
-    rule.check(spec)
-    with starting(quiet) as progress:
-        from specbench.base.progress import quiet_transformers
-        from specbench.bench.encoding import encode_turns
-        from specbench.decoding.sampling import Sampling
-        from specbench.models.calibrations import TREES
-        from specbench.models.drafters import refuse_keep
-        from specbench.models.prepare import prepare
-        from specbench.models.tree_choices import tree_key
-        from specbench.tune.ranks import calibrate_tree
+    spec: DrafterSpec, rule: RuleSpec, temperature: float, effort: _Effort
+) -> tuple[dict[str, Any], list[str]]:
+    """Count which candidates of a drafter are kept, by rank; choose a tree from that and keep it."""
+    from specbench.models.calibrations import TREES
+    from specbench.models.drafters import refuse_keep
 
-        refuse_keep(spec)
-        transforms = Sampling(temperature=sampling.temperature)
-        with quiet_transformers():
-            loaded, (loaded_drafter,) = prepare(parse_model(target), [spec], models, progress=progress)
-            encoded = encode_turns(loaded, prompts)
-    with StageProgress(quiet, animated=False) as progress:
-        key = tree_key(loaded, loaded_drafter.drafter, loaded_drafter.weights, transforms, rule)
+    refuse_keep(spec)
+    loaded, (loaded_drafter,), encoded = effort.load([spec])
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.tree_choices import tree_key
+    from specbench.tune.ranks import calibrate_tree
+
+    sampling = Sampling(temperature=temperature)
+    key = tree_key(loaded, loaded_drafter.drafter, loaded_drafter.weights, sampling, rule)
+    with effort.progress() as progress:
         found = calibrate_tree(
             loaded,
             loaded_drafter.drafter,
             encoded,
             key,
-            sampling=transforms,
-            tokens=tokens,
-            seconds=seconds,
+            sampling=sampling,
+            tokens=effort.tokens,
+            seconds=effort.seconds,
             progress=progress,
         )
     TREES.write(key.name, found.choice)
-    write_out(_tree_as_json(found) if json_output else _tree_as_text(found, loaded))
-
-
-def _closing(
-    target: Target, speedup: float, *, cut_short: str | None, instead: str, use: str, circumstances: str = ""
-) -> list[str]:
-    """The last lines of an answer: what is doubtful about a choice, for what it is kept, and how it is used.
-
-    Args:
-        target: What it was made for.
-        speedup: That is predicted.
-        cut_short: Before what the time was up; ``None`` if it was not.
-        instead: A drafter beside ``lookup`` that may be better where there is hardly a gain.
-        use: What to add to a command.
-        circumstances: For what else it was made.
-    """
-    lines, kept = [], "Kept"
-    if cut_short is not None:
-        lines.append(f"The time was up before {cut_short}; --minutes gives it more.")
-    if speedup < _WORTH:
-        kept = "Kept all the same"
-        hardly = "Plain decoding is predicted to be faster" if speedup < 1 else "That is hardly a gain"
-        lines.append(f"{hardly}: try --drafter lookup, or {instead}.")
-    where = f"{target.name} in {target.dtype} on {target.scorer.device.type}{circumstances}"
-    return [*lines, f"{kept} for {where}: {use}"]
-
-
-def _tree_as_json(found: TreeCalibration) -> str:
+    choice = found.choice
     counts = [
         {"depth": depth, "rank": rank, "tested": tested, "kept": kept}
         for (depth, rank), (tested, kept) in sorted(found.counts.items())
     ]
     figures = {
-        "choice": {"tree": str(found.choice.rule), **asdict(found.choice)},
+        "choice": {"tree": str(choice.rule), **asdict(choice)},
         "tokens_per_step": found.tree.tokens,
         "chain": {"gamma": found.chain.nodes, "speedup": found.chain.speedup},
         "counts": counts,
         "complete": found.complete,
     }
-    return json.dumps(figures) + "\n"
-
-
-def _tree_as_text(found: TreeCalibration, target: Target) -> str:
-    choice = found.choice
     lines = [f"rank  kept at so many of {choice.tested} nodes"]
     lines += [f"{rank:4}  {share:6.1%}" for rank, share in enumerate(found.shares, start=1)]
     lines += [
@@ -311,48 +230,80 @@ def _tree_as_text(found: TreeCalibration, target: Target) -> str:
         f"{choice.rule}: predicted {choice.speedup:.2f} × plain decoding with {found.tree.tokens:.2f} tokens per step;"
         f" the best chain, γ = {found.chain.nodes}, {found.chain.speedup:.2f} ×.",
     ]
-    lines += _closing(
-        target,
+    return figures, lines + _closing(
+        loaded,
         choice.speedup,
-        cut_short=None if found.complete else "all prompts were decoded",
+        missing=None if found.complete else "all prompts were decoded",
         instead="suffix",
         circumstances=f" and {choice.circumstances}",
         use="--tree static",
     )
-    return terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8")
 
 
-def _as_json(found: Calibration) -> str:
+def _find_form(effort: _Effort, *, int8: bool | None) -> tuple[dict[str, Any], list[str]]:
+    """Choose the form of itself that a target drafts with fastest, and keep it."""
+    loaded, _, encoded = effort.load()
+    from specbench.models.calibrations import FORMS
+    from specbench.models.drafters import choice_key
+    from specbench.tune.calibrate import CalibrationSettings
+    from specbench.tune.calibrate import calibrate as search
+
+    with effort.progress() as progress:
+        settings = CalibrationSettings(effort.tokens, int8, effort.seconds)
+        found = search(loaded, encoded, settings, progress=progress)
+    FORMS.write(choice_key(loaded).name, found.choice)
+    choice = found.choice
     forms = [
         {"drafter": str(candidate.form), **asdict(candidate.agreement), "cost": candidate.cost,
          "gamma": candidate.gamma, "speedup": candidate.speedup}
         for candidate in found.path
     ]  # fmt: skip
-    choice = {"drafter": str(found.choice.form), **asdict(found.choice)}
-    return json.dumps({"choice": choice, "path": forms, "complete": found.complete}) + "\n"
-
-
-def _as_text(found: Calibration, target: Target) -> str:
-    choice = found.choice
-    names = [str(candidate.form) for candidate in found.path]
-    width = max(map(len, names))
+    figures = {
+        "choice": {"drafter": str(choice.form), **asdict(choice)},
+        "path": forms,
+        "complete": found.complete,
+    }
+    width = max(len(str(candidate.form)) for candidate in found.path)
     lines = [f"{'drafter':{width}}    accepted      c   γ  predicted"]
-    for candidate, name in zip(found.path, names, strict=True):
+    for candidate in found.path:
         mark = "  <" if candidate is found.best else ""
         lines.append(
-            f"{name:{width}}  {candidate.agreement.accepted:10.2f} {candidate.cost:6.2f} {candidate.gamma:3}"
-            f"  {candidate.speedup:7.2f} ×{mark}"
+            f"{candidate.form!s:{width}}  {candidate.agreement.accepted:10.2f} {candidate.cost:6.2f}"
+            f" {candidate.gamma:3}  {candidate.speedup:7.2f} ×{mark}"
         )
     lines += [
         "",
         f"{choice.form}: accepts {choice.accepted:.2f} of {choice.tested} drafts on other prompts;"
         f" predicted {choice.speedup:.2f} × plain decoding at γ = {choice.gamma}.",
     ]
-    lines += _closing(
-        target,
+    return figures, lines + _closing(
+        loaded,
         choice.speedup,
-        cut_short=None if found.complete else "the search was",
+        missing=None if found.complete else "the search was",
         instead="lookup+self:calibrated",
         use="--drafter self:calibrated",
     )
-    return terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8")
+
+
+def _closing(
+    target: Target, speedup: float, *, missing: str | None, instead: str, use: str, circumstances: str = ""
+) -> list[str]:
+    """Return the last lines of an answer: doubts, what the choice is kept for, and how to use it.
+
+    Args:
+        target: The choice's.
+        speedup: The predicted one.
+        missing: What the time was too short for; ``None`` if it was not.
+        instead: A drafter besides ``lookup`` that may be better where there is hardly a gain.
+        use: The options that use it.
+        circumstances: What else the choice is for.
+    """
+    lines, kept = [], "Kept"
+    if missing is not None:
+        lines.append(f"The time was up before {missing}; --minutes gives it more.")
+    if speedup < _WORTH:
+        kept = "Kept all the same"
+        hardly = "Plain decoding is predicted to be faster" if speedup < 1 else "That is hardly a gain"
+        lines.append(f"{hardly}: try --drafter lookup, or {instead}.")
+    where = f"{target.name} in {target.dtype} on {target.scorer.device.type}{circumstances}"
+    return [*lines, f"{kept} for {where}: {use}"]

@@ -41,10 +41,7 @@ def chat(
     decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes, no figures.")] = False,
-    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
-    no_config: opt.NoConfigOption = False,  # noqa: ARG001
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes, no figures.")] = False,
 ) -> None:
     """Talk with a model. Its answers go to stdout, everything else to stderr; /help lists what may be typed."""
     from specbench.base.progress import quiet_transformers

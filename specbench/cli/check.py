@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +24,6 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
     quantized,
-    require,
 )
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
@@ -46,74 +44,68 @@ if TYPE_CHECKING:
 
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT, _DEFAULT_BIAS, _DEFAULT_MINUTES = "all", 12, 0.05, 5.0
 _LARGEST_BIAS = 0.5
-_check = partial(typer.Option, rich_help_panel="What is checked")
+CHECKED = "What is checked"
+_check = opt.panel(CHECKED)
 
 
 @dataclass(frozen=True)
 class _Checked:
     """Which outputs are checked, and how closely."""
 
-    prompts: Annotated[
-        tuple[str, ...],
-        opt.prompt_sets(
-            help="A built-in set, 'all' (the default), or a JSON Lines file; repeatable.",
-            rich_help_panel="What is checked",
-        ),
-    ] = ()
+    prompts: Annotated[tuple[str, ...], opt.prompts_option(CHECKED)] = ()
     category: Annotated[
-        tuple[str, ...], _check("--category", metavar="NAME", help="Only these; repeatable.")
+        tuple[str, ...], _check("--category", "NAME", "Category of prompts; repeatable. Default: all.")
     ] = ()
     limit: Annotated[
         int | None,
         _check(
             "--limit",
+            "N",
+            "Number of prompts, taken in turn from the categories, or of lines of --outputs. Default:"
+            f" {_DEFAULT_LIMIT} prompts, all lines.",
             min=1,
-            metavar="N",
-            help=f"Prompts in all, taken in turn from the categories ({_DEFAULT_LIMIT}); with --outputs, lines (all).",
         ),
     ] = None
     sample: Annotated[
         bool,
         _check(
             "--sample",
-            help="Above temperature 0: also sample outputs and count their tokens against the target's probabilities.",
+            None,
+            "Sample outputs too, above temperature 0, and count their tokens against the target's probabilities.",
         ),
     ] = False
     minutes: Annotated[
         float | None,
         _check(
             "--minutes",
-            metavar="X",
-            help=f"Sample for at most this long, over all configurations together ({_DEFAULT_MINUTES:g}).",
+            "X",
+            f"Time for --sample, over all configurations together. Default: {_DEFAULT_MINUTES:g}.",
         ),
     ] = None
     bias: Annotated[
         float | None,
         _check(
             "--bias",
-            metavar="X",
-            help="Stop sampling as soon as a bias would be found that shifts this share of the tokens"
-            f" ({_DEFAULT_BIAS}).",
+            "X",
+            "Share of tokens that a bias would shift: --sample ends once it would have found one. Default:"
+            f" {_DEFAULT_BIAS}.",
         ),
     ] = None
     outputs: Annotated[
         Path | None,
         _check(
             "--outputs",
-            metavar="FILE",
-            help='Check greedy outputs of any engine instead: a line each, {"prompt": text or ids, "token_ids": [...]};'
-            " - reads standard input.",
+            "FILE",
+            'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
+            " reads standard input.",
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        if self.outputs is not None and (self.prompts or self.category):
-            raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
         if self.bias is not None and not 0 < self.bias <= _LARGEST_BIAS:
             raise UsageError(f"--bias is {self.bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise UsageError(f"--minutes is {self.minutes:g}.", "Give more than 0.")
-        require(self, minutes="sample", bias="sample")
 
 
 def check(
@@ -123,7 +115,7 @@ def check(
     system: opt.SystemOption = None,
     chat: opt.ChatOption = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: Annotated[list[str] | None, opt.several_drafters(rich_help_panel=MODELS)] = None,
+    drafter: Annotated[list[str] | None, opt.drafters_option(MODELS)] = None,
     models: ModelOptions,
     rules: opt.RulesOptions,
     length: LengthOptions,
@@ -132,24 +124,20 @@ def check(
         opt.Fields(
             max_new_tokens=64,
             words={
-                "residual_adjustment": "NOT LOSSLESS without it: corrected tokens are drawn from p. Above temperature 0"
-                " the check has to find it."
+                "residual_adjustment": "Residual distribution for correction tokens. NOT LOSSLESS without it: above"
+                " temperature 0 the check has to fail."
             },
         ),
     ],
     caching: CacheOptions,
     sampling: SamplingOptions,
     json_output: opt.JsonOption = False,
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes.")] = False,
-    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
-    no_config: opt.NoConfigOption = False,  # noqa: ARG001
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes.")] = False,
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 
-    Each drafter is checked with each rule and γ. Exit code 1 if something is wrong.
-
-    docs/check.md says what is checked, and when a difference is a numerical tie.
+    Each drafter is checked with each draft policy and γ. Exit code 1 if something is wrong. docs/check.md says what is
+    checked, and when a difference is a numerical tie.
     """
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     with starting(quiet) as progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specbench.base.errors import UsageError
-from specbench.cli import options as opt
+from specbench.cli.conflicts import given
 from specbench.cli.watchers import write_out
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class CheckRequest:
 
     def given(self, *names: str | type) -> list[str]:
         """Those of the named options that stand on the command line."""
-        return opt.given(self.ctx, *names)
+        return given(self.ctx, *names)
 
     def note(self, text: str) -> None:
         """Say something on stderr that the user should know."""

@@ -1,22 +1,26 @@
-"""`specbench compare`: two runs, or two configurations of one, held against each other."""
+"""`specbench compare`: two runs, or two configurations of one, side by side."""
 
 from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from specbench.base.errors import RunError, UsageError
-from specbench.cli.options import TracebackOption, complete_configurations
-from specbench.options import OUTPUT
+from specbench.base.textsafe import counted
+from specbench.cli.console import say
+from specbench.cli.options import complete_configurations, output, panel
 
 if TYPE_CHECKING:
     from specbench.results.compare import Compared
 
-_FEW = 4  # configurations up to which the categories of each are shown without being asked for
+_FEW = 4
+_option = panel("Options")
+_compared = partial(_option, autocompletion=complete_configurations)
 
 
 def compare(
@@ -24,91 +28,70 @@ def compare(
         list[Path],
         typer.Argument(
             metavar="RESULTS...",
-            help="Two folders of runs, A and B, or one with --a and --b; of a folder with"
-            " several runs the newest.",
+            help="Two folders of runs, A and B, or one with --a and --b. A folder of several runs stands for the"
+            " newest one.",
         ),
     ],
     a: Annotated[
-        str | None,
-        typer.Option(
-            "--a",
-            metavar="CONFIG",
-            autocompletion=complete_configurations,
-            help="The configuration of A, by its name in the tables or its id.",
-        ),
+        str | None, _compared("--a", "CONFIG", "Configuration A, by its name in the tables or its id.")
     ] = None,
-    b: Annotated[
-        str | None,
-        typer.Option(
-            "--b", metavar="CONFIG", autocompletion=complete_configurations, help="The configuration of B."
-        ),
-    ] = None,
+    b: Annotated[str | None, _compared("--b", "CONFIG", "Configuration B.")] = None,
     measure: Annotated[
         Literal["auto", "speed", "speedup"],
-        typer.Option(
+        _option(
             "--measure",
-            metavar="WHAT",
-            help="speed (tokens/s), speedup (over the baseline of its own run), or auto: speed if both runs were"
-            " made on one kind of machine.",
+            "WHAT",
+            "Quantity to compare: speed (tokens/s), speedup (over the baseline of the same run), or auto: speed if both"
+            " runs are of one kind of machine.",
         ),
     ] = "auto",
     other_target: Annotated[
-        bool, typer.Option("--other-target", help="Compare although the targets differ.")
+        bool, _option("--other-target", None, "Compare runs of different targets.")
     ] = False,
     fail_below: Annotated[
         float | None,
-        typer.Option(
+        _option(
             "--fail-below",
-            metavar="RATIO",
-            help="Leave with exit code 1 if A / B of any configuration, on all prompts, has a 95% interval that lies"
-            " wholly below RATIO. An interval that reaches RATIO passes; so does a ratio without one, and all where"
-            " others used the processor most of the time.",
+            "RATIO",
+            "Exit code 1 if A / B of any configuration has a 95% interval wholly below RATIO, over all prompts. Ratios"
+            " without an interval pass, and so do all if others used the processor most of the time.",
         ),
     ] = None,
     categories: Annotated[
         bool | None,
-        typer.Option(
+        output(
             "--categories/--no-categories",
-            help=f"Show the categories of each configuration; by default with at most {_FEW} of these.",
+            None,
+            f"Rows for each category. Default: with at most {_FEW} configurations.",
             show_default=False,
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Write a Markdown table.", rich_help_panel=OUTPUT)
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.", rich_help_panel=OUTPUT)] = False,
-    traceback: TracebackOption = False,  # noqa: ARG001 - see TracebackOption
+    markdown: Annotated[bool, output("--markdown", None, "Print a Markdown table.")] = False,
+    as_json: Annotated[bool, output("--json", None, "Print JSON.")] = False,
 ) -> None:
     """Compare two runs, or two configurations of one: A / B with its 95% interval, and whether A is faster."""
-    if markdown and as_json:
-        raise UsageError("--markdown and --json exclude each other.", "Give one of them.")
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
-    compared = _compared(runs, a, b, measure, other_target)
+    compared = _comparison(runs, a, b, measure, other_target)
     _show(compared, categories=categories, markdown=markdown, as_json=as_json, fail_below=fail_below)
     if fail_below is None:
         return
     unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)
     if compared.disturbance:
-        typer.echo(f"specbench: {compared.disturbance} --fail-below does not judge.", err=True)
+        say(f"{compared.disturbance} --fail-below does not judge.")
     elif unjudged:
-        verb = "has" if unjudged == 1 else "have"
-        what = f"{unjudged} of {len(compared.overall)} ratios {verb} no interval over prompts"
-        typer.echo(
-            f"specbench: {what}, so --fail-below does not judge {'it' if unjudged == 1 else 'them'}.",
-            err=True,
-        )
+        what = f"{unjudged} of {counted(len(compared.overall), 'ratio')} without an interval over prompts"
+        say(f"--fail-below does not judge {what}.")
     below = compared.below(fail_below)
     if below:
         from specbench.results.stats import ratio_text
 
         slow = "; ".join(f"{row.label}: {ratio_text(row.ratio)}" for row in below)
-        raise RunError(f"Below {fail_below:g} with its whole interval: {slow}.")
+        raise RunError(f"Ratios with the whole interval below {fail_below:g}: {slow}.")
 
 
-def _compared(
+def _comparison(
     runs: list[Path],
     a: str | None,
     b: str | None,
@@ -132,7 +115,7 @@ def _compared(
         return compare_runs(
             measured[0],
             measured[1],
-            (_name(folders[0]), _name(folders[1])),
+            (folders[0].resolve().name, folders[1].resolve().name),
             a=a,
             b=b,
             measure=None if measure == "auto" else measure,
@@ -140,18 +123,13 @@ def _compared(
         )
     if a is None or b is None:
         raise UsageError(
-            "One run is named, and not which two configurations of it.",
-            "Add --a and --b, or name a second run.",
+            "One run is named, without two configurations of it.", "Add --a and --b, or name a second run."
         )
     if measure == "speedup":
         raise UsageError(
             "Two configurations of one run are compared in speed.", "Leave out --measure speedup."
         )
     return compare_configs(measured[0], a, b)
-
-
-def _name(folder: Path) -> str:
-    return folder.resolve().name
 
 
 def _show(

@@ -7,10 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from specbench.base.errors import UsageError
-from specbench.base.textsafe import terminal_safe
+from specbench.cli.console import say
 from specbench.options import LengthOptions
 
 if TYPE_CHECKING:
@@ -30,25 +27,23 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
         lists: The options that may be repeated.
 
     Raises:
-        UsageError: The file is none, or --config and --no-config are both given.
+        UsageError: The file is none.
     """
     from specbench.config import FILE_NAME, PROVISIONAL, read_config
 
-    if "config" in given and given.get("no_config"):
-        raise UsageError("--config and --no-config are both given.", "Give one of them.")
     path = Path(given.get("config", FILE_NAME))
     if given.get("no_config") or ("config" not in given and not path.is_file()):
         return {}
     config = read_config(path)
     if config.target is not None and given.get("target", config.target) != config.target:
-        _say(f"{path} is for the target {config.target} and is left out.")
+        say(f"{path} is for the target {config.target} and is left out.")
         return {}
     config = _left(config, given)
     if "config" not in given:
         used = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in _options(config).items())
-        _say(f"{path} sets {used or 'nothing'} (leave it out with --no-config)")
+        say(f"{path} sets {used or 'nothing'} (leave it out with --no-config)")
     if config.provisional and config.drafter is not None:
-        _say(f"{path} {PROVISIONAL}")
+        say(f"{path} {PROVISIONAL}")
     return {name: [value] if name in lists else value for name, value in _options(config).items()}
 
 
@@ -73,7 +68,3 @@ def _options(config: Config) -> dict[str, str]:
         "length_policy": str(replace(rule, options=rest)),
         "gamma": str(rule.options["gamma"]),
     }
-
-
-def _say(line: str) -> None:
-    typer.echo(f"specbench: {terminal_safe(line)}", err=True)

@@ -1,8 +1,7 @@
-"""`specbench export`: a measured setting as another engine's command line or program."""
+"""`specbench export`: a measured configuration as the command line of another engine."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,14 @@ import typer
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
+from specbench.cli.console import say, write_json, write_out
 from specbench.cli.options import (
     DEFAULT_TARGET,
     JsonOption,
-    TracebackOption,
     complete_configurations,
     default_drafter,
+    panel,
 )
-from specbench.cli.watchers import write_out
 from specbench.export.registry import ENGINES
 from specbench.specs.rules import default_rule
 
@@ -31,44 +30,31 @@ if TYPE_CHECKING:
 else:
     EngineName = Literal[tuple(ENGINES)]
 
+_option = panel("Options")
+
 
 def export(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE",
-            help="Folder of results (of several runs, the newest), or a specbench.toml.",
+            metavar="SOURCE", help="Folder of results (the newest run of several), or a specbench.toml."
         ),
     ],
-    to: Annotated[
-        EngineName,
-        typer.Option(
-            "--to",
-            metavar="ENGINE",
-            help=f"Engine to export to: {', '.join(ENGINES)}.",
-        ),
-    ],
+    to: Annotated[EngineName, _option("--to", "ENGINE", f"Engine: {', '.join(ENGINES)}.")],
     setting: Annotated[
         str | None,
-        typer.Option(
+        _option(
             "--setting",
-            metavar="NAME",
+            "NAME",
+            "Setting to export, by table name or id. Default: the fastest one the engine supports.",
             autocompletion=complete_configurations,
-            help="Setting to export, by table name or id. Default: the fastest one the engine supports.",
         ),
     ] = None,
     gamma: Annotated[
         int | None,
-        typer.Option(
-            "--gamma",
-            "-g",
-            min=1,
-            metavar="N",
-            help="Draft length for engines that take a fixed one. Default: the best one of the run.",
-        ),
+        _option("--gamma -g", "N", "Draft length γ for engines with a fixed one. Default: the run's.", min=1),
     ] = None,
     json_output: JsonOption = False,
-    traceback: TracebackOption = False,  # noqa: ARG001 - see TracebackOption
 ) -> None:
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
 
@@ -81,13 +67,12 @@ def export(
     engine = load_engine(to)
     found, made, name = _exported(engine, source, setting, gamma)
     if json_output:
-        write_out(json.dumps(as_json(engine, found, made, name), allow_nan=False) + "\n")
+        write_json(as_json(engine, found, made, name))
     else:
         write_out(terminal_safe(as_file(engine, found, made, name), sys.stdout.encoding or "utf-8"))
         if found.replaces is not None:
             what = f"{found.measured}, {found.replaces}"
-            note = f"{engine.title} does not support the fastest setting of {name}. Exported: {what}."
-            typer.echo(f"specbench: {terminal_safe(note)}", err=True)
+            say(f"{engine.title} does not support the fastest setting of {name}. Exported: {what}.")
 
 
 def _exported(
@@ -103,7 +88,7 @@ def _exported(
             raise UsageError("A configuration holds one setting.", "Leave --setting out.")
         config = read_config(source)
         if config.provisional:
-            typer.echo(f"specbench: {source.name} {PROVISIONAL}", err=True)
+            say(f"{source.name} {PROVISIONAL}")
         rule = None if config.rule is not None else str(default_rule(greedy=True))
         target = config.target or DEFAULT_TARGET
         whole = replace(

@@ -15,7 +15,8 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
-from specbench.cli.many import ManyOptions, decode_prompts
+from specbench.cli.conflicts import given
+from specbench.cli.many import ManyOptions, decode_prompts, refuse_for_many
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.setting import LoadedRecipe
 from specbench.cli.watchers import StreamedText, TraceOutput, Tracer, WholeText, tokens_of, write_out
@@ -25,7 +26,6 @@ from specbench.options import (
     LengthOptions,
     ModelOptions,
     SamplingOptions,
-    require,
 )
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
@@ -48,44 +48,36 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class _Shown:
-    """What is written, and where."""
+    """Output options."""
 
-    show_accepted: Annotated[
-        bool,
-        opt.output(
-            "--show-accepted",
-            help="Color the text by where it came from: accepted drafts, corrected tokens, the target's own.",
-        ),
-    ] = False
-    stream: Annotated[bool, opt.output("--stream/--no-stream", help="Show text as it comes.")] = True
     compare: Annotated[
         bool,
         opt.output(
             "--compare",
-            help="Decode plainly too, in turns; report the speedup with its interval, and any difference.",
+            None,
+            "Decode plainly too, in turn: the speedup with its interval, and any difference.",
         ),
     ] = False
     repeats: Annotated[
         int | None,
-        opt.output(
-            "--repeats",
-            min=1,
-            metavar="N",
-            help="--compare: how often each way (3, and up to 12 within 10 s).",
-        ),
+        opt.output("--repeats", "N", "Pairs of --compare. Default: 3, and up to 12 within 10 s.", min=1),
     ] = None
-    debug: Annotated[bool, opt.output("--debug", help="Show every step on stderr.")] = False
+    show_accepted: Annotated[
+        bool,
+        opt.output(
+            "--show-accepted", None, "Colors by origin: accepted drafts, corrected tokens, the target's own."
+        ),
+    ] = False
+    stream: Annotated[bool, opt.output("--stream/--no-stream", None, "Print text as it is decoded.")] = True
+    debug: Annotated[bool, opt.output("--debug", None, "Show every step on stderr.")] = False
     trace_file: Annotated[
-        Path | None, opt.output("--trace-file", metavar="FILE", help="Write every step as JSON Lines.")
+        Path | None, opt.output("--trace-file", "FILE", "File for every step, as JSON Lines.")
     ] = None
     json_output: Annotated[
         bool,
-        opt.output("--json", help="Print one JSON object, no text; for each of --prompts one in a line."),
+        opt.output("--json", None, "Print one JSON object instead of text, or a line for each of --prompts."),
     ] = False
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no summary.")] = False
-
-    def __post_init__(self) -> None:
-        require(self, repeats="compare")
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no summary.")] = False
 
     @property
     def at_once(self) -> bool:
@@ -98,9 +90,7 @@ def generate(
     *,
     prompt: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PROMPT", help="The prompt, in quotes; - or none reads it from standard input."
-        ),
+        typer.Argument(metavar="PROMPT", help="Prompt, in quotes; - or none reads it from standard input."),
     ] = None,
     prompt_file: opt.PromptFile = None,
     many: ManyOptions,
@@ -113,9 +103,6 @@ def generate(
     caching: CacheOptions,
     sampling: SamplingOptions,
     show: _Shown,
-    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
-    no_config: opt.NoConfigOption = False,  # noqa: ARG001
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
     from specbench.base.progress import quiet_transformers
@@ -125,13 +112,11 @@ def generate(
 
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     if many.prompts:
-        alone = ("show_accepted", "compare", "debug", "trace_file")
-        given = [*(["PROMPT"] if prompt else []), *opt.given(ctx, "prompt_file", *alone)]
-        many.refuse(given, recipe)
+        refuse_for_many(recipe)
         prompts, text = load_prompts(many.prompts), ""
     else:
         prompts, text = [], read_prompt_text(prompt, prompt_file, sys.stdin)
-    paint = _paint(show.json_output) if show.show_accepted else None
+    paint = _paint() if show.show_accepted else None
     with ExitStack() as stack:
         trace_to = None
         if show.debug or show.trace_file:
@@ -189,7 +174,7 @@ def generate(
             trace_to.complain()
 
 
-def _paint(json_output: bool) -> Paint:
+def _paint() -> Paint:
     """How the text is styled by where its tokens came from.
 
     Raises:
@@ -200,8 +185,6 @@ def _paint(json_output: bool) -> Paint:
     from specbench.show.painted import painted
 
     console = Console()
-    if json_output:
-        raise UsageError("--show-accepted and --json are both given.", "Give one of them.")
     if not console.is_terminal or console.is_dumb_terminal:
         raise UsageError(
             "--show-accepted colors the text on a terminal, and the output goes to none that can.",
@@ -297,18 +280,18 @@ class _Job(LoadedRecipe):
 def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling) -> list[str]:
     """What was asked for and changes nothing."""
 
-    def given(*names: str | type) -> str:
-        listed = opt.given(ctx, *names)
+    def unused(*names: str | type) -> str:
+        listed = given(ctx, *names)
         return f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect" if listed else ""
 
     lines = []
-    if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
+    if sampling.greedy and (what := unused("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
     lengths = ("length_policy", "tree", "gamma", LengthOptions)
-    if drafter.is_plain and (what := given(*lengths, "first_target")):
+    if drafter.is_plain and (what := unused(*lengths, "first_target")):
         lines.append(f"{what} with the drafter none.")
     load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")
-    if drafter.model_spec is None and (what := given(*load_options)):
+    if drafter.model_spec is None and (what := unused(*load_options)):
         lines.append(f"{what}: the drafter {drafter.model_part.word} is no model of its own.")
     return lines
 

@@ -9,13 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
 from specbench.cli.progress import StageProgress
 from specbench.cli.watchers import write_out
-from specbench.options import PROMPT, require
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -34,82 +31,53 @@ class ManyOptions:
 
     prompts: Annotated[
         tuple[str, ...],
-        opt.prompt_sets(
-            rich_help_panel=PROMPT,
-            help="Instead of PROMPT: the first turn of each prompt of a set, 'all', or a JSON Lines file; repeatable.",
+        opt.prompts_option(
+            help="Prompts instead of PROMPT: the first turns of a built-in set, of 'all', or of a JSON Lines file;"
+            " repeatable."
         ),
     ] = ()
     batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            metavar="N",
-            rich_help_panel=PROMPT,
-            help=f"--prompts: how many are decoded at a time ({_BATCH}).",
-        ),
+        int | None, opt.prompt_option("--batch", "N", f"Batch size of --prompts. Default: {_BATCH}.", min=1)
     ] = None
     kv_memory: Annotated[
         int | None,
-        typer.Option(
+        opt.prompt_option(
             "--kv-memory",
+            "MB",
+            "Memory for the target's KV cache (--prompts). Default: enough for --batch. With less, prompts wait.",
             min=1,
-            metavar="MB",
-            rich_help_panel=PROMPT,
-            help="--prompts: memory for the target's keys and values (enough for --batch). With less, prompts wait.",
         ),
     ] = None
-
     kv_pool: Annotated[
         Literal["slotted", "paged"] | None,
-        typer.Option(
+        opt.prompt_option(
             "--kv-pool",
-            metavar="KIND",
-            rich_help_panel=PROMPT,
-            help="--prompts: how that memory is shared: slotted, a stretch for each prompt (the default), or paged, in"
-            " short blocks (with --kv-memory).",
+            "KIND",
+            "Layout of that memory (--prompts): slotted, one range for each prompt, or paged, in short blocks. Default:"
+            " slotted; paged with --kv-memory.",
         ),
     ] = None
     disable_by_batch_size: Annotated[
         int | None,
-        typer.Option(
+        opt.prompt_option(
             "--disable-by-batch-size",
+            "N",
+            "Largest batch that drafts (--prompts): nothing is drafted while more than N prompts are decoded.",
             min=1,
-            metavar="N",
-            rich_help_panel=PROMPT,
-            help="--prompts: draft nothing while more than N prompts are being decoded.",
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        require(
-            self, batch="prompts", kv_memory="prompts", kv_pool="prompts", disable_by_batch_size="prompts"
-        )
-
-    def refuse(self, given: Sequence[str], recipe: Recipe) -> None:
-        """Refuse what is for one prompt.
-
-        Args:
-            given: What stands on the command line of that.
-            recipe: What is asked for.
-        """
-        if given:
-            raise UsageError(
-                f"{given[0]} is for one prompt, and --prompts decodes many.", "Leave one of them out."
-            )
-        refuse_for_many(recipe)
 
 
 def refuse_for_many(recipe: Recipe) -> None:
     """Refuse what cannot serve several requests side by side."""
     if recipe.caching.kind in ("static", "compiled"):
         raise UsageError(
-            "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
+            "Forward passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
             "Leave them out.",
         )
     if recipe.drafter.keeps_state:
         raise UsageError(
-            f"The drafter {recipe.drafter} carries counts from one prompt to the next, and these are side by side.",
+            f"The drafter {recipe.drafter} keeps counts from one prompt to the next, and here they share a batch.",
             "Leave keep out.",
         )
 

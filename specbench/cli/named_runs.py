@@ -1,27 +1,68 @@
-"""Which runs the folders on a command line mean."""
+"""The runs that folders on a command line mean, and doing something with each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbench.base.textsafe import terminal_safe
+from specbench.base.errors import UsageError
+from specbench.cli.console import say
 
 if TYPE_CHECKING:
     from specbench.results.run import Run
 
+ResultsArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RESULTS...", help="Folders of runs. A folder of several runs stands for the newest one."
+    ),
+]
+
+
+def for_each_run(
+    paths: Sequence[Path], out: Path | None, inside: str, write: Callable[[Path, Path], None]
+) -> None:
+    """Call ``write(run, folder)`` for every run; one that fails does not keep the others from being written.
+
+    Args:
+        paths: See ``named_runs``.
+        out: Where to write: the files of one run, or a folder for each of several. ``None``: into the runs.
+        inside: The folder in a run for that.
+        write: Raises ``UsageError`` where there is nothing to write.
+
+    Raises:
+        UsageError: Nothing was written, or two runs would go to the same folder.
+    """
+    runs = named_runs(paths)
+    folders = [run / inside for run in runs]
+    if out is not None:
+        names = [run.resolve().name for run in runs]
+        folders = [out] if len(runs) == 1 else [out / name for name in names]
+    if len(set(folders)) < len(folders):
+        raise UsageError("Two of the runs have the same name.", "Leave --out out, or name one run at a time.")
+    failed: list[UsageError] = []
+    for run, folder in zip(runs, folders, strict=True):
+        try:
+            write(run, folder)
+        except UsageError as error:
+            failed.append(error)
+            if len(runs) > 1:
+                say(f"{run.name}: {error}")
+    if failed and len(failed) == len(runs):
+        raise failed[-1]
+
 
 def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
-    """The runs that are meant. A folder that holds several stands for the newest in which something was measured;
-    which one is said on stderr, and which newer ones are not taken.
+    """Return the runs that are meant. A folder of several stands for the newest in which something was measured;
+    stderr says which one it is, and which newer ones were passed over.
 
     Args:
         paths: Runs, files in one, or folders with runs in them.
-        having: Ids or labels of configurations: a run in which they all were measured goes before one where not, and
-            that goes before one that has not all of them.
+        having: Ids or labels of configurations. A run in which all of them were measured goes before one that only
+            has them, and that before all others.
 
     Raises:
         UsageError: A path does not exist, or no run is there.
@@ -33,40 +74,37 @@ def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
         runs = find_runs(path)
         readable = stored_runs(path) if len(runs) > 1 else []
         if readable:
-            runs = [_taken(path, readable, having)]
+            runs = [_newest(path, readable, having)]
         found.update(dict.fromkeys(runs))
     return list(found)
 
 
-def _taken(path: Path, readable: Sequence[tuple[Path, Run]], having: Sequence[str]) -> Path:
-    """The run of a folder that is meant, which is said on stderr."""
+def _newest(path: Path, readable: Sequence[tuple[Path, Run]], having: Sequence[str]) -> Path:
     from specbench.results.store import measured_configs
 
     named = [each for each in readable if _ids(each[1], having) is not None]
-    with_these = f" with {' and '.join(having)}" if having and named else ""
+    wanted = bool(having and named)
     passed: list[Path] = []
-    taken = (named or readable)[0][0]
+    chosen = (named or readable)[0][0]
     for folder, run in named or readable:
         measured = measured_configs(folder)
         others = {config.id for config in run.configs if config.id != config.baseline}
-        if (_ids(run, having) or set()) <= measured if with_these else measured & others:
-            taken = folder
+        if (_ids(run, having) or set()) <= measured if wanted else measured & others:
+            chosen = folder
             break
         passed.append(folder)
     else:
         passed = []
-    words = f"of the {len(readable)} runs in {str(path)!r} the newest{with_these}, {str(taken)!r}."
+    which = f"the newest with {' and '.join(having)}" if wanted else "the newest"
+    message = f"{path}: {len(readable)} runs, {which} is {chosen}."
     if passed:
-        skipped = ", ".join(repr(str(folder)) for folder in passed)
-        words += f" Newer, but with no finished measurement of it: {skipped}." if with_these else ""
-        words += (
-            "" if with_these else f" Newer, but with no finished measurement beside the baseline: {skipped}."
-        )
-    typer.echo(f"specbench: {terminal_safe(words)} For another name its own folder.", err=True)
-    return taken
+        what = "of it" if wanted else "besides the baseline"
+        message += f" Newer, without a finished measurement {what}: {', '.join(map(str, passed))}."
+    say(f"{message} Name a folder of a run to take another one.")
+    return chosen
 
 
 def _ids(run: Run, having: Sequence[str]) -> set[str] | None:
-    """The ids of these configurations; ``None`` if the run has not all of them."""
+    """Return the ids of these configurations; ``None`` if the run does not have all of them."""
     ids = {getattr(config, field): config.id for field in ("label", "id") for config in run.configs}
     return {ids[name] for name in having} if all(name in ids for name in having) else None

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import Field, dataclass, fields, is_dataclass
-from functools import partial, wraps
+from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -15,15 +15,8 @@ import typer
 from typer.core import TyperCommand
 
 from specbench.base.errors import UsageError
-from specbench.options import (
-    LENGTH,
-    MODELS,
-    OUTPUT,
-    PROMPT,
-    CacheOptions,
-    ModelOptions,
-    quantized,
-)
+from specbench.cli.conflicts import given, refuse_conflicts
+from specbench.options import LENGTH, MODELS, OUTPUT, PROMPT, CacheOptions, ModelOptions, quantized
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 
@@ -50,6 +43,13 @@ _DEFAULT_DRAFTERS = ", ".join(
 )
 """As help has them."""
 
+MOST_USED = (
+    "target", "drafter", "server", "prompts", "max_new_tokens", "temperature", "length_policy", "gamma", "dtype",
+    "compare", "batch", "limit", "out", "resume", "port", "tokens", "minutes", "json_output", "verbose", "quiet",
+)  # fmt: skip
+"""Options that people need first, in the order in which help lists them."""
+_FIRST = 10
+
 
 # -- groups of options -----------------------------------------------------------------------------
 
@@ -74,11 +74,12 @@ class Fields:
         self.names, self.without, self.words, self.defaults = names, without, words or {}, defaults
 
 
-def unfolded(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer reads it, with single options in place of groups.
+def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
+    """Return a command as typer reads it, with single options in place of groups.
 
     A group is a parameter whose type is a dataclass. Each of its fields is an option, an annotated type as typer takes
-    it; one that holds a tuple may be repeated on the command line.
+    it; one that holds a tuple may be repeated on the command line. Options of ``more`` groups, at the end, are not
+    passed to the command.
     """
     groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
     parameters: list[Parameter] = []
@@ -94,9 +95,13 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
         chosen = [known[name] for name in taken.names or known]
         groups[parameter.name] = kind, chosen
         parameters += _single(kind, chosen, taken)
+    parameters += [each for kind in more for each in _single(kind, fields(kind), Fields())]
+    others = [field.name for kind in more for field in fields(kind)]
 
     @wraps(command)
     def call(**values: Any) -> None:
+        for name in others:
+            del values[name]
         for name, (kind, chosen) in groups.items():
             own = {field.name: values.pop(field.name) for field in chosen}
             repeated = {
@@ -156,16 +161,29 @@ class GroupedCommand(TyperCommand):
                 if drafter != DEFAULT_DRAFTER:
                     defaults.setdefault("drafter", [drafter] if "drafter" in lists else drafter)
                 ctx.default_map = defaults
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            refuse_conflicts(ctx)
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one list per heading, in the order in which the headings appear."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
+        """Write the options in groups under headings; of a command with many, the most used ones come first."""
+        parameters = {str(each.name): each for each in self.get_params(ctx)}
+        first = [name for name in MOST_USED if name in parameters][:_FIRST]
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        if len(parameters) > 2 * _FIRST:
+            groups["Most used options"] = []
+        for name in sorted(parameters, key=lambda name: first.index(name) if name in first else _FIRST):
+            parameter = parameters[name]
             record = parameter.get_help_record(ctx)
             if record is not None:
-                heading = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or heading, []).append(record)
+                heading = getattr(parameter, "rich_help_panel", None) or "Options"
+                if parameter.param_type_name == "argument":
+                    heading = "Arguments"
+                elif name in first and "Most used options" in groups:
+                    heading = "Most used options"
+                groups.setdefault(heading, []).append(record)
+        groups = {heading: records for heading, records in groups.items() if records}
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
@@ -208,162 +226,152 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-# -- options that are taken one by one ---------------------------------------------------------------
+# -- options that several commands take ----------------------------------------------------------------
+
+
+def panel(heading: str) -> Callable[..., Any]:
+    """Return what makes options under a heading of the help: ``option("--limit", "N", "Number of ...", min=1)``.
+
+    Flags that are separated by spaces are several names of one option; ``None`` is the metavar of a switch.
+    """
+
+    def option(flags: str, metavar: str | None, help: str, **more: Any) -> Any:  # noqa: A002 - as typer has it
+        return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=heading, **more)
+
+    return option
+
+
+prompt_option, model_option, length_option = panel(PROMPT), panel(MODELS), panel(LENGTH)
+output = panel(OUTPUT)
+
+_DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
+_TREES = (
+    "Draft tree: chain, siblings:nodes=N (same as --siblings N), auto, static, dynamic or chains; options follow a"
+    " colon: dynamic:top-k=4,nodes=12. All but the first two replace --length-policy."
+)
+_RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
+
+
+def drafters_option(heading: str, help: str = f"Drafter: {_DRAFTER} Repeatable.") -> Any:  # noqa: A002
+    """Return a ``--drafter`` that may be repeated."""
+    return panel(heading)("--drafter", "DRAFTER", help, autocompletion=complete_drafters)
+
+
+def prompts_option(
+    heading: str = PROMPT,
+    help: str = "Prompts: a built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",  # noqa: A002
+) -> Any:
+    """Return a ``--prompts`` that may be repeated."""
+    return panel(heading)("--prompts -p", "SET", help, autocompletion=complete_prompts)
+
 
 TargetOption = Annotated[
     str,
-    typer.Option(
+    model_option(
         "--target",
-        metavar="MODEL",
-        help="The model whose output is kept: hub id (org/name@revision), folder, .gguf file, or smollm2-135m.",
-        rich_help_panel=MODELS,
+        "MODEL",
+        "Target model: a hub id (org/name@revision), a folder, a .gguf file, or smollm2-135m.",
     ),
 ]
 DrafterOption = Annotated[
     str,
-    typer.Option(
+    model_option(
         "--drafter",
-        metavar="DRAFTER",
+        "DRAFTER",
+        f"Drafter: {_DRAFTER}",
         autocompletion=complete_drafters,
-        help="What proposes tokens: a word that `specbench drafters` lists, or a model.",
-        show_default=_DEFAULT_DRAFTERS,
-        rich_help_panel=MODELS,
+        show_default=False,
     ),
 ]
-several_drafters = partial(
-    typer.Option,
-    "--drafter",
-    metavar="DRAFTER",
-    autocompletion=complete_drafters,
-    help=f"A word of `specbench drafters` or a model; repeatable. Default: {_DEFAULT_DRAFTERS}.",
-)
-_tree = partial(
-    typer.Option,
-    "--tree",
-    metavar="TREE",
-    rich_help_panel=LENGTH,
-)
-_TREES = (
-    "chain, siblings:nodes=N (short: --siblings N), or a tree in place of a draft-length rule: auto, static, dynamic or"
-    " chains, with options as in dynamic:top-k=4,nodes=12."
-)
 
 
 @dataclass(frozen=True)
 class RulesOptions:
-    """How much is drafted, for commands that compare draft-length rules."""
+    """Draft policies, for commands that compare several."""
 
     gamma: Annotated[
         str | None,
-        typer.Option(
-            "--gamma",
-            "-g",
-            metavar="RANGE",
-            help="γ of fixed (5) and, in the first step, of heuristic: 4, 1..8, 2..16..2 (with a step) or 1,2,4.",
-            rich_help_panel=LENGTH,
+        length_option(
+            "--gamma -g",
+            "RANGE",
+            f"Draft lengths γ of fixed (5), and of the first step of heuristic: {_RANGE}.",
         ),
     ] = None
     length_policy: Annotated[
         tuple[str, ...],
-        typer.Option(
+        length_option(
             "--length-policy",
-            metavar="RULE",
+            "RULE",
+            "Draft policy, as `generate` takes it; repeatable.",
             autocompletion=complete_rules,
-            help="Draft-length rule, as generate takes it; repeatable.",
-            rich_help_panel=LENGTH,
         ),
     ] = ()
-    tree: Annotated[tuple[str, ...], _tree(help=f"{_TREES} Repeatable.")] = ()
+    tree: Annotated[tuple[str, ...], length_option("--tree", "TREE", f"{_TREES} Repeatable.")] = ()
 
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """What is decoded with, and how much is drafted, for commands that decode in one way."""
+    """Target, drafter and draft policy, for commands that decode with one of each."""
 
     target: TargetOption = DEFAULT_TARGET
     drafter: DrafterOption = DEFAULT_DRAFTER
     length_policy: Annotated[
         str | None,
-        typer.Option(
+        length_option(
             "--length-policy",
-            metavar="RULE",
-            autocompletion=complete_rules,
-            help="Draft-length rule: auto, fixed, egag, confidence, entropy-bound, svip or heuristic, with options as"
-            " in entropy-bound:lambda=0.6. Default: auto at temperature 0, fixed above (a seed repeats a run then) and"
+            "RULE",
+            "Draft policy: auto, fixed, egag, confidence, entropy-bound, svip or heuristic; options follow a colon:"
+            " entropy-bound:lambda=0.6. Default: auto at temperature 0; fixed above it (a seed then repeats a run) and"
             " with --gamma.",
-            rich_help_panel=LENGTH,
+            autocompletion=complete_rules,
         ),
     ] = None
-    tree: Annotated[str | None, _tree(help=_TREES)] = None
+    tree: Annotated[str | None, length_option("--tree", "TREE", _TREES)] = None
     gamma: Annotated[
         int | None,
-        typer.Option(
-            "--gamma",
-            "-g",
+        length_option(
+            "--gamma -g",
+            "N",
+            "Draft length γ: tokens drafted in each step (fixed), or in the first one (heuristic). Default: 5.",
             min=1,
-            metavar="N",
-            help="γ, tokens drafted in a step (5): of fixed; of heuristic, in the first one.",
-            rich_help_panel=LENGTH,
         ),
     ] = None
 
 
-PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompt-file", metavar="FILE", help="Read the prompt from this file.", rich_help_panel=PROMPT
-    ),
-]
+PromptFile = Annotated[Path | None, prompt_option("--prompt-file", "FILE", "File that holds the prompt.")]
 ChatOption = Annotated[
     bool | None,
-    typer.Option(
+    prompt_option(
         "--chat/--raw",
-        help="Wrap prompts with the chat template, or continue them as they are. Default: chat if there is one.",
-        rich_help_panel=PROMPT,
+        None,
+        "Apply the chat template, or continue the raw text. Default: chat if there is one.",
     ),
 ]
-SystemOption = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="A system message.", rich_help_panel=PROMPT)
-]
-prompt_sets = partial(
-    typer.Option,
-    "--prompts",
-    "-p",
-    metavar="SET",
-    autocompletion=complete_prompts,
-    help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
-)
-output = partial(typer.Option, rich_help_panel=OUTPUT)
-ConfigOption = Annotated[
-    Path | None,
-    output(
-        "--config", metavar="FILE", help="Take what is not given from this file. Default: ./specbench.toml."
-    ),
-]
-NoConfigOption = Annotated[bool, output("--no-config", help="Take nothing from ./specbench.toml.")]
-"""Both are read by ``GroupedCommand``."""
-JsonOption = Annotated[bool, output("--json", help="Print one JSON object.")]
-TracebackOption = Annotated[bool, output("--traceback", help="Show where an error came from.")]
-"""Read by ``specbench.cli.run``, which sees every error."""
+SystemOption = Annotated[str | None, prompt_option("--system", "TEXT", "System message.")]
+JsonOption = Annotated[bool, output("--json", None, "Print one JSON object.")]
 
 
-# -- what was given ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TracebackOptions:
+    """Read by ``specbench.cli.run``, which sees every error; every command has it."""
+
+    traceback: Annotated[bool, output("--traceback", None, "Show the traceback of an error.")] = False
 
 
-def given(ctx: typer.Context, *names: str | type) -> list[str]:
-    """Those of the named options, and of groups, that stand on the command line, as they are written there."""
-    written = {
-        each.name: ((ctx.params.get(str(each.name)) is False and each.secondary_opts) or each.opts)[0]
-        for each in ctx.command.params
-        if each.opts
-    }
-    found = []
-    for each in names:
-        for name in [each] if isinstance(each, str) else [field.name for field in fields(each)]:
-            source = ctx.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                found.append(written[name])
-    return found
+@dataclass(frozen=True)
+class ConfigOptions:
+    """Read by ``GroupedCommand``; the commands of ``specbench.cli.CONFIGURED`` have them."""
+
+    config: Annotated[
+        Path | None,
+        output(
+            "--config", "FILE", "File of defaults for options that are not given. Default: ./specbench.toml."
+        ),
+    ] = None
+    no_config: Annotated[bool, output("--no-config", None, "Ignore ./specbench.toml.")] = False
+
+
+# -- the command line as given --------------------------------------------------------------------------
 
 
 def command_with(ctx: typer.Context, **changes: Any) -> str:
@@ -405,10 +413,8 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
     """The kind of cache to use, given what was asked for; of an int8 or int4 target the configuration is read for that.
 
     Raises:
-        UsageError: Bit-exact or compiled passes with another cache than theirs, or both.
+        UsageError: Bit-exact or compiled passes with another cache than theirs.
     """
-    if caching.bit_exact and caching.compiled:
-        raise UsageError("--bit-exact and --compile exclude each other.", "Give one of the two.")
     chosen = bool(given(ctx, "cache"))
     for asked, name, its_own in (
         (caching.bit_exact, "--bit-exact", "preallocated"),

@@ -12,6 +12,8 @@ import typer
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import terminal_safe
+from specbench.cli.console import say
+from specbench.cli.named_runs import ResultsArgument, for_each_run
 
 if TYPE_CHECKING:
     from specbench.show.plots import Look
@@ -25,44 +27,36 @@ def _names() -> str:
 
 
 def plot(
-    results: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RESULTS...",
-            help="Folders of runs, each drawn apart; of a folder with several the newest.",
-        ),
-    ],
+    results: ResultsArgument,
     image_format: Annotated[
         Literal["png", "svg", "pdf"] | None,
-        typer.Option("--format", help="Of the files; default: png, with --paper pdf.", show_default=False),
+        typer.Option("--format", help="File format. Default: png (pdf with --paper).", show_default=False),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="NAME", help=f"Draw this figure only; repeatable: {_names()}."),
+        typer.Option("--only", metavar="NAME", help=f"Figure to draw; repeatable: {_names()}. Default: all."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where to write; default: plots/ in the run's folder."),
+        typer.Option("--out", metavar="DIR", help="Output folder. Default: plots/ in the run's folder."),
     ] = None,
     paper: Annotated[
-        bool,
-        typer.Option("--paper", help="Without title and footer, which a paper says in its caption."),
+        bool, typer.Option("--paper", help="Figures for a paper: no title, no footer, pdf.")
     ] = False,
     width: Annotated[
         str | None,
         typer.Option(
             "--width",
             metavar="LENGTH",
-            help="Of the figures, such as 3.3in, 84mm, 8.4cm or 240pt; in narrow ones panels stand below each other.",
+            help="Width of figures: 3.3in, 84mm, 8.4cm or 240pt. Panels of narrow figures are stacked.",
         ),
     ] = None,
     font_size: Annotated[
-        float, typer.Option("--font-size", metavar="POINTS", help="Of the letters in the figures.")
+        float, typer.Option("--font-size", metavar="POINTS", help="Font size of figures.")
     ] = 8.0,
-    show: Annotated[bool, typer.Option("--show", help="Open the files as well; needs a display.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Open the files; needs a display.")] = False,
 ) -> None:
     """Draw the figures of runs: speedup, acceptance, where the time goes, prediction, categories."""
-    from specbench.cli.named_runs import named_runs
     from specbench.show.plots import Look
 
     if not 4 <= font_size <= 24:
@@ -70,23 +64,15 @@ def plot(
     look = Look(None if width is None else _inches(width), font_size, framed=not paper)
     kind = image_format or ("pdf" if paper else "png")
     if show and not _has_display():
-        raise UsageError(
-            "--show needs a display, and there is none here.", "Leave it out; the files are written."
-        )
-    runs = named_runs(results)
-    folders = _folders(runs, out)
+        raise UsageError("--show needs a display, and there is none.", "Leave it out; the files are written.")
     written: list[Path] = []
-    failed: UsageError | None = None
-    for run, folder in zip(runs, folders, strict=True):
-        try:
-            written += _draw(run, folder, kind, only, look)
-        except UsageError as error:
-            if len(runs) == 1:
-                raise
-            failed = error  # one bad run does not keep the others from being drawn
-            _hint(f"{run.name}: {error}")
+
+    def draw(run: Path, folder: Path) -> None:
+        written.extend(_draw(run, folder, kind, only, look))
+
+    for_each_run(results, out, "plots", draw)
     if not written:
-        raise failed or UsageError("There is nothing to plot.", "Name the folder of a run.")
+        raise UsageError("There is nothing to plot.", "Name the folder of a run.")
     if show:
         for path in written:
             if typer.launch(str(path)):
@@ -97,7 +83,7 @@ _UNITS = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72, "": 1.0}
 
 
 def _inches(length: str) -> float:
-    """A length with its unit; a number alone is in inches."""
+    """Return a length in inches; a number without a unit is one."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(in|cm|mm|pt|)", length.strip().lower())
     inches = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 1.5 <= inches <= 20:
@@ -107,27 +93,15 @@ def _inches(length: str) -> float:
     return inches
 
 
-def _folders(runs: list[Path], out: Path | None) -> list[Path]:
-    """Where the figures of each run go."""
-    if out is None:
-        return [run / "plots" for run in runs]
-    if len(runs) == 1:
-        return [out]
-    names = [run.resolve().name for run in runs]
-    if len(set(names)) < len(names):
-        raise UsageError("Two of the runs have the same name.", "Leave --out out, or plot them one by one.")
-    return [out / name for name in names]
-
-
 def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look) -> list[Path]:
-    """Draw one run; the paths on stdout, what is missing on stderr."""
+    """Draw the figures of one run: paths go to stdout, reasons for missing ones to stderr."""
     from specbench.base.files import file_errors, refuse_link
     from specbench.results.results import load_results
     from specbench.show.plots import draw_figures, save_figure
 
     results = load_results(run)
     for problem in results.problems:
-        _hint(problem)
+        say(problem)
     drawn = draw_figures(results, only, look)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)
@@ -140,7 +114,7 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look
         typer.echo(terminal_safe(str(path)))
         written.append(path)
     for name, reason in drawn.skipped.items():
-        _hint(f"{run.name}: no figure {name!r}: {reason}.")
+        say(f"{run.name}: no figure {name!r}: {reason}.")
     return written
 
 
@@ -148,7 +122,3 @@ def _has_display() -> bool:
     if sys.platform in ("win32", "darwin"):
         return True
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-def _hint(message: str) -> None:
-    typer.echo(f"specbench: {' '.join(terminal_safe(message).split())}", err=True)

@@ -8,7 +8,6 @@ import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +15,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
+from specbench.cli.conflicts import given
 from specbench.cli.progress import starting
 from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
 
@@ -27,44 +27,35 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1024
 _KV_MEMORY = 1024
 
-_server = partial(typer.Option, rich_help_panel="Server")
+_server = opt.panel("Server")
 
 
 @dataclass(frozen=True)
 class _ServerOptions:
-    """Where it listens, and how much it takes on."""
+    """The address, and how much work is accepted."""
 
     host: Annotated[
         str,
         _server(
-            "--host",
-            metavar="ADDRESS",
-            help="Listen there; 0.0.0.0 lets everybody in who reaches this machine.",
+            "--host", "ADDRESS", "Address to listen on; 0.0.0.0 accepts everybody who reaches this machine."
         ),
     ] = "127.0.0.1"
     port: Annotated[
-        int, _server("--port", min=0, max=65535, metavar="N", help="Listen there; 0 takes any that is free.")
+        int, _server("--port", "N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = 8000
-    batch: Annotated[
-        int, _server("--batch", min=1, metavar="N", help="How many requests are decoded at a time.")
-    ] = 8
-    queue: Annotated[
-        int, _server("--queue", min=0, metavar="N", help="How many may wait besides; more are sent away.")
-    ] = 64
+    batch: Annotated[int, _server("--batch", "N", "Requests decoded at a time.", min=1)] = 8
+    queue: Annotated[int, _server("--queue", "N", "Requests that may wait; more are refused.", min=0)] = 64
     kv_memory: Annotated[
         int | None,
         _server(
             "--kv-memory",
+            "MB",
+            f"Memory for the target's KV cache. Default: {_KV_MEMORY}, or less if --batch whole contexts need less.",
             min=1,
-            metavar="MB",
-            help=f"Memory for the target's keys and values ({_KV_MEMORY}; less if --batch whole contexts need less).",
         ),
     ] = None
     grace: Annotated[
-        float,
-        _server(
-            "--grace", min=0.0, metavar="SECONDS", help="What is under way may go on so long after SIGTERM."
-        ),
+        float, _server("--grace", "SECONDS", "Time for running requests to end after SIGTERM.", min=0.0)
     ] = 20.0
 
 
@@ -78,14 +69,11 @@ def serve(
     decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes.")] = False,
-    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
-    no_config: opt.NoConfigOption = False,  # noqa: ARG001
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes.")] = False,
 ) -> None:
-    """Serve a model by the OpenAI protocol, on this machine alone unless told otherwise.
+    """Serve a model by the OpenAI protocol, by default to this machine only.
 
-    Options of decoding and sampling hold for requests that say nothing else.
+    Decoding and sampling options are the defaults of requests.
     """
     from specbench.base.progress import quiet_transformers
     from specbench.cli.many import refuse_for_many
@@ -111,7 +99,7 @@ def serve(
         defaults = Defaults(
             policy=setting.policy if rule_is_given else None,
             sampling=sampling.transforms,
-            seed=sampling.seed if opt.given(ctx, "seed") else None,
+            seed=sampling.seed if given(ctx, "seed") else None,
             decoding=decoding,
         )
         if not quiet:

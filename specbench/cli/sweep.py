@@ -10,6 +10,7 @@ import typer
 
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
+from specbench.cli.conflicts import given
 from specbench.cli.progress import starting
 from specbench.cli.rule import left_out, refuse_siblings, with_trees
 from specbench.cli.sweep_options import (
@@ -28,7 +29,7 @@ from specbench.cli.sweep_run import (
     show_dry_run,
 )
 from specbench.cli.sweep_servers import sweep_servers
-from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptions, ModelOptions
+from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -53,10 +54,10 @@ def sweep(
         opt.RulesOptions,
         opt.Fields(
             words={
-                "gamma": "Draft lengths of the rule fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
-                "length_policy": "Draft-length rule; repeatable. Default: fixed, which takes each γ in turn, and at"
-                " temperature 0 auto too. Others: egag, confidence, entropy-bound, svip, heuristic; their options stand"
-                " after a colon: egag:scale=0.5.",
+                "gamma": "Draft lengths γ of the policy fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
+                "length_policy": "Draft policy; repeatable: auto, fixed (with each γ), egag, confidence, entropy-bound,"
+                " svip or heuristic; options follow a colon: egag:scale=0.5. Default: fixed, and at temperature 0"
+                " auto too.",
             },
             gamma="1..8",
         ),
@@ -64,25 +65,20 @@ def sweep(
     length: LengthOptions,
     keep_policy_state: Annotated[
         bool,
-        typer.Option(
-            "--keep-policy-state",
-            help="Let rules carry what they learn from one prompt to the next.",
-            rich_help_panel=LENGTH,
+        opt.length_option(
+            "--keep-policy-state", None, "Draft policies keep what they have learned from earlier prompts."
         ),
     ] = False,
     experiment: ExperimentOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     caching: CacheOptions,
     results: ResultsOptions,
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
-    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
-    no_config: opt.NoConfigOption = False,  # noqa: ARG001
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
 
-    Every configuration decodes every prompt, interleaved in random order. Each generation is stored as it ends: a
-    sweep that was stopped goes on with --resume.
+    Every configuration decodes every prompt, interleaved in random order, and each generation is stored as it ends.
+    --resume continues an interrupted sweep.
     """
     from specbench.results.load import load_snapshot
 
@@ -90,7 +86,6 @@ def sweep(
     if servers.server:
         sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, quiet, start)
         return
-    _refuse_without_servers(ctx)
     from specbench.bench.engines.own import check_engine, load_engine
     from specbench.bench.grid import Sweep, build_configs
     from specbench.results.store import RunStore
@@ -192,12 +187,6 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
     return notes if parting is None else [*notes, parting]
 
 
-def _refuse_without_servers(ctx: typer.Context) -> None:
-    """Refuse what is for servers alone."""
-    if written := opt.given(ctx, "api", "timeout", "check_outputs"):
-        raise UsageError(f"{', '.join(written)}: for servers alone.", "Add --server NAME=URL.")
-
-
 def _default_rules(temperatures: Sequence[float]) -> list[str]:
     """Every length of ``fixed``, and what ``generate`` does by default: ``auto`` at temperature 0."""
     return ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]
@@ -205,7 +194,7 @@ def _default_rules(temperatures: Sequence[float]) -> list[str]:
 
 def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
     """Refuse lengths that nothing is drafted by."""
-    if opt.given(ctx, "gamma"):
+    if given(ctx, "gamma"):
         takes = next((rule for rule in rules if rule.takes("gamma")), None)
         raise UsageError(
             "The lengths of --gamma are those of the rule fixed, which is not among the rules.",

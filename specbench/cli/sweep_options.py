@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from specbench.base.errors import UsageError
-from specbench.cli import options as opt
+from specbench.cli.options import drafters_option, panel, prompts_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,125 +17,113 @@ if TYPE_CHECKING:
 
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
 _GROUPS = 3  # of prompts side by side that an interval takes at least
-_what = partial(typer.Option, rich_help_panel="What is compared")
-_experiment = partial(typer.Option, rich_help_panel="Experiment")
-_results = partial(typer.Option, rich_help_panel="Results")
-_servers = partial(typer.Option, rich_help_panel="Servers in place of models")
+COMPARED = "What is compared"
+EXPERIMENT = "Experiment"
+_what, _experiment, _results = panel(COMPARED), panel(EXPERIMENT), panel("Results")
+_servers = panel("Servers instead of models")
 
 
 @dataclass(frozen=True)
 class ComparedOptions:
-    """What stands in the grid beside draft lengths."""
+    """The axes of the grid besides draft policies."""
 
-    drafter: Annotated[tuple[str, ...], opt.several_drafters(rich_help_panel="What is compared")] = ()
+    drafter: Annotated[tuple[str, ...], drafters_option(COMPARED)] = ()
     temperature: Annotated[
         tuple[float, ...],
-        _what("--temperature", "-t", metavar="X", help="0 (the default) for greedy decoding; repeatable."),
+        _what("--temperature -t", "X", "Temperature; repeatable. Default: 0, greedy decoding."),
     ] = ()
     baseline: Annotated[
         tuple[str, ...],
         _what(
             "--baseline",
-            metavar="NAME",
-            help="Measure beside plain decoding: transformers, its own generate; beam:N, its beam search with N beams,"
-            " whose answers are others. Repeatable.",
+            "NAME",
+            "Other baselines: transformers, its own generate; beam:N, its beam search with N beams, which gives other"
+            " outputs. Repeatable.",
         ),
     ] = ()
     assisted: Annotated[
         Literal["transformers"] | None,
         _what(
             "--assisted",
-            metavar="transformers",
-            help="Measure its prompt lookup and, with drafter models, its assisted generation too.",
+            "transformers",
+            "Speculative decoding of transformers: its prompt lookup and, for drafter models, assisted generation.",
         ),
     ] = None
     batch: Annotated[
         str | None,
         _what(
             "--batch",
-            metavar="RANGE",
-            help="Decode so many requests at a time: 1,2,4,8 or a range as of --gamma. Plain decoding at the same batch"
-            " is the baseline. Without it, one prompt follows the other.",
+            "RANGE",
+            "Batch sizes: 1,2,4,8 or a range as in --gamma. Plain decoding of the same batch is the baseline. Default:"
+            " one prompt after the other.",
         ),
     ] = None
     arrivals: Annotated[
         tuple[str, ...],
         _what(
             "--arrivals",
-            metavar="KIND",
-            help="--batch: how requests come; repeatable. closed:N: from N clients that wait for their answers (as many"
-            " as the batch); poisson:RATE: at random, so many per second.",
+            "KIND",
+            "Workload of --batch; repeatable. closed:N: N clients that wait for their answers (default: as many as the"
+            " batch); poisson:RATE: random arrivals, RATE per second.",
         ),
     ] = ()
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Which servers are measured in place of models, and how."""
+    """Servers to measure instead of models."""
 
     server: Annotated[
         tuple[str, ...],
         _servers(
             "--server",
-            metavar="NAME=URL[#MODEL]",
-            help="Measure this server, which speaks the OpenAI protocol; repeatable, the first is the baseline. The"
-            " model is the one it lists; --target names it here, for its tokenizer to check counts. A key is read from"
-            " the environment variable SPECBENCH_KEY_NAME.",
+            "NAME=URL[#MODEL]",
+            "Server to measure by the OpenAI protocol; repeatable, the first is the baseline. Default of MODEL: the one"
+            " it lists. --target names the model for its tokenizer. Keys are read from SPECBENCH_KEY_NAME in the"
+            " environment.",
         ),
     ] = ()
     api: Annotated[
         Literal["chat", "completions"],
-        _servers(
-            "--api", metavar="WHAT", help="What servers are asked: chat, by their template, or completions."
-        ),
+        _servers("--api", "WHAT", "Endpoint: chat (the server applies its template) or completions."),
     ] = "chat"
     timeout: Annotated[
-        float,
-        _servers("--timeout", min=0.1, metavar="SECONDS", help="Wait so long for every piece of an answer."),
+        float, _servers("--timeout", "SECONDS", "Timeout for each streamed chunk.", min=0.1)
     ] = 300.0
     check_outputs: Annotated[
         bool,
         _servers(
-            "--check-outputs",
-            help="Load --target at the end, and say by how much it prefers one of two outputs that part.",
+            "--check-outputs", None, "Load --target at the end and judge outputs that differ by its logits."
         ),
     ] = False
 
 
 @dataclass(frozen=True)
 class ExperimentOptions:
-    """Which prompts are decoded, and how often."""
+    """Prompts, and how often they are decoded."""
 
-    prompts: Annotated[tuple[str, ...], opt.prompt_sets(rich_help_panel="Experiment")] = ()
+    prompts: Annotated[tuple[str, ...], prompts_option(EXPERIMENT)] = ()
     category: Annotated[
-        tuple[str, ...], _experiment("--category", metavar="NAME", help="Only these; repeatable.")
+        tuple[str, ...], _experiment("--category", "NAME", "Category of prompts; repeatable. Default: all.")
     ] = ()
     limit: Annotated[
         int | None,
         _experiment(
             "--limit",
+            "N",
+            "Number of prompts, taken in turn from the categories. Default: all of the named sets or categories,"
+            f" {_DEFAULT_LIMIT} if none is named.",
             min=1,
-            metavar="N",
-            help="Prompts in all, taken in turn from the categories. Default: all of the sets or categories named,"
-            f" {_DEFAULT_LIMIT} if none is.",
         ),
     ] = None
     turns: Annotated[
-        int | None,
-        _experiment(
-            "--turns", min=1, metavar="N", help="At most so many turns of a conversation. Default: all."
-        ),
+        int | None, _experiment("--turns", "N", "Turns of each conversation at most. Default: all.", min=1)
     ] = None
-    repeats: Annotated[int, _experiment("--repeats", "-r", metavar="N", help="Of everything.")] = 2
+    repeats: Annotated[int, _experiment("--repeats -r", "N", "Repeats of each generation.")] = 2
     warmup: Annotated[
-        int,
-        _experiment(
-            "--warmup", metavar="N", help="Short generations of each configuration that do not count."
-        ),
+        int, _experiment("--warmup", "N", "Short uncounted generations of each configuration.")
     ] = 1
-    seed: Annotated[
-        int, _experiment("--seed", min=0, metavar="N", help="Of the random order and of sampling.")
-    ] = 0
+    seed: Annotated[int, _experiment("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
 
     def chosen(self, batches: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
         """The sets that prompts are taken from, and how many."""
@@ -151,39 +135,34 @@ class ExperimentOptions:
 
 @dataclass(frozen=True)
 class ResultsOptions:
-    """Where results go, and whether others are gone on with."""
+    """Where results go, and which run is continued."""
 
     out: Annotated[
-        Path | None,
-        _results("--out", "-o", metavar="FOLDER", help="Where results go. Default: results/DATE-TARGET."),
+        Path | None, _results("--out -o", "FOLDER", "Folder of the run. Default: results/DATE-TARGET.")
     ] = None
     resume: Annotated[
         bool,
         _results(
             "--resume",
-            help="Go on with the results in --out, or begin there; without --out with the newest unfinished run of this"
-            " sweep in results/.",
+            None,
+            "Continue the run in --out, or begin one there. Without --out: the newest unfinished run of this sweep in"
+            " results/.",
         ),
     ] = False
     accept_changes: Annotated[
         bool,
         _results(
             "--accept-changes",
-            help="With --resume: go on although the machine, versions or options have changed.",
+            None,
+            "Continue although the machine, versions or options have changed (--resume).",
         ),
     ] = False
     retry_failed: Annotated[
-        bool, _results("--retry-failed", help="With --resume: measure again what failed.")
+        bool, _results("--retry-failed", None, "Measure failed generations again (--resume).")
     ] = False
-    dry_run: Annotated[
-        bool, _results("--dry-run", help="Say what would run, how long, and in how much memory.")
-    ] = False
-
-    def __post_init__(self) -> None:
-        if not self.resume and (self.accept_changes or self.retry_failed):
-            raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
-        if self.accept_changes and self.out is None:
-            raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
+    dry_run: Annotated[bool, _results("--dry-run", None, "Show the plan, its time and memory, and stop.")] = (
+        False
+    )
 
 
 def chosen_prompts(experiment: ExperimentOptions, options: SweepOptions) -> list[Prompt]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from specbench.base.errors import UsageError
-from specbench.cli import options as opt
+from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.sweep_options import (
     ComparedOptions,
@@ -27,7 +27,7 @@ from specbench.cli.sweep_run import (
     refuse_taken,
     run_folder,
 )
-from specbench.options import DecodingOptions, LengthOptions, ModelOptions
+from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.specs.models import parse_model
 from specbench.specs.servers import parse_servers
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from specbench.bench.engines.servers import ServerEngine
     from specbench.results.load import LoadSnapshot
     from specbench.specs.servers import ServerSpec
-
-
-_HOW_MODELS_DECODE = (
-    "drafter", "baseline", "assisted", "gamma", "length_policy", "tree", "keep_policy_state", "cache",
-    "bit_exact", "compiled", LengthOptions,
-)  # fmt: skip  # fmt: skip
 
 
 def sweep_servers(
@@ -67,8 +61,12 @@ def sweep_servers(
     from specbench.results.store import RunStore
 
     specs = parse_servers(servers.server)
-    known = bool(opt.given(ctx, "target"))
-    _refuse_with_servers(ctx, servers, known=known)
+    known = bool(given(ctx, "target"))
+    if not servers.check_outputs and (loading := given(ctx, ModelOptions, "model_defaults")):
+        raise UsageError(
+            f"{loading[0]} does not go with --server: no model is loaded.",
+            "Leave it out, or add --check-outputs.",
+        )
     batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
     options = SweepOptions(
         gammas=(),
@@ -129,20 +127,6 @@ def sweep_servers(
         engine.close()
     if code:
         raise typer.Exit(code)
-
-
-def _refuse_with_servers(ctx: typer.Context, servers: ServerOptions, *, known: bool) -> None:
-    """Refuse what says how models decode."""
-    taken = {"max_new_tokens", "ignore_eos", *(("model_defaults",) if servers.check_outputs else ())}
-    others = [each.name for each in fields(DecodingOptions) if each.name not in taken]
-    loading = () if servers.check_outputs else (ModelOptions,)
-    if written := opt.given(ctx, *_HOW_MODELS_DECODE, *others, *loading):
-        raise UsageError(
-            f"{', '.join(written)}: servers decode in their own way, and have no such option here.",
-            "Leave it out, or leave --server out.",
-        )
-    if servers.check_outputs and not known:
-        raise UsageError("--check-outputs loads the target here.", "Name it by --target.")
 
 
 def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:

@@ -11,8 +11,7 @@ import typer
 
 def trace(
     file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A file written with --trace-file; - reads standard input."),
+        Path, typer.Argument(metavar="FILE", help="Trace that --trace-file wrote; - reads standard input.")
     ],
 ) -> None:
     """Show a step trace that `specbench generate --trace-file` wrote."""

@@ -1,23 +1,17 @@
-"""`specbench train`: a drafter for a model, trained on what that model writes itself."""
+"""`specbench train`: a head for a target, trained on what that target writes itself."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from specbench.base.errors import UsageError
-from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
+from specbench.cli.console import write_json, write_lines
 from specbench.cli.progress import starting
-from specbench.cli.watchers import write_out
-from specbench.options import MODELS, PROMPT, ModelOptions, quantized
+from specbench.options import ModelOptions, quantized
 from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
@@ -27,10 +21,10 @@ if TYPE_CHECKING:
 KindName = Literal["eagle", "medusa", "pass"]
 
 TRAINING = "Training"
-_SAID_EVERY_S = 60.0
-"""On anything but a terminal, how far it has come is said so often."""
+_SAY_EVERY_S = 60.0
+"""Between lines of progress where there is no terminal."""
 
-_training = partial(typer.Option, rich_help_panel=TRAINING)
+_training = opt.panel(TRAINING)
 
 
 @dataclass(frozen=True)
@@ -38,96 +32,80 @@ class _Training:
     """How a head is trained; fields of ``TrainingSettings``."""
 
     tokens: Annotated[
-        int | None,
-        _training(
-            "--tokens", min=1, metavar="N", help="Train on so many tokens of the target's own answers."
-        ),
+        int | None, _training("--tokens", "N", "Tokens of the target's own answers to train on.", min=1)
     ] = None
     minutes: Annotated[
         float | None,
         _training(
             "--minutes",
-            metavar="X",
-            help="Or take this many minutes once the target is loaded, over all starts together; a step or measure"
-            " that is under way is finished.",
+            "X",
+            "Time after the target is loaded, over all starts together, instead of --tokens; the current step or"
+            " measurement is finished.",
         ),
     ] = None
     epochs: Annotated[
         int | None,
         _training(
             "--epochs",
+            "N",
+            "Epochs at most. Default: 4, or as many as --minutes allows.",
             min=1,
-            metavar="N",
-            help="Train on each answer so often, at most. Default: 4 times, or as often as there are --minutes for.",
         ),
     ] = None
-    depth: Annotated[
-        int, _training("--depth", min=1, metavar="N", help="Tokens that the head learns to draft.")
-    ] = 4
+    depth: Annotated[int, _training("--depth", "N", "Tokens that the head learns to draft.", min=1)] = 4
     layers: Annotated[
-        int | None,
-        _training("--layers", min=1, metavar="N", help="Decoder layers of an EAGLE head. Default: 2."),
+        int | None, _training("--layers", "N", "Decoder layers of an EAGLE head. Default: 2.", min=1)
     ] = None
     vocab: Annotated[
         int | None,
         _training(
             "--vocab",
+            "N",
+            "Draft vocabulary: the N tokens that the target writes most often. Default: a quarter of its vocabulary,"
+            " at least 8192.",
             min=1,
-            metavar="N",
-            help="Tokens that it can draft, those that the target writes most often. Default: a quarter of the"
-            " target's, and at least 8192.",
         ),
     ] = None
     learning_rate: Annotated[
-        float | None,
-        _training("--learning-rate", metavar="X", help="At its highest. Default: what suits the kind."),
+        float | None, _training("--learning-rate", "X", "Peak learning rate. Default: one for each kind.")
     ] = None
     held_out: Annotated[
         int,
         _training(
             "--held-out",
+            "N",
+            "Prompts that are not trained on but measure the head; at most a third of all.",
             min=1,
-            metavar="N",
-            help="Prompts, at most a third of them, that are not trained on: the head is measured on them.",
         ),
     ] = 24
     store_states: Annotated[
         bool,
         _training(
             "--store-states",
-            help="Store what the target's layers hold while it writes, until the training ends, and do not have it read"
-            " its answers again: faster where that takes long, as on a CPU, for 4 to 32 KiB of disk per token.",
+            None,
+            "Store hidden states while the target writes, so that it need not read its answers again: faster where that"
+            " takes long, as on a CPU, for 4 to 32 KiB of disk per token until the training ends.",
         ),
     ] = False
-    seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of all that is random.")] = 0
+    seed: Annotated[int, _training("--seed", "N", "Seed of everything random.", min=0)] = 0
 
 
 @dataclass(frozen=True)
 class _Lessons:
     """What is trained, and on which answers."""
 
-    kind: Annotated[
-        KindName,
-        typer.Option("--kind", metavar="KIND", help="eagle, medusa or pass.", rich_help_panel=MODELS),
-    ] = "eagle"
+    kind: Annotated[KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle, medusa or pass.")] = (
+        "eagle"
+    )
     prompts: Annotated[
         tuple[str, ...],
-        opt.prompt_sets(
-            rich_help_panel=PROMPT,
-            help="Prompts that the target answers to learn from: a JSON Lines file or training; repeatable."
-            " Default: training, the set for it that comes with specbench.",
+        opt.prompts_option(
+            help="Prompts that the target answers to learn from: a JSON Lines file or training; repeatable. Default:"
+            " training, the built-in set for it."
         ),
     ] = ()
     max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-new-tokens",
-            "-n",
-            min=2,
-            metavar="N",
-            help="Length of an answer at most.",
-            rich_help_panel=PROMPT,
-        ),
+        int, opt.prompt_option("--max-new-tokens -n", "N", "Tokens of an answer at most.", min=2)
     ] = 256
 
 
@@ -141,36 +119,31 @@ def train(
         str | None,
         _training(
             "--start",
-            metavar="HEAD",
-            help="Go on from a head that was trained for this target, with its draft vocabulary: a folder or hub id.",
+            "HEAD",
+            "Trained head of this target to start from, with its draft vocabulary: a folder or hub id.",
         ),
     ] = None,
-    out: Annotated[
-        Path, opt.output("--out", "-o", metavar="FOLDER", help="Where the head goes: a drafter's folder.")
-    ],
+    out: Annotated[Path, opt.output("--out -o", "FOLDER", "Folder for the head, which --drafter takes.")],
     compact: Annotated[
         bool,
         opt.output(
-            "--compact",
-            help="Write it small, in bytes and without the rows it takes from the target: for specbench alone.",
+            "--compact", None, "Save it in bytes, without the target's own rows; only specbench reads that."
         ),
     ] = False,
     resume: Annotated[
         bool,
         opt.output(
-            "--resume",
-            help="Go on with a training that was cut off; the options have to be the same, but for --minutes.",
+            "--resume", None, "Continue an interrupted training, with the same options; --minutes may differ."
         ),
     ] = False,
     json_output: opt.JsonOption = False,
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:
     """Train a head to draft for a target: --drafter FOLDER.
 
-    The target answers prompts, a head learns from the answers, and the real decoder says on other prompts how many
-    tokens a step brings. The best head so far is always in the folder. A training that was cut off goes on with
-    --resume and loses a minute at most.
+    The target answers prompts, the head learns from the answers, and real decoding of other prompts measures its
+    tokens per step. The folder always holds the best head so far. --resume continues an interrupted training, which
+    loses a minute at most.
     """
     from specbench.bench.prompts import TRAINING_SET
     from specbench.train.prompts import training_prompts
@@ -227,7 +200,7 @@ def train(
 
 
 def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
-    """The head to go on from."""
+    """Return the head to start from."""
     if named is None:
         return None
     from specbench.models.head_files import find_head
@@ -242,21 +215,21 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
 def _tell(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:
     speedup = best.speedup(kind)
     if as_json:
-        found = {"folder": str(out), "best": asdict(best), "expected_speedup": speedup}
-        write_out(json.dumps(found) + "\n")
+        write_json({"folder": str(out), "best": asdict(best), "expected_speedup": speedup})
         return
     accepted = ", ".join(f"{share:.0%}" for share in best.accepted)
-    lines = [
-        f"{best.tokens_per_step:.2f} tokens per step on prompts it was not trained on; drafts kept of those tested,"
-        f" by place: {accepted}.",
-        *(f"  {name}: {figure:.2f}" for name, figure in sorted(best.categories.items())),
-        *_verdict(best, speedup, out),
-    ]
-    write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
+    write_lines(
+        [
+            f"{best.tokens_per_step:.2f} tokens per step on prompts it was not trained on; drafts accepted, by"
+            f" position: {accepted}.",
+            *(f"  {name}: {figure:.2f}" for name, figure in sorted(best.categories.items())),
+            *_verdict(best, speedup, out),
+        ]
+    )
 
 
 def _verdict(best: Measured, speedup: float | None, out: Path) -> list[str]:
-    """Whether to draft with it."""
+    """Return whether to draft with it."""
     if speedup is None:
         return [f"Kept in {out}: --drafter {out}"]
     cost = f"A step with it takes {best.step_cost:.2f} times a plain one"
@@ -272,10 +245,10 @@ def _verdict(best: Measured, speedup: float | None, out: Path) -> list[str]:
 
 
 class _Display:
-    """How far a training has come, on stderr: a line that changes on a terminal, and a line for each measure.
+    """Progress of a training on stderr: a bar on a terminal, and a line for each measurement.
 
     Args:
-        silent: Draw and say nothing.
+        silent: Print nothing.
     """
 
     def __init__(self, silent: bool) -> None:
@@ -302,17 +275,17 @@ class _Display:
         self._bar.stop()
 
     def say(self, words: str, done: int = 0, total: int | None = None) -> None:
-        """Show how far it has come."""
+        """Show the progress."""
         self._bar.update(self._task, description=words, completed=done, total=total)
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._said >= _SAID_EVERY_S:
+        if not self._console.is_terminal and now - self._said >= _SAY_EVERY_S:
             self._said = now
             self._print(words)
 
     def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
         """See ``Watch``."""
         of = "" if wanted is None else f" of {wanted:,}"
-        left = "" if left_s is None else f", {_time(left_s)} left for it"
+        left = "" if left_s is None else f", {_time(left_s)} left"
         self.say(f"the target has written {tokens:,}{of} tokens{left}", tokens, wanted)
 
     def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:

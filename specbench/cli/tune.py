@@ -10,7 +10,6 @@ import sys
 import textwrap
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +25,6 @@ from specbench.cli.watchers import write_out
 from specbench.options import (
     DECODING,
     MODELS,
-    OUTPUT,
-    PROMPT,
     CacheName,
     DecodingOptions,
     ModelOptions,
@@ -56,106 +53,83 @@ _REPEATS = 3
 _MOST = 1_000_000
 """Prompts: more than there are, for all of them in turn from the categories."""
 
+_decoding, _option = opt.panel(DECODING), opt.panel("Options")
+
 _ENDING_S, _ENDING_SHARE = 3.0, 0.03
 """Of the time, for what comes behind the race."""
-
-_prompt = partial(typer.Option, rich_help_panel=PROMPT)
-_output = partial(typer.Option, rich_help_panel=OUTPUT)
 
 
 @dataclass(frozen=True)
 class _Results:
-    """Where the answer and what was measured go."""
+    """Where the answer and the measurements go."""
 
-    out: Annotated[
-        Path,
-        _output("--out", "-o", metavar="FILE", help="The configuration that is written: ./specbench.toml."),
-    ] = Path("specbench.toml")
-    overwrite: Annotated[bool, _output("--overwrite", help="Write it also where there is one already.")] = (
-        False
+    out: Annotated[Path, opt.output("--out -o", "FILE", "File for the configuration found.")] = Path(
+        "specbench.toml"
     )
+    overwrite: Annotated[bool, opt.output("--overwrite", None, "Overwrite --out.")] = False
     results: Annotated[
         Path | None,
-        _output(
-            "--results",
-            metavar="FOLDER",
-            help="Where what is measured goes. Default: results/DATE-TARGET-tune.",
-        ),
+        opt.output("--results", "FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."),
     ] = None
     resume: Annotated[
         bool,
-        _output(
+        opt.output(
             "--resume",
-            help="Go on with the results in --results, or with the newest of `specbench tune` in results/ that left"
-            " something open.",
+            None,
+            "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
+            " results/.",
         ),
     ] = False
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Search:
     """What is tried, on which prompts, and for how long."""
 
     drafter: Annotated[
         tuple[str, ...],
-        typer.Option(
-            "--drafter",
-            metavar="DRAFTER",
-            autocompletion=opt.complete_drafters,
-            help="Try this too: a model, a trained head's folder, or a word of `specbench drafters`; repeatable.",
-            rich_help_panel=MODELS,
+        opt.drafters_option(
+            MODELS,
+            "Drafter to try too: a model, a trained head, or a word of `specbench drafters`; repeatable.",
         ),
     ] = ()
-    prompts: Annotated[tuple[str, ...], opt.prompt_sets(rich_help_panel=PROMPT)] = ()
+    prompts: Annotated[tuple[str, ...], opt.prompts_option()] = ()
     category: Annotated[
-        tuple[str, ...], _prompt("--category", metavar="NAME", help="Only these; repeatable.")
+        tuple[str, ...],
+        opt.prompt_option("--category", "NAME", "Category of prompts; repeatable. Default: all."),
     ] = ()
     temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            "-t",
-            min=0.0,
-            metavar="X",
-            help="0 for greedy decoding.",
-            rich_help_panel=DECODING,
-        ),
+        float, _decoding("--temperature -t", "X", "Temperature; 0 for greedy decoding.", min=0.0)
     ] = 0.0
     cache: Annotated[
         CacheName | None,
-        typer.Option(
+        _decoding(
             "--cache",
-            metavar="KIND",
-            help="Key/value cache: dynamic, preallocated, static or none. Default: preallocated where passes are"
-            " quicker with it.",
-            rich_help_panel=DECODING,
+            "KIND",
+            "KV cache: dynamic, preallocated, static or none. Default: preallocated where forward passes are faster"
+            " with it.",
         ),
     ] = None
-    minutes: Annotated[
-        float, typer.Option("--minutes", metavar="X", help="For all of it; it may end sooner.")
-    ] = 6.0
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, metavar="N", help="Of the random order and of sampling.")
-    ] = 0
+    minutes: Annotated[float, _option("--minutes", "X", "Time for everything; it may end sooner.")] = 6.0
+    seed: Annotated[int, _option("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
 
 
 def tune(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    asked: _Asked,
+    search: _Search,
     models: ModelOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     results: _Results,
     json_output: opt.JsonOption = False,
-    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
-    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:
-    """Find the fastest drafter, draft length, tree and cache for a target here, and write it down.
+    """Find the fastest drafter, draft policy and KV cache for a target on this machine, and write specbench.toml.
 
-    Everything that needs no model, forms of the target itself, the models that are named and cascades of them are tried
-    for a few tokens. What is not far behind by that is raced, prompt by prompt and in turn, until nothing is left to
-    tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read; a provisional one where
-    the time was too short to be sure. Exit code 1: there is no setting at all.
+    Drafters without a model, forms of the target itself, the named models and cascades of them are tried on a few
+    tokens. The promising ones are raced, prompt by prompt and in turn, until they can be told apart or the time is up.
+    Other commands read the specbench.toml; it is provisional if the time was too short to be sure. Exit code 1: no
+    configuration was found.
     """
     from specbench.base.files import file_errors, require_writable
     from specbench.bench.axes import parse_policies
@@ -170,18 +144,18 @@ def tune(
 
     clock, start = WallClock(), load_snapshot()
     began = clock.now()
-    if not asked.minutes > 0:
-        raise UsageError(f"The time is {asked.minutes:g} minutes.", "Give more than 0.")
-    Sampling(temperature=asked.temperature)  # raises for what is none
+    if not search.minutes > 0:
+        raise UsageError(f"The time is {search.minutes:g} minutes.", "Give more than 0.")
+    Sampling(temperature=search.temperature)  # raises for what is none
     if results.out.exists() and not results.overwrite:
         raise _there_already(results.out)
     with file_errors(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(results.out.parent)
-    given = [spec for spec in map(parse_drafter, dict.fromkeys(asked.drafter)) if not spec.is_plain]
-    named = asked.prompts or ("all",)
-    chosen = load_prompts(named, asked.category, _MOST)
+    given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
+    named = search.prompts or ("all",)
+    chosen = load_prompts(named, search.category, _MOST)
     base = Recipe(parse_model(target), models=models, decoding=decoding)
-    sources = {**describe_sources(base, given, named, asked.category, None), "tune": True}
+    sources = {**describe_sources(base, given, named, search.category, None), "tune": True}
     folder = _folder(results, sources["target"])
     stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
     if RunStore.exists(folder) and stored is None:
@@ -189,19 +163,19 @@ def tune(
             f"The folder {str(folder)!r} holds results already.",
             "Add --resume to go on with them, or give other --results.",
         )
-    kind: Any = asked.cache if stored is None else stored.configs[0].cache
+    kind: Any = search.cache if stored is None else stored.configs[0].cache
     rules = parse_policies(
-        rules_to_try(greedy=asked.temperature == 0, chained=quantized(models.dtype) is not None)
+        rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
     )
     options = SweepOptions(
         gammas=GAMMAS,
         policies=tuple(map(str, rules)),
-        temperatures=(asked.temperature,),
+        temperatures=(search.temperature,),
         decoding=decoding,
         repeats=_REPEATS,
         warmup=0,
         turns=1,
-        seed=asked.seed,
+        seed=search.seed,
     )
     with starting(quiet) as progress:
         from specbench.base.progress import quiet_transformers
@@ -224,10 +198,10 @@ def tune(
     job = _Job(_sweep(options, chosen, loaded, base), loaded, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         job.say_at_start(start, job.notes, None if stored is None else "")
-        until = began + 60 * asked.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * asked.minutes)
-        found = job.search(store, clock, 60 * asked.minutes, until, progress)
+        until = began + 60 * search.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * search.minutes)
+        found = job.search(store, clock, 60 * search.minutes, until, progress)
         answer = job.answer(found, store)
-    job.tell(answer, found, results.out, asked.cache, json_output=json_output)
+    job.tell(answer, found, results.out, search.cache, json_output=json_output)
     if found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 

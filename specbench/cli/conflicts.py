@@ -1,0 +1,102 @@
+"""Options that exclude or need each other, as rows of two tables, checked before a command runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from specbench.base.errors import UsageError
+from specbench.options import LengthOptions
+
+if TYPE_CHECKING:
+    import typer
+
+
+@dataclass(frozen=True)
+class Row:
+    """Options of a command, and another one that they exclude or need.
+
+    Attributes:
+        command: Its name; several are separated by spaces.
+        options: Names of parameters, or classes whose fields are.
+        other: The name of a parameter.
+        why: The reason, if names alone do not say it.
+    """
+
+    command: str
+    options: tuple[str | type, ...]
+    other: str
+    why: str = ""
+
+
+EXCLUDE = (
+    Row("generate chat serve sweep check", ("config",), "no_config"),
+    Row("generate chat serve sweep check", ("bit_exact",), "compiled"),
+    Row(
+        "generate",
+        ("prompt", "prompt_file", "show_accepted", "compare", "debug", "trace_file"),
+        "prompts",
+        "it is for one prompt",
+    ),
+    Row("generate", ("show_accepted",), "json_output"),
+    Row("calibrate", ("tree",), "vocab"),
+    Row("compare", ("markdown",), "as_json"),
+    Row("check", ("prompts", "category"), "outputs", "the file has its own prompts"),
+    Row(
+        "sweep",
+        ("drafter", "baseline", "assisted", "gamma", "length_policy", "tree", "keep_policy_state", "cache",
+         "bit_exact", "compiled", LengthOptions, "min_new_tokens"),
+        "server",
+        "servers decode in their own way",
+    ),
+)  # fmt: skip
+"""The options do not go with the other one."""
+
+NEED = (
+    Row("generate", ("repeats",), "compare"),
+    Row("generate", ("batch", "kv_memory", "kv_pool", "disable_by_batch_size"), "prompts"),
+    Row("calibrate", ("drafter", "temperature", "verification", "drafter_dtype", "drafter_device"), "tree"),
+    Row("check", ("minutes", "bias"), "sample"),
+    Row("sweep", ("accept_changes", "retry_failed"), "resume"),
+    Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
+    Row("sweep", ("api", "timeout", "check_outputs"), "server", "it is for servers"),
+    Row("sweep", ("check_outputs",), "target", "the model is loaded here"),
+)
+"""The options have a meaning only with the other one."""
+
+
+def given(ctx: typer.Context, *names: str | type) -> list[str]:
+    """Return those of the named options, and of groups, that stand on the command line, as written there."""
+    found = []
+    for each in names:
+        for name in [each] if isinstance(each, str) else [field.name for field in fields(each)]:
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                found.append(written(ctx, name))
+    return found
+
+
+def written(ctx: typer.Context, name: str) -> str:
+    """Return how a parameter is written on the command line: ``--stop``, ``--no-stream``, ``PROMPT``."""
+    each = next(each for each in ctx.command.params if each.name == name)
+    if each.param_type_name == "argument":
+        return str(each.metavar or name.upper())
+    return ((ctx.params.get(name) is False and each.secondary_opts) or each.opts)[0]
+
+
+def refuse_conflicts(ctx: typer.Context) -> None:
+    """Refuse options that exclude each other, or that lack the one they need.
+
+    Raises:
+        UsageError: There are some.
+    """
+    for rows, needed in ((EXCLUDE, False), (NEED, True)):
+        for row in rows:
+            if ctx.info_name not in row.command.split() or bool(given(ctx, row.other)) is needed:
+                continue
+            for option in given(ctx, *row.options)[:1]:
+                other, because = written(ctx, row.other), f": {row.why}" if row.why else ""
+                if needed:
+                    hint = f"Add {other}, or leave {option} out."
+                    raise UsageError(f"{option} is given without {other}{because}.", hint)
+                raise UsageError(f"{option} does not go with {other}{because}.", "Leave one of them out.")

@@ -1,0 +1,34 @@
+"""What commands write to stdout and stderr, safe for where it goes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+
+from specbench.base.textsafe import one_line, terminal_safe
+
+
+def say(message: str) -> None:
+    """Print one line on stderr, after the name of the program."""
+    typer.echo(terminal_safe(f"specbench: {one_line(message)}", sys.stderr.encoding or "utf-8"), err=True)
+
+
+def write_out(text: str) -> None:
+    """Write text to stdout and flush it; on a terminal without the characters that would steer it."""
+    if text:
+        sys.stdout.write(terminal_safe(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Write lines to stdout in which names and texts are data, wherever it goes."""
+    write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
+
+
+def write_json(figures: Any) -> None:
+    """Write one JSON object in one line."""
+    write_out(json.dumps(figures, allow_nan=False) + "\n")

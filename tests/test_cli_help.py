@@ -1,0 +1,90 @@
+"""Help that is complete and fits, and options that exclude or need each other."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+
+from specbench.cli import app
+from specbench.cli.conflicts import EXCLUDE, NEED
+from specbench.cli.options import MOST_USED, complete_rules
+from specbench.specs.rules import rule_words
+
+COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+FIRST = "target drafter prompts max_new_tokens temperature length_policy gamma dtype compare batch"
+
+
+def flags(command: str, name: str) -> str:
+    parameter = next(each for each in COMMANDS[command].params if each.name == name)
+    return str(parameter.opts[0])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_complete_and_fits(cli, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    out = cli(command, "--help").out
+    assert max(map(len, out.splitlines())) <= 100
+    for parameter in COMMANDS[command].params:
+        assert parameter.help, parameter.name
+        for flag in () if parameter.param_type_name == "argument" else parameter.opts:
+            assert f" {flag}" in out
+
+
+def test_the_ten_most_used_options_come_first(cli):
+    out = cli("generate", "--help").out
+    headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[:2] == ["Arguments:", "Most used options:"]
+    first = [line.split()[0] for line in out.split("\n\n")[3].splitlines()[1:] if line.startswith("  -")]
+    assert len(first) == 10
+    assert [name for name in MOST_USED if name in FIRST.split()] == FIRST.split()
+    assert "Most used options" not in cli("compare", "--help").out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_summaries_of_commands_are_whole(cli, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = " ".join(cli("--help").out.split())
+    assert "..." not in out.partition("Commands:")[2]
+    assert "with which a target drafts for itself (--drafter self:calibrated)." in out
+
+
+def test_completion_knows_the_rules_there_are():
+    assert sorted(complete_rules("")) == sorted(rule_words())
+
+
+VALUES = {
+    "api": "chat", "arrivals": "closed:2", "assisted": "transformers", "baseline": "transformers", "batch": "2",
+    "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "kv_pool": "paged", "prompts": "all",
+    "server": "a=http://127.0.0.1:9/v1", "tree": "auto", "verification": "rejection",
+}  # fmt: skip
+
+
+def words(command: str, name: str) -> list[str]:
+    """An option as it may stand on a command line."""
+    parameter = next(each for each in COMMANDS[command].params if each.name == name)
+    if parameter.param_type_name == "argument":
+        return ["text"]
+    return [parameter.opts[0]] if parameter.is_flag else [parameter.opts[0], VALUES.get(name, "1")]
+
+
+CASES = [
+    (needed, command, name, row.other)
+    for rows, needed in ((EXCLUDE, False), (NEED, True))
+    for row in rows
+    for command in row.command.split()
+    for each in row.options
+    for name in ([each] if isinstance(each, str) else [field.name for field in fields(each)])
+]
+
+
+@pytest.mark.parametrize(("needed", "command", "name", "other"), CASES)
+def test_options_that_exclude_or_need_each_other_are_refused(cli, needed, command, name, other):
+    more = ["--resume"] if other == "out" else ["--server", VALUES["server"]] if other == "target" else []
+    base = ["results", "results"] if command == "compare" else []
+    written = "PROMPT" if name == "prompt" else flags(command, name)
+    refused = cli(command, *base, *words(command, name), *more, *([] if needed else words(command, other)))
+    how = f"{written} is given without" if needed else f"{written} does not go with"
+    refused.refused(2, f"{how} {flags(command, other)}")
