@@ -169,7 +169,7 @@ def test_prompts_that_do_not_serve_are_left_out():
     target.scorer.context_limit = 17
     texts = calibration._answered(target, [*PROMPTS[:2], list(range(14))], 6, None)
     assert [text.tokens[:4] for text in texts] == [[5, 17, 200, 33], [7, 8, 9, 10]]
-    with pytest.raises(UsageError, match="Fewer than 2 of the prompts"):
+    with pytest.raises(UsageError, match="Fewer than 2 prompts"):
         calibration._answered(target, [PROMPTS[0], list(range(14))], 6, None)
     sliding = wrap_target(mistral(), None, pack=False)
     with pytest.raises(UsageError, match="sliding window"):
@@ -248,8 +248,7 @@ def search(
     end: float = math.inf,
     progress: Any = None,
 ) -> tuple[list[Candidate], bool]:
-    made = calibration._Search(judge, kinds, range(1, layers), Ticking(), end, progress)
-    return made.run(), made.complete
+    return calibration._search(judge, kinds, range(1, layers), Ticking(), end, progress)
 
 
 def test_the_cheapest_layer_goes_first():
@@ -375,7 +374,7 @@ def test_what_cannot_be_calibrated_is_refused():
         calibrate(target_of(), PROMPTS[:1])
     flash = target_of(pack=False)
     flash.language_model.model.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(UsageError, match="flash_attention_2, takes no mask"):
+    with pytest.raises(UsageError, match="flash_attention_2, takes no custom mask"):
         calibrate(flash, PROMPTS)
     assert target_of().language_model.model.config._attn_implementation == FOLDED
     for bad in ({"tokens": 1}, {"seconds": 0.0}, {"seconds": math.nan}):

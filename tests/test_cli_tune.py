@@ -42,7 +42,7 @@ from specbench.show.answer import find_answers
 from specbench.specs.drafters import Lookup
 from specbench.tune import candidates, loading
 from specbench.tune.candidates import drafters_to_try
-from specbench.tune.loading import quickest_cache
+from specbench.tune.loading import fastest_cache
 
 Tune = Callable[..., Result]
 
@@ -353,7 +353,7 @@ def test_a_drafter_without_memory_for_it_is_left_out(tune, tmp_path, monkeypatch
     monkeypatch.setattr(loading, "estimate_memory", short)
     said = tune("--drafter", models / "small")
     assert said.code == 0, said.err
-    assert "small is left out: with it 0.7 GB of memory are needed, and 0.7 GB are free." in said.err
+    assert "small is left out: 0.7 GB of memory would be needed, 0.7 GB are free." in said.err
     (folder,) = (tmp_path / "results").iterdir()
     assert not any("small" in config["drafter"] for config in run_json(folder)["configs"])
 
@@ -392,7 +392,7 @@ def test_a_cache_is_chosen_once(tune, tmp_path, models, monkeypatch):
     monkeypatch.setattr(loading, "time_in_turn", timed)
     said = tune()
     assert (
-        "note: A pass with the cache preallocated takes 0.81 [0.80, 0.82] times as long as with dynamic"
+        "note: The preallocated cache is used: its passes take 0.81 [0.80, 0.82] times as long as with dynamic"
         in said.err
     )
     assert read_config(tmp_path / "specbench.toml").cache == "preallocated"
@@ -404,13 +404,13 @@ def test_a_cache_is_chosen_once(tune, tmp_path, models, monkeypatch):
     assert read_config(tmp_path / "specbench.toml").cache == "dynamic"
 
 
-def test_the_usual_cache_stays_unless_another_is_surely_quicker(models, monkeypatch):
+def test_the_usual_cache_stays_unless_another_is_surely_faster(models, monkeypatch):
     target = load_target(str(models / "target"))
     monkeypatch.setattr(
         loading, "time_in_turn", lambda jobs, rounds, *_: {kind: [1.0, 1.1] * (rounds // 2) for kind in jobs}
     )
-    assert quickest_cache(target, "dynamic", [1, 2]) == (target, "dynamic", None)
-    assert quickest_cache(target, "preallocated", [1, 2]) == (target, "preallocated", None)
+    assert fastest_cache(target, "dynamic", [1, 2]) == (target, "dynamic", None)
+    assert fastest_cache(target, "preallocated", [1, 2]) == (target, "preallocated", None)
 
 
 def differing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +444,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     headline, *details = said.out.split("\n\n")[0].splitlines()
     assert headline.startswith("lookup with auto, ")
     assert "over plain decoding: the best so far (provisional)" in headline
-    assert "Others used the processor during 9 of 9 generations. A quiet machine tells more" in " ".join(
+    assert "Others used the processor during 9 of 9 generations. A quiet machine needs less time" in " ".join(
         details
     )
     assert "specbench.toml is written, marked as provisional" in said.err

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specbench.results.results import Results
     from specbench.results.store import RunStore
     from specbench.tune.answer import TuneAnswer
-    from specbench.tune.loading import Loaded
+    from specbench.tune.loading import LoadedCandidates
     from specbench.tune.race import Race
     from specbench.tune.search import Found
 
@@ -217,7 +217,7 @@ def _there_already(out: Path) -> UsageError:
     )
 
 
-def _sweep(options: Any, prompts: Any, loaded: Loaded, base: Recipe) -> Sweep:
+def _sweep(options: Any, prompts: Any, loaded: LoadedCandidates, base: Recipe) -> Sweep:
     """The grid of everything that is loaded."""
     from specbench.bench.grid import Sweep
     from specbench.tune.loading import configurations
@@ -265,7 +265,7 @@ class _Job(RunJob):
 
     advice = "Restore that, or give other --results."
 
-    def __init__(self, sweep: Sweep, loaded: Loaded, folder: Path, quiet: bool) -> None:
+    def __init__(self, sweep: Sweep, loaded: LoadedCandidates, folder: Path, quiet: bool) -> None:
         super().__init__(sweep, loaded.engine, folder, quiet)
         self.loaded = loaded
 

@@ -1,14 +1,14 @@
-"""Which form of itself should a target draft with? Found out on a few prompts, in minutes, for one machine.
+"""Calibrate self-drafting: find the form of itself that a target drafts with fastest on this machine, in minutes.
 
-The predicted speedup of a form follows from how often its one-token drafts are the target's own choice and from what
-its passes cost (``theory.predicted_speedup``). The search leaves out one decoder layer after the other, each time the
-one without which the distributions stay closest to the target's, until the predicted speedup falls. Skipping whole
+The predicted speedup of a form follows from how often its one-token drafts are the target's own choice and from the
+cost of its passes (``theory.predicted_speedup``). The search leaves out one decoder layer after the other, each time
+the one without which the distributions stay closest to the target's, until the predicted speedup falls. Skipping whole
 layers without training is the idea of self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168); the greedy
 search replaces their Bayesian one.
 
-Acceptance is measured at all positions of an answer in one pass. The target's keys and values of the whole text lie in
-the cache; the form is fed the answer's tokens at once, and a mask lets each see the target's work on what stands before
-it and nothing else of the form's: just what a drafter on the target's cache sees when it drafts its first token.
+Acceptance is measured at all positions of an answer in one pass. The target's keys and values of the whole text are in
+the cache; the form gets the answer's tokens together, and a mask lets each see the target's entries of the tokens
+before it and its own: exactly what a drafter on the target's cache sees when it drafts its first token.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from specbench.bench.passes import time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.theory import PassCosts, best_length, expected_tokens, predicted_speedup
 from specbench.drafters.layers import cheaper_form, skippable_layers
-from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import SelfDrafter
-from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength
 from specbench.models.calibrations import Choice
-from specbench.specs.drafters import Lookup, SelfForm
+from specbench.specs.drafters import SelfForm
+from specbench.tune.vocabulary import greedy_answer
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 _LONGEST_DRAFT = 8
 _WIDTHS = (1, 2, 3, 5, 7, 9)
 _TIMED = 7  # passes of each kind; the median counts
-_HELD_OUT = 3  # every third prompt has no part in the search
+_HELD_OUT = 3  # every third prompt is not searched on
 _PATIENCE = 2  # removals in a row that may lower the predicted speedup
 _TRIED = 8  # removals tried in later rounds, the best of earlier ones
 _SHORTEST_ANSWER = 2
@@ -58,9 +56,9 @@ class CalibrationSettings:
     """How much is spent on a calibration.
 
     Attributes:
-        tokens: Length of the answers whose tokens are drafted, in tokens.
+        tokens: Length of the answers whose tokens are drafted.
         int8: Whether int8 layers are considered; ``None`` on a CPU, unless the target is int8 or int4 itself.
-        seconds: The search ends after so many, with the best found by then.
+        seconds: Time limit of the search, which then returns the best form so far.
 
     Raises:
         UsageError: A value outside its range.
@@ -73,21 +71,21 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         if self.tokens < _SHORTEST_ANSWER:
             raise UsageError(
-                f"The answers to calibrate on have {self.tokens} tokens.",
+                f"Calibration answers of {self.tokens} tokens are too short.",
                 f"Ask for at least {_SHORTEST_ANSWER}.",
             )
         if not self.seconds > 0:
-            raise UsageError(f"The time for the search is {self.seconds:g} s.", "Give more than 0.")
+            raise UsageError(f"The search time is {self.seconds:g} s.", "Give more than 0.")
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well one-token drafts did.
+    """How well one-token drafts agree with the target.
 
     Attributes:
         accepted: Share that was the target's greedy choice.
-        overlap: Mean of ``sum_x min(p(x), q(x))`` at temperature 1. A hundred tokens that match or do not say little;
-            their distributions say more, and layers chosen by them do better on other prompts (docs/drafters.md).
+        overlap: Mean of ``sum_x min(p(x), q(x))`` at temperature 1. A hundred matches say little; the distributions say
+            more, and layers chosen by them do better on other prompts (docs/drafters.md).
         tested: Number of drafts.
     """
 
@@ -98,18 +96,18 @@ class Agreement:
 
 @dataclass(frozen=True)
 class FormCosts:
-    """What passes of the target cost, and of its forms by the number of their layers.
+    """Times of passes of the target and of some of its forms.
 
     Attributes:
-        passes: Of the target, and of two forms of each precision by their names.
-        layers: Of these forms, how many they use, by (name, int8).
+        passes: Of the target, and of two forms of each precision by name.
+        layers: Number of layers of these forms, by (name, int8).
     """
 
     passes: PassCosts
     layers: dict[tuple[str, bool], int]
 
     def c(self, layers: int, int8: bool) -> float:
-        """Time of a drafter's pass over that of a target's with 1 token: linear in the number of its layers."""
+        """Return the time of a drafter's pass over the target's of 1 token: linear in the number of layers."""
         (few, at_few), (all_, at_all) = sorted(
             (count, self.passes.c(name)) for (name, kind), count in self.layers.items() if kind == int8
         )
@@ -119,7 +117,7 @@ class FormCosts:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form with what is predicted of it.
+    """A form with its prediction.
 
     Attributes:
         form: The form.
@@ -142,13 +140,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration found.
+    """The result of a calibration.
 
     Attributes:
         path: The best form with 0, 1, 2, ... layers left out, in the order of the search.
         best: The one with the highest predicted speedup.
-        choice: The same with what it does on the prompts held out, to be stored.
-        complete: Whether the search came to its own end, and not to that of its time.
+        choice: The same with its figures on the held-out prompts, to store.
+        complete: Whether the search ended before its time limit.
     """
 
     path: tuple[Candidate, ...]
@@ -168,14 +166,14 @@ def calibrate(
     """Search for the form of itself that a target drafts with fastest. Nothing is stored.
 
     Args:
-        target: On a CPU packed, int8 or int4, as it will decode.
-        prompts: Token ids of prompts like those to come, at least 2. Every third one serves to check the choice only.
+        target: As it will decode: on a CPU packed, int8 or int4.
+        prompts: Token ids of typical prompts, at least 2. Every third only checks the choice.
         settings: How much is spent on it.
-        progress: Told how far the stages have come.
-        clock: Times passes and the search; ``None`` for the one right for the target's device.
+        progress: Receives the stages.
+        clock: ``None`` for that of the target's device.
 
     Raises:
-        UsageError: The model cannot skip layers and has no int8 form, or the prompts do not serve.
+        UsageError: The model cannot skip layers and has no int8 form, or the prompts are unsuitable.
     """
     settings = settings or CalibrationSettings()
     clock = clock or clock_for(str(target.scorer.device))
@@ -197,8 +195,8 @@ def calibrate(
         return Candidate(form, agreement, c, gamma, predicted_speedup(tokens[gamma], gamma, c, v[gamma + 1]))
 
     cheapest_first = sorted(kinds, key=lambda int8: costs.c(forms.layers, int8))
-    search = _Search(judged, cheapest_first, skippable, clock, clock.now() + settings.seconds, progress)
-    path = search.run()
+    end = clock.now() + settings.seconds
+    path, complete = _search(judged, cheapest_first, skippable, clock, end, progress)
     best = max(path, key=lambda candidate: candidate.rank)
     checked = judged(best.form, held_out)
     choice = Choice(
@@ -212,11 +210,11 @@ def calibrate(
         gamma=checked.gamma,
         speedup=checked.speedup,
     )
-    return Calibration(tuple(path), best, choice, search.complete)
+    return Calibration(tuple(path), best, choice, complete)
 
 
 def _possible(target: Target, settings: CalibrationSettings) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """Which precisions to consider, and the layers that may be left out."""
+    """Return the precisions to consider, and the layers that may be left out."""
     on_cpu = target.scorer.device.type == "cpu"
     if settings.int8 and target.rounded is not None:
         raise UsageError(f"The target is {target.rounded} already.", "Leave --int8 out.")
@@ -231,27 +229,27 @@ def _possible(target: Target, settings: CalibrationSettings) -> tuple[tuple[bool
         inspect.signature(model.forward).parameters
     ):
         raise UsageError(
-            "This target cannot leave out layers, so there is nothing to calibrate.",
+            "The target cannot leave out layers, so there is nothing to calibrate.",
             "Use self:int8 on a CPU, or a drafter model.",
         )
     if model.config._attn_implementation not in _MASKED_ATTENTION:
         raise UsageError(
-            f"The target's attention, {model.config._attn_implementation}, takes no mask of another form.",
+            f"The target's attention, {model.config._attn_implementation}, takes no custom mask.",
             "Load the target with sdpa or eager attention.",
         )
     return (True, False) if int8 else (False,), skippable
 
 
-# -- what is drafted ---------------------------------------------------------------------------------
+# -- texts -------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Text:
-    """A prompt and the target's own answer, as the target has read it.
+    """A prompt with the target's answer, prefilled.
 
     Attributes:
-        tokens: Both; of the answer's tokens all but the first are drafted, each behind the one before it.
-        drafted: How many that are.
+        tokens: Both; all tokens of the answer but the first are drafted.
+        drafted: Number of these.
         cache: The target's keys and values of all tokens but the last.
         chosen: The target's choices for the drafted tokens, [drafted].
         p: Its distributions there, [drafted, vocab].
@@ -270,30 +268,25 @@ def _answered(
     tokens: int,
     progress: Progress | None,
 ) -> list[_Text]:
-    """The prompts with the target's greedy answers; those with an answer too short to draft in are left out."""
+    """Return the prompts with the target's greedy answers, without those too short to draft in."""
     window = _shortest_window(target)
     texts = []
     for done, prompt in enumerate(prompts):
         if progress is not None:
             progress.update("answering the prompts", done, len(prompts))
         limit = target.scorer.context_limit
-        # The cache holds the text and, during a pass over it, the drafted tokens once more.
+        # During a pass, the cache holds the drafted tokens a second time.
         if len(prompt) + 2 * tokens > min(window, math.inf if limit is None else limit):
             continue
-        run = GenerationRun(
-            prompt, target, LookupDrafter(Lookup(None)), policy=FixedLength(4), max_new_tokens=tokens
-        )
-        for _ in run:
-            pass
-        answer = run.result().token_ids
+        answer = greedy_answer(target, prompt, tokens)
         if len(answer) >= _SHORTEST_ANSWER:
             texts.append(_read(target, [*prompt, *answer], len(answer) - 1))
     target.scorer.begin()
     if len(texts) < 2:
         raise UsageError(
-            "Fewer than 2 of the prompts can be calibrated on: they do not fit the context or a sliding window, or"
-            " their answers end at once.",
-            "Name shorter prompts, or others.",
+            "Fewer than 2 prompts are suitable: the others do not fit the context or a sliding window, or their"
+            " answers end immediately.",
+            "Choose shorter prompts, or others.",
         )
     return texts
 
@@ -304,7 +297,7 @@ def _shortest_window(target: Target) -> float:
 
 
 def _read(target: Target, tokens: list[int], drafted: int) -> _Text:
-    """Have the target read a text into a cache of its own."""
+    """Prefill a text into a cache of its own."""
     model = target.language_model.model
     scorer = Scorer(model, make_cache("dynamic", model.config))
     logits = scorer.logits(tokens[:-1], rows=drafted)
@@ -312,7 +305,7 @@ def _read(target: Target, tokens: list[int], drafted: int) -> _Text:
     return _Text(tokens, drafted, scorer.cache, logits.argmax(dim=-1), logits.float().softmax(dim=-1))
 
 
-# -- how well a form drafts it -----------------------------------------------------------------------
+# -- agreement ---------------------------------------------------------------------------------------
 
 
 def _agreement(model: Any, texts: Sequence[_Text]) -> Agreement:
@@ -329,14 +322,14 @@ def _agreement(model: Any, texts: Sequence[_Text]) -> Agreement:
 
 @torch.inference_mode()
 def _drafting_logits(model: Any, text: _Text) -> torch.Tensor:
-    """What a drafter on the target's cache would draft each token from, [drafted, vocab], by one pass."""
-    held, count = len(text.tokens) - 1, text.drafted
-    first = held - count  # the place of the token that is fed to draft the first one
+    """Return the logits that a drafter on the target's cache drafts each token from, [drafted, vocab], in one pass."""
+    cached_len, count = len(text.tokens) - 1, text.drafted
+    first = cached_len - count  # position of the token that the first draft follows
     embeddings = model.get_input_embeddings().weight
-    ids = torch.tensor([text.tokens[first:held]], device=embeddings.device)
-    positions = torch.arange(first, held, device=embeddings.device)
-    # [drafted, held + drafted]: what stands before the fed token, and behind all that the token itself.
-    before = torch.arange(held, device=embeddings.device)[None, :] < positions[:, None]
+    ids = torch.tensor([text.tokens[first:cached_len]], device=embeddings.device)
+    positions = torch.arange(first, cached_len, device=embeddings.device)
+    # [drafted, cached_len + drafted]: the tokens before the fed one, then the fed token itself.
+    before = torch.arange(cached_len, device=embeddings.device)[None, :] < positions[:, None]
     sees = torch.cat([before, torch.eye(count, dtype=torch.bool, device=embeddings.device)], dim=1)
     mask = torch.zeros(sees.shape, dtype=model.dtype, device=embeddings.device)
     mask.masked_fill_(~sees, torch.finfo(model.dtype).min)
@@ -348,15 +341,15 @@ def _drafting_logits(model: Any, text: _Text) -> torch.Tensor:
             input_ids=ids, position_ids=positions[None], attention_mask=mask[None, None], **arguments
         ).logits[0, -count:]
     finally:
-        text.cache.rollback(held)
+        text.cache.rollback(cached_len)
     return logits.to(text.p.device)
 
 
-# -- what passes cost --------------------------------------------------------------------------------
+# -- costs -------------------------------------------------------------------------------------------
 
 
 class _Forms:
-    """The models of a target's forms. They share the target's weights, and those of one int8 copy."""
+    """The models of a target's forms, which share the target's weights and one int8 copy of them."""
 
     def __init__(self, target: Target, kinds: Sequence[bool]) -> None:
         self.target, self.kinds = target, kinds
@@ -370,7 +363,7 @@ class _Forms:
         return cheaper_form(self._whole[form.int8], form.kept(self.layers), int8=False)
 
     def drafter(self, form: SelfForm) -> SelfDrafter:
-        """A drafter on the target's cache."""
+        """Return a drafter on the target's cache."""
         return SelfDrafter(Scorer(self.model(form), self.target.scorer.cache), str(form))
 
 
@@ -382,7 +375,7 @@ def _time_passes(
     clock: Clock,
     progress: Progress | None,
 ) -> FormCosts:
-    """Time passes of the target, and one-token drafts of forms with all layers and with two thirds of them, in turn."""
+    """Time passes of the target, and of its forms with all layers and with two thirds of them, in turn."""
     fewer = skippable[:: max(1, round(len(skippable) / max(1, forms.layers // 3)))]
     timed = [SelfForm(int8=int8, skip=tuple(skip)) for int8 in forms.kinds for skip in ((), fewer)]
     drafters = {str(form): forms.drafter(form) for form in timed}
@@ -394,74 +387,58 @@ def _time_passes(
 # -- the search --------------------------------------------------------------------------------------
 
 
-class _Search:
-    """Leaves out one layer after the other.
+def _search(
+    judge: Callable[[SelfForm], Candidate],
+    kinds: Sequence[bool],
+    skippable: Sequence[int],
+    clock: Clock,
+    end: float,
+    progress: Progress | None,
+) -> tuple[list[Candidate], bool]:
+    """Leave out one layer after the other: each time the one whose removal keeps the largest overlap.
 
-    It is the one that costs the least overlap. In the first round every layer is tried, later only those that cost
-    least when they were last tried: a layer that was dear is seldom cheap with others gone. Layers are tried in the
-    cheapest precision; the others are judged beside it on what was found.
+    The first round tries every layer, later rounds only those that kept most when last tried: a layer that was
+    expensive to remove is seldom cheap with others gone. Layers are tried in the first precision; the others are judged
+    on what was found.
 
     Args:
-        judged: Measures a form.
+        judge: Measures a form.
         kinds: Precisions to consider, the one to search with first.
         skippable: Layers that may be left out.
-        clock, end: The search ends when the clock says so.
-        progress: Told how far it has come.
+        clock, end: The search ends at this time.
+        progress: Receives the rounds.
+
+    Returns:
+        The best form for every number of layers left out, and whether the search ended before its time limit.
     """
-
-    def __init__(
-        self,
-        judged: Callable[[SelfForm], Candidate],
-        kinds: Sequence[bool],
-        skippable: Sequence[int],
-        clock: Clock,
-        end: float,
-        progress: Progress | None,
-    ) -> None:
-        self._judged, self._kinds, self._skippable = judged, kinds, skippable
-        self._clock, self._end, self._progress = clock, end, progress
-        self.complete = True
-
-    def run(self) -> list[Candidate]:
-        """The best form for every number of layers left out."""
-        skip: tuple[int, ...] = ()
-        path: list[Candidate] = []
-        last_tried = dict.fromkeys(self._skippable, math.inf)
-        if True in self._kinds:  # the whole target as it is would draft at its own cost
-            path.append(self._judged(SelfForm(int8=True)))
-        fallen = 0
-        while fallen < _PATIENCE and len(skip) < len(self._skippable):
-            left = [layer for layer in self._skippable if layer not in skip]
-            if skip:
-                left = sorted(left, key=last_tried.__getitem__, reverse=True)[:_TRIED]
-            found = self._best_removal(skip, left, last_tried)
-            if found is None:
-                self.complete = False
-                break
-            skip = found.form.skip
-            others = [self._judged(SelfForm(int8=int8, skip=skip)) for int8 in self._kinds[1:]]
-            found = max((found, *others), key=lambda candidate: candidate.rank)
-            fallen = 0 if not path or found.speedup >= max(c.speedup for c in path) else fallen + 1
-            path.append(found)
-        if not path:
-            raise UsageError(
-                "The time was too short for a single round of the search.", "Allow more minutes."
-            )
-        return path
-
-    def _best_removal(
-        self, skip: tuple[int, ...], left: Sequence[int], last_tried: dict[int, float]
-    ) -> Candidate | None:
-        """The closest of the forms that leave out one more layer; ``None`` if time ran out before all were tried."""
-        tried = []
+    skip: tuple[int, ...] = ()
+    path: list[Candidate] = []
+    overlaps = dict.fromkeys(skippable, math.inf)  # by layer, when last tried
+    if True in kinds:  # without int8 the whole target would draft at its own cost
+        path.append(judge(SelfForm(int8=True)))
+    falls, complete = 0, True
+    while falls < _PATIENCE and len(skip) < len(skippable):
+        left = [layer for layer in skippable if layer not in skip]
+        if skip:
+            left = sorted(left, key=overlaps.__getitem__, reverse=True)[:_TRIED]
+        tried: list[Candidate] = []
         for done, layer in enumerate(left):
-            if self._progress is not None:
-                self._progress.update(
-                    f"trying to leave out {counted(len(skip) + 1, 'layer')}", done, len(left)
-                )
-            if self._clock.now() >= self._end:
-                return None
-            candidate = self._judged(SelfForm(int8=self._kinds[0], skip=tuple(sorted((*skip, layer)))))
-            last_tried[layer] = candidate.agreement.overlap
-            tried.append(candidate)
-        return max(tried, key=lambda candidate: candidate.agreement.overlap)
+            if progress is not None:
+                removed = counted(len(skip) + 1, "layer")
+                progress.update(f"trying to leave out {removed}", done, len(left))
+            if clock.now() >= end:
+                complete = False
+                break
+            tried.append(judge(SelfForm(int8=kinds[0], skip=tuple(sorted((*skip, layer))))))
+            overlaps[layer] = tried[-1].agreement.overlap
+        if not complete:
+            break
+        found = max(tried, key=lambda candidate: candidate.agreement.overlap)
+        skip = found.form.skip
+        others = [judge(SelfForm(int8=int8, skip=skip)) for int8 in kinds[1:]]
+        found = max((found, *others), key=lambda candidate: candidate.rank)
+        falls = 0 if not path or found.speedup >= max(each.speedup for each in path) else falls + 1
+        path.append(found)
+    if not path:
+        raise UsageError("The time was too short for one round of the search.", "Allow more minutes.")
+    return path, complete

@@ -1,4 +1,4 @@
-"""Loading what `specbench tune` tries: the target, with the cache it is quickest with, and drafters that fit."""
+"""Load what `specbench tune` tries: the target with its fastest KV cache, and the drafters that fit into memory."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
-"""Of the passes that caches are compared by: tokens before them, drafts in the wide ones, and how often."""
+"""For comparing caches: tokens in the context, drafted tokens of the wide passes, rounds."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCandidates:
     """What can be raced.
 
     Attributes:
         engine: With the target and all drafters.
-        cache: The kind that all decode with.
-        notes: What there is to say about the choice, a sentence each.
+        cache: Kind of KV cache that all decode with.
+        notes: Sentences about the choice.
     """
 
     engine: ModelEngine
@@ -69,64 +69,66 @@ def load_candidates(
     *,
     cache: CacheKind | None = None,
     progress: Progress | None = None,
-) -> Loaded:
-    """Load the target and all drafters to try, those that are given checked before (``check_engine``).
+) -> LoadedCandidates:
+    """Load the target and all drafters to try.
 
     Args:
         target: The target.
-        given: Drafters that the user names, beside those that are always tried.
+        given: Drafters that the user names, checked before (``check_engine``).
         models: How weights are loaded.
-        sweep: Prompts and options, for the memory they take; its configurations are not read.
-        cache: Kind of cache; ``None`` for the one that passes are surely quicker with, or the default.
-        progress: Told how far loading has come.
+        sweep: Prompts and options, to estimate memory; its configurations are not read.
+        cache: Kind of KV cache; ``None`` for the fastest.
+        progress: Receives the stages.
 
     Raises:
-        UsageError: What cannot be, such as a given drafter that does not fit the target.
+        UsageError: A given drafter does not fit the target, for example.
         RunError: The target could not be loaded.
     """
-    own, given = _own_forms(models), [*given, *_packaged(target)]
+    own = _own_forms(models)
+    given = [*given, *_packaged_heads(target)]
     fitting, notes = _fitting(target, list(dict.fromkeys([*given, *own])), models, sweep, progress)
-    ready, _ = prepare(target, (), models, cache=cache, progress=progress)
-    rounded = ready.rounded is not None
-    kind = cache or default_cache(ready.language_model.model.config, rounded=rounded)
+    loaded, _ = prepare(target, (), models, cache=cache, progress=progress)
+    rounded = loaded.rounded is not None
+    kind = cache or default_cache(loaded.language_model.model.config, rounded=rounded)
     if cache is None and not rounded:
-        prompt = [] if ready.tokenizer is None else encode_prompt(ready.tokenizer, sweep.prompts[0].turns[0])
-        ready, kind, note = quickest_cache(ready, kind, prompt)
+        tokenizer = loaded.tokenizer
+        prompt = [] if tokenizer is None else encode_prompt(tokenizer, sweep.prompts[0].turns[0])
+        loaded, kind, note = fastest_cache(loaded, kind, prompt)
         notes += [note] if note else []
-    asked = [_resolved(spec, ready) for spec in fitting if spec in given]
+    named = [_calibrated(spec, loaded) for spec in fitting if spec in given]
     forms = [form for form in own if form in fitting]
     with suppress(UsageError):  # nothing is calibrated for this target
-        forms.append(read_choice(choice_key(ready)).form)
-    load = partial(prepare_drafters, ready, cache=kind, progress=progress)
+        forms.append(read_choice(choice_key(loaded)).form)
+    load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
     try:
-        loaded_drafters = load(drafters_to_try(asked, forms), models)
+        drafters = load(drafters_to_try(named, forms), models)
     except UsageError as error:
         if not forms:
             raise
-        notes.append(f"The target's own forms are left out: {error.message}")
-        loaded_drafters = load(drafters_to_try(asked, []), models)
-    small, in_int4 = _small_models(loaded_drafters), replace(models, drafter_dtype="int4")
-    if small and _tries_int4(models.drafter_dtype, models.drafter_device):
+        notes.append(f"Forms of the target are left out: {error.message}")
+        drafters = load(drafters_to_try(named, []), models)
+    small, in_int4 = _small_models(drafters), replace(models, drafter_dtype="int4")
+    if small and models.drafter_dtype == "auto" and _int4_is_fast(models.drafter_device):
         alone, both = (
-            estimate_memory(sweep, Recipe(target, models=in_int4), drafters, progress=progress)
-            for drafters in ((), tuple(small))
+            estimate_memory(sweep, Recipe(target, models=in_int4), specs, progress=progress)
+            for specs in ((), tuple(small))
         )
         if both.total - alone.total <= both.available:
-            loaded_drafters += load(small, in_int4)
+            drafters += load(small, in_int4)
         else:
-            notes.append("Small models are not tried in int4 as well: there is no memory left for them.")
+            notes.append("Small models are not tried in int4 too: there is not enough memory.")
     engine = ModelEngine(
-        ready,
-        {each.name: each.outcome for each in loaded_drafters},
-        {each.name: each.spec for each in loaded_drafters},
-        fingerprints={each.name: each.weights for each in loaded_drafters if each.models},
-        heads={each.name: each.training for each in loaded_drafters if each.training is not None},
+        loaded,
+        {each.name: each.outcome for each in drafters},
+        {each.name: each.spec for each in drafters},
+        fingerprints={each.name: each.weights for each in drafters if each.models},
+        heads={each.name: each.training for each in drafters if each.training is not None},
     )
-    return Loaded(engine, kind, tuple(notes))
+    return LoadedCandidates(engine, kind, tuple(notes))
 
 
-def _packaged(target: ModelSpec) -> list[DrafterSpec]:
-    """The head that comes with specbench for a target, if one does."""
+def _packaged_heads(target: ModelSpec) -> list[DrafterSpec]:
+    """Return the heads that come with specbench for a target."""
     return [
         parse_drafter(alias)
         for alias, model in PACKAGED_HEADS.items()
@@ -134,37 +136,15 @@ def _packaged(target: ModelSpec) -> list[DrafterSpec]:
     ]
 
 
-def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
-    """The grid of everything that is loaded; a static tree of it only where one is calibrated."""
-
-    def fitted(rule: RuleSpec, drafter: str, temperature: float) -> RuleSpec:
-        return engine.calibrated(rule, drafter, temperature)[0]
-
-    grid = build_configs(
-        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
-    )
-    return [each for each in grid if each.kind == "plain" or is_tried(each.rule, engine.specs[each.drafter])]
+def _int4_is_fast(device: str) -> bool:
+    return resolve_device(device).type == "cpu" and is_available()
 
 
-def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[str]]:
-    """For each engine that settings are exported to the ids of those configurations whose drafters it has."""
-    groups = []
-    for other in load_engines().values():
-        names = {name for name, spec in engine.specs.items() if other.exports(spec, engine.heads.get(name))}
-        groups.append({each.id for each in configs if each.drafter in names})
-    return groups
-
-
-def _tries_int4(dtype: str, device: str) -> bool:
-    """Whether weights are tried in 4 bits too: where no dtype is asked for, and passes over them are quicker so."""
-    return dtype == "auto" and resolve_device(device).type == "cpu" and is_available()
-
-
-def _small_models(loaded_drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
-    """What drafts with a model of its own, alone or in a cascade. Heads do not: in 4 bits they are no quicker."""
+def _small_models(drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
+    """Return drafters with a model of their own, alone or in a cascade; not heads, which int4 does not speed up."""
     return [
         each.spec
-        for each in loaded_drafters
+        for each in drafters
         if isinstance(each.spec.model_part, SmallModel)
         and each.training is None
         and not isinstance(each.outcome, RunError)
@@ -172,7 +152,7 @@ def _small_models(loaded_drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]
 
 
 def _own_forms(models: ModelOptions) -> list[SelfForm]:
-    """Forms of the target that are tried without calibration; int4 only where its passes are quicker for it."""
+    """Return the target's forms that need no calibration; int4 only where it is fast."""
     if resolve_device(models.device).type != "cpu" or quantized(models.dtype) is not None:
         return []
     return [_INT8, _INT4] if is_available() else [_INT8]
@@ -185,7 +165,7 @@ def _fitting(
     sweep: Sweep,
     progress: Progress | None,
 ) -> tuple[list[DrafterSpec], list[str]]:
-    """The drafters that there is memory for, one beside the other, and what there is to say of the others."""
+    """Return the drafters that fit into memory together, and notes about the others."""
     kept: list[DrafterSpec] = []
     notes = []
     for spec in drafters:
@@ -194,12 +174,12 @@ def _fitting(
             kept.append(spec)
             continue
         needed, free = (f"{size / 1e9:.1f} GB" for size in (need.total, need.available))
-        notes.append(f"{spec} is left out: with it {needed} of memory are needed, and {free} are free.")
+        notes.append(f"{spec} is left out: {needed} of memory would be needed, {free} are free.")
     return kept, notes
 
 
-def _resolved(spec: DrafterSpec, target: Target) -> DrafterSpec:
-    """A drafter with the calibrated form in its place, so that none is tried twice."""
+def _calibrated(spec: DrafterSpec, target: Target) -> DrafterSpec:
+    """Return a drafter with the calibrated form filled in, so that none is tried twice."""
     if isinstance(spec, Cascade) and isinstance(spec.back, SelfForm) and spec.back.calibrated:
         return replace(spec, back=read_choice(choice_key(target)).form)
     if isinstance(spec, SelfForm) and spec.calibrated:
@@ -207,24 +187,47 @@ def _resolved(spec: DrafterSpec, target: Target) -> DrafterSpec:
     return spec
 
 
+# -- configurations --------------------------------------------------------------------------------
+
+
+def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
+    """Return the grid of everything that is loaded; static trees only where one is calibrated."""
+
+    def fitted(rule: RuleSpec, drafter: str, temperature: float) -> RuleSpec:
+        return engine.calibrated(rule, drafter, temperature)[0]
+
+    grid = build_configs(
+        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
+    )
+    return [each for each in grid if each.kind == "plain" or is_tried(each.rule, engine.specs[each.drafter])]
+
+
+def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[str]]:
+    """Return, for each engine to export to, the ids of the configurations whose drafters it supports."""
+    groups = []
+    for other in load_engines().values():
+        names = {name for name, spec in engine.specs.items() if other.exports(spec, engine.heads.get(name))}
+        groups.append({each.id for each in configs if each.drafter in names})
+    return groups
+
+
 # -- caches ----------------------------------------------------------------------------------------
 
 
-def quickest_cache(
+def fastest_cache(
     target: Target, usual: CacheKind, prompt: Sequence[int]
 ) -> tuple[Target, CacheKind, str | None]:
-    """A target with the preallocated cache if passes are surely quicker with it, else as it is.
+    """Return the target with the preallocated cache if its passes are surely faster, otherwise as it is.
 
-    Passes of one token and of several are timed in turn behind the same context. What is drafted does not depend on the
-    cache, so no drafter is needed to choose one.
+    Passes of one token and of several are timed in turn after the same context.
 
     Args:
         target: With the usual kind.
         usual: That kind.
-        prompt: Tokens, repeated to fill the context; empty for any.
+        prompt: Tokens that are repeated to fill the context; empty for any.
 
     Returns:
-        The target, its kind of cache, and a sentence if it is another one than the usual.
+        The target, its kind of cache, and a note if that is not the usual one.
     """
     other: CacheKind = "preallocated"
     scorer, model = target.scorer, target.language_model.model
@@ -232,11 +235,11 @@ def quickest_cache(
         return target, usual, None
     try:
         second = Scorer(model, other, context_limit=scorer.context_limit)
-    except UsageError:  # a kind of layer that it does not hold
+    except UsageError:  # a kind of layer that it does not support
         return target, usual, None
     clock = clock_for(str(scorer.device))
-    room = scorer.context_limit or _CONTEXT + _DRAFTED + 1
-    length = max(1, min(_CONTEXT, room - _DRAFTED - 1))
+    limit = scorer.context_limit or _CONTEXT + _DRAFTED + 1
+    length = max(1, min(_CONTEXT, limit - _DRAFTED - 1))
     tokens = list(prompt) or [0]
     context = (tokens * (length // len(tokens) + 1))[:length]
 
@@ -260,5 +263,5 @@ def quickest_cache(
     if ratio.low is None or ratio.high is None or ratio.high >= 1.0:
         return target, usual, None
     share = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-    note = f"A pass with the cache {other} takes {share} times as long as with {usual}: all decode with it."
+    note = f"The {other} cache is used: its passes take {share} times as long as with {usual}."
     return replace(target, scorer=second), other, note

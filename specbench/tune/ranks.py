@@ -1,8 +1,8 @@
-"""Which tree is best for a drafter? What is kept of its candidates by rank is counted on a few prompts.
+"""Calibrate the static tree of a drafter: count accepted candidates by rank on a few prompts, and choose a tree.
 
-The target decodes with trees that have several candidates behind each node of their first branch, verified as they will
-be. From how often the candidate of each rank is the one kept, Sequoia's program makes the best tree of every number
-of nodes and depth (Chen et al. 2024, arXiv 2402.12374), and what passes cost here tells which of them is fastest.
+The target decodes with trees that have several children at each node of their first branch, verified as they will be
+in use. From how often the child of each rank is accepted, Sequoia's dynamic program gives the best tree for every
+number of nodes and depth (Chen et al. 2024, arXiv 2402.12374); the measured times of passes tell which is fastest.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
     from specbench.specs.verification import VerificationName
 
-_RANKS = 6  # candidates of a node
-_LEVELS = 4  # of the first branch
-_MOST, _DEEPEST = 32, 10  # of the trees to choose from
+_RANKS = 6  # children of a node
+_LEVELS = 4  # nodes of the first branch
+_MAX_NODES, _MAX_DEPTH = 32, 10  # of the trees to choose from
 _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33)
 _TIMED = 7  # passes of each kind; the median counts
 _NAME = "drafter"
@@ -45,12 +45,12 @@ _NAME = "drafter"
 
 @dataclass(frozen=True)
 class PlannedTree:
-    """A tree that is best for what was counted.
+    """The best tree for some counts.
 
     Attributes:
-        nodes, depth: The most it may have.
-        tokens: Expected of a step.
-        speedup: Predicted, over plain decoding.
+        nodes, depth: Its limits.
+        tokens: Expected tokens per step.
+        speedup: Predicted speedup over plain decoding.
     """
 
     nodes: int
@@ -61,15 +61,15 @@ class PlannedTree:
 
 @dataclass(frozen=True)
 class TreeCalibration:
-    """What a calibration found.
+    """The result of a calibration.
 
     Attributes:
-        counts: By depth, from 1, and rank, from 0: at how many nodes it was tested, and how often kept.
-        shares: By rank, at how many of all nodes that candidate was the one kept; some nodes may have had none.
-        choice: The tree to be stored.
-        tree: The same, and what is expected of it.
+        counts: By (depth from 1, rank from 0): at how many nodes a candidate was tested, and how often accepted.
+        shares: By rank, the share of nodes at which that candidate was accepted.
+        choice: The tree to store.
+        tree: The same tree with its prediction.
         chain: The best chain by the same figures.
-        complete: Whether all prompts were decoded before the time was up.
+        complete: Whether all prompts were decoded in time.
     """
 
     counts: Mapping[tuple[int, int], Sequence[int]]
@@ -93,21 +93,21 @@ def calibrate_tree(
     progress: Progress | None = None,
     clock: Clock | None = None,
 ) -> TreeCalibration:
-    """Count what is kept by rank, time passes, and choose a tree. Nothing is stored.
+    """Count accepted candidates by rank, time passes, and choose a tree. Nothing is stored.
 
     Args:
-        target, drafter: What decodes; the drafter drafts trees.
-        prompts: Token ids of prompts like those to come.
-        key: What the tree is to hold for.
+        target, drafter: What decodes; the drafter has to draft trees.
+        prompts: Token ids of typical prompts.
+        key: What the tree is for.
         sampling: The transforms.
-        tokens: Length of an answer at most.
-        seconds: Decoding ends after so many, with what was counted by then.
-        seed: Of sampling, for the first prompt.
-        progress: Told how far the stages have come.
-        clock: Times passes; ``None`` for the one right for the target's device.
+        tokens: Longest answer.
+        seconds: Time limit of decoding.
+        seed: For the first prompt.
+        progress: Receives the stages.
+        clock: ``None`` for that of the target's device.
 
     Raises:
-        UsageError: The drafter drafts no trees, the way to verify takes none, or nothing could be counted.
+        UsageError: The drafter drafts no trees, the verification takes none, or nothing could be counted.
     """
     clock = clock or clock_for(str(target.scorer.device))
     limit = target.scorer.context_limit
@@ -138,8 +138,8 @@ def calibrate_tree(
     counts = count_ranks((step.widths, step.ranks) for step in steps)
     if not counts:
         raise UsageError(
-            "Nothing was drafted: the prompts do not fit the context, their answers end at once, or the time was up.",
-            "Name other prompts, or allow more minutes.",
+            "Nothing was drafted: the prompts do not fit the context, answers end immediately, or the time was up.",
+            "Choose other prompts, or allow more minutes.",
         )
     times = time_passes(
         target.scorer,
@@ -173,14 +173,14 @@ def calibrate_tree(
 
 
 def _comb() -> StaticTree:
-    """Several candidates behind each node of the first branch, and nothing behind the others."""
+    """Return a tree with several children at each node of the first branch, and none elsewhere."""
     return StaticTree.shaped(
         [_RANKS * level - _RANKS if level else -1 for level in range(_LEVELS) for _ in range(_RANKS)]
     )
 
 
 def _percentages(rates: Sequence[float]) -> tuple[int, ...]:
-    """Per cent of parts of a whole, rounded; not more than a hundred, without zeros behind the last that counts."""
+    """Return shares of a whole as rounded percentages: at most 100 in sum, without trailing zeros."""
     rounded = [round(100 * rate) for rate in rates]
     while len(rounded) > 1 and not rounded[-1]:
         rounded.pop()
@@ -188,21 +188,21 @@ def _percentages(rates: Sequence[float]) -> tuple[int, ...]:
 
 
 def best_tree(ranks: Sequence[int], costs: PassCosts, drafter: str = _NAME) -> PlannedTree:
-    """The tree with the highest predicted speedup, ``E / (Σ c(r) + v(n))``; of equally good ones the smallest.
+    """Return the tree with the highest predicted speedup, ``E / (Σ c(r) + v(n))``; if several, the smallest.
 
     Args:
-        ranks: Per cent, by rank; a single one gives chains, which are not drafted as trees.
+        ranks: Acceptance in percent, by rank; a single one gives chains.
         costs: Of passes.
-        drafter: Whose.
+        drafter: Its name in ``costs``.
     """
     rates = falling(ranks)
     shape = best_shapes(rates)
     best: PlannedTree | None = None
-    for nodes in range(1, _MOST + 1):
-        for depth in range(1, min(nodes, _DEEPEST) + 1):
+    for nodes in range(1, _MAX_NODES + 1):
+        for depth in range(1, min(nodes, _MAX_DEPTH) + 1):
             parents = shape(nodes, depth)
             if len(parents) < nodes and best is not None:
-                continue  # nothing is gained by more
+                continue  # more nodes gain nothing
             tokens = expected_tokens_of_tree(parents, rates)
             read = read_by_depth(parents) if len(ranks) > 1 else [0] * (len(parents) - 1)
             passes = sum(costs.c(drafter, behind) for behind in (0, *read))

@@ -1,4 +1,4 @@
-"""Which tokens does a target write? Counted on its own greedy answers to a few prompts."""
+"""Count which tokens a target writes, in its own greedy answers to a few prompts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,32 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 _HELD_OUT = 3
-"""Every third answer is not counted, and shows what the counts cover."""
+"""Every third answer is held out to show what the counts cover."""
+
+
+def greedy_answer(target: Target, prompt: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Decode a prompt greedily, with lookup for speed, and return the answer's token ids."""
+    run = GenerationRun(
+        prompt, target, LookupDrafter(Lookup(None)), policy=FixedLength(4), max_new_tokens=tokens
+    )
+    for _ in run:
+        pass
+    return run.result().token_ids
 
 
 def count_tokens(
     target: Target, prompts: Sequence[Sequence[int]], tokens: int, *, progress: Progress | None = None
 ) -> TokenCounts:
-    """Let a target answer, and count what it writes. Nothing is stored.
+    """Count the tokens of a target's answers. Nothing is stored.
 
     Args:
-        target: Decodes greedily, with lookup, which changes nothing but the time.
-        prompts: Token ids, at least 2.
-        tokens: Length of an answer at most.
-        progress: Told how many prompts are answered.
+        target: Decodes.
+        prompts: Token ids, at least 2 prompts.
+        tokens: Longest answer.
+        progress: Receives the number of answers.
 
     Raises:
-        UsageError: There are fewer than 2 prompts that fit the target's context.
+        UsageError: Fewer than 2 prompts fit the target's context.
     """
     limit = target.scorer.context_limit
     fitting = [prompt for prompt in prompts if limit is None or len(prompt) < limit]
@@ -43,12 +53,7 @@ def count_tokens(
     for done, prompt in enumerate(fitting):
         if progress is not None:
             progress.update("answering the prompts", done, len(fitting))
-        run = GenerationRun(
-            prompt, target, LookupDrafter(Lookup(None)), policy=FixedLength(4), max_new_tokens=tokens
-        )
-        for _ in run:
-            pass
-        answers.append(run.result().token_ids)
+        answers.append(greedy_answer(target, prompt, tokens))
     held_out = range(min(_HELD_OUT, len(answers)) - 1, len(answers), _HELD_OUT)
     counted = [i for i in range(len(answers)) if i not in held_out]
     written = [token for i in counted for token in answers[i]]
@@ -61,6 +66,6 @@ def count_tokens(
 
 
 def ranked_tokens(written: Sequence[int], end_ids: Sequence[int], read: Iterable[int]) -> tuple[int, ...]:
-    """End tokens, which every answer may need; what was written, by how often; then what was read, likewise."""
+    """Return end tokens, then written tokens by frequency, then tokens of the prompts by frequency."""
     ranked = [token for counts in (Counter(written), Counter(read)) for token, _ in counts.most_common()]
     return tuple(dict.fromkeys([*end_ids, *ranked]))
