@@ -42,7 +42,7 @@ from specbench.generate import GenerationRun, encode_messages, encode_prompt
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target
 from specbench.options import DecodingOptions, LoadOptions
-from specbench.serve.app import Defaults
+from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import Engine, Job
 from specbench.serve.server import Server
 
@@ -107,12 +107,7 @@ class Serving:
         self._before = _files(), threading.active_count() - 1  # less that of the engine
         listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = listening.getsockname()[1]
-        defaults = Defaults(
-            policy=None,
-            sampling={},
-            seed=None,
-            decoding=DecodingOptions(max_new_tokens=LONG, ignore_eos=True),
-        )
+        defaults = RequestDefaults(decoding=DecodingOptions(max_new_tokens=LONG, ignore_eos=True))
         self._server = Server(self.engine, defaults, listening, grace_s=0.0)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()

@@ -37,7 +37,7 @@ from specbench.lengths import build_policy
 from specbench.models.target import Target
 from specbench.options import DecodingOptions
 from specbench.serve import app, server
-from specbench.serve.app import Defaults
+from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.server import Server
 
@@ -47,7 +47,7 @@ NEW = 24
 DRAFTER = "self:layers=1"
 PATIENCE_S = 60.0
 POLICY = build_policy("fixed:gamma=3")
-DEFAULTS = Defaults(policy=POLICY, sampling={}, seed=None, decoding=DecodingOptions(max_new_tokens=NEW))
+DEFAULTS = RequestDefaults(policy=POLICY, decoding=DecodingOptions(max_new_tokens=NEW))
 ENDLESS = {"prompt": "the thing", "max_tokens": 100_000, "ignore_eos": True, "temperature": 2.0}
 
 
@@ -65,7 +65,7 @@ def engine_of(**settings: Any) -> Engine:
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, engine: Engine, defaults: Defaults = DEFAULTS, grace_s: float = 0.0) -> None:
+    def __init__(self, engine: Engine, defaults: RequestDefaults = DEFAULTS, grace_s: float = 0.0) -> None:
         self.engine = engine
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -258,7 +258,7 @@ def test_the_servers_own_setting_holds_where_a_request_says_nothing():
         assert first["choices"] == second["choices"]
         greedy = running.text(prompt="the thing", temperature=0, max_tokens=8)
         assert greedy["choices"][0]["text"] == alone("the thing", max_new_tokens=8).text
-        assert running.engine.room == 200_000
+        assert running.engine.max_tokens == 200_000
     finally:
         running.close()
 
@@ -301,7 +301,7 @@ JSON = {"content-type": "application/json"}
             b'{"prompt": "%s"}' % (b"word " * 30_000),
             JSON,
             400,
-            "leave no room for an answer",
+            "are limited to",
         ),
         ("/v1/chat/completions", b'{"messages": []}', JSON, 400, "messages: "),
         ("/v1/completions", None, {}, 405, "Method Not Allowed"),
@@ -402,7 +402,7 @@ def test_what_clients_send_wrong_is_not_logged(serving, caplog):
 
 
 def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(app, "_MOST_BESIDE", 1)
+    monkeypatch.setattr(app, "_MAX_OPEN", 1)
     running = Running(engine_of(max_batch=1, max_waiting=0, pool_tokens=None))
 
     def becomes(status: int) -> httpx2.Response:
@@ -425,7 +425,7 @@ def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch):
 
 
 def test_a_body_has_to_come_in_time(serving, monkeypatch):
-    monkeypatch.setattr(app, "_BODY_S", 0.01)
+    monkeypatch.setattr(app, "_BODY_TIMEOUT_S", 0.01)
     with serving.sent(b"{", length=100) as connection:
         assert status_of(connection).startswith(b"HTTP/1.1 408")
 
@@ -574,7 +574,7 @@ def test_nobody_waits_for_an_engine_that_has_broken_down(monkeypatch):
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     engine = engine_of()
-    monkeypatch.setattr(engine.counts, "take", lambda record: 1 / 0)
+    monkeypatch.setattr(engine.counts, "add", lambda record: 1 / 0)
     came: queue.Queue[Any] = queue.Queue()
     engine.submit(endless(), came.put)
     assert isinstance(came.get(timeout=PATIENCE_S), StoppedError)
@@ -597,7 +597,7 @@ def test_a_server_that_ends_lets_answers_end_or_says_why_not():
             assert bodies[-1] == "[DONE]"
             assert json.loads(bodies[-2])["choices"][0]["finish_reason"] == "length"
         else:
-            assert "ended before the answer did" in json.loads(bodies[-1])["error"]["message"]
+            assert "stopped before the answer ended" in json.loads(bodies[-1])["error"]["message"]
         running.close()
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(running.url)

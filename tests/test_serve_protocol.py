@@ -43,21 +43,26 @@ def test_what_is_given_is_read():
     }  # fmt: skip
     assert asked.decoding == {"max_new_tokens": 3, "stop": ["x"]}
     assert (asked.seed, asked.wants_usage) == (2**64 - 1, True)
-    assert text(max_tokens=5, stop=["a", "b"], n=None).most_tokens == 5
-    assert [text(seed=seed).own_seed for seed in (None, 7, -1, 2**64 - 1)] == [None, 7, 2**64 - 1, 2**64 - 1]
+    assert text(max_tokens=5, stop=["a", "b"], n=None).max_new_tokens == 5
+    assert [text(seed=seed).sampling_seed for seed in (None, 7, -1, 2**64 - 1)] == [
+        None,
+        7,
+        2**64 - 1,
+        2**64 - 1,
+    ]
     assert text(stop=[]).decoding == {"stop": []}
     assert (
-        text(max_tokens=None, seed=None, stop=None, stream_options=None, logprobs=None, n=None).most_tokens
+        text(max_tokens=None, seed=None, stop=None, stream_options=None, logprobs=None, n=None).max_new_tokens
         is None
     )
 
 
 def test_a_prompt_is_a_text_or_tokens_or_one_of_either():
     for given, found in (("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([5], [5])):
-        assert text(prompt=given).beginning == found
+        assert text(prompt=given).single_prompt == found
     for several in (["a", "b"], [[1], [2]], []):
         with pytest.raises(UsageError, match=f"there are {len(several)}"):
-            assert text(prompt=several).beginning
+            assert text(prompt=several).single_prompt
 
 
 def test_messages_are_those_of_a_template():
@@ -69,7 +74,7 @@ def test_messages_are_those_of_a_template():
             {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
         ]
     )
-    assert [each.for_template for each in asked.messages] == [
+    assert [each.to_dict() for each in asked.messages] == [
         {"role": "system", "content": "brief"},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
@@ -145,9 +150,9 @@ def step(drafted: int, accepted: int) -> Step:
 
 def test_usage_counts_tokens_and_not_pieces():
     usage = Usage()
-    assert usage.take(Prefill(7, 1, 0.0)) == (1,)
-    assert len(usage.take(step(5, 2))) == 3
-    usage.take(step(4, 0))
+    assert usage.add(Prefill(7, 1, 0.0)) == (1,)
+    assert len(usage.add(step(5, 2))) == 3
+    usage.add(step(4, 0))
     assert usage.body() == {
         "prompt_tokens": 7,
         "completion_tokens": 5,
@@ -173,21 +178,21 @@ def test_bodies_of_answers():
         "usage": Usage(1, 2).body(),
     }
     reply = Reply(text(), "i", 5, "m")
-    assert reply.opening() is None
+    assert reply.first_chunk() is None
     assert reply.whole("hi", "context-limit", Usage())["choices"][0]["finish_reason"] == "length"
-    assert reply.piece("a") == {
+    assert reply.text_chunk("a") == {
         **head,
         "object": "text_completion",
         "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}],
     }
     streamed = Reply(chat(stream_options={"include_usage": True}), "i", 5, "m")
-    opening = streamed.opening()
+    opening = streamed.first_chunk()
     assert opening is not None
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert opening["usage"] is None
-    assert streamed.ending("stop-string")["choices"][0] == {
+    assert streamed.finish_chunk("stop-string")["choices"][0] == {
         "index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"
     }  # fmt: skip
-    assert streamed.closing(Usage(1, 2)) == {
+    assert streamed.usage_chunk(Usage(1, 2)) == {
         **head, "object": "chat.completion.chunk", "choices": [], "usage": Usage(1, 2).body()
     }  # fmt: skip

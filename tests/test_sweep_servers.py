@@ -37,7 +37,7 @@ from specbench.results.results import load_results
 from specbench.results.rows import to_frame
 from specbench.results.store import RunStore
 from specbench.results.summary import categorize, summarize
-from specbench.serve.app import Defaults
+from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import Engine
 from specbench.serve.server import Server
 from specbench.show.answer import find_answers
@@ -752,10 +752,8 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path):
 
 def test_our_own_server_is_measured(sweep, tmp_path):
     target = wrap_target(tiny_llama(), tiny_tokenizer(), name="tiny")
-    defaults = Defaults(
+    defaults = RequestDefaults(
         policy=build_policy("fixed:gamma=3"),
-        sampling={},
-        seed=None,
         decoding=DecodingOptions(max_new_tokens=NEW),
     )
     listening = socket.create_server(("127.0.0.1", 0))

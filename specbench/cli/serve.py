@@ -87,7 +87,7 @@ def serve(
         listening = stack.enter_context(_bound(server.host, server.port))
         with starting(quiet) as progress:
             from specbench.cli.setting import facts, load_recipe
-            from specbench.serve.app import Defaults
+            from specbench.serve.app import RequestDefaults
             from specbench.serve.server import Server
 
             stack.enter_context(quiet_transformers())
@@ -96,7 +96,7 @@ def serve(
         rule_is_given = any(
             (drafting.length_policy, drafting.tree, drafting.gamma, length.costs, length.given)
         )
-        defaults = Defaults(
+        defaults = RequestDefaults(
             policy=setting.policy if rule_is_given else None,
             sampling=sampling.transforms,
             seed=sampling.seed if given(ctx, "seed") else None,

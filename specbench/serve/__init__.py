@@ -1,1 +1,1 @@
-"""Our own decoding behind the OpenAI protocol."""
+"""A server that decodes behind the OpenAI protocol."""

@@ -1,4 +1,4 @@
-"""Decodes requests side by side as they come, in a thread of its own."""
+"""An engine that decodes requests together as they arrive, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Deliver: TypeAlias = Callable[[Event], None]
 
 
 class BusyError(RunError):
-    """As many requests wait as may wait."""
+    """The queue is full."""
 
 
 class StoppedError(RunError):
-    """The server is about to end."""
+    """The engine is stopping."""
 
 
 @dataclass
 class Counts:
-    """What has been done since the start. Written by the engine's thread alone; others may read.
+    """Counters since the start, written by the engine's thread only.
 
     Attributes:
-        ended: Requests, by why: a finish reason, ``cancelled`` or ``failed``.
-        prompt_tokens, tokens: Of prompts that were read, and emitted.
-        steps, drafted, accepted: Steps; tokens drafted in them, of a tree its depth; how many of these were kept.
+        ended: Ended requests, by finish reason, ``cancelled`` or ``failed``.
+        prompt_tokens, tokens: Prompt tokens read, and tokens emitted.
+        steps, drafted, accepted: Steps, drafted tokens (of a tree its depth) and accepted ones of these.
         drafts: Steps that drafted anything.
-        kept_at: By place in a draft, from 0, for every place that was drafted: in how many steps it was kept.
+        kept_at: Accepted draft tokens by position in the draft, from 0.
     """
 
     ended: Counter[str] = field(default_factory=Counter)
@@ -56,8 +56,8 @@ class Counts:
     accepted: int = 0
     kept_at: Counter[int] = field(default_factory=Counter)
 
-    def take(self, record: Prefill | Step) -> None:
-        """One more record of some request."""
+    def add(self, record: Prefill | Step) -> None:
+        """Count a record of a request."""
         if isinstance(record, Prefill):
             self.prompt_tokens += record.prompt_tokens
             self.tokens += record.token is not None
@@ -72,12 +72,12 @@ class Counts:
 
 @dataclass(eq=False)
 class Job:
-    """A request that was taken in.
+    """A submitted request.
 
     Attributes:
-        run: What is decoded; it is not told of its records.
-        deliver: Is handed every record, and an exception if that is how it ends, in the engine's thread.
-        number: The scheduler's; ``None`` before it has one.
+        run: What is decoded.
+        deliver: Called in the engine's thread with every record, or with the exception that ends the request.
+        number: The scheduler's number; ``None`` before it is scheduled.
     """
 
     run: GenerationRun
@@ -89,126 +89,121 @@ class Engine:
     """Takes requests from any thread, and decodes several at a time.
 
     Args:
-        target, drafter: Of all requests; each gets a scorer and a drafter of its own.
-        max_batch: How many are decoded at a time.
-        max_waiting: How many may wait besides.
-        pool_tokens: Tokens whose keys and values are held at a time, in all; ``None`` for caches that grow.
+        target, drafter: Target and drafter of all requests; each request gets a scorer and a drafter of its own.
+        max_batch: Requests decoded at a time.
+        max_waiting: Requests that may wait in addition.
+        pool_tokens: Tokens of the KV cache pool; ``None`` for caches that grow.
 
     Attributes:
-        room: The most tokens that a prompt and its output may have together; ``None`` for no limit.
-        most: How many requests may be under way or wait.
+        max_tokens: Limit on the tokens of prompt and output together; ``None`` for none.
+        max_requests: Limit on running and waiting requests.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, *, max_batch: int, max_waiting: int, pool_tokens: int | None
     ) -> None:
         self.target, self.drafter, self.counts = target, drafter, Counts()
-        self.most = max_batch + max_waiting
+        self.max_requests = max_batch + max_waiting
         self._load = Load()
         self._scheduler = Scheduler(
             max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.took
         )
         self.factory = RequestFactory(target.scorer, pool_tokens, max_batch)
-        self.factory.open(drafter)  # models are tried out now, and not while somebody waits
-        held = self.factory.use
-        limits = [target.scorer.context_limit, None if held is None else held.block * held.blocks - BESIDE]
-        self.room = min((limit for limit in limits if limit is not None), default=None)
+        self.factory.open(drafter)  # runs the trials of models now, not while a request waits
+        use = self.factory.use
+        limits = [target.scorer.context_limit, None if use is None else use.block * use.blocks - BESIDE]
+        self.max_tokens = min((limit for limit in limits if limit is not None), default=None)
         self._changed = threading.Condition()
         self._jobs: set[Job] = set()
         self._numbered: dict[int, Job] = {}
-        self._coming: deque[Job] = deque()
-        self._gone: deque[Job] = deque()
-        self._until: float | None = (
-            None  # when everything ends that has not ended by itself; None: nobody wants that
-        )
+        self._submitted: deque[Job] = deque()
+        self._cancelled: deque[Job] = deque()
+        self._deadline: float | None = None  # when the requests that are left end; None: not stopping
         self._thread = threading.Thread(target=self._work, name="decoding", daemon=True)
         self._thread.start()
 
     @property
     def running(self) -> int:
-        """Requests that are decoded now."""
+        """Requests being decoded."""
         return self._scheduler.active
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Requests waiting for their turn."""
         return max(0, len(self._jobs) - self.running)
 
     def submit(self, run: GenerationRun, deliver: Deliver) -> Job:
-        """Take in a request.
+        """Submit a request.
 
         Args:
-            run: What to decode; its target and drafter are the engine's.
-            deliver: See ``Job``; it returns at once.
+            run: What to decode, with the engine's target and drafter.
+            deliver: See ``Job``; it has to return immediately.
 
         Raises:
-            BusyError, StoppedError: It is not taken in.
+            BusyError, StoppedError: It is refused.
         """
         job = Job(run, deliver)
         with self._changed:
-            if self._until is not None:
-                raise StoppedError("The server is about to end.", "Ask another one.")
-            if len(self._jobs) >= self.most:
-                raise BusyError(f"{len(self._jobs)} requests are under way or wait.", "Try again later.")
+            if self._deadline is not None:
+                raise StoppedError("The server is stopping.", "Use another one.")
+            if len(self._jobs) >= self.max_requests:
+                raise BusyError(f"{len(self._jobs)} requests are running or waiting.", "Try again later.")
             self._jobs.add(job)
-            self._coming.append(job)
+            self._submitted.append(job)
             self._changed.notify()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Nobody wants it any more, if it has not ended; a record may still come of it."""
+        """Cancel a request if it has not ended; one more record may be delivered."""
         with self._changed:
-            self._gone.append(job)
+            self._cancelled.append(job)
             self._changed.notify()
 
     def stop(self, grace_s: float) -> None:
-        """Take in nothing more, and end what is left after so many seconds; returns at once."""
+        """Refuse new requests, and end those left after ``grace_s`` seconds; returns immediately."""
         with self._changed:
-            until = time.monotonic() + grace_s
-            self._until = until if self._until is None else min(until, self._until)
+            deadline = time.monotonic() + grace_s
+            self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
             self._changed.notify()
 
     def join(self) -> None:
-        """Wait until everything has ended; ``stop`` comes first."""
+        """Wait until all requests have ended; call ``stop`` first."""
         self._thread.join()
 
     def _work(self) -> None:
         try:
-            self._decode()
-        finally:  # also where something has failed that is no request: nobody may wait for what never comes
+            while self._has_work():
+                self._update_jobs()
+                self._step()
+        finally:  # after a failure of the engine itself too: nobody may wait forever
             self.stop(0.0)
-            self._end_all(StoppedError("The server ended before the answer did.", "Ask another one."))
+            self._end_all(StoppedError("The server stopped before the answer ended.", "Use another one."))
 
-    def _decode(self) -> None:
-        while self._is_wanted():
-            self._take_in()
-            self._step()
-
-    def _is_wanted(self) -> bool:
+    def _has_work(self) -> bool:
         """Wait until there is something to do; false once everything has to end."""
         with self._changed:
-            while not (self._jobs or self._gone or self._until is not None):
+            while not (self._jobs or self._cancelled or self._deadline is not None):
                 self._changed.wait()
-            return self._until is None or (bool(self._jobs) and time.monotonic() < self._until)
+            return self._deadline is None or (bool(self._jobs) and time.monotonic() < self._deadline)
 
-    def _take_in(self) -> None:
-        """Hand requests that have come to the scheduler, and end those that nobody wants any more."""
+    def _update_jobs(self) -> None:
+        """Schedule submitted requests, and end cancelled ones."""
         with self._changed:
-            coming = [job for job in self._coming if job in self._jobs]
-            gone = [*self._gone]
-            self._coming.clear()
-            self._gone.clear()
-        for job in coming:
+            submitted = [job for job in self._submitted if job in self._jobs]
+            cancelled = [*self._cancelled]
+            self._submitted.clear()
+            self._cancelled.clear()
+        for job in submitted:
             job.number = self._scheduler.add(partial(job.run.as_request, self.factory, self._load))
             self._numbered[job.number] = job
-        for job in gone:
+        for job in cancelled:
             self._end(job, "cancelled")
 
     def _step(self) -> None:
-        """Let the scheduler make a pass, and hand out what comes of it."""
+        """Run a step of the scheduler, and deliver its events."""
         try:
             events = self._scheduler.step()
-        except Exception as error:  # of the scheduler itself: what is wrong with one request is an event
+        except Exception as error:  # of the scheduler itself: failures of single requests are events
             self._end_all(error)
             return
         for number, event in events:
@@ -216,10 +211,10 @@ class Engine:
             if job is None:
                 continue
             if not isinstance(event, Exception):
-                self.counts.take(event)
+                self.counts.add(event)
             try:
                 job.deliver(event)
-            except Exception:  # nobody is there to be told; the others go on
+            except Exception:  # its consumer is gone; the others continue
                 self._end(job, "failed")
                 continue
             if isinstance(event, Exception):

@@ -1,7 +1,7 @@
-"""What the OpenAI protocol says: bodies of requests as values, and records of a generation as bodies of answers.
+"""The OpenAI protocol: bodies of requests as values, and bodies of answers.
 
-https://platform.openai.com/docs/api-reference/chat and /completions; what others have added to it and is of use here
-(``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``) has the names that vLLM gave it.
+https://platform.openai.com/docs/api-reference/chat and /completions. Fields that others added (``top_k``, ``min_p``,
+``min_tokens``, ``repetition_penalty``, ``ignore_eos``) have vLLM's names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from specbench.base.textsafe import excerpt, one_line
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.options import DecodingKeywords
 
-_FINISHED: Mapping[FinishReason, str] = {
+_FINISH_REASONS: Mapping[FinishReason, str] = {
     "eos": "stop",
     "stop-string": "stop",
     "length": "length",
     "context-limit": "length",
 }
 
-_NOTHING_ELSE: Mapping[str, tuple[Any, ...]] = {
+_FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "cache_prompt": (False,),
@@ -44,9 +44,9 @@ _NOTHING_ELSE: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
-"""Fields whose usual value is all that there is here."""
+"""Fields that are accepted with these values only."""
 
-_NO_MATTER = {
+_IGNORED_FIELDS = {
     "metadata",
     "parallel_tool_calls",
     "prompt_cache_key",
@@ -55,23 +55,23 @@ _NO_MATTER = {
     "store",
     "user",
 }
-"""Fields that change nothing about the text."""
+"""Fields that do not change the text."""
 
-_MOST_STOPS = 16
+_MAX_STOPS = 16
 
 _SEEDS = 2**64
 
-LONGEST_NAME = 60
-"""Of a field or a model that nobody knows, as it is repeated in an error: in characters."""
+MAX_NAME = 60
+"""Characters of an unknown field or model that an error repeats."""
 
 
-class _FirstIsEnough(FailFast):
+class _FirstErrorOnly(FailFast):
     __hash__ = object.__hash__  # unions keep their members in sets
 
 
 _Item = TypeVar("_Item")
-_List = Annotated[list[_Item], _FirstIsEnough()]
-"""One whose first wrong item is error enough: a body has room for a million."""
+_List = Annotated[list[_Item], _FirstErrorOnly()]
+"""A list that is checked up to its first wrong item: a body has room for a million."""
 
 
 class _Body(BaseModel):
@@ -80,11 +80,11 @@ class _Body(BaseModel):
 
 class _StreamOptions(_Body):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # padding against listeners, which our stream has none of
+    include_obfuscation: bool | None = None  # padding, which our stream does not have
 
 
 class BaseRequest(_Body):
-    """What both kinds of requests have; ``None`` where the server's own setting holds."""
+    """Fields of both kinds of requests; ``None`` means the server's default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -104,21 +104,21 @@ class BaseRequest(_Body):
     kind: ClassVar[str]
 
     @property
-    def own_seed(self) -> int | None:
-        """Of the generator of its draws; the protocol has negative ones too."""
+    def sampling_seed(self) -> int | None:
+        """Seed of the sampling, not negative; the protocol has negative ones too."""
         return None if self.seed is None else self.seed % _SEEDS
 
     @property
-    def most_tokens(self) -> int | None:
-        """The output never gets longer."""
+    def max_new_tokens(self) -> int | None:
+        """Limit on the output's length."""
         return self.max_tokens
 
     @property
     def decoding(self) -> DecodingKeywords:
-        """What it asks of the decoding."""
+        """Decoding options that are given."""
         given = DecodingKeywords()
-        if self.most_tokens is not None:
-            given["max_new_tokens"] = self.most_tokens
+        if self.max_new_tokens is not None:
+            given["max_new_tokens"] = self.max_new_tokens
         if self.min_tokens is not None:
             given["min_new_tokens"] = self.min_tokens
         if self.stop is not None:
@@ -129,15 +129,15 @@ class BaseRequest(_Body):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with what it has used."""
+        """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def transforms(self) -> Json:
-        """What is asked of the sampling, by the names of ``Sampling``."""
+        """Sampling options that are given, by the names of ``Sampling``."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if given.get("top_k") == -1:  # how some clients say that all tokens may come
+        if given.get("top_k") == -1:  # all tokens, for some clients
             given["top_k"] = 0
         return given
 
@@ -151,15 +151,14 @@ class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _List[_Part]
 
-    @property
-    def for_template(self) -> dict[str, str]:
-        """As chat templates take it."""
+    def to_dict(self) -> dict[str, str]:
+        """Return the message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatRequest(BaseRequest):
-    """A conversation to be answered."""
+    """A conversation to answer."""
 
     messages: _List[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -168,12 +167,12 @@ class ChatRequest(BaseRequest):
     kind: ClassVar[str] = "chat.completion"
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
 
 class TextRequest(BaseRequest):
-    """A text, or its tokens, to be continued."""
+    """A text, or its token ids, to continue."""
 
     prompt: str | _List[str] | _List[int] | _List[_List[int]]
 
@@ -181,7 +180,7 @@ class TextRequest(BaseRequest):
     kind: ClassVar[str] = "text_completion"
 
     @property
-    def beginning(self) -> str | list[int]:
+    def single_prompt(self) -> str | list[int]:
         """The one prompt.
 
         Raises:
@@ -201,65 +200,63 @@ class TextRequest(BaseRequest):
 
 
 def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatRequest | TextRequest:
-    """A request's body as values.
+    """Parse the body of a request.
 
     Raises:
-        UsageError: It is none; the first thing that is wrong with it.
+        UsageError: The first thing that is wrong with it.
     """
     try:
         data = json.loads(body, parse_constant=not_json)
-    except (ValueError, RecursionError) as error:  # also what is no UTF-8
+    except (ValueError, RecursionError) as error:  # invalid UTF-8 as well
         raise UsageError("The body is no JSON.", "Send one object.") from error
     if not isinstance(data, dict):
         raise UsageError("The body is no JSON object.", "Send one object.")
-    asked = {}
+    given = {}
     for name, value in data.items():
-        allowed = _NOTHING_ELSE.get(name)
+        allowed = _FIXED_FIELDS.get(name)
         if allowed is not None:
             if value is not None and not any(_same(value, each) for each in allowed):
                 raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
-        elif name not in _NO_MATTER:
+        elif name not in _IGNORED_FIELDS:
             if name not in kind.model_fields:
-                raise UsageError(
-                    f"{excerpt(name, LONGEST_NAME)}: there is no such field here.", "Leave it out."
-                )
-            asked[name] = value
+                raise UsageError(f"{excerpt(name, MAX_NAME)}: there is no such field.", "Leave it out.")
+            given[name] = value
     try:
-        found = kind.model_validate(asked)
+        request = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{one_line(place)}: {one_line(first['msg'])}.") from error
-    if len(found.decoding.get("stop") or ()) > _MOST_STOPS:
-        raise UsageError(f"stop: there are more than {_MOST_STOPS}.", "Send fewer.")
-    return found
+    if len(request.decoding.get("stop") or ()) > _MAX_STOPS:
+        raise UsageError(f"stop: there are more than {_MAX_STOPS}.", "Send fewer.")
+    return request
 
 
 def _same(value: object, other: object) -> bool:
-    """Equal, where a truth value is no number."""
+    """Whether values are equal, where a boolean is no number."""
     return type(value) is type(other) and value == other
 
 
-def error_body(message: str, kind: str, code: str | None = None) -> Json:
-    """An error as the protocol has it.
+def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
+    """Return the body of an error.
 
     Args:
-        message: What is wrong; may hold anything, of which a line is kept.
+        message: What is wrong; shortened to a printable line.
         kind: ``invalid_request_error``, ``server_error``, ...
-        code: For programs.
+        code: A name for programs.
     """
     return {"error": {"message": excerpt(message), "type": kind, "param": None, "code": code}}
 
 
 @dataclass
 class Usage:
-    """What a generation has used and drafted so far, in tokens.
+    """Tokens that a generation has used and drafted so far.
 
     Attributes:
-        prompt: Of the prompt.
-        completion: Emitted, an end token among them.
-        drafted: Proposed, one behind the other: of a tree its depth.
-        accepted: How many of these were kept.
+        prompt: Tokens of the prompt.
+        completion: Emitted tokens, an end token included.
+        drafted: Drafted tokens; of a tree its depth.
+        accepted: Accepted ones of these.
     """
 
     prompt: int = 0
@@ -267,8 +264,8 @@ class Usage:
     drafted: int = 0
     accepted: int = 0
 
-    def take(self, record: Prefill | Step) -> Sequence[int]:
-        """Count one more record; its tokens."""
+    def add(self, record: Prefill | Step) -> Sequence[int]:
+        """Count a record and return its tokens."""
         if isinstance(record, Prefill):
             self.prompt = record.prompt_tokens
             tokens: Sequence[int] = () if record.token is None else (record.token,)
@@ -280,7 +277,7 @@ class Usage:
         return tokens
 
     def body(self) -> Json:
-        """As the protocol has it: what was predicted there is what was drafted here."""
+        """Return the usage as the protocol has it; drafted tokens are its predicted ones."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -297,61 +294,61 @@ class Reply:
     """Makes the bodies of the answer to one request.
 
     Args:
-        asked: The request.
-        id: Of the answer.
-        created: When, in seconds of the epoch.
-        model: The model's name.
+        request: The request.
+        id: Id of the answer.
+        created: Time in seconds since the epoch.
+        model: Name of the model.
     """
 
-    asked: ChatRequest | TextRequest
+    request: ChatRequest | TextRequest
     id: str
     created: int
     model: str
 
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
+
     def whole(self, text: str, finish_reason: FinishReason, usage: Usage) -> Json:
-        """The answer to who wants it at once."""
-        chat = isinstance(self.asked, ChatRequest)
-        said: Json = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        """Return the answer without a stream."""
+        content: Json = (
+            {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        )
         return {
-            **self._head(self.asked.kind),
-            "choices": [_choice(said, finish_reason)],
+            **self._head(self.request.kind),
+            "choices": [_choice(content, finish_reason)],
             "usage": usage.body(),
         }
 
-    def opening(self) -> Json | None:
-        """The first event of a stream, before any text; ``None`` where it begins with text."""
-        return (
-            self._chunk({"role": "assistant", "content": ""}, None)
-            if isinstance(self.asked, ChatRequest)
-            else None
-        )
+    def first_chunk(self) -> Json | None:
+        """Return the chunk before any text; ``None`` if there is none."""
+        return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
 
-    def piece(self, text: str) -> Json:
-        """More text."""
-        return self._chunk({"content": text}, None)
+    def text_chunk(self, text: str) -> Json:
+        """Return a chunk with more text."""
+        return self._chunk({"content": text})
 
-    def ending(self, finish_reason: FinishReason) -> Json:
-        """Why there is no more text."""
+    def finish_chunk(self, finish_reason: FinishReason) -> Json:
+        """Return the chunk that says why the text ends."""
         return self._chunk({}, finish_reason)
 
-    def closing(self, usage: Usage) -> Json:
-        """The last event for who asks what was used."""
+    def usage_chunk(self, usage: Usage) -> Json:
+        """Return the last chunk, for clients that ask for the usage."""
         return {**self._head(self._chunk_kind), "choices": [], "usage": usage.body()}
 
     @property
     def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if isinstance(self.asked, ChatRequest) else self.asked.kind
+        return "chat.completion.chunk" if self.is_chat else self.request.kind
 
-    def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None) -> Json:
-        chat = isinstance(self.asked, ChatRequest)
-        said: Json = {"delta": delta} if chat else {"text": delta.get("content", "")}
-        usage = {"usage": None} if self.asked.wants_usage else {}
-        return {**self._head(self._chunk_kind), "choices": [_choice(said, finish_reason)], **usage}
+    def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None = None) -> Json:
+        content: Json = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
+        usage = {"usage": None} if self.request.wants_usage else {}
+        return {**self._head(self._chunk_kind), "choices": [_choice(content, finish_reason)], **usage}
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def _choice(said: Mapping[str, Any], finish_reason: FinishReason | None) -> Json:
-    reason = None if finish_reason is None else _FINISHED[finish_reason]
-    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+def _choice(content: Mapping[str, Any], finish_reason: FinishReason | None) -> Json:
+    reason = None if finish_reason is None else _FINISH_REASONS[finish_reason]
+    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
