@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks of the command line give way to calibrated ones",
-        "models/tree_choices.py:calibrated_tree",
+        "models/calibrations.py:calibrated_tree",
         'rule.word != "static-tree" or "ranks" in rule.options',
         'rule.word != "static-tree"',
         CALIBRATED,

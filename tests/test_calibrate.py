@@ -30,8 +30,8 @@ from specbench.drafters.model import SelfDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.cache import cache_folder
-from specbench.models.calibrations import FORMS, Choice, ChoiceKey, read_choice
-from specbench.models.drafters import check_drafter, choice_key, load_drafter
+from specbench.models.calibrations import FORMS, Choice, calibrated_form, form_key
+from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.specs.drafters import SelfForm
 from specbench.specs.models import parse_model
@@ -384,11 +384,15 @@ def test_what_cannot_be_calibrated_is_refused():
 
 # -- the choice is kept --------------------------------------------------------------------------------
 
-KEY = ChoiceKey("0123456789abcdef", "bfloat16", "cpu")
+KEY = "0123456789abcdef-bfloat16-cpu"
+
+
+def read_choice() -> Choice:
+    return FORMS.require(KEY, "none")
 
 
 def choice_file() -> Path:
-    return cache_folder() / "calibrations" / f"{KEY.name}.json"
+    return cache_folder() / "calibrations" / f"{KEY}.json"
 
 
 CHOICE = Choice("a model", 8, True, (2, 5), 0.8, 30, 0.5, 3, 1.25)
@@ -396,31 +400,24 @@ CHOICE = Choice("a model", 8, True, (2, 5), 0.8, 30, 0.5, 3, 1.25)
 
 def test_a_choice_is_read_as_it_was_written():
     assert not FORMS.names()
-    FORMS.write(KEY.name, CHOICE)
+    FORMS.write(KEY, CHOICE)
     assert FORMS.names()
-    assert read_choice(KEY) == CHOICE
+    assert read_choice() == CHOICE
     assert str(CHOICE.form) == "self:int8,skip=2-5"
-    FORMS.write(KEY.name, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
-    assert read_choice(KEY).skip == (1,)
+    FORMS.write(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
+    assert read_choice().skip == (1,)
     assert [path.name for path in choice_file().parent.iterdir()] == ["0123456789abcdef-bfloat16-cpu.json"]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        ChoiceKey("f" * 16, "bfloat16", "cpu"),
-        ChoiceKey("0123456789abcdef", "float32", "cpu"),
-        ChoiceKey("0123456789abcdef", "bfloat16", "cuda"),
-    ],
-)
-def test_a_choice_holds_for_one_target_dtype_and_device(other):
-    FORMS.write(KEY.name, CHOICE)
-    with pytest.raises(UsageError) as caught:
-        read_choice(other)
-    assert caught.value.message == (
-        f"No calibration is stored for this target in {other.dtype} on {other.device}."
-    )
-    assert "specbench calibrate" in str(caught.value.hint)
+def test_a_choice_holds_for_one_target_dtype_and_device():
+    target = target_of()
+    FORMS.write(form_key(target), CHOICE)
+    assert calibrated_form(target) == CHOICE.form
+    for other in (target_of(seed=1), replace(target, dtype="bfloat16")):
+        with pytest.raises(
+            UsageError, match=f"No calibration is stored for this target in {other.dtype} on cpu"
+        ):
+            calibrated_form(other)
 
 
 @pytest.mark.parametrize(
@@ -431,44 +428,42 @@ def test_a_choice_holds_for_one_target_dtype_and_device(other):
     ],
 )  # fmt: skip
 def test_a_damaged_choice_is_refused(change):
-    FORMS.write(KEY.name, CHOICE)
+    FORMS.write(KEY, CHOICE)
     data = json.loads(choice_file().read_text())
     choice_file().write_text(json.dumps(data | change))
     with pytest.raises(UsageError, match="damaged"):
-        read_choice(KEY)
+        read_choice()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "[" * 100_000])
 def test_what_is_no_choice_at_all(text):
-    FORMS.write(KEY.name, CHOICE)
+    FORMS.write(KEY, CHOICE)
     choice_file().write_text(text)
     with pytest.raises(UsageError, match="damaged"):
-        read_choice(KEY)
+        read_choice()
 
 
 def test_a_write_that_fails_leaves_the_earlier_choice(monkeypatch):
-    FORMS.write(KEY.name, CHOICE)
+    FORMS.write(KEY, CHOICE)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(RunError, match="No space left"):
-        FORMS.write(KEY.name, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
-    assert read_choice(KEY) == CHOICE
+        FORMS.write(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
+    assert read_choice() == CHOICE
     assert len(list(choice_file().parent.iterdir())) == 1
 
 
 def test_the_calibrated_form_is_what_drafts():
     target = target_of()
-    key = choice_key(target)
-    assert (key.dtype, key.device) == ("float32", "cpu")
-    assert key.fingerprint == target.language_model.fingerprint
+    key = form_key(target)
     with pytest.raises(UsageError, match="No calibration is stored yet"):
         check_drafter(SelfForm(calibrated=True), parse_model("smollm2-135m"))
     with pytest.raises(UsageError, match="No calibration is stored for this target in float32 on cpu"):
         load_drafter("self:calibrated", target)
-    FORMS.write(key.name, Choice("tiny", 4, True, (2,), 0.8, 30, 0.5, 3, 1.25))
+    FORMS.write(key, Choice("tiny", 4, True, (2,), 0.8, 30, 0.5, 3, 1.25))
     check_drafter(SelfForm(calibrated=True), parse_model("smollm2-135m"))
     assert load_drafter("self:calibrated", target).name == "self:int8,skip=2"
     drafter = load_drafter("lookup+self:calibrated", target)

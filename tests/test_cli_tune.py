@@ -33,8 +33,7 @@ from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
-from specbench.models.calibrations import FORMS, Choice
-from specbench.models.drafters import choice_key
+from specbench.models.calibrations import FORMS, Choice, form_key
 from specbench.models.target import load_target
 from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize
@@ -361,7 +360,7 @@ def test_a_drafter_without_memory_for_it_is_left_out(tune, tmp_path, monkeypatch
 def test_a_calibrated_form_is_tried_once(tune, tmp_path, models):
     with_cache = load_target(str(models / "target"))
     FORMS.write(
-        choice_key(with_cache).name,
+        form_key(with_cache),
         Choice("target", 2, int8=True, skip=(1,), accepted=0.5, tested=10, cost=0.5, gamma=2, speedup=1.2),
     )
     said = tune("--drafter", "self:calibrated", "--drafter", "self:int8")

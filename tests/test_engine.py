@@ -367,7 +367,7 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(tmp_path, monkeypatch):
         parse_model(str(target)),
         [parse_drafter(word) for word in words],
         ModelOptions("float32"),
-        beforehand=lambda model: met.append([model.name, *loaded]),
+        before_packing=lambda model: met.append([model.name, *loaded]),
     )
     assert loaded == ["target", "small"]
     assert met == [["target", "target", "small"]], "before that no drafter's model may turn out not to fit"

@@ -22,10 +22,9 @@ from specbench.drafters.model import ModelDrafter
 from specbench.generate import GenerationRun
 from specbench.lengths.trees import StaticTree
 from specbench.models.cache import cache_folder
-from specbench.models.calibrations import TREES, TreeChoice, TreeKey
+from specbench.models.calibrations import TREES, TreeChoice, TreeKey, calibrated_tree, tree_key
 from specbench.models.drafters import wrap_drafter
 from specbench.models.target import Target, wrap_target
-from specbench.models.tree_choices import calibrated_tree, tree_key
 from specbench.specs.rules import parse_rule
 from specbench.tune.ranks import _comb, _percentages, best_tree, calibrate_tree
 

@@ -194,7 +194,7 @@ def _find_tree(
     refuse_keep(spec)
     loaded, (loaded_drafter,), encoded = effort.load([spec])
     from specbench.decoding.sampling import Sampling
-    from specbench.models.tree_choices import tree_key
+    from specbench.models.calibrations import tree_key
     from specbench.tune.ranks import calibrate_tree
 
     sampling = Sampling(temperature=temperature)
@@ -243,15 +243,14 @@ def _find_tree(
 def _find_form(effort: _Effort, *, int8: bool | None) -> tuple[dict[str, Any], list[str]]:
     """Choose the form of itself that a target drafts with fastest, and keep it."""
     loaded, _, encoded = effort.load()
-    from specbench.models.calibrations import FORMS
-    from specbench.models.drafters import choice_key
+    from specbench.models.calibrations import FORMS, form_key
     from specbench.tune.calibrate import CalibrationSettings
     from specbench.tune.calibrate import calibrate as search
 
     with effort.progress() as progress:
         settings = CalibrationSettings(effort.tokens, int8, effort.seconds)
         found = search(loaded, encoded, settings, progress=progress)
-    FORMS.write(choice_key(loaded).name, found.choice)
+    FORMS.write(form_key(loaded), found.choice)
     choice = found.choice
     forms = [
         {"drafter": str(candidate.form), **asdict(candidate.agreement), "cost": candidate.cost,

@@ -292,7 +292,7 @@ class _DecodingJob:
             cache=request.recipe.caching.kind,
             bit_exact=request.recipe.caching.bit_exact,
             progress=progress,
-            beforehand=answer,
+            before_packing=answer,
         )
         for line in tokenizer_notes(each.outcome for each in loaded_drafters):
             request.note(line)

@@ -52,7 +52,7 @@ class LengthRule:
         """
         from specbench.decoding.request import DraftPolicy
         from specbench.lengths import FixedLength, build_policy, parse_costs
-        from specbench.models.tree_choices import calibrated_tree
+        from specbench.models.calibrations import calibrated_tree
 
         costs = None if self._costs is None else parse_costs(self._costs, loaded.name)
         if self.spec.kind.tree and loaded.spec.is_plain:  # it has no effect

@@ -1,44 +1,41 @@
-"""What `specbench calibrate` found out of a target and its drafters: kept in the cache folder."""
+"""Results of `specbench calibrate`, kept in the cache folder: self-drafting forms, trees, and token counts."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec import Meta
+
+from specbench.base.errors import SpecbenchError
+from specbench.lengths import build_policy
 from specbench.lengths.trees import StaticTree
 from specbench.models.json_store import JsonStore
 from specbench.specs.drafters import SelfForm
+from specbench.specs.notation import Dashed
 from specbench.specs.rules import RuleSpec, parse_rule
 
-
-@dataclass(frozen=True)
-class ChoiceKey:
-    """What a choice holds for: a target by its fingerprint, in one dtype, on one kind of device."""
-
-    fingerprint: str
-    dtype: str
-    device: str
-
-    @property
-    def name(self) -> str:
-        """Of the file."""
-        return f"{self.fingerprint}-{self.dtype}-{self.device}"
+if TYPE_CHECKING:
+    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.target import Target
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A form of the target, and the figures it was chosen for.
+    """The chosen form of a self-drafting target, with the figures it was chosen for.
 
     Attributes:
         target: The target's name.
-        layers: How many decoder layers the target has.
+        layers: Number of the target's decoder layers.
         int8: Whether the drafter's linear layers are quantized.
-        skip: The layers it leaves out, counted from 0, ascending.
-        accepted: Share of one-token drafts that were the target's greedy choice, on prompts that had no part in the
-            choice.
+        skip: The skipped layers, counted from 0, ascending.
+        accepted: Acceptance rate of one-token drafts under greedy decoding, on held-out prompts.
         tested: Number of those drafts.
-        cost: c, the time of a drafter's pass over that of a target's pass with one token.
+        cost: c, the time of a drafter's forward pass over that of a target's forward pass with one token.
         gamma: The draft length with the highest predicted speedup.
         speedup: That speedup, over plain decoding.
     """
@@ -53,6 +50,10 @@ class Choice:
     gamma: int
     speedup: float
 
+    def __post_init__(self) -> None:
+        if not (self.int8 or self.skip) or not all(0 < layer < self.layers for layer in self.skip):
+            raise ValueError("no form of the target")
+
     @property
     def form(self) -> SelfForm:
         """As ``--drafter`` takes it."""
@@ -64,28 +65,31 @@ FORMS = JsonStore(
     Choice,
     "The stored calibration is",
     "Run `specbench calibrate` with this target, dtype and device.",
-    lambda choice: (choice.int8 or bool(choice.skip)) and all(0 < i < choice.layers for i in choice.skip),
 )
-"""By the names of ``ChoiceKey``."""
+"""By ``form_key``."""
 
 
-def read_choice(key: ChoiceKey) -> Choice:
-    """What was chosen for a target, see ``JsonStore.require``."""
-    return FORMS.require(
-        key.name, f"No calibration is stored for this target in {key.dtype} on {key.device}."
-    )
+def form_key(target: Target) -> str:
+    """Return the key of a target's form: its weights, dtype and kind of device."""
+    return f"{target.language_model.fingerprint}-{target.dtype}-{target.scorer.device.type}"
+
+
+def calibrated_form(target: Target) -> SelfForm:
+    """Return the form chosen for a target; for the errors see ``JsonStore.require``."""
+    missing = f"No calibration is stored for this target in {target.dtype} on {target.scorer.device.type}."
+    return FORMS.require(form_key(target), missing).form
 
 
 @dataclass(frozen=True)
 class TreeKey:
-    """What a tree holds for.
+    """What a tree was calibrated for.
 
     Attributes:
-        fingerprint, dtype, device: Of the target: its weights, in what they are, and the kind of device.
-        drafter: Its name.
-        weights: Fingerprints of its models.
-        temperature: 0 for greedy decoding. Of the transforms no other counts.
-        verification: How drafts are verified; empty in greedy decoding, where all ways are the same.
+        fingerprint, dtype, device: The target's weights, dtype and kind of device.
+        drafter: The drafter's name.
+        weights: Fingerprints of the drafter's models.
+        temperature: 0 for greedy decoding. Other transforms do not count.
+        verification: The verification method; empty in greedy decoding, where all give the same.
     """
 
     fingerprint: str
@@ -98,7 +102,7 @@ class TreeKey:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The entry's name in ``TREES``."""
         rest = "\n".join([self.dtype, self.device, self.drafter, self.weights, f"{self.temperature:g}"])
         digest = hashlib.sha256(f"{rest}\n{self.verification}".encode()).hexdigest()[:12]
         return f"{self.fingerprint}-{digest}"
@@ -106,14 +110,14 @@ class TreeKey:
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """A tree, and what it was chosen for.
+    """The chosen draft tree, with the figures it was chosen for.
 
     Attributes:
         target, drafter: Their names.
         temperature, verification: See ``TreeKey``.
-        ranks: By rank, how many of a hundred nodes have that candidate kept.
-        tested: At how many nodes that was counted.
-        nodes, depth: With the highest predicted speedup.
+        ranks: Percentage of nodes at which the candidate of each rank is accepted.
+        tested: Number of those nodes.
+        nodes, depth: Size of the tree with the highest predicted speedup.
         speedup: That speedup, over plain decoding.
     """
 
@@ -121,11 +125,15 @@ class TreeChoice:
     drafter: str
     temperature: float
     verification: str
-    ranks: tuple[int, ...]
+    ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
     tested: int
-    nodes: int
-    depth: int
+    nodes: Annotated[int, Meta(ge=1, le=64)]
+    depth: Annotated[int, Meta(ge=1)]
     speedup: float
+
+    def __post_init__(self) -> None:
+        if sum(self.ranks) > 100:
+            raise ValueError("more than 100%")
 
     @property
     def rule(self) -> RuleSpec:
@@ -134,18 +142,13 @@ class TreeChoice:
 
     @property
     def circumstances(self) -> str:
-        """What it was chosen for, in words."""
-        return circumstances(self.drafter, self.temperature, self.verification)
+        """The drafter, temperature and verification it was chosen for, as text."""
+        return _circumstances(self)
 
 
-def circumstances(drafter: str, temperature: float, verification: str) -> str:
-    """What a tree is chosen for, in words."""
-    return f"{drafter} at temperature {temperature:g}" + (f" by {verification}" if verification else "")
-
-
-def _is_tree(choice: TreeChoice) -> bool:
-    shares = bool(choice.ranks) and min(choice.ranks) >= 0 and sum(choice.ranks) <= 100
-    return shares and 1 <= choice.nodes <= 64 and choice.depth >= 1
+def _circumstances(of: TreeKey | TreeChoice) -> str:
+    method = f" by {of.verification}" if of.verification else ""
+    return f"{of.drafter} at temperature {of.temperature:g}{method}"
 
 
 TREES = JsonStore(
@@ -153,43 +156,94 @@ TREES = JsonStore(
     TreeChoice,
     "The stored tree is",
     "Run `specbench calibrate --tree` with this target and drafter.",
-    _is_tree,
 )
-"""By the names of ``TreeKey``."""
+"""By ``TreeKey.name``."""
+
+
+def tree_key(target: Target, drafter: Drafter, weights: str, sampling: Sampling, rule: RuleSpec) -> TreeKey:
+    """Return the key of a drafter's tree; ``weights`` are the fingerprints of its models."""
+    return TreeKey(
+        target.language_model.fingerprint,
+        target.dtype,
+        target.scorer.device.type,
+        drafter.name,
+        weights,
+        sampling.temperature,
+        "" if sampling.greedy else build_policy(rule).method(drafter),
+    )
+
+
+def calibrated_tree(
+    rule: RuleSpec, target: Target, drafter: Drafter, weights: str, sampling: Sampling
+) -> tuple[RuleSpec, str | None]:
+    """Fill in what a ``static-tree`` leaves open from its calibration: ranks, and size if neither is given.
+
+    Args:
+        rule: The draft policy asked for.
+        target, drafter, sampling: What decodes.
+        weights: Fingerprints of the drafter's models; empty without any.
+
+    Returns:
+        The draft policy, and a note for the user if there is one.
+
+    Raises:
+        UsageError: The stored tree is damaged. RunError: It cannot be read.
+    """
+    if rule.word != "static-tree" or "ranks" in rule.options:
+        return rule, None
+    key = tree_key(target, drafter, weights, sampling, rule)
+    choice = TREES.read(key.name)
+    if choice is not None:
+        found: dict[str, Any] = {"ranks": Dashed(choice.ranks)}
+        if not rule.options.keys() & {"nodes", "depth"}:
+            found |= {"nodes": choice.nodes, "depth": choice.depth}
+        fitted = rule.with_options(found)
+        return fitted, f"The tree is the one calibrated for {choice.circumstances}: {fitted}."
+    same_target = TREES.names(f"{key.fingerprint}-")
+    for name in dict.fromkeys([*same_target, *TREES.names()]):
+        with suppress(SpecbenchError):  # another tree's damage is no matter here
+            if (other := TREES.read(name)) is not None:
+                end = "" if name in same_target else f" with {other.target}"
+                return rule, (
+                    f"A tree is calibrated for {other.circumstances}{end}, and none for {_circumstances(key)}, so that"
+                    f" {rule} goes by usual figures; `specbench calibrate --tree` finds a better one."
+                )
+    return rule, None
+
+
+Token = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True)
 class TokenCounts:
     """How often a target writes each token.
 
-    A drafter's head may be cut to the tokens that the target writes most often (FR-Spec, Zhao et al. 2025, arXiv
-    2502.14856; VocabTrim, Goel et al. 2025, arXiv 2506.22694).
+    A drafter's head can be trimmed to the most frequent ones (FR-Spec, Zhao et al. 2025, arXiv 2502.14856;
+    VocabTrim, Goel et al. 2025, arXiv 2506.22694).
 
     Attributes:
-        target: Its name.
-        ranked: The tokens that were seen, the most frequent first.
-        counted: Number of tokens of its own outputs that were counted.
-        held_out: Tokens of outputs that were not.
+        target: The target's name.
+        ranked: The tokens seen, the most frequent first.
+        counted: Number of output tokens counted.
+        held_out: Tokens of outputs that were not counted.
     """
 
     target: str
-    ranked: tuple[int, ...]
+    ranked: tuple[Token, ...]
     counted: int
-    held_out: tuple[int, ...]
+    held_out: Annotated[tuple[Token, ...], Meta(min_length=1)]
 
     def most_frequent(self, number: int, among: Collection[int]) -> list[int]:
-        """So many ids, ascending. Where fewer were seen the lowest ids follow: merges come in the order of frequency.
+        """Return the ``number`` most frequent tokens among these, ascending.
 
-        Args:
-            number: How many.
-            among: Those that can be taken.
+        Unseen tokens follow by id: merges are numbered in the order of frequency.
         """
         seen = [token for token in dict.fromkeys(self.ranked) if token in among]
         rest = set(among).difference(seen)
         return sorted([*seen, *sorted(rest)][:number])
 
     def coverage(self, kept: Collection[int]) -> float:
-        """Share of the tokens of other outputs that are among these."""
+        """Return the share of held-out tokens that are kept."""
         kept = frozenset(kept)
         return sum(token in kept for token in self.held_out) / len(self.held_out)
 
@@ -199,11 +253,10 @@ COUNTS = JsonStore(
     TokenCounts,
     "The stored counts are",
     "Run `specbench calibrate --vocab 16000` with this target.",
-    lambda counts: bool(counts.held_out) and min((*counts.ranked, *counts.held_out)) >= 0,
 )
-"""By fingerprints of targets."""
+"""By the target's fingerprint."""
 
 
 def not_counted(target: str) -> str:
-    """That the tokens of a target were not counted."""
+    """Return the message that a target's tokens were not counted."""
     return f"The tokens that {target} writes were not counted yet."

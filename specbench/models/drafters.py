@@ -1,4 +1,4 @@
-"""From the spec of a drafter to a drafter of a loaded target."""
+"""Build the drafters of a loaded target from their specs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -38,9 +38,10 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation
-from specbench.models.calibrations import COUNTS, FORMS, ChoiceKey, not_counted, read_choice
+from specbench.models.calibrations import COUNTS, FORMS, calibrated_form, not_counted
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
+from specbench.models.dtypes import dtype_name
 from specbench.models.head_files import find_head
 from specbench.models.heads import TrainedHead, load_head
 from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
@@ -48,50 +49,43 @@ from specbench.models.pairing import translation_of
 from specbench.models.rounded_layers import rounded_layers
 from specbench.models.target import Target, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
-from specbench.specs.drafters import (
-    Cascade,
-    DrafterSpec,
-    SelfForm,
-    Several,
-    SmallModel,
-    parse_drafter,
-)
+from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 
-if TYPE_CHECKING:
-    pass
+# -- checks before weights are loaded --------------------------------------------------------------
 
 
 def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | None = None) -> None:
-    """Check a drafter against the target's configuration, before any weights are loaded.
+    """Check a drafter against the target's configuration.
 
     Raises:
         UsageError: It cannot draft for this target.
     """
     for part in spec.parts:
-        _check_form(part.model_part, target, progress)
+        form = part.model_part
+        if isinstance(form, SmallModel):
+            _check_model(form, target, progress)
+        elif isinstance(form, SelfForm):
+            if form.calibrated and not FORMS.names():
+                raise UsageError("No calibration is stored yet.", FORMS.hint)
+            if form.layers is not None or form.skip:
+                check_form(form, load_config(target, progress=progress))
 
 
-def _check_form(form: DrafterSpec, target: ModelSpec, progress: Progress | None) -> None:
-    if isinstance(form, SmallModel) and (head := find_head(form.model, progress)) is not None:
+def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None) -> None:
+    if (head := find_head(form.model, progress)) is not None:
         if form.vocab is not None:
             raise UsageError(f"The head {head.name} has a vocabulary of its own.", "Leave vocab out.")
         head.check(load_config(target, progress=progress), target.name)
-    if isinstance(form, SmallModel) and form.vocab is not None and not COUNTS.names():
+    if form.vocab is not None and not COUNTS.names():
         raise UsageError(not_counted(target.name), COUNTS.hint)
-    if not isinstance(form, SelfForm):
-        return
-    if form.calibrated and not FORMS.names():
-        raise UsageError("No calibration is stored yet.", FORMS.hint)
-    if form.layers is not None or form.skip:
-        check_form(form, load_config(target, progress=progress))
 
 
 def refuse_keep(spec: DrafterSpec) -> None:
-    """Refuse a drafter that learns from one generation for the next, where a prompt is decoded again to be timed.
+    """Refuse the option ``keep`` where prompts are decoded again to be timed.
 
     Raises:
-        UsageError: It has the option ``keep``.
+        UsageError: The drafter has it.
     """
     if spec.keeps_state:
         raise UsageError(
@@ -99,6 +93,9 @@ def refuse_keep(spec: DrafterSpec) -> None:
             " well it remembers its own answers.",
             "Leave keep out.",
         )
+
+
+# -- from specs to drafters ------------------------------------------------------------------------
 
 
 def load_drafter(
@@ -113,16 +110,16 @@ def load_drafter(
     """Build a drafter for a target.
 
     Args:
-        spec: A drafter word with options after a colon (``ngram:order=3``, ``self:int8``; ``specbench drafters`` lists
-            them), a model spec, or two drafters with a plus between them (``lookup+self:int8``).
+        spec: A drafter name with options after a colon (``ngram:order=3``, ``self:int8``; ``specbench drafters`` lists
+            them), a model spec, or two drafters joined by a plus (``lookup+self:int8``).
         target: What it drafts for.
         options: Dtype, device and device map of a drafter model. On a CPU "auto" means int8; "int4" is coarser, and
-            quicker where there are native products.
+            faster where there are native kernels.
         cache: The kind of cache of a drafter model; self-drafters share the target's.
         progress, allow_pickle: See ``load_target``.
 
     Raises:
-        UsageError: No such drafter, or it does not fit this target.
+        UsageError: There is no such drafter, or it does not fit this target.
         RunError: It could not be loaded.
     """
     spec = parse_drafter(spec) if isinstance(spec, str) else spec
@@ -132,12 +129,14 @@ def load_drafter(
 
 
 class DrafterLoader:
-    """Makes drafters of one target. A model is loaded once for each vocabulary, and a drafter made once, whichever
-    cascades and merged drafters have it.
+    """Builds the drafters of one target.
+
+    Each model is loaded once per vocabulary, and each drafter is built once, however many cascades and merged
+    drafters use it.
 
     Args:
         target, options, cache, progress, allow_pickle: See ``load_drafter``.
-        loaded: Models that are loaded already, which are taken; others are added.
+        loaded: Models that are loaded already; others are added.
     """
 
     def __init__(
@@ -153,14 +152,14 @@ class DrafterLoader:
         self._target, self._options, self._cache = target, options or LoadOptions(), cache
         self._progress, self._allow_pickle = progress, allow_pickle
         self.loaded = {} if loaded is None else loaded
-        self._taken: set[ModelSpec] = set()
+        self._used: set[ModelSpec] = set()
         self._made: dict[DrafterSpec, Drafter | RunError] = {}
 
     def load(self, spec: DrafterSpec) -> Drafter:
-        """The drafter of a spec.
+        """Return the drafter of a spec.
 
         Raises:
-            UsageError, RunError: See ``load_drafter``. What failed once fails again, and is not tried again.
+            UsageError, RunError: See ``load_drafter``. A failure is remembered and not tried again.
         """
         if isinstance(spec, Several):
             return SeveralDrafters([self.load(part) for part in spec.drafters])
@@ -182,14 +181,24 @@ class DrafterLoader:
         if isinstance(spec, SelfForm):
             return self_drafter(spec, self._target, progress=self._progress)
         if not isinstance(spec, SmallModel):
-            drafter: Drafter = _without_model(spec)
+            drafter: Drafter = _free_drafter(spec)
             return drafter
-        own = self._own(spec.model)
-        if isinstance(own, TrainedHead):
-            self.loaded[spec.model] = own.without_weights()
-            return wrap_head(own, self._target, self._options)
+        if spec.model not in self.loaded or spec.model in self._used:  # another drafter has trimmed its head
+            check_options(self._options)
+            self.loaded[spec.model] = load_drafter_model(
+                spec.model,
+                self._options,
+                self._target.language_model,
+                progress=self._progress,
+                allow_pickle=self._allow_pickle,
+            )
+        self._used.add(spec.model)
+        model = self.loaded[spec.model]
+        if isinstance(model, TrainedHead):
+            self.loaded[spec.model] = model.without_weights()
+            return wrap_head(model, self._target, self._options)
         return wrap_drafter(
-            own,
+            model,
             self._target,
             cache=self._cache,
             int8=self._options.dtype == "auto",
@@ -197,22 +206,8 @@ class DrafterLoader:
             progress=self._progress,
         )
 
-    def _own(self, model: ModelSpec) -> LanguageModel | TrainedHead:
-        """A drafter's model; loaded again where another drafter has changed its head."""
-        if model not in self.loaded or model in self._taken:
-            check_options(self._options)
-            self.loaded[model] = load_own(
-                model,
-                self._options,
-                self._target.language_model,
-                progress=self._progress,
-                allow_pickle=self._allow_pickle,
-            )
-        self._taken.add(model)
-        return self.loaded[model]
 
-
-def load_own(
+def load_drafter_model(
     spec: ModelSpec,
     options: LoadOptions,
     target: LanguageModel,
@@ -220,24 +215,29 @@ def load_own(
     progress: Progress | None,
     allow_pickle: bool,
 ) -> LanguageModel | TrainedHead:
-    """What the model spec of a drafter of this target names."""
+    """Load the model or the trained head that a drafter's spec names."""
     head = find_head(spec, progress)
     if head is not None:
         return load_head(head, allow_pickle=allow_pickle)
-    return load_model(spec, options, progress=progress, allow_pickle=allow_pickle, beside=target)
+    return load_model(
+        spec, options, progress=progress, allow_pickle=allow_pickle, share_tokenizer_with=target
+    )
 
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
-    """A cascade of the free drafter that is asked first, and of ``model``, whichever its spec names."""
-    return CascadeDrafter(_without_model(spec.front), model, spec.passes)
+    """Build a cascade of its spec's free drafter and of ``model``."""
+    return CascadeDrafter(_free_drafter(spec.front), model, spec.passes)
 
 
-def _without_model(spec: DrafterSpec) -> Any:
-    """What drafts without any model."""
+def _free_drafter(spec: DrafterSpec) -> Any:
+    """Build a drafter without a model."""
     if spec.drafter is None:
         return NoDraft()
     module, _, name = spec.drafter.partition(":")
     return getattr(import_module(f"specbench.drafters.{module}"), name)(spec)
+
+
+# -- models of their own ---------------------------------------------------------------------------
 
 
 def wrap_drafter(
@@ -249,20 +249,20 @@ def wrap_drafter(
     vocab: int | None = None,
     progress: Progress | None = None,
 ) -> ModelDrafter:
-    """A drafter of a loaded model; its linear layers are quantized or packed in place.
+    """Make a loaded model a drafter; its linear layers are quantized or packed in place.
 
-    With another tokenizer than the target's it drafts the tokens that both have, and its head is cut to these.
+    With another tokenizer than the target's it drafts the tokens that both have, and its head is trimmed to these.
 
     Args:
         language_model: The drafter.
         target: What it drafts for.
         cache: The kind of its own cache.
         int8: Quantize if it is on a CPU. (Always done if the model was loaded with the dtype "int8" or "int4".)
-        vocab: Draft so many tokens only, those that the target writes most often; ``None`` for all.
-        progress: Told what is being done.
+        vocab: Number of tokens it drafts, those that the target writes most often; ``None`` for all.
+        progress: Receives the stages.
 
     Raises:
-        UsageError: The tokenizers share too few tokens, the head cannot be cut, or the target's tokens were not
+        UsageError: The tokenizers share too few tokens, the head cannot be trimmed, or the target's tokens were not
             counted.
     """
     translation = translation_of(target.language_model, language_model)
@@ -272,9 +272,9 @@ def wrap_drafter(
     dtype = language_model.dtype
     draftable = _draftable(language_model, target, translation, vocab)
     if draftable is not None and translation is not None:
-        _cut_head(language_model, tuple(translation.shared[token] for token in draftable))
+        _trim_head(language_model, tuple(translation.shared[token] for token in draftable))
     else:
-        _cut_head(language_model, draftable)
+        _trim_head(language_model, draftable)
     rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
     if rounded is not None:
         quantize(language_model, rounded, row_invariant=False, progress=progress)
@@ -298,18 +298,85 @@ def wrap_drafter(
     )
 
 
+def _draftable(
+    language_model: LanguageModel, target: Target, translation: Translation | None, vocab: int | None
+) -> tuple[int, ...] | None:
+    """Return the target's tokens that a model drafts, ascending; ``None`` for all."""
+    known = None if translation is None else tuple(sorted(translation.shared))
+    if vocab is None:
+        return known
+    among = range(min(target.vocab_size, language_model.vocab_size)) if known is None else known
+    if vocab >= len(among):
+        raise UsageError(
+            f"{language_model.name} drafts {len(among)} tokens, and vocab={vocab} keeps all of them.",
+            "Give less, or leave it out.",
+        )
+    counts = COUNTS.require(target.language_model.fingerprint, not_counted(target.name))
+    return tuple(counts.most_frequent(vocab, among))
+
+
+def _trim_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> None:
+    """Keep these logits of a model alone, ``None`` for all."""
+    if language_model.head_rows == rows:
+        return
+    if language_model.head_rows is not None:
+        raise UsageError(
+            f"The head of {language_model.name} was cut to other tokens, for another drafter.",
+            "Load the model once for each.",
+        )
+    trim_head(language_model.model, torch.tensor(rows, device=language_model.model.device))
+    language_model.head_rows = rows
+
+
+def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
+    """Build a drafter that is a cheaper form of the target, on the target's own cache.
+
+    Raises:
+        UsageError: The target cannot take this form, or none was calibrated for it.
+    """
+    if form.calibrated:
+        form = calibrated_form(target)
+    check_form(form, target.language_model.model.config)
+    if (form.int8 or form.int4) and target.rounded is not None:
+        raise UsageError(
+            f"The target is {target.rounded} already: {form} would need the weights that it was made of.",
+            "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
+        )
+    model, kept = target.language_model, form.kept(target.language_model.layers)
+    rounded: QuantizedName | None = "int8" if form.int8 else "int4" if form.int4 else None
+    whole = rounded is not None and len(kept) == model.layers
+    try:
+        with rounded_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
+            cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
+    except ValueError as error:
+        raise UsageError(
+            f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."
+        ) from error
+    scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
+    return SelfDrafter(scorer, str(form))
+
+
+# -- trained heads ---------------------------------------------------------------------------------
+
+_SCORERS: Mapping[str, type[EagleScorer] | type[DFlashScorer]] = {
+    "dflash": DFlashScorer,
+    "peagle": ParallelScorer,
+}
+"""Scorers of heads of decoder layers, by kind; ``EagleScorer`` for the others."""
+
+
 def wrap_head(
     head: TrainedHead, target: Target, options: LoadOptions | None = None
 ) -> HeadDrafter | LookAheadDrafter:
-    """A drafter of a trained head, on its target's device.
+    """Make a trained head a drafter, on its target's device.
 
     Args:
         head: The head.
         target: What it was trained for.
-        options: Its dtype (on a CPU "auto" means int8), and whether any weights will do.
+        options: Its dtype (on a CPU "auto" means int8), and whether it may draft for any weights.
 
     Raises:
-        UsageError: It was trained for another target, its file is not what its configuration says, another device is
+        UsageError: It was trained for another target, its file does not match its configuration, another device is
             asked for, or the target gives no hidden states.
     """
     options = options or LoadOptions()
@@ -333,7 +400,7 @@ def wrap_head(
     dtype = embeddings.weight.dtype if quantize else resolve_dtype(options, config, Counter())
     device = target.scorer.device
     module.to(device=device, dtype=dtype)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if rounded == "int4":
         quantize_linears_int4(module)
         name = "int4"
@@ -354,34 +421,27 @@ def wrap_head(
     return HeadDrafter(scorer, f"{head.name} ({name})")
 
 
-_SCORERS: Mapping[str, type[EagleScorer] | type[DFlashScorer]] = {
-    "dflash": DFlashScorer,
-    "peagle": ParallelScorer,
-}
-"""Of heads of decoder layers, by kind; of the others ``EagleScorer``."""
-
-
 def _look_ahead(head: TrainedHead, target: Target) -> LookAheadDrafter:
-    """A target that drafts with embeddings of tokens to come."""
+    """Build the drafter of PaSS: the target itself, with embeddings of tokens to come."""
     model: Any = target.language_model.model
     own = model.get_input_embeddings()
     try:
-        twin: Any = cheaper_form(model, range(target.language_model.layers), int8=False)
+        copy: Any = cheaper_form(model, range(target.language_model.layers), int8=False)
     except ValueError as error:
         raise UsageError(
             f"This target takes no embeddings of others: {error}.", "Use another drafter."
         ) from error
-    twin.set_input_embeddings(head.look_ahead(own))
-    scorer = Scorer(twin, target.scorer.cache, context_limit=target.scorer.context_limit)
+    copy.set_input_embeddings(head.look_ahead(own))
+    scorer = Scorer(copy, target.scorer.cache, context_limit=target.scorer.context_limit)
     first = len(own.weight)
     return LookAheadDrafter(scorer, range(first, first + head.files.number("look_ahead")), head.name)
 
 
 def _head_of(target: Target) -> torch.Tensor:
-    """The weight of a target's own head, [vocab, width]."""
+    """Return the weight of a target's language-model head, [vocab, width]."""
     model: Any = target.language_model.model
     weight: torch.Tensor = model.get_output_embeddings().weight
-    if weight.shape[1] == 0 and text_config(model.config).tie_word_embeddings:  # rounded
+    if weight.shape[1] == 0 and text_config(model.config).tie_word_embeddings:  # quantized
         weight = model.get_input_embeddings().weight
     if weight.shape[1] == 0:
         raise UsageError(
@@ -392,10 +452,10 @@ def _head_of(target: Target) -> torch.Tensor:
 
 
 def require_states(target: Target, layers: Sequence[int]) -> None:
-    """Refuse a target that gives no hidden states, or others than one of its width for each token and layer.
+    """Refuse a target that does not give one hidden state of its width for each token and layer.
 
     Raises:
-        UsageError: It does.
+        UsageError: It does not.
     """
     scorer, width = target.scorer, text_config(target.language_model.model.config).hidden_size
     tokens = [0, 0]
@@ -412,66 +472,3 @@ def require_states(target: Target, layers: Sequence[int]) -> None:
             f"{target.name} does not give one hidden state for each token and layer, and a head drafts on these.",
             "Use another drafter.",
         )
-
-
-def _draftable(
-    language_model: LanguageModel, target: Target, translation: Translation | None, vocab: int | None
-) -> tuple[int, ...] | None:
-    """Which of the target's tokens a model drafts, ascending; ``None`` for all."""
-    known = None if translation is None else tuple(sorted(translation.shared))
-    if vocab is None:
-        return known
-    among = range(min(target.vocab_size, language_model.vocab_size)) if known is None else known
-    if vocab >= len(among):
-        raise UsageError(
-            f"{language_model.name} drafts {len(among)} tokens, and vocab={vocab} keeps all of them.",
-            "Give less, or leave it out.",
-        )
-    counts = COUNTS.require(target.language_model.fingerprint, not_counted(target.name))
-    return tuple(counts.most_frequent(vocab, among))
-
-
-def _cut_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> None:
-    """Leave these logits of a model alone, ``None`` for all; nothing happens where there are no others any more."""
-    if language_model.head_rows == rows:
-        return
-    if language_model.head_rows is not None:
-        raise UsageError(
-            f"The head of {language_model.name} was cut to other tokens, for another drafter.",
-            "Load the model once for each.",
-        )
-    trim_head(language_model.model, torch.tensor(rows, device=language_model.model.device))
-    language_model.head_rows = rows
-
-
-def choice_key(target: Target) -> ChoiceKey:
-    """Under which a calibrated form of a target is kept."""
-    return ChoiceKey(target.language_model.fingerprint, target.dtype, target.scorer.device.type)
-
-
-def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
-    """A drafter that is the target in a cheaper form, on the target's own cache.
-
-    Raises:
-        UsageError: The target cannot take this form, or none was calibrated for it.
-    """
-    if form.calibrated:
-        form = read_choice(choice_key(target)).form
-    check_form(form, target.language_model.model.config)
-    if (form.int8 or form.int4) and target.rounded is not None:
-        raise UsageError(
-            f"The target is {target.rounded} already: {form} would need the weights that it was made of.",
-            "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
-        )
-    model, kept = target.language_model, form.kept(target.language_model.layers)
-    rounded: QuantizedName | None = "int8" if form.int8 else "int4" if form.int4 else None
-    whole = rounded is not None and len(kept) == model.layers
-    try:
-        with rounded_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
-            cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
-    except ValueError as error:
-        raise UsageError(
-            f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."
-        ) from error
-    scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
-    return SelfDrafter(scorer, str(form))

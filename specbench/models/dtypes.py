@@ -1,7 +1,7 @@
-"""In which dtype a checkpoint is decoded on a CPU where none is asked for: measured once, and kept in the cache folder.
+"""The dtype a checkpoint is decoded in on a CPU where none is asked for: measured once, and kept in the cache folder.
 
-Only dtypes that hold every value of the checkpoint are compared: the one it is stored in, and float32. Two of them give
-the same model up to the rounding of activations, and which one is quicker depends on the processor's instructions.
+Only dtypes that hold every value of the checkpoint are compared: the stored one and float32. Both give the same model
+up to the rounding of activations; which one is faster depends on the processor's instructions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from msgspec import Meta
 
 from specbench._version import __version__
 from specbench.backends.torch.dtype_timing import sample_in, time_samples
@@ -29,50 +30,58 @@ if TYPE_CHECKING:
 
 _ROUNDS = 15
 _INNER = slice(3, -3)
-"""Of so many ratios in their order, these hold the median with a chance of 0.965, however they are distributed."""
+"""Of 15 sorted ratios, these hold the median with probability 0.965, whatever their distribution."""
 
 _PATIENCE_S = 15.0
-"""What measuring may take: a quiet machine needs two to five."""
+"""Longest measurement; a quiet machine needs two to five seconds."""
 
 _MARGIN = 1.05
-"""Less than that is not worth another dtype."""
+"""Smallest speedup that is worth another dtype."""
 
 _WORTH_MEASURING = 1 << 25
-"""Numbers of a checkpoint below which any dtype will do."""
+"""Smallest number of weights that is worth measuring."""
+
+_Name = Literal["float32", "bfloat16", "float16"]
+_Ratio = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """A dtype, and what it was chosen over.
+    """A dtype, and the one it was chosen over.
 
     Attributes:
         target: The model's name.
-        dtype, other: Such as "bfloat16" and "float32".
-        speedup: How many times as quick passes are in ``dtype``, as the median of rounds.
-        low, high: Of its interval.
+        dtype, other: The chosen dtype and the other one.
+        speedup: How many times as fast forward passes are in ``dtype``, as the median of rounds.
+        low, high: Its interval.
     """
 
     target: str
-    dtype: str
-    other: str
-    speedup: float
-    low: float
-    high: float
+    dtype: _Name
+    other: _Name
+    speedup: _Ratio
+    low: _Ratio
+    high: _Ratio
 
     @property
     def sentence(self) -> str:
-        """For whoever waited for it."""
+        """A note for the user who waited for it."""
         return (
             f"{self.target} runs in {self.dtype}: measured {self.speedup:.2f}× as fast as {self.other} here, and kept"
             " for later starts."
         )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def exact_dtypes(counts: Counter[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """The dtypes that hold every value of files with such numbers; empty where that is not known.
+    """Return the dtypes that hold every value of a checkpoint; empty if that is not known.
 
     Args:
-        counts: How many numbers there are of each dtype.
+        counts: Number of weights in each dtype.
     """
     kinds = [kind for kind in counts if kind.is_floating_point]
     if any(kind not in (torch.float32, torch.bfloat16, torch.float16) for kind in kinds) or not kinds:
@@ -81,11 +90,7 @@ def exact_dtypes(counts: Counter[torch.dtype]) -> tuple[torch.dtype, ...]:
 
 
 def dtype_key(weights: str) -> str:
-    """The name of a choice's file: for such weights, this processor and what may use it, threads and versions.
-
-    Args:
-        weights: See ``checkpoints.headers_digest``.
-    """
+    """Return the key of a choice: the weights (``checkpoints.headers_digest``), processor, threads and versions."""
     facts = [
         *cpu_signature(),
         native.why_unavailable(),
@@ -103,12 +108,12 @@ def measure_dtypes(
 
     Args:
         model: As ``transformers`` has loaded it; it is left as it is.
-        name: What it is called.
-        usual: What is taken where nothing can be said.
+        name: The model's name.
+        usual: The default dtype.
         other: Another dtype that holds its values.
 
     Returns:
-        ``None`` where the machine is too busy to tell, or the model is too small to, or cannot be cut.
+        ``None`` if the machine is too busy to tell, or the model is too small or cannot be cut.
     """
     if sum(weight.numel() for weight in model.parameters()) < _WORTH_MEASURING:
         return None
@@ -125,44 +130,33 @@ def measure_dtypes(
 def decide(
     name: str, usual: torch.dtype, other: torch.dtype, times: Sequence[tuple[float, float]]
 ) -> DtypeChoice | None:
-    """The other dtype if it is surely worth it, the usual one if that is surely not so, and otherwise ``None``.
+    """Choose the other dtype if it surely pays, the usual one if it surely does not, and otherwise ``None``.
 
-    Args:
-        name, usual, other: See ``measure_dtypes``.
-        times: Of both in every round.
+    ``times`` are both dtypes' in each round.
     """
     gains = sorted(mine / its for mine, its in times)
-    inner = gains[_INNER]
-    usual_name, other_name = (str(dtype).removeprefix("torch.") for dtype in (usual, other))
-    middle = median(gains)
-    if inner[0] >= _MARGIN:
-        return DtypeChoice(name, other_name, usual_name, middle, inner[0], inner[-1])
-    if inner[-1] <= _MARGIN:
-        return DtypeChoice(name, usual_name, other_name, 1 / middle, 1 / inner[-1], 1 / inner[0])
+    low, middle, high = gains[_INNER][0], median(gains), gains[_INNER][-1]
+    names: dict[torch.dtype, _Name] = {
+        torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"
+    }  # fmt: skip
+    if low >= _MARGIN:
+        return DtypeChoice(name, names[other], names[usual], middle, low, high)
+    if high <= _MARGIN:
+        return DtypeChoice(name, names[usual], names[other], 1 / middle, 1 / high, 1 / low)
     return None
 
 
-_KNOWN = ("float32", "bfloat16", "float16")
-
-_STORE = JsonStore(
-    "dtypes",
-    DtypeChoice,
-    "The stored dtype is",
-    "It is measured again.",
-    lambda choice: (
-        {choice.dtype, choice.other} <= {*_KNOWN} and min(choice.speedup, choice.low, choice.high) > 0
-    ),
-)
+_STORE = JsonStore("dtypes", DtypeChoice, "The stored dtype is", "It is measured again.")
 
 
 def read_dtype(key: str) -> DtypeChoice | None:
-    """What was chosen; ``None`` for nothing, or nothing that can be read: it is measured again."""
+    """Return a stored choice; ``None`` if there is none or it cannot be read, so that it is measured again."""
     with suppress(SpecbenchError):
         return _STORE.read(key)
     return None
 
 
 def write_dtype(key: str, choice: DtypeChoice) -> None:
-    """Keep a choice, where the cache folder can be written."""
+    """Store a choice if the cache folder can be written."""
     with suppress(SpecbenchError):
         _STORE.write(key, choice)

@@ -1,24 +1,27 @@
-"""What was found out once is kept in the cache folder: a file of JSON for everything it was asked for."""
+"""Results that take long to find, kept as JSON files in the cache folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, write_text
+from specbench.base.record import Record
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_FORMAT = 1
-"""Version of the files. 1: first release."""
-
 T = TypeVar("T", bound="DataclassInstance")
+
+
+class _Versioned(Record):
+    format: Literal[1]  # 1: first release
 
 
 @dataclass(frozen=True)
@@ -26,36 +29,35 @@ class JsonStore(Generic[T]):
     """Entries of one kind, by name.
 
     Attributes:
-        folder: Of the cache folder.
-        entry: Their class, a dataclass of texts, flags, numbers and tuples of these. A file is checked against it.
-        subject: What messages call one of them, with a verb behind it: "The stored counts are".
-        hint: How to make one.
-        valid: Whether the values of an entry go together.
+        folder: Subfolder of the cache folder.
+        entry: Class of the entries, a dataclass; files are checked against its annotations.
+        subject: Start of messages: "The stored counts are".
+        hint: How to make an entry.
     """
 
     folder: str
     entry: type[T]
     subject: str
     hint: str
-    valid: Callable[[T], bool] = lambda _: True
 
     @property
     def _path(self) -> Path:
         return cache_folder() / self.folder
 
-    def names(self, beginning: str = "") -> list[str]:
-        """Of all there are, in their order."""
-        return sorted(path.stem for path in self._path.glob("*.json") if path.name.startswith(beginning))
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all entries, sorted."""
+        return sorted(path.stem for path in self._path.glob("*.json") if path.name.startswith(prefix))
 
     def read(self, name: str) -> T | None:
-        """What is kept by that name; ``None`` for nothing.
+        """Return an entry, or ``None`` if there is none.
 
         Raises:
             UsageError: The file is damaged. RunError: It cannot be read.
         """
         try:
-            data = json.loads((self._path / f"{name}.json").read_text(encoding="utf-8"))
-            found = self._parsed(data)
+            data = (self._path / f"{name}.json").read_bytes()
+            msgspec.json.decode(data, type=_Versioned)
+            return msgspec.json.decode(data, type=self.entry)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -65,51 +67,28 @@ class JsonStore(Generic[T]):
             raise UsageError(
                 f"{self.subject} damaged, or of another version of specbench.", self.hint
             ) from None
-        return found
 
     def require(self, name: str, missing: str) -> T:
-        """What is kept by that name.
+        """Return an entry.
 
         Raises:
-            UsageError: Nothing is, which ``missing`` says, or the file is damaged. RunError: It cannot be read.
+            UsageError: There is none (message ``missing``), or the file is damaged. RunError: It cannot be read.
         """
         found = self.read(name)
         if found is None:
             raise UsageError(missing, self.hint)
         return found
 
-    def _parsed(self, data: Any) -> T:
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ValueError("of another format")
-        kinds = get_type_hints(self.entry)
-        found = self.entry(**{name: _value(data.get(name), kind) for name, kind in kinds.items()})
-        if not self.valid(found):
-            raise ValueError("of no use")
-        return found
-
     def write(self, name: str, value: T) -> None:
-        """Keep it, in the place of an earlier one; a crash leaves either the old or the new one.
+        """Store an entry, replacing an earlier one atomically.
 
         Raises:
-            RunError: The cache folder cannot be written. UsageError: A link stands in the file's place.
+            RunError: The cache folder cannot be written. UsageError: The file is a symbolic link.
         """
-        text = json.dumps({"format": _FORMAT, **asdict(value)}) + "\n"
+        text = json.dumps({"format": 1, **asdict(value)}) + "\n"
         with file_errors(
             f"The cache folder {str(cache_folder())!r} cannot be written",
             f"Set {CACHE_VARIABLE} to a folder that can.",
         ):
             self._path.mkdir(parents=True, exist_ok=True)
             write_text(self._path / f"{name}.json", text)
-
-
-def _value(value: Any, kind: Any) -> Any:
-    """A value of JSON as a field of this type has it.
-
-    Raises:
-        ValueError: It is of another type.
-    """
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_value(each, get_args(kind)[0]) for each in value)
-    if type(value) is kind or (kind is float and type(value) is int):
-        return value
-    raise ValueError(f"{value!r} is no {kind}")

@@ -1,6 +1,6 @@
-"""From a model spec (hub id, folder, .gguf file, built-in name) to a model and tokenizer that were checked.
+"""Load models and tokenizers from specs: a hub id, a folder, a .gguf file, or a built-in name.
 
-What can be refused is refused before weights are read: from the configuration, the model's class, the files'
+Whatever can be refused is refused before weights are read, from the configuration, the model's class, the files'
 headers and the free memory. Remote code is never run, and pickled weights are not loaded unless asked for.
 """
 
@@ -13,8 +13,9 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -40,6 +41,7 @@ from specbench.models.devices import check_options, read_device_map, resolve_dev
 from specbench.models.dtypes import (
     DtypeChoice,
     dtype_key,
+    dtype_name,
     exact_dtypes,
     measure_dtypes,
     read_dtype,
@@ -57,9 +59,9 @@ class WeightFiles(NamedTuple):
 
     Attributes:
         paths: Where they are.
-        place: A digest of the folder they lie in.
-        digest: Of their names, sizes, times and headers.
-        numbers: How many they hold.
+        place: Digest of their folder's path.
+        digest: Digest of their names, sizes, times and headers.
+        numbers: Total number of weights.
     """
 
     paths: tuple[Path, ...]
@@ -74,22 +76,22 @@ class LanguageModel:
 
     Attributes:
         model: In evaluation mode, without gradients.
-        tokenizer: ``None`` if it was not asked for: the decoding loop knows token ids only.
+        tokenizer: ``None`` if it was not asked for.
         name: Hub id and revision, built-in name, or the folder's or file's own name; never a path.
-        fingerprint: Short hash of configuration and weights, to tell models of one name apart.
-        identity: The same for these weights in whatever dtype they were loaded.
-        dtype: Of the weights as loaded, such as "bfloat16".
-        device: Of the input embeddings.
+        fingerprint: Short hash of configuration and weights.
+        dtype: Dtype of the weights as loaded, such as "bfloat16".
+        device: Device of the input embeddings.
         vocab_size: Width of the logits, padding included.
-        context_limit: Positions the model has been made for; ``None`` if its configuration sets no limit.
-        end_ids: Every token id that ends a text, ascending; see `end_ids_of`.
-        quantize: What the linear layers are to be rounded to, if that was asked for; it is the caller's to do.
-        head_rows: Which of its logits the model still computes, in this order; ``None`` for all.
-        defaults: Settings of generation that the model's own file carries.
-        dtype_choice: How the dtype was measured; ``None`` where it was not.
-        notes: What there is to say of how it was loaded; of a target also of how its drafters were.
-        files: Those that it was loaded from; ``None`` if it came otherwise, or of a pickle.
-        tokenizer_files: A digest of those that its tokenizer was made of; ``None`` where they are not known.
+        context_limit: Number of positions the model was made for; ``None`` if its configuration sets no limit.
+        end_ids: Every token id that ends a text, ascending; see ``end_ids_of``.
+        quantize: The dtype that the caller is to quantize the linear layers to.
+        head_rows: The logits the model still computes, in this order; ``None`` for all.
+        defaults: Generation settings from the model's own file.
+        identity: The fingerprint these weights have in whatever dtype they are loaded.
+        dtype_choice: The measurement of the dtype; ``None`` if there was none.
+        notes: Notes for the user on how it was loaded; a target's include its drafters'.
+        files: The files it was loaded from; ``None`` for a pickle or an object that was wrapped.
+        tokenizer_files: Digest of the tokenizer's files; ``None`` if they are not known.
     """
 
     model: PreTrainedModel
@@ -127,62 +129,64 @@ def load_model(
     allow_pickle: bool = False,
     tokenizer: bool = True,
     measure: bool = False,
-    beside: LanguageModel | None = None,
+    share_tokenizer_with: LanguageModel | None = None,
 ) -> LanguageModel:
     """Load a model and its tokenizer, after every check that needs no weights.
 
     Args:
-        spec: The model; a string is read by `parse_model`.
-        options: Dtype, device, device map; ``None`` is `LoadOptions()`.
-        progress: Told how far fetching, converting and loading have come.
+        spec: The model; a string is read by ``parse_model``.
+        options: Dtype, device, device map; ``None`` is ``LoadOptions()``.
+        progress: Receives how far fetching, converting and loading have come.
         allow_pickle: Load pickled weights if there are no others, with torch's restricted unpickler.
         tokenizer: Whether to load one.
-        measure: For the dtype "auto" on a CPU: measure which one is quickest where that was not done yet. (What was
-            measured is always taken.)
-        beside: Another model, whose tokenizer is taken if it was made of the same files: making one takes a second.
+        measure: With the dtype "auto" on a CPU: measure which one is fastest unless that was done before.
+        share_tokenizer_with: Use this model's tokenizer if it was made from equal files: making one takes a second.
 
     Raises:
-        UsageError: No such model, or one that cannot be decoded speculatively; an impossible device or dtype.
+        UsageError: There is no such model, device or dtype, or the model cannot be decoded speculatively.
         RunError: It cannot be fetched, is damaged, or does not fit into memory.
     """
     spec = parse_model(spec) if isinstance(spec, str) else spec
     options = options or LoadOptions()
     check_options(options)
+    load = partial(
+        _load_folder,
+        name=spec.name,
+        options=options,
+        progress=progress,
+        allow_pickle=allow_pickle,
+        with_tokenizer=tokenizer,
+        measure=measure,
+        share_with=share_tokenizer_with,
+    )
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
         config = read_config(hub.folder, spec.name)
 
         def check_size(total: int) -> None:
-            """Roughly, before tens of gigabytes are fetched; `_load_folder` knows exactly."""
+            """Roughly, before tens of gigabytes are fetched; ``_load_folder`` knows exactly."""
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
                 _placement(options, config, total // config.dtype.itemsize, config.dtype, loaded, spec.name)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
-        return _load_folder(
-            hub.folder, hub, spec.name, options, progress, allow_pickle, tokenizer, measure, beside
-        )
+        return load(hub.folder, hub)
     folder = _local_folder(spec, progress)
     try:
-        return _load_folder(
-            folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure, beside
-        )
+        return load(folder, None)
     except RunError:
-        # A prepared copy that fails may have been damaged since; fetch or convert it anew, once.
+        # A prepared copy that fails may have been damaged since; fetch or convert it again, once.
         if spec.kind == "folder" or not discard_if_damaged(folder):
             raise
-    folder = _local_folder(spec, progress)
-    return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure, beside)
+    return load(_local_folder(spec, progress), None)
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
-    """A model's configuration alone, checked; a built-in model or GGUF file is prepared if need be."""
+    """Read and check a model's configuration alone; a built-in model or GGUF file is prepared if need be."""
     spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
-        folder = HubModel(spec.source, spec.revision, spec.name, progress).folder
-    else:
-        folder = _local_folder(spec, progress)
-    return read_config(folder, spec.name)
+        return read_config(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)
+    return read_config(_local_folder(spec, progress), spec.name)
 
 
 def wrap_model(
@@ -192,7 +196,7 @@ def wrap_model(
     *,
     quantize: QuantizedName | None = None,
 ) -> LanguageModel:
-    """A `LanguageModel` of objects you already hold; the model goes into evaluation mode, without gradients.
+    """Make a `LanguageModel` of loaded objects; the model goes into evaluation mode, without gradients.
 
     Raises:
         UsageError: The model cannot be decoded speculatively.
@@ -208,7 +212,7 @@ def wrap_model(
         tokenizer=tokenizer,
         name=name,
         fingerprint=_fingerprint(model),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         device=str(_input_device(model)),
         vocab_size=int(width),
         context_limit=_context_limit(model.config),
@@ -220,7 +224,7 @@ def wrap_model(
 
 
 def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
-    """A model's tokenizer alone; a built-in model or GGUF file is prepared if need be.
+    """Load a model's tokenizer alone; a built-in model or GGUF file is prepared if need be.
 
     Raises:
         RunError: It cannot be loaded.
@@ -248,15 +252,16 @@ def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
 def _load_folder(
     folder: Path,
     hub: HubModel | None,
+    *,
     name: str,
     options: LoadOptions,
     progress: Progress | None,
     allow_pickle: bool,
     with_tokenizer: bool,
     measure: bool,
-    beside: LanguageModel | None,
+    share_with: LanguageModel | None,
 ) -> LanguageModel:
-    """Load what lies in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well)."""
+    """Load the model in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well)."""
     config = read_config(folder, name)
     files = weight_files(folder, name, config, allow_pickle)
     pickled = files[0].suffix != ".safetensors"
@@ -273,29 +278,32 @@ def _load_folder(
             needed = sum(file.stat().st_size for file in files)
         return _placement(options, config, needed // dtype.itemsize, stored, dtype, name)
 
-    def read(dtype: torch.dtype) -> PreTrainedModel:
-        return _read_weights(folder, name, config, dtype, place(dtype), not pickled, progress)
-
-    others = [dtype for dtype in exact_dtypes(counts) if dtype != usual] if _chooses(options) else []
+    measurable = (
+        options.dtype == "auto"
+        and options.device_map is None
+        and resolve_device(options.device).type == "cpu"
+    )
+    others = [dtype for dtype in exact_dtypes(counts) if dtype != usual] if measurable else []
     key = dtype_key(headers_digest(folder, files)) if others else ""
     choice = read_dtype(key) if others else None
     dtype = usual if choice is None else getattr(torch, choice.dtype)
+    read = partial(_read_weights, folder, name, config, safetensors=not pickled, progress=progress)
     placement = place(dtype)  # before the tokenizer: it can refuse
     tokenizer, tokenizer_files = (
-        _load_tokenizer(folder, hub, name, beside) if with_tokenizer else (None, None)
+        _load_tokenizer(folder, hub, name, share_with) if with_tokenizer else (None, None)
     )
-    model = _read_weights(folder, name, config, dtype, placement, not pickled, progress)
+    model = read(dtype, placement)
     notes = []
     if others and choice is None and measure and _fits(place, others[0]):
-        both = " and ".join(map(_dtype_name, (usual, others[0])))
+        both = f"{dtype_name(usual)} and {dtype_name(others[0])}"
         announce(progress, f"timing {name} in {both}, which later starts need not")
         choice = measure_dtypes(model, name, usual, others[0])
         if choice is not None:
             write_dtype(key, choice)
             notes.append(choice.sentence)
-            if choice.dtype != _dtype_name(usual):
+            if choice.dtype != dtype_name(usual):
                 del model
-                model = read(others[0])
+                model = read(others[0], place(others[0]))
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     loaded.dtype_choice, loaded.notes, loaded.tokenizer_files = choice, notes, tokenizer_files
@@ -306,15 +314,6 @@ def _load_folder(
     return loaded
 
 
-def _chooses(options: LoadOptions) -> bool:
-    """Whether a dtype may be chosen by what was measured."""
-    return (
-        options.dtype == "auto"
-        and options.device_map is None
-        and resolve_device(options.device).type == "cpu"
-    )
-
-
 def _fits(place: Callable[[torch.dtype], Any], dtype: torch.dtype) -> bool:
     try:
         place(dtype)
@@ -323,20 +322,17 @@ def _fits(place: Callable[[torch.dtype], Any], dtype: torch.dtype) -> bool:
     return True
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _read_weights(
     folder: Path,
     name: str,
     config: PreTrainedConfig,
     dtype: torch.dtype,
     placement: Any,
+    *,
     safetensors: bool,
     progress: Progress | None,
 ) -> PreTrainedModel:
-    """The model with its weights.
+    """Load a model with its weights.
 
     Raises:
         RunError: They are damaged, incomplete, or too large.
@@ -357,33 +353,27 @@ def _read_weights(
         except SpecbenchError:
             raise
         except Exception as error:  # whatever a damaged file or an odd configuration sets off in there
-            raise _loading_failed(name, error) from error
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
+                raise RunError(
+                    f"There is not enough memory for {name}.", "Choose a smaller model or a narrower dtype."
+                ) from error
+            reason = excerpt(error).rstrip(".") or type(error).__name__
+            raise RunError(f"The model {name} cannot be loaded: {reason}.") from error
     missing = sorted(report["missing_keys"])
     if missing:  # these would be random numbers
         raise RunError(
             f"The weights of {name} are incomplete: {len(missing)} of the model's tensors are not in them"
             f" (the first is {missing[0]})."
         )
-    found: PreTrainedModel = model
-    return found
-
-
-def _loading_failed(name: str, error: Exception) -> RunError:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
-        return RunError(
-            f"There is not enough memory for {name}.", "Choose a smaller model or a narrower dtype."
-        )
-    return RunError(
-        f"The model {name} cannot be loaded: {excerpt(error).rstrip('.') or type(error).__name__}."
-    )
+    return cast("PreTrainedModel", model)
 
 
 def resolve_dtype(
     options: LoadOptions, config: PreTrainedConfig, counts: Counter[torch.dtype]
 ) -> torch.dtype:
-    """The dtype weights are loaded in where none was measured.
+    """Return the dtype weights are loaded in where none was measured.
 
-    ``counts``, of what the file holds, speak where the configuration names none.
+    Without one in the configuration it is the most frequent one in the files (``counts``).
     """
     if options.dtype != "auto" and quantized(options.dtype) is None:
         chosen: torch.dtype = getattr(torch, options.dtype)
@@ -394,9 +384,7 @@ def resolve_dtype(
     if not isinstance(own, torch.dtype):
         floats = [kind for kind, _ in counts.most_common() if kind.is_floating_point and kind.itemsize > 1]
         own = floats[0] if floats else torch.float32
-    if (
-        resolve_device(options.device).type != "cpu"
-    ):  # "auto", which comes with a device map, prefers a GPU too
+    if resolve_device(options.device).type != "cpu":  # "auto", as with a device map, prefers a GPU too
         return own
     return torch.bfloat16 if own == torch.bfloat16 and has_bfloat16() else torch.float32
 
@@ -409,11 +397,7 @@ def _placement(
     loaded: torch.dtype,
     name: str,
 ) -> Any:
-    """What `from_pretrained` takes as ``device_map``, after asking whether the weights fit there.
-
-    Args:
-        numbers, stored, loaded: See ``weight_memory``.
-    """
+    """Return the ``device_map`` of `from_pretrained`; refuse weights that do not fit (see ``weight_memory``)."""
     if options.device_map is not None:
         available = available_memory() + sum(
             available_memory(torch.device("cuda", index)) for index in range(torch.cuda.device_count())
@@ -430,29 +414,31 @@ def _placement(
 
 
 def _load_tokenizer(
-    folder: Path, hub: HubModel | None, name: str, beside: LanguageModel | None
+    folder: Path, hub: HubModel | None, name: str, share_with: LanguageModel | None
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """A model's tokenizer, and a digest of its files; for ``beside`` see ``load_model``."""
-    known = None if beside is None or beside.tokenizer_files is None else beside.tokenizer
-    if beside is not None and known is not None and tokenizer_digest(folder) == beside.tokenizer_files:
+    """Return a model's tokenizer and a digest of its files; for ``share_with`` see ``load_model``."""
+    known = None if share_with is None or share_with.tokenizer_files is None else share_with.tokenizer
+    if (
+        share_with is not None
+        and known is not None
+        and tokenizer_digest(folder) == share_with.tokenizer_files
+    ):
         tokenizer = copy.copy(known)
         tokenizer.name_or_path = name
         if (folder / TEMPLATE).exists():
             tokenizer.chat_template = (folder / TEMPLATE).read_text(encoding="utf-8")
-        return tokenizer, beside.tokenizer_files
-    return make_tokenizer(folder, hub, name), tokenizer_digest(folder)  # of a hub's files when all are there
+        return tokenizer, share_with.tokenizer_files
+    return make_tokenizer(folder, hub, name), tokenizer_digest(folder)  # a hub's files are all there by now
 
 
 def _context_limit(config: PreTrainedConfig) -> int | None:
-    """Positions a model has been made for.
+    """Return the number of positions a model was made for.
 
-    A YaRN scaling (Peng et al. 2023) is often set beside the maximum of the training, as for Qwen2.5, and then reaches
-    factor × original maximum. The maximum of other scalings (Llama 3.1, "longrope") holds them already.
+    YaRN scaling (Peng et al. 2023), often configured in addition to the maximum of the training, as for Qwen2.5,
+    reaches factor × original maximum. For other scalings (Llama 3.1, "longrope") the maximum includes them.
     """
     text = text_config(config)
-    limit = getattr(text, "max_position_embeddings", None) or getattr(
-        text, "max_seq_len", None
-    )  # the latter: MPT
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)  # MPT's
     if not limit:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
@@ -480,18 +466,16 @@ def _input_device(model: PreTrainedModel) -> torch.device:
     return device
 
 
-UNSTABLE_SETTINGS = ("_name_or_path", "architectures", "transformers_version", "dtype", "use_cache")
+_UNSTABLE_SETTINGS = ("_name_or_path", "architectures", "transformers_version", "dtype", "use_cache")
 
 
 def _fingerprint(model: PreTrainedModel, rounded: torch.dtype | None = None) -> str:
-    """16 hex digits over the configuration and each tensor's name, shape, dtype, first and last 64 values.
+    """Return 16 hex digits over the configuration and each tensor's name, shape, dtype, first and last 64 values.
 
-    Args:
-        model: Its weights, before they are packed or quantized.
-        rounded: Take every tensor as if it were of this dtype.
+    The weights are not packed or quantized yet; ``rounded`` is the dtype to convert the samples to.
     """
     config = {
-        key: value for key, value in model.config.to_diff_dict().items() if key not in UNSTABLE_SETTINGS
+        key: value for key, value in model.config.to_diff_dict().items() if key not in _UNSTABLE_SETTINGS
     }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""From specs to a target and a drafter that work together; what cannot work is refused before weights are loaded."""
+"""Load a target with its drafters; what cannot work together is refused before weights are loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
-from specbench.models.drafters import DrafterLoader, check_drafter, load_own
+from specbench.models.drafters import DrafterLoader, check_drafter, load_drafter_model
 from specbench.models.heads import TrainedHead
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
 from specbench.options import CacheKind, ModelOptions
-from specbench.specs.drafters import (
-    DrafterSpec,
-)
+from specbench.specs.drafters import DrafterSpec
 from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -31,10 +29,10 @@ class LoadedDrafter:
     """A drafter that is ready, or the reason why it is not.
 
     Attributes:
-        name: What results call it.
+        name: Its name in results.
         spec: What was asked for.
-        outcome: The drafter, or what went wrong when it was loaded.
-        models: Those that were loaded for it.
+        outcome: The drafter, or the error that loading it raised.
+        models: The models loaded for it.
     """
 
     name: str
@@ -55,11 +53,8 @@ class LoadedDrafter:
 
     @property
     def training(self) -> TrainingMetadata | None:
-        """How its head came about, or, where nothing tells of that, its kind; ``None`` without one."""
-        for model in self.models:
-            if isinstance(model, TrainedHead):
-                return model.files.training
-        return None
+        """The training metadata of its head; ``None`` without a head."""
+        return next((model.files.training for model in self.models if isinstance(model, TrainedHead)), None)
 
     @property
     def weights(self) -> str:
@@ -74,10 +69,10 @@ def check_models(
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Refuse what cannot be, before any weights are loaded.
+    """Check devices, dtypes and drafters before any weights are loaded.
 
     Raises:
-        UsageError: A device or dtype that there is not, or a drafter that cannot draft for this target.
+        UsageError: There is no such device or dtype, or a drafter cannot draft for this target.
     """
     check_options(options.target)
     check_options(options.drafter)
@@ -93,22 +88,22 @@ def prepare(
     cache: CacheKind | None = None,
     bit_exact: bool = False,
     progress: Progress | None = None,
-    beforehand: Callable[[LanguageModel], None] | None = None,
+    before_packing: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[Target, list[LoadedDrafter]]:
-    """Load a target and its drafters. Every model is loaded once for each vocabulary, whoever drafts with it.
+    """Load a target and its drafters. Each model is loaded once per vocabulary.
 
     Args:
         target, drafters: What is asked for.
         options: How their weights are loaded.
-        cache: Kind of key/value cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
-        bit_exact: Refuse a target whose logits depend on the width of the pass.
-        progress: Told how far loading has come.
-        beforehand: Called with the target as ``transformers`` has loaded it, before its layers change. As it may take
-            long, the drafters' models are loaded before and have to fit.
+        cache: Kind of KV cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
+        bit_exact: Refuse a target whose logits depend on the width of the forward pass.
+        progress: Receives the stages.
+        before_packing: Called with the target as ``transformers`` has loaded it, before its layers change. As it may
+            take long, the drafters' models are loaded and checked first.
 
     Raises:
-        UsageError: What cannot be (see ``check_models``), or two drafters of one name.
-        RunError: The target could not be loaded. What befalls a drafter is raised where it is asked for.
+        UsageError: See ``check_models``, or two drafters have the same name.
+        RunError: The target could not be loaded. A drafter's error is raised when the drafter is asked for.
     """
     check_models(target, drafters, options, progress=progress)
 
@@ -118,11 +113,11 @@ def prepare(
     config = language_model.model.config
     kind = cache or default_cache(config, rounded=language_model.quantize is not None)
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}
-    if beforehand is not None:
+    if before_packing is not None:
         make_cache(kind, config)  # refuses what it cannot hold
-        for own in dict.fromkeys(model for spec in drafters for model in spec.model_specs):
-            loaded[own] = model = load_own(
-                own,
+        for spec in dict.fromkeys(model for drafter in drafters for model in drafter.model_specs):
+            loaded[spec] = model = load_drafter_model(
+                spec,
                 options.drafter,
                 language_model,
                 progress=progress,
@@ -130,7 +125,7 @@ def prepare(
             )
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
-        beforehand(language_model)
+        before_packing(language_model)
     ready = prepare_target(language_model, kind, progress=progress)
     if bit_exact:
         announce(progress, "trying passes of several widths")
@@ -154,19 +149,10 @@ def prepare_drafters(
     progress: Progress | None = None,
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] | None = None,
 ) -> list[LoadedDrafter]:
-    """Load drafters for a target that is loaded. Every model is loaded once for each vocabulary.
-
-    Args:
-        ready: The target.
-        drafters: What is asked for, checked (``check_models``).
-        options: How their weights are loaded.
-        cache: Kind of the drafter models' caches; ``None`` for dynamic ones.
-        progress: Told how far loading has come.
-        loaded: Models that are loaded already, which are taken; others are added.
+    """Load drafters for a loaded target; for ``loaded`` see ``DrafterLoader``, for the other arguments ``prepare``.
 
     Raises:
-        UsageError: A drafter that does not fit the target, or two of one name. What befalls one later is raised where
-            it is asked for.
+        UsageError: A drafter does not fit the target, or two have the same name.
     """
     loader = DrafterLoader(
         ready,
@@ -176,7 +162,7 @@ def prepare_drafters(
         allow_pickle=options.allow_pickle,
         loaded=loaded,
     )
-    loaded_drafters: list[LoadedDrafter] = []
+    found: list[LoadedDrafter] = []
     for spec in drafters:
         outcome: Drafter | RunError
         try:
@@ -184,8 +170,8 @@ def prepare_drafters(
         except RunError as error:
             outcome = error
         name = str(spec) if isinstance(outcome, RunError) else outcome.name
-        if any(name == other.name for other in loaded_drafters):
+        if any(name == other.name for other in found):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
         models = tuple(loader.loaded[model] for model in spec.model_specs if model in loader.loaded)
-        loaded_drafters.append(LoadedDrafter(name, spec, outcome, models))
-    return loaded_drafters
+        found.append(LoadedDrafter(name, spec, outcome, models))
+    return found

@@ -21,9 +21,8 @@ from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.export.registry import load_engines
 from specbench.generate import encode_prompt
-from specbench.models.calibrations import read_choice
+from specbench.models.calibrations import calibrated_form
 from specbench.models.devices import resolve_device
-from specbench.models.drafters import choice_key
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import Target, default_cache
 from specbench.models.training_metadata import is_packaged
@@ -98,7 +97,7 @@ def load_candidates(
     named = [_calibrated(spec, loaded) for spec in fitting if spec in given]
     forms = [form for form in own if form in fitting]
     with suppress(UsageError):  # nothing is calibrated for this target
-        forms.append(read_choice(choice_key(loaded)).form)
+        forms.append(calibrated_form(loaded))
     load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
     try:
         drafters = load(drafters_to_try(named, forms), models)
@@ -181,9 +180,9 @@ def _fitting(
 def _calibrated(spec: DrafterSpec, target: Target) -> DrafterSpec:
     """Return a drafter with the calibrated form filled in, so that none is tried twice."""
     if isinstance(spec, Cascade) and isinstance(spec.back, SelfForm) and spec.back.calibrated:
-        return replace(spec, back=read_choice(choice_key(target)).form)
+        return replace(spec, back=calibrated_form(target))
     if isinstance(spec, SelfForm) and spec.calibrated:
-        return read_choice(choice_key(target)).form
+        return calibrated_form(target)
     return spec
 
 

@@ -113,7 +113,7 @@ class ModelEngine:
     def calibrated(self, rule: RuleSpec, drafter: str, temperature: float) -> tuple[RuleSpec, str | None]:
         """A rule with what was calibrated for a drafter, by its name, and what there is to say of that."""
         from specbench.decoding.sampling import Sampling
-        from specbench.models.tree_choices import calibrated_tree
+        from specbench.models.calibrations import calibrated_tree
 
         loaded = self.drafters[drafter]
         if isinstance(loaded, SpecbenchError) or not rule.applies(self.specs[drafter]):
