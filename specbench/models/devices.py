@@ -1,4 +1,4 @@
-"""Which devices and dtypes models may be put on."""
+"""Checks of the devices and dtypes that models are loaded with."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_options(options: LoadOptions) -> None:
-    """Refuse options that cannot be, before anything is read.
+    """Check options before anything is read.
 
     Raises:
-        UsageError: Unknown dtype or device, a device this machine lacks, an invalid device map, or both.
+        UsageError: Unknown dtype or device, a device this machine lacks, an invalid device map, or both of these.
     """
     if options.dtype not in DTYPES:
         raise UsageError(f"Unknown dtype {options.dtype!r}.", f"Choose one of {', '.join(DTYPES)}.")
@@ -34,7 +34,7 @@ def check_options(options: LoadOptions) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device that "auto", "cpu", "cuda", "cuda:N" or "mps" stands for on this machine.
+    """Return the torch device for "auto", "cpu", "cuda", "cuda:N" or "mps" on this machine.
 
     Raises:
         UsageError: There is no such device here.
@@ -72,6 +72,7 @@ def _has_mps() -> bool:
 
 
 def read_device_map(text: str) -> str | dict[str, Any]:
+    """Return a strategy of accelerate as it is, or read a device map from a JSON file."""
     if text in DEVICE_MAPS:
         return text
     hint = f"Give one of {', '.join(DEVICE_MAPS)}, or a JSON file from module names to devices."

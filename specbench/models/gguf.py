@@ -1,4 +1,4 @@
-"""GGUF files: what their headers tell, and their conversion into ordinary model folders."""
+"""GGUF files: reading their headers, and converting them into ordinary model folders."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _FLOATS = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What must be known of a GGUF file before it is read.
+    """Facts from a GGUF file's header.
 
     Attributes:
         architecture: llama.cpp's name, such as "llama" or "qwen2".
-        pre_tokenizer: llama.cpp's name for how the text is split; ``None`` when the file does not say.
-        elements: Numbers in all tensors.
-        dtype: The converted copy's, as torch calls it: the file's own, or bfloat16 for quantized files.
+        pre_tokenizer: llama.cpp's name for how the text is split; ``None`` if the file does not say.
+        elements: Total number of weights.
+        dtype: The converted copy's dtype: the file's own, or bfloat16 for quantized files.
     """
 
     architecture: str
@@ -143,23 +143,17 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
     return GgufHeader(architecture, keys.get("tokenizer.ggml.pre"), elements, dtype)
 
 
-def convert_gguf(
-    gguf: Path,
-    folder: Path,
-    *,
-    name: str,
-    progress: Progress | None = None,
-) -> None:
-    """Write a GGUF file as an ordinary model folder: config, safetensors, tokenizer, generation config.
+def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | None = None) -> None:
+    """Convert a GGUF file into an ordinary model folder: config, safetensors, tokenizer, generation config.
 
-    Quantized weights become bfloat16: its rounding is small beside that of 4 to 8 bits, and the copy takes
-    half the space that an exact one in float32 would.
+    Quantized weights become bfloat16: its rounding is small compared with that of 4 to 8 bits, and the copy takes half
+    the space of an exact one in float32.
 
     Args:
         gguf: The file to read.
         folder: An empty folder to fill.
-        name: What the model is called in messages and in its configuration.
-        progress: Told how many tensors have been read.
+        name: The model's name in messages and in its configuration.
+        progress: Receives the number of tensors read.
 
     Raises:
         RunError: The file is damaged, or does not fit into memory.
@@ -167,7 +161,7 @@ def convert_gguf(
     """
     header = read_gguf_header(gguf)
     announce(progress, f"converting {name}, which later starts need not")
-    # An empty folder as the model's: other files beside the GGUF are none of its business.
+    # An empty folder as the model's, so that other files beside the GGUF are not read.
     with (
         tempfile.TemporaryDirectory(dir=folder.parent) as empty,
         quiet_transformers(progress, f"filling the layers of {name}", f"dequantizing {name}"),
@@ -216,7 +210,7 @@ def convert_gguf(
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """One token per digit, as the file asks and `transformers` does not do, then the byte-level rules."""
+    """Split digits into tokens of their own, as the file asks and `transformers` does not do."""
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

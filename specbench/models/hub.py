@@ -1,8 +1,7 @@
 """Models on the hub: fetched into the hub's own cache, configuration first, and checked against their hashes.
 
-The hub's cache calls every file after the hash the hub gives for it. A file that is fetched is checked against it, and
-so is every small file whenever a model is loaded; of large weights that lie there the header must describe their size.
-What does not fit is fetched again.
+The hub's cache names every file after its hash. A fetched file is checked against it, and so is every small file each
+time a model is loaded; the header of large cached weights must describe their size. Damaged files are fetched again.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class HubModel:
     Args:
         repository: The hub id.
         revision: Branch, tag or commit; ``None`` is the default branch.
-        name: What messages call the model.
-        progress: Told the bytes fetched.
+        name: The model's name in messages.
+        progress: Receives the bytes fetched.
 
     Attributes:
-        folder: Where the cache keeps the files.
-        revision: The commit they belong to, whatever the branch does meanwhile.
+        folder: The files' folder in the cache.
+        revision: The commit they belong to.
 
     Raises:
         UsageError: There is no such model or revision, or it has no config.json.
@@ -59,12 +58,9 @@ class HubModel:
     def fetch_weights(
         self, config: PreTrainedConfig, *, allow_pickle: bool, check_size: Callable[[int], None]
     ) -> None:
-        """Fetch the weights, and what lies beside them.
+        """Fetch the weights (pickled ones if allowed and there are no others) and the small files beside them.
 
-        Args:
-            config: The model's configuration.
-            allow_pickle: Fetch pickled weights if there are no others.
-            check_size: Called with the bytes of all shards, if an index tells, before any shard is fetched.
+        ``check_size`` is called with the bytes of all shards before any is fetched, if an index tells.
         """
         not_cached: _NotCachedError | None = None
         for candidate in weight_candidates(config, allow_pickle):
@@ -89,7 +85,7 @@ class HubModel:
         )
 
     def has_tokenizer(self) -> bool:
-        """Whether there is one beside the configuration, or in the cache if the hub is out of reach."""
+        """Whether the repository has a tokenizer, or the cache if the hub is out of reach."""
         return any(self._optional_file(file) for file in ("tokenizer.json", "tokenizer_config.json"))
 
     def _fetch_shards(self, index: Path, check_size: Callable[[int], None]) -> None:
@@ -108,16 +104,16 @@ class HubModel:
             return None
 
     def _mend(self) -> None:
-        """Fetch damaged files again that only others read from the cache, such as further ones of the tokenizer."""
+        """Fetch damaged files again that are not read here, such as further ones of the tokenizer."""
         for path in sorted(self.folder.iterdir()):
             if path.is_file() and not self._is_sound(path):
                 self._file(path.name)
 
     def _file(self, file: str) -> Path | None:
-        """A file in the cache, fetched if it is not there or damaged; ``None`` if the model has no such file.
+        """Return a file in the cache, fetched if missing or damaged; ``None`` if the model has no such file.
 
         Raises:
-            RunError: It cannot be fetched, or is damaged still when it was.
+            RunError: It cannot be fetched, or is damaged when it was.
         """
         cached = self._cached(file)
         path = self._download(file)
@@ -140,18 +136,15 @@ class HubModel:
         return path
 
     def _cached(self, file: str) -> Path | None:
-        """Where a file lies in the cache."""
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(self.repository, file, revision=self.revision)
         return Path(found) if isinstance(found, str) else None
 
     def _is_sound(self, path: Path, *, everything: bool = False) -> bool:
-        """Whether a cached file is what the hub said of it.
+        """Whether a cached file, a link to one named after its hash, matches that hash.
 
-        Args:
-            path: In the cache: a link to a file that is called after its hash, where the system has links.
-            everything: Read large files too, instead of their header alone.
+        Of large files the header alone is checked, without ``everything``.
         """
         blob = path.resolve()
         try:
@@ -209,10 +202,7 @@ _HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
 
 
 def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[str, ...]:
-    """The names that the hub may give to this content: its sha256 (large files), or git's hash of it.
-
-    A mirror that stores files its own way may say their plain sha1 instead.
-    """
+    """Return the names the hub may give to this content: its sha256 (large files), git's hash, or a mirror's sha1."""
     digests = [hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size), hashlib.sha1()]  # noqa: S324 - git's choice
     if len(file.name) == 64:
         del digests[1:]

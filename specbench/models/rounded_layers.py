@@ -1,10 +1,9 @@
-"""The int8 or int4 layers of a model are rounded once, and kept in the cache folder: such a model then starts sooner.
+"""Quantized layers of models, kept in the cache folder so that int8 and int4 models start sooner.
 
-They are kept as products read them here: in panels where there are native products, in rows of bytes elsewhere (int4
-layers in panels alone). Of a model there is one entry for each kind and form, each dtype and each cut of its head. It
-holds for the files as they were (their names, sizes, times and headers), this processor and these versions; every one
-of its files is held against its hash before any is used. What is damaged, or of files that have changed since, is made
-anew.
+They are stored as this machine's kernels read them: in panels for the native ones, in rows of bytes elsewhere (int4
+in panels only). A model has one entry for each kind, layout, dtype and trimmed head. An entry is valid for the
+checkpoint's files as they were (names, sizes, times and headers), this processor and these versions, and all of its
+files are checked against their hashes before any is used. A damaged or outdated entry is replaced.
 """
 
 from __future__ import annotations
@@ -40,29 +39,26 @@ if TYPE_CHECKING:
     from specbench.options import QuantizedName
 
 MOST_BYTES = 8 << 30
-"""What all entries may take; those that were not used for longest go first."""
+"""Budget of all entries; the least recently used are removed first."""
 
 _WORTH_KEEPING = 1 << 25
-"""Numbers of a model below which rounding them takes no time."""
+"""Smallest number of weights that is worth keeping."""
 
 _FORMAT = 3
 """Version of an entry. 1: bytes in rows alone; 2: tensors under other names."""
 _MANIFEST = "manifest.json"
 _HASHERS = 2
 _ABANDONED_S = 86_400
-"""Age from which a half-made entry is nobody's any more."""
+"""Age from which an unfinished entry is removed."""
 
 
 @contextmanager
 def rounded_layers(
     model: LanguageModel, kind: QuantizedName, progress: Progress | None = None
 ) -> Iterator[RoundedLayers | None]:
-    """Where quantizing finds and keeps a model's rounded weights; ``None`` where they cannot be kept.
+    """Yield the store of a model's quantized weights, read or being written; ``None`` where they cannot be kept.
 
-    Args:
-        model: Its files are known, and it is on a CPU. It is told of an entry that had to be made anew.
-        kind: To what they are rounded.
-        progress: Told what is being done.
+    The model gets a note about an entry that is replaced.
     """
     files, panels = model.files, native.is_available()
     if (
@@ -101,13 +97,13 @@ def rounded_layers(
         made = _Made(work, parent, f"{model.name} in {kind}")
         yield made
         made.finish(entry)
-        _make_room(parent, entry)
+        _evict(parent, entry)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
-    """Digests of whose layers they are in which form, and of what they hold for."""
+    """Return digests of the model and layout, and of what the entry is valid for."""
     cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
     versions = [_FORMAT, native.LAYOUT, __version__, torch.__version__, processor_name(), has_vnni()]
     named = [files.place, model.dtype, cut, form], [files.digest, *versions]
@@ -116,7 +112,7 @@ def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, st
 
 
 def _is_sound(entry: Path) -> bool:
-    """Whether an entry holds exactly what its manifest tells, byte for byte."""
+    """Whether an entry holds exactly the files of its manifest, byte for byte."""
     try:
         manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, str] = manifest["files"]
@@ -133,19 +129,18 @@ def _is_sound(entry: Path) -> bool:
 
 
 def _file(place: str) -> str:
-    """Of a layer; its place may hold what no file's name may."""
+    """Return the file name of a layer; its path may hold characters that no file name may."""
     return hashlib.sha256(place.encode()).hexdigest()[:32] + ".safetensors"
 
 
 def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-    """What a file holds of a weight."""
     if isinstance(weight, native.Panels):
         return {"panels": weight.data, "sizes": torch.tensor([weight.bits, weight.outputs, weight.inputs])}
     return {"quantized": weight.quantized, "scales": weight.scales}
 
 
 class _Found:
-    """What is kept of a model, sound."""
+    """A sound entry, read."""
 
     def __init__(self, entry: Path) -> None:
         self.entry = entry
@@ -165,7 +160,7 @@ class _Found:
 
 
 class _Made:
-    """What is made of a model now, file by file; given up where it does not fit."""
+    """An entry being written, file by file; given up where it does not fit."""
 
     def __init__(self, work: Path, parent: Path, name: str) -> None:
         self.work, self.parent, self.name = work, parent, name
@@ -188,7 +183,7 @@ class _Made:
             self.hashes = None
 
     def finish(self, entry: Path) -> None:
-        """Give it its name, complete."""
+        """Move the complete entry into place."""
         if not self.hashes:
             return
         manifest = {"format": _FORMAT, "source": {"name": self.name}, "files": self.hashes}
@@ -198,8 +193,8 @@ class _Made:
             sync(self.parent)
 
 
-def _make_room(parent: Path, newest: Path) -> None:
-    """Remove what was not used for longest until the rest fits, and what other processes have left half made."""
+def _evict(parent: Path, newest: Path) -> None:
+    """Remove the least recently used entries until the rest fits, and abandoned unfinished ones."""
     now, entries = time.time(), []
     for path in parent.iterdir():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The model whose output distribution is kept, from its spec or from objects of `transformers`."""
+"""Load targets, from specs or from objects of `transformers`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from specbench.backends.torch.kernels.surgery import (
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
-from specbench.models.load import (
-    LanguageModel,
-    load_model,
-    wrap_model,
-)
+from specbench.models.load import LanguageModel, load_model, wrap_model
 from specbench.models.rounded_layers import rounded_layers
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ModelSpec
@@ -38,17 +34,16 @@ if TYPE_CHECKING:
 class Target:
     """The model whose output distribution is kept, ready to decode.
 
-    Several targets may decode side by side, each in a thread of its own with drafters of its own; one target serves one
-    generation at a time.
+    Targets with drafters of their own may decode in parallel threads; one target serves one generation at a time.
 
     Attributes:
-        language_model: The loaded model with its tokenizer and facts.
+        language_model: The loaded model with its tokenizer.
         scorer: The same model with its cache.
         dtype: "int8" or "int4" when that model is the target, else the weights' dtype.
         packed: Whether its linear layers are packed for the CPU.
-        bit_exact: Whether every pass gives the same logits to the bit. Tried where
-            layers round what they are given to bytes, else false.
-        widths_differ: Why passes of different widths do not, where that was tried and found.
+        bit_exact: Whether every forward pass gives the same logits to the bit. Tried where layers round activations to
+            bytes, else false.
+        widths_differ: Why forward passes of different widths differ, if that was tried and found.
     """
 
     language_model: LanguageModel
@@ -67,7 +62,7 @@ class Target:
 
     @property
     def rounded(self) -> QuantizedName | None:
-        """What its linear layers are rounded to; ``None`` for nothing."""
+        """The dtype its linear layers are quantized to; ``None`` if they are not."""
         return quantized(self.dtype)
 
     @property
@@ -95,33 +90,25 @@ def load_target(
 
     Args:
         spec: Hub id (with ``@revision``), model folder, ``.gguf`` file or built-in name.
-        options: Dtype, device, device map. On a CPU the linear layers are packed, or rounded for "int8" and
+        options: Dtype, device, device map. On a CPU the linear layers are packed, or quantized for "int8" and
             "int4": then that model is the target and exactness refers to it.
-        cache: The kind of key/value cache; ``None`` for ``default_cache``.
-        progress: Told how far fetching and loading have come.
+        cache: The kind of KV cache; ``None`` for ``default_cache``.
+        progress: Receives how far fetching and loading have come.
         allow_pickle: Load pickled weights if there are no others.
-
-    Returns:
-        The target. Load one after the other; for decoding in threads see ``Target``.
 
     Raises:
         UsageError, RunError: See ``specbench.models.load.load_model``.
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
-    rounded = language_model.quantize is not None
-    kind = cache or default_cache(language_model.model.config, rounded=rounded)
-    return prepare_target(language_model, kind, progress=progress)
+    config, rounded = language_model.model.config, language_model.quantize is not None
+    return prepare_target(language_model, cache or default_cache(config, rounded=rounded), progress=progress)
 
 
 def default_cache(config: PretrainedConfig, *, rounded: bool) -> CacheKind:
-    """The kind of a target's cache where none is asked for.
+    """Return the kind of a target's cache where none is asked for: "dynamic", or "preallocated" if quantized.
 
-    Rounding activations to bytes makes much of a last bit, so an int8 or int4 target needs passes that are the same to
-    the bit: these take the preallocated kind. Whatever that cannot hold gets the dynamic kind, as all other targets do.
-
-    Args:
-        config: The model's.
-        rounded: Whether its linear layers are int8 or int4 ones.
+    Rounding activations to bytes amplifies a last bit, so an int8 or int4 target (``rounded``) needs bit-exact forward
+    passes, and these need the preallocated kind. A model which that cannot hold gets the dynamic kind.
     """
     if rounded:
         with suppress(UsageError):
@@ -138,17 +125,15 @@ def wrap_target(
     cache: CacheKind = "dynamic",
     pack: bool = True,
 ) -> Target:
-    """A target made of ``transformers`` objects you hold.
-
-    For decoding in threads see ``Target``.
+    """Make a target of loaded ``transformers`` objects.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer; ``None`` if prompts are token ids.
-        name: What results call it.
-        cache: The kind of key/value cache.
-        pack: Make its layers fast, in place. It goes on working with ``transformers``, hooks and all, and
-            ``save_pretrained`` writes the weights it came with.
+        name: Its name in results.
+        cache: The kind of KV cache.
+        pack: Make its layers fast, in place. It keeps working with ``transformers``, hooks included, and
+            ``save_pretrained`` writes the original weights.
 
     Raises:
         UsageError: The model cannot be decoded speculatively, or not with this cache.
@@ -163,7 +148,8 @@ def prepare_target(
     pack: bool = True,
     progress: Progress | None = None,
 ) -> Target:
-    model, dtype = language_model.model, language_model.dtype
+    """Pack or quantize a loaded model in place, and try its fast forward passes."""
+    model = language_model.model
     if pack:
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
@@ -172,19 +158,13 @@ def prepare_target(
     elif pack:
         announce(progress, f"packing {language_model.name}")
         pack_linears(model)
-    dtype = quantization_of(model) or dtype
+    dtype = quantization_of(model) or language_model.dtype
     announce(progress, f"trying out passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None
-    return Target(
-        language_model,
-        scorer,
-        dtype,
-        has_layer(model, PackedLinear),
-        tried and widths_differ is None,
-        widths_differ,
-    )
+    exact, packed = tried and widths_differ is None, has_layer(model, PackedLinear)
+    return Target(language_model, scorer, dtype, packed, exact, widths_differ)
 
 
 def quantize(
@@ -194,7 +174,7 @@ def quantize(
     row_invariant: bool = True,
     progress: Progress | None,
 ) -> None:
-    """Round the linear layers of a model, in place, or load them; for ``row_invariant`` see ``Int8Linear``."""
+    """Quantize a model's linear layers in place, or use the stored ones; for ``row_invariant`` see ``Int8Linear``."""
     with rounded_layers(language_model, rounded, progress) as layers:
         if rounded == "int8":
             quantize_linears(language_model.model, row_invariant=row_invariant, layers=layers)

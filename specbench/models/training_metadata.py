@@ -1,6 +1,6 @@
-"""How a trained head came about: the ``training.json`` beside it, which ``specbench train`` writes.
+"""The training metadata of heads: the ``training.json`` beside a head, which ``specbench train`` writes.
 
-It is told in results, and says which weights belong to it.
+Results show it, and it holds the hash of the head's weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from specbench.base.record import Count, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
+_PACKAGED = Path(__file__).with_name("packaged")
 
 
 class TrainingMeasurement(Record):
@@ -28,7 +29,7 @@ class TrainingMeasurement(Record):
 
 
 class TrainingMetadata(Record):
-    """How a trained head came about: of one that was trained elsewhere its kind alone, and its form."""
+    """How a head was trained; for one that was trained elsewhere its kind alone, and its form."""
 
     kind: str
     form: Annotated[str | None, doc("`speculators` if it is written as that library writes heads")] = None
@@ -58,15 +59,11 @@ class _Weights(Record):
     sha256: str | None = None
 
 
-_PACKAGED = Path(__file__).with_name("packaged")
-_SAY = "Install specbench anew, or name another drafter."
-
-
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def _read(folder: Path, kind: type[AnyRecord]) -> AnyRecord | None:
-    """What the file says; ``None`` if there is none, or another tool's or a damaged one."""
+    """Read the file; ``None`` if there is none, or another tool's or a damaged one."""
     try:
         return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=kind)
     except (OSError, ValueError, RecursionError):
@@ -74,7 +71,7 @@ def _read(folder: Path, kind: type[AnyRecord]) -> AnyRecord | None:
 
 
 def read_metadata(folder: Path) -> TrainingMetadata | None:
-    """What results keep of how the head in a folder was trained; ``None`` where nothing tells of it."""
+    """Read how the head in a folder was trained; ``None`` if that is not known."""
     found = _read(folder, _TrainingFile)
     if found is None:
         return None
@@ -88,22 +85,22 @@ def read_metadata(folder: Path) -> TrainingMetadata | None:
 
 
 def _hash_of_weights(folder: Path) -> str | None:
-    told = _read(folder, _Weights)
-    return None if told is None else told.sha256
+    found = _read(folder, _Weights)
+    return None if found is None else found.sha256
 
 
 def check_weights(folder: Path, name: str) -> None:
-    """Refuse weights that are not those that the ``training.json`` beside them tells of, where it does.
+    """Refuse weights whose hash is not the one in the ``training.json`` beside them, if it has one.
 
     Raises:
-        RunError: They are others, or cannot be read.
+        RunError: They differ, or cannot be read.
     """
-    told = _hash_of_weights(folder)
-    if told is None:
+    expected = _hash_of_weights(folder)
+    if expected is None:
         return
     with file_errors(f"The weights of {name} cannot be read"):
         found = sha256(folder / WEIGHTS)
-    if found != told:
+    if found != expected:
         raise RunError(
             f"The weights of {name} are not those that its {TRAINING_FILE} tells of.",
             "Copy the whole folder again, or go on with its training.",
@@ -111,15 +108,15 @@ def check_weights(folder: Path, name: str) -> None:
 
 
 def is_packaged(alias: str) -> bool:
-    """Whether a head is there that may come with specbench."""
+    """Whether this specbench comes with the head."""
     return (_PACKAGED / alias / TRAINING_FILE).is_file()
 
 
 def packaged_folder(alias: str) -> Path:
-    """Where a head lies that comes with specbench: as ``specbench train --compact`` wrote it.
+    """Return the folder of a head that comes with specbench.
 
     Raises:
-        UsageError: It is not there. RunError: Its weights are not those that were put there.
+        UsageError: It is not there. RunError: Its ``training.json`` is damaged.
     """
     if not is_packaged(alias):
         raise UsageError(
@@ -128,5 +125,7 @@ def packaged_folder(alias: str) -> Path:
         )
     folder = _PACKAGED / alias
     if _hash_of_weights(folder) is None:
-        raise RunError(f"The {TRAINING_FILE} of {alias} is damaged.", _SAY)
+        raise RunError(
+            f"The {TRAINING_FILE} of {alias} is damaged.", "Install specbench anew, or name another drafter."
+        )
     return folder
