@@ -209,12 +209,10 @@ class DecodingOptions:
     """
 
     max_new_tokens: Annotated[
-        int,
-        _decoding("--max-new-tokens", "-n", min=1, metavar="N", help="The output never gets longer."),
+        int, _decoding("--max-new-tokens", "-n", min=1, metavar="N", help="The output never gets longer.")
     ] = 256
     min_new_tokens: Annotated[
-        int,
-        _decoding("--min-new-tokens", min=0, metavar="N", help="No end token before N new tokens."),
+        int, _decoding("--min-new-tokens", min=0, metavar="N", help="No end token before N new tokens.")
     ] = 0
     stop: Annotated[
         tuple[str, ...],

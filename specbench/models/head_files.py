@@ -1,4 +1,4 @@
-"""The files of a trained head: what its configuration says, before its weights are read."""
+"""Trained heads before their weights are read: which kind a folder holds, and whether it fits a target."""
 
 from __future__ import annotations
 
@@ -26,46 +26,37 @@ from specbench.backends.torch.heads import (
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import (
-    MAX_HEADER,
-    read_settings,
-    text_config,
-)
+from specbench.models.checkpoints import MAX_HEADER, read_settings, text_config
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec
 
 HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass")
-"""The kinds of heads that are read; ``eagle`` is EAGLE-1 and 2."""
+"""The supported kinds of heads; ``eagle`` is EAGLE-1 and 2."""
 
-_NOT_READ = {
-    "dflash2": "DFlash 2",
-    "dspark": "DSpark",
-    "mtp": "MTP",
-    "mlp_speculator": "MLP speculator",
-}
-"""Kinds of heads that are known by their configurations and not read."""
+_NOT_READ = {"dflash2": "DFlash 2", "dspark": "DSpark", "mtp": "MTP", "mlp_speculator": "MLP speculator"}
+"""Kinds of heads that are recognized and not supported."""
 
 _STATES = 3
-"""Of an EAGLE-3 head that does not say of which layers it takes the states."""
+"""Hidden states that an EAGLE-3 head reads unless its configuration names their layers."""
 
 _AHEAD = 8
-"""Tokens that P-EAGLE drafts in a pass where its configuration does not say: what its authors train it for."""
+"""Tokens that P-EAGLE drafts in a forward pass unless its configuration says: what its authors train it for."""
 
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""What tools call the token that P-EAGLE reads where one is to be guessed."""
+"""Names that tools give the token P-EAGLE reads in place of one to be guessed."""
 
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head as far as its configuration tells.
+    """A head's files and configuration.
 
     Attributes:
-        kind: ``eagle3``, ``eagle`` (EAGLE-1 and 2), ``peagle``, ``dflash``, ``medusa`` or ``pass``.
-        name: What results call it.
+        kind: One of ``HEAD_KINDS``.
+        name: Its name in results.
         folder: Where its files are.
         settings: Its configuration.
-        hub: Where its weights are fetched from; ``None`` if they are in the folder.
+        hub: The repository its weights are fetched from; ``None`` if they are in the folder.
     """
 
     kind: str
@@ -76,14 +67,14 @@ class HeadFiles:
 
     @property
     def layer_settings(self) -> Mapping[str, Any]:
-        """The part of its configuration that is about its decoder layer."""
+        """The part of its configuration that describes its decoder layer."""
         nested = self.settings.get("model") if self.settings.get("model_type") == "eagle" else None
         given = self.settings.get("transformer_layer_config", nested or self.settings)
         return given if isinstance(given, dict) else {}
 
     @property
     def training(self) -> TrainingMetadata:
-        """What results keep of it; ``specbench train`` calls EAGLE-3 ``eagle``."""
+        """Its training metadata for results; ``specbench train`` calls EAGLE-3 ``eagle``."""
         form = "speculators" if "speculators_model_type" in self.settings else None
         kind = "eagle-1" if self.kind == "eagle" else self.kind
         return read_metadata(self.folder) or TrainingMetadata(kind=kind, form=form)
@@ -95,11 +86,7 @@ class HeadFiles:
 
     @property
     def layer(self) -> LlamaConfig:
-        """Its decoder layers' configuration.
-
-        Raises:
-            RunError: It is damaged.
-        """
+        """Its decoder layers' configuration; a damaged one raises ``RunError``."""
         for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             self.number(key)
         given = {
@@ -113,7 +100,7 @@ class HeadFiles:
 
     @property
     def sizes(self) -> PreTrainedConfig:
-        """A configuration that tells its sizes, as far as they are known before its weights are read."""
+        """A configuration with its sizes, as far as they are known without its weights."""
         known: dict[str, Any] = {
             key: self.number(key, 1) for key in ("vocab_size", "hidden_size", "intermediate_size")
         }
@@ -123,7 +110,7 @@ class HeadFiles:
 
     @property
     def parameters(self) -> int:
-        """How many numbers its weights are, as far as its configuration tells."""
+        """Number of its weights, as far as its configuration tells."""
         if self.kind == "pass":
             return self.number("look_ahead") * self.number("hidden_size")
         with torch.device("meta"):
@@ -131,10 +118,10 @@ class HeadFiles:
         return sum(parameter.numel() for parameter in module.parameters())
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A whole number of its configuration.
+        """Return a whole number of its configuration.
 
         Raises:
-            RunError: It is none, or not there and there is no default.
+            RunError: It is something else, or missing without a default.
         """
         value = self.settings.get(key)
         value = self.layer_settings.get(key, default) if value is None else value
@@ -145,9 +132,9 @@ class HeadFiles:
         return value
 
     def layers(self, target: PreTrainedConfig) -> tuple[int, ...]:
-        """Of which of a target's layers it takes the hidden states, see ``Pass``.
+        """Return the target's layers whose input it reads, as ``Pass.layers`` counts them.
 
-        ``speculators`` and vLLM count as ``Pass`` does; SGLang and SpecForge name the layer that puts the state out.
+        ``speculators`` and vLLM count in the same way; SGLang and SpecForge name the layer that outputs the state.
 
         Raises:
             UsageError: The target has no such layers.
@@ -169,7 +156,7 @@ class HeadFiles:
         return self._there(ids, total - 1)
 
     def _layers_of_block(self, total: int) -> tuple[int, ...]:
-        """Of DFlash; its authors name the layer that puts the state out, of the last one the one behind the norm."""
+        """Return DFlash's layers; its authors name those that output the state, the last one's after the norm."""
         ids = self.settings.get("aux_hidden_state_layer_ids")
         if ids is None:
             given = self._of_block("target_layer_ids")
@@ -177,7 +164,7 @@ class HeadFiles:
         return self._there(_whole_numbers(ids, self.name), total)
 
     def _of_block(self, key: str) -> Any:
-        """What DFlash's authors keep in a part of their configuration."""
+        """Return a setting of DFlash, which its authors keep in a part of their configuration."""
         nested = self.settings.get("dflash_config")
         return (nested if isinstance(nested, dict) else {}).get(key, self.settings.get(key))
 
@@ -191,14 +178,14 @@ class HeadFiles:
         return tuple(ids)
 
     def check_weights(self, identity: str, name: str) -> None:
-        """Refuse a head that says for which weights it was trained, and these are others.
+        """Refuse a head that says it was trained for other weights.
 
         Args:
-            identity: The target's, see ``LanguageModel``.
-            name: The target's.
+            identity: The target's ``LanguageModel.identity``.
+            name: The target's name.
 
         Raises:
-            UsageError: They are.
+            UsageError: It was.
         """
         made_for = self.settings.get("target_fingerprint")
         if isinstance(made_for, str) and made_for != identity:
@@ -211,8 +198,7 @@ class HeadFiles:
         """Refuse a head for another target, by the configurations of both.
 
         Raises:
-            UsageError: It is.
-            RunError: Its configuration is damaged.
+            UsageError: It is for another target. RunError: Its configuration is damaged.
         """
         text = text_config(target)
         if self.is_eagle or self.kind == "dflash":
@@ -238,16 +224,15 @@ class HeadFiles:
             )
 
     def _part(self, key: str) -> Mapping[str, Any]:
-        """A part of its configuration, or nothing."""
         part = self.settings.get(key)
         return part if isinstance(part, dict) else {}
 
     def _width(self, default: int | None = None) -> int:
-        """Of the target's hidden states."""
+        """Return the width of the target's hidden states."""
         return self.number("target_hidden_size", self.number("hidden_size", default))
 
     def _check_layer(self) -> None:
-        """Refuse a layer of another kind."""
+        """Refuse an unsupported layer."""
         given, odd = {**self.layer_settings}, None
         self.layer  # noqa: B018 - or the refusal
         if given.get("num_hidden_layers", 1) != 1 and self.kind == "eagle":
@@ -269,10 +254,10 @@ class HeadFiles:
             raise UsageError(f"The head {self.name} is of a kind that is not read: {odd}.", _READ)
 
     def eagle_shape(self, names: Sequence[str] = (), states: int = _STATES) -> EagleShape:
-        """What a head of decoder layers is made of.
+        """Return the shape of a head of decoder layers.
 
         Args:
-            names: Of its tensors.
+            names: Names of its tensors.
             states: Hidden states at each position.
         """
         layer, settings = self.layer, self.settings
@@ -296,7 +281,7 @@ class HeadFiles:
         )
 
     def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | DFlashHead:
-        """A head of decoder layers without weights; for the arguments see ``eagle_shape``."""
+        """Make a head of decoder layers without weights; for the arguments see ``eagle_shape``."""
         shape = self.eagle_shape(names, states)
         with torch.device("meta"):
             if self.kind == "dflash":
@@ -308,13 +293,12 @@ class HeadFiles:
             return EagleHead(shape) if self.kind == "eagle3" else Eagle1Head(shape)
 
     def _token(self, key: str, value: Any) -> int:
-        """A token that its configuration names."""
         if type(value) is not int or not 0 <= value < self.number("vocab_size"):
             raise RunError(f"The config.json of {self.name} is damaged: its {key} is no token.")
         return value
 
     def _ahead(self) -> int:
-        """How many tokens P-EAGLE drafts in a pass: what its first proposal method says."""
+        """Return the number of tokens P-EAGLE drafts in a forward pass: its first proposal method's."""
         methods = self._part("speculators_config").get("proposal_methods") or [{}]
         told = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
         if type(told) is not int or told < 1:
@@ -324,7 +308,7 @@ class HeadFiles:
         return told
 
     def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
-        """Medusa heads without weights, as many as there are tensors for, or as it says without tensors."""
+        """Make Medusa heads without weights: one per tensor, or as many as the configuration says."""
         told = self.number("num_heads", self.number("medusa_num_heads", 1))
         heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
         projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
@@ -344,7 +328,7 @@ class HeadFiles:
 _OF_OTHER_BLOCKS = (
     "sample_from_anchor", "projector_type", "is_causal", "input_embedding_scale", "final_logit_softcapping",
 )  # fmt: skip
-"""Settings of kinds of DFlash that are not read."""
+"""Settings of unsupported kinds of DFlash."""
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -364,10 +348,10 @@ def _whole_numbers(value: Any, name: str) -> list[int]:
 
 
 def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | None:
-    """The head that a folder or a hub id names; ``None`` if it is none.
+    """Return the head that a folder or a hub id names; ``None`` if it is no head.
 
     Raises:
-        UsageError: There is nothing of that name, or a head of a kind that is not read.
+        UsageError: There is nothing of that name, or an unsupported kind of head.
         RunError: Its configuration cannot be fetched or is damaged.
     """
     hub = None
@@ -394,7 +378,7 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
 
 
 def _kind(settings: Mapping[str, Any]) -> str | None:
-    """What a configuration says of which kind a head is; ``None``: it is of no head."""
+    """Return the kind of head a configuration describes; ``None`` if it is no head's."""
     named = settings.get("speculators_model_type")
     if isinstance(named, str):
         return named
@@ -414,13 +398,13 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
 
 
 def _may_be_eagle_one(settings: Mapping[str, Any]) -> bool:
-    """Whether it is the configuration of a Llama with one layer, which the authors of EAGLE-1 write for their heads."""
+    """Whether it is a one-layer Llama's configuration, which the authors of EAGLE-1 write for their heads."""
     return settings.get("model_type") == "llama" and settings.get("num_hidden_layers") == 1
 
 
 def _is_eagle_one(settings: Mapping[str, Any], folder: Path, hub: HubModel | None) -> bool:
-    """Whether what has such a configuration is a head: by an option that only heads have, or by the weights' names, or,
-    where these would have to be fetched first, by the lack of a tokenizer."""
+    """Whether such a configuration is a head's: by an option that only heads have, the names of its weights, or, where
+    these are not fetched yet, the lack of a tokenizer."""
     if "bias" in settings:
         return True
     if hub is not None:
@@ -430,12 +414,12 @@ def _is_eagle_one(settings: Mapping[str, Any], folder: Path, hub: HubModel | Non
             with safe_open(folder / "model.safetensors", "pt") as file:
                 return "fc.weight" in file.keys()  # noqa: SIM118 - it is no dict
         if (folder / "pytorch_model.bin").is_file():
-            # The names stand in the pickle as they are; nothing of it is run.
+            # The names are plain bytes in the pickle, which is not run.
             with ZipFile(folder / "pytorch_model.bin") as archive:
                 pickled = (each for each in archive.infolist() if each.filename.endswith("data.pkl"))
                 return any(
                     b"fc.weight" in archive.read(each) for each in pickled if each.file_size <= MAX_HEADER
                 )
-    except Exception:  # what parsers raise; whoever loads it says so
+    except Exception:  # what parsers raise; loading it reports the damage
         return False
     return False

@@ -1,11 +1,10 @@
-"""Trained heads on disk: which kind a folder holds, whether it fits a target, and its weights, named in one way.
+"""Weights of trained heads, under one naming scheme.
 
-Read are EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
-(``layers.0.*``), P-EAGLE as the latter two do, EAGLE-1, whose weights EAGLE-2 takes too, as its authors, vLLM and
-``speculators`` write it, DFlash as its authors and ``speculators`` do, Medusa as vLLM and its authors do, and PaSS in a
-form of our own: a ``config.json`` with the model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and
-the tensor ``ahead``. Which tensors a head has to have follows from its configuration; more, fewer, or others of another
-shape are refused.
+Formats: EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
+(``layers.0.*``), P-EAGLE as the latter two do, EAGLE-1 (and 2) as its authors, vLLM and ``speculators`` write it,
+DFlash as its authors and ``speculators`` do, Medusa as vLLM and its authors do, and PaSS in a format of our own: a
+``config.json`` with the model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and the tensor
+``ahead``. The configuration says which tensors of which shapes a head must have; all others are refused.
 """
 
 from __future__ import annotations
@@ -23,22 +22,17 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specbench.backends.torch.heads import (
-    LookAheadEmbedding,
-    MedusaHeads,
-)
+from specbench.backends.torch.heads import LookAheadEmbedding, MedusaHeads
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import (
-    check_memory,
-    safetensors_elements,
-    weight_files,
-)
+from specbench.models.checkpoints import check_memory, safetensors_elements, weight_files
 from specbench.models.head_files import HeadFiles
 from specbench.models.training_metadata import check_weights
 
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
-"""What training leaves beside a head."""
+"""Tensors that training leaves in a head's file."""
+
+_FETCH_AGAIN = "Fetch it again."
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +40,9 @@ class TrainedHead:
     """A head's weights.
 
     Attributes:
-        files: What its configuration says.
-        tensors: By the names that its module has.
-        places: By its logits, the target's tokens they belong to, ascending or not; ``None``: the first is the first.
+        files: Its files and configuration.
+        tensors: By their names in its module.
+        places: Target token of each of its logits; ``None`` if they are the same.
         fingerprint: Short hash of configuration and weights.
     """
 
@@ -62,63 +56,47 @@ class TrainedHead:
         return self.files.name
 
     def without_weights(self) -> TrainedHead:
-        """What it was, when its weights are a drafter's and need not lie in memory twice."""
+        """Return it without tensors, once a drafter has them."""
         return replace(self, tensors={})
 
     def with_layers(self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]) -> Any:
-        """The module of a head of decoder layers.
+        """Make the module of a head of decoder layers.
 
         Args:
             target: The target's configuration.
-            own_head: The weight of the target's own head, [vocab, width], for a file that has none.
+            own_head: Returns the weight of the target's head, [vocab, width], for a file without one.
 
         Raises:
-            UsageError: Tensors are missing, too many or of another shape.
+            UsageError: Tensors are missing, unexpected or of another shape.
         """
         tensors = dict(self.tensors)
         head: Any = self.files.with_layers([*tensors], len(self.files.layers(target)))
         head.rotary_emb = LlamaRotaryEmbedding(head.shape.layer)
         if "lm_head.weight" not in tensors:
-            weight = own_head()[: head.shape.layer.vocab_size]
-            tensors["lm_head.weight"] = (
-                weight if self.places is None else weight[self.places.to(weight.device)]
-            )
+            tensors["lm_head.weight"] = self._rows(own_head(), head.shape.layer.vocab_size)
         self._fill(head, tensors)
         return head
 
     def medusa(self, own_head: Callable[[], torch.Tensor]) -> MedusaHeads:
-        """The module of Medusa heads.
-
-        Args:
-            own_head: See ``eagle``; for a file whose heads share the target's.
-
-        Raises:
-            UsageError: Tensors are missing, too many or of another shape.
-        """
+        """Make the module of Medusa heads; see ``with_layers``."""
         tensors = dict(self.tensors)
         if self.files.settings.get("original_lm_head") and "lm_heads.0.weight" not in tensors:
-            weight = own_head()[: self.files.number("vocab_size")]
-            tensors["lm_heads.0.weight"] = (
-                weight if self.places is None else weight[self.places.to(weight.device)]
-            )
+            tensors["lm_heads.0.weight"] = self._rows(own_head(), self.files.number("vocab_size"))
         heads = self.files.medusa(tensors)
         self._fill(heads, tensors)
         return heads
 
     def look_ahead(self, own: nn.Module) -> LookAheadEmbedding:
-        """A target's embeddings with those of PaSS behind them.
-
-        Args:
-            own: The target's.
-
-        Raises:
-            UsageError: Tensors are missing, too many or of another shape.
-        """
+        """Append the embeddings of PaSS to the target's own; see ``with_layers``."""
         weight: Any = own.weight
         module = LookAheadEmbedding(own, weight.new_empty(self.files.number("look_ahead"), weight.shape[1]))
         self._check({"ahead": module.ahead}, self.tensors)
         module.ahead = nn.Parameter(self.tensors["ahead"].to(weight), requires_grad=False)
         return module.eval()
+
+    def _rows(self, head: torch.Tensor, vocab: int) -> torch.Tensor:
+        """Return the rows of the target's head for the tokens it drafts."""
+        return head[:vocab] if self.places is None else head[:vocab][self.places.to(head.device)]
 
     def _fill(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check(module.state_dict(), tensors)
@@ -126,7 +104,6 @@ class TrainedHead:
         module.eval().requires_grad_(False)
 
     def _check(self, expected: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse tensors that are missing, too many or of another shape."""
         other = "Fetch it again, or correct its config.json."
         if missing := [name for name in expected if name not in tensors]:
             raise UsageError(f"The head {self.name} lacks the tensor {_listed(missing)}.", other)
@@ -149,7 +126,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def shape_text(tensor: torch.Tensor) -> str:
-    """Its shape as messages have it."""
+    """Return a tensor's shape as text, such as 2×3."""
     return "×".join(map(str, tensor.shape))
 
 
@@ -158,7 +135,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
 
     Raises:
         UsageError: They are pickled, lack scales, or their draft vocabulary is none.
-        RunError: They are missing or damaged, others than its ``training.json`` tells of, or do not fit into memory.
+        RunError: They are missing or damaged, differ from its ``training.json``, or do not fit into memory.
     """
     if files.hub is not None:
         files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
@@ -180,20 +157,20 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """Weights of bytes as float32: ``X_scale`` holds what each row of X is multiplied by."""
+    """Convert int8 weights to float32; ``X_scale`` holds the scale of each row of X."""
     wide = dict(tensors)
     for key, tensor in tensors.items():
         if tensor.dtype != torch.int8:
             continue
         scales = wide.pop(f"{key}_scale", None)
         if scales is None or scales.shape != tensor.shape[:1] or not scales.is_floating_point():
-            raise UsageError(f"The head {name} lacks the scales of {key}.", _SAY)
+            raise UsageError(f"The head {name} lacks the scales of {key}.", _FETCH_AGAIN)
         wide[key] = tensor.float() * scales.float()[:, None]
     return wide
 
 
 def _weight_files(files: HeadFiles, allow_pickle: bool) -> list[Path]:
-    """As of models, but that Medusa's authors call theirs otherwise."""
+    """Return the files of the weights, which Medusa's authors name in their own way."""
     named = files.folder / "medusa_lm_head.safetensors"
     if files.kind == "medusa" and named.is_file():
         return [named]
@@ -220,7 +197,6 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _eagle_name(name: str) -> str:
-    """One name for what tools call otherwise."""
     name = re.sub(r"^fusion_fc\.", "fc.", name.removeprefix("model."))
     return re.sub(r"^(midlayer|transformer)\.", "layers.0.", name)
 
@@ -230,7 +206,7 @@ def _block_name(name: str) -> str:
 
 
 def _medusa_name(name: str) -> str:
-    """Of Medusa's authors: ``i.j.linear`` are the blocks of head i, and ``i.j`` is its projection."""
+    """Map names of Medusa's authors: ``i.j.linear`` are the blocks of head i, and ``i.j`` is its projection."""
     name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
     if name == "lm_head.weight":
         return "lm_heads.0.weight"
@@ -239,19 +215,21 @@ def _medusa_name(name: str) -> str:
 
 
 def _eagle_places(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Takes the maps of the draft vocabulary out: target token = d + d2t[d], and t2d marks these."""
+    """Pop the maps of the draft vocabulary: target token = d + d2t[d], and t2d marks these."""
     steps, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
     places = _places(
         files, "draft_vocab_size", "d2t", steps, torch.arange(0 if steps is None else len(steps))
     )
     marked = places if marks is None else marks.flatten().nonzero()[:, 0]
     if places is not None and not torch.equal(marked.sort().values, places.sort().values):  # type: ignore[union-attr]
-        raise UsageError(f"The maps t2d and d2t of the head {files.name} contradict each other.", _SAY)
+        raise UsageError(
+            f"The maps t2d and d2t of the head {files.name} contradict each other.", _FETCH_AGAIN
+        )
     return places
 
 
 def _medusa_places(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Takes the map of the draft vocabulary out; projections to all tokens are cut to those that it names."""
+    """Pop the map of the draft vocabulary, and trim projections to all tokens to those it names."""
     places = _places(
         files, "truncated_vocab_size", "token_map", tensors.pop("token_map", None), torch.tensor(0)
     )
@@ -265,45 +243,42 @@ def _medusa_places(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.
 def _places(
     files: HeadFiles, key: str, name: str, found: torch.Tensor | None, base: torch.Tensor
 ) -> torch.Tensor | None:
-    """The tokens of a draft vocabulary.
+    """Return the target tokens of a draft vocabulary, ``base`` + ``found``; ``None`` without one.
 
     Args:
         files: The head.
-        key: Of their number in its configuration.
-        name: Of the map.
+        key: Setting with the size of the draft vocabulary.
+        name: The map's name.
         found: The map; ``None`` if there is none.
-        base: What is added to it.
+        base: Added to the map.
 
     Raises:
-        UsageError: It maps to nothing, to tokens that there are not, or to one of them twice.
+        UsageError: It is missing, or maps to tokens that do not exist, or to one of them twice.
     """
     if found is None:
         if files.number(key, 1) != files.number("vocab_size", 1) and key in files.settings:
             raise UsageError(
                 f"The head {files.name} drafts {files.settings[key]} tokens and does not tell which: it lacks the"
                 f" tensor {name}.",
-                _SAY,
+                _FETCH_AGAIN,
             )
         return None
     vocab = files.number("vocab_size")
     if found.shape != (files.number(key, vocab),) or found.is_floating_point():
         raise UsageError(
-            f"The tensor {name} of the head {files.name} is no map of its draft vocabulary.", _SAY
+            f"The tensor {name} of the head {files.name} is no map of its draft vocabulary.", _FETCH_AGAIN
         )
     places = base + found.long()
     if len(places.unique()) < len(places) or int(places.min()) < 0 or int(places.max()) >= vocab:
         raise UsageError(
             f"The head {files.name} drafts tokens beyond the {vocab} of its target, or some of them twice.",
-            _SAY,
+            _FETCH_AGAIN,
         )
     return places
 
 
-_SAY = "Fetch it again."
-
-
 def _fingerprint(files: HeadFiles, tensors: Mapping[str, torch.Tensor]) -> str:
-    """16 hex digits over the kind and each tensor's name, shape, dtype, first and last 64 values."""
+    """Return 16 hex digits over the kind and each tensor's name, shape, dtype, first and last 64 values."""
     digest = hashlib.sha256(f"{files.kind} {files.settings}".encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

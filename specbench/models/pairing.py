@@ -1,4 +1,4 @@
-"""What a drafter's tokens are to a target: the same, or others of which some stand for the same bytes."""
+"""Match a drafter's tokens with a target's: the same, or others that stand for the same bytes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LEAST_SHARED = 0.03
-"""A drafter that has a smaller share of the target's tokens can hardly draft."""
+"""Smallest share of the target's tokens that a drafter must have."""
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""How SentencePiece spells a byte that is a token."""
+"""SentencePiece's spelling of a byte token."""
 
 _SPELLINGS = 4096
-"""Stretches of text whose spelling is remembered."""
+"""Number of texts whose spelling is cached."""
 
 
 def translation_of(target: LanguageModel, drafter: LanguageModel) -> Translation | None:
-    """From the target's tokens to a drafter's; ``None`` if they are the same.
+    """Return the translation from the target's tokens to a drafter's; ``None`` if they are the same.
 
-    Logits padded to different widths are no difference. Without both tokenizers only the widths are compared.
+    Logits padded to different widths do not count. Without both tokenizers only the widths are compared.
 
     Raises:
-        UsageError: The two share too few tokens, or nothing is known of them.
+        UsageError: The two share too few tokens, or their bytes are not known.
     """
     if target.tokenizer is None or drafter.tokenizer is None:
         if target.vocab_size != drafter.vocab_size:
@@ -69,9 +69,9 @@ def _translation(
     specials, first = _special_pairs(ours, theirs), _by_bytes(other)
     shared = specials | {token: first[text] for text, token in _by_bytes(own).items() if text in first}
     shared = {
-        token: twin
-        for token, twin in shared.items()
-        if token < target.vocab_size and twin < drafter.vocab_size
+        token: counterpart
+        for token, counterpart in shared.items()
+        if token < target.vocab_size and counterpart < drafter.vocab_size
     }
     ordinary = len(shared.keys() - specials.keys())
     if ordinary < _LEAST_SHARED * len(own):
@@ -85,10 +85,10 @@ def _translation(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """The bytes that tokens stand for, by id, special ones left out; empty if that is not known.
+    """Return the bytes of all tokens but special ones, by id; empty if they are not known.
 
-    Known are byte-level vocabularies (GPT-2's alphabet, in which a blank is Ġ) and SentencePiece's (in which it is ▁,
-    and rare bytes are tokens of their own). These come last: what has a token beside its bytes is written with that.
+    Supported are byte-level vocabularies (GPT-2's alphabet, with Ġ for a blank) and SentencePiece's (with ▁ for a
+    blank). SentencePiece's tokens of single bytes come last, so that other tokens are preferred to them.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else backend.decoder
@@ -109,7 +109,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, the others for 256 and up in turn."""
+    """Return GPT-2's characters for bytes: printable ones as they are, the others as 256 and up in turn."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -131,7 +131,7 @@ def _sentence_piece(piece: str) -> bytes:
 
 
 def _by_bytes(tokens: Mapping[int, bytes]) -> dict[bytes, int]:
-    """One token for each spelling: where there are several, the first."""
+    """Return the first token with each spelling."""
     found: dict[bytes, int] = {}
     for token, text in tokens.items():
         found.setdefault(text, token)
@@ -139,7 +139,7 @@ def _by_bytes(tokens: Mapping[int, bytes]) -> dict[bytes, int]:
 
 
 def _special_pairs(ours: Any, theirs: Any) -> dict[int, int]:
-    """Special tokens by what they are for, and then by their names."""
+    """Match special tokens by their roles, and then by their names."""
     own, other = special_tokens(ours), special_tokens(theirs)
     named = {number: other[name] for name, number in own.items() if name in other}
     roles: tuple[tuple[Any, Any], ...] = (
@@ -148,20 +148,20 @@ def _special_pairs(ours: Any, theirs: Any) -> dict[int, int]:
         (ours.bos_token_id, theirs.bos_token_id),
     )
     pairs: dict[int, int] = {}
-    for token, twin in (*((token, named.get(token, twin)) for token, twin in roles), *named.items()):
-        if None not in (token, twin) and token not in pairs and twin not in pairs.values():
-            pairs[token] = twin
+    for token, other_token in (*((a, named.get(a, b)) for a, b in roles), *named.items()):
+        if None not in (token, other_token) and token not in pairs and other_token not in pairs.values():
+            pairs[token] = other_token
     return pairs
 
 
 def _first(tokenizer: Any) -> int | None:
-    """The token that this tokenizer puts before a text; ``None`` if it puts none."""
+    """Return the token that a tokenizer puts before a text, if any."""
     begin = tokenizer.bos_token_id
     return begin if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else None
 
 
 def _speller(tokenizer: Any, tokens: Mapping[int, bytes]) -> Callable[[bytes], list[int]]:
-    """Spells bytes as the tokenizer does, or by longest matches where it would not give back the same bytes."""
+    """Return a function that tokenizes bytes, by longest matches where the tokenizer would change them."""
     vocabulary = _by_bytes(tokens)
 
     @lru_cache(_SPELLINGS)

@@ -117,11 +117,7 @@ def prepare(
         make_cache(kind, config)  # refuses what it cannot hold
         for spec in dict.fromkeys(model for drafter in drafters for model in drafter.model_specs):
             loaded[spec] = model = load_drafter_model(
-                spec,
-                options.drafter,
-                language_model,
-                progress=progress,
-                allow_pickle=options.allow_pickle,
+                spec, options.drafter, language_model, progress=progress, allow_pickle=options.allow_pickle
             )
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal

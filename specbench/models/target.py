@@ -142,11 +142,7 @@ def wrap_target(
 
 
 def prepare_target(
-    language_model: LanguageModel,
-    cache: CacheKind,
-    *,
-    pack: bool = True,
-    progress: Progress | None = None,
+    language_model: LanguageModel, cache: CacheKind, *, pack: bool = True, progress: Progress | None = None
 ) -> Target:
     """Pack or quantize a loaded model in place, and try its fast forward passes."""
     model = language_model.model

@@ -1,4 +1,4 @@
-"""Tokenizers of folders: making one, telling whether it changed, and the tokens that end an output."""
+"""Load tokenizers, fingerprint their files, and find the tokens that end an output."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.decoding.stops import special_tokens
 from specbench.models.chat_templates import TemplateError, render_chat, start_renderer
-from specbench.models.checkpoints import (
-    custom_code,
-    text_config,
-)
+from specbench.models.checkpoints import custom_code, text_config
 from specbench.models.hub import HubModel
 
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 
 _OF_THE_MODEL = (".index.json", "generation_config.json")
-"""Ends of names of files that have nothing to do with it."""
+"""Endings of files that belong to the model alone."""
 
 TEMPLATE = "chat_template.jinja"
 
 _TOKENIZER_SETTINGS = ("model_type", "tokenizer_class")
-"""What a model's configuration says of its tokenizer."""
+"""Settings of a model's configuration that concern its tokenizer."""
 
 
 def tokenizer_digest(folder: Path) -> str | None:
-    """Of all files that a tokenizer may be made of, less its template; ``None`` where one cannot be read."""
+    """Return a digest of all files a tokenizer may be made of, without its template; ``None`` if one is unreadable."""
     digest = hashlib.sha256()
     if (folder / "additional_chat_templates").exists():
         return None
@@ -53,13 +50,14 @@ def tokenizer_digest(folder: Path) -> str | None:
 
 
 def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder, or from the hub's files."""
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
     if hub is not None:
         where = {"pretrained_model_name_or_path": hub.repository, "revision": hub.revision}
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(trust_remote_code=False, **where)
-        except Exception as error:  # the many ways in which tokenizer files can be absent, odd or damaged
+        except Exception as error:  # tokenizer files can be absent, odd or damaged in many ways
             if "trust_remote_code" in str(error):
                 raise custom_code(f"The tokenizer of {name}") from error
             raise RunError(
@@ -77,9 +75,9 @@ def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedT
 
 
 def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Every token id that ends a text, ascending.
+    """Return every token id that ends a text, ascending.
 
-    From the generation config, the configuration, the tokenizer's end-of-text token, and the token with which
+    They come from the generation config, the configuration, the tokenizer's end-of-text token, and the token with which
     the chat template closes an assistant's turn.
 
     Raises:
@@ -107,16 +105,14 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that follows an assistant's message in the chat template, if one does."""
+    """Return the special token after an assistant's message in the chat template, if there is one."""
     if not tokenizer.chat_template:
         return None
     marker = "An answer that ends here"
     conversation = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": marker}]
     try:
         text = render_chat(tokenizer, conversation)
-    except (
-        TemplateError
-    ):  # templates are programs: they refuse what they like, and this one then tells us nothing
+    except TemplateError:  # templates are programs, and may refuse any conversation
         return None
     _, found, rest = text.rpartition(marker)
     if not found:

@@ -198,10 +198,7 @@ RULES: tuple[RuleWord, ...] = (
         "chains",
         "Several chains drawn independently of each other; equal beginnings share their rows (SpecInfer).",
         "trees:IndependentChains",
-        (
-            _whole("chains", "k=N", 4, "how many"),
-            _whole("length", "length=N", 4, "tokens of each"),
-        ),
+        (_whole("chains", "k=N", 4, "how many"), _whole("length", "length=N", 4, "tokens of each")),
         needs_logits=True,
         tree=True,
     ),
