@@ -1,7 +1,7 @@
-"""`specbench.toml`: the setting that commands take where the command line says nothing.
+"""`specbench.toml`: defaults of the command line.
 
-It is read from the folder a command runs in, so it may hold nothing that makes a command trust, reach or write
-anything that it would not by itself: models by name, a drafter, a rule or tree, a cache and dtypes.
+It is read from the folder a command runs in, so it may hold nothing that makes a command trust, reach or write anything
+new: only models by name, a drafter, a draft policy or tree, a cache and dtypes.
 """
 
 from __future__ import annotations
@@ -29,31 +29,26 @@ PROVISIONAL = (
     "is provisional: it is not sure yet that this is faster than plain decoding. To find out: `specbench tune --resume"
     " --overwrite`."
 )
-"""What is said of a provisional configuration, behind its name."""
+"""End of a sentence about a provisional configuration."""
 
 _LARGEST = 10_000
-"""Bytes; a longer file is none of these."""
+"""Bytes of the longest file that is read."""
 
 _PATH = re.compile(r"(?:^|[+|])\s*[~./\\]|://|\\|\.\.|^[A-Za-z]:")
-"""How what is no name begins, or goes on: a path, or an address."""
+"""Signs of a path or an address."""
 _NAME = re.compile(r"\w[\w.+-]*(?:/\w[\w.+-]*)?(?:@[\w./-]+)?")
-"""A built-in name, a folder or file right here, or a hub id with its revision."""
+"""A built-in name, a folder or file in the current folder, or a hub id with its revision."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a `specbench.toml` holds; ``None`` leaves something to the command.
+    """The contents of a `specbench.toml`, by the names of options; ``None`` leaves an option to the command.
 
     Attributes:
-        target: A model by name.
-        drafter: A drafter, with models by name.
-        length_policy: A draft-length rule with its options.
-        tree: What ``--tree`` takes; a tree excludes a rule.
-        cache, dtype, drafter_dtype: Words of the options of that name.
         provisional: Whether `specbench tune` could not tell yet that this is faster than plain decoding.
 
     Raises:
-        UsageError: A value that its option does not take, or a model that is no name.
+        UsageError: An option does not take its value, or a model is not given by name.
     """
 
     target: str | None = None
@@ -80,12 +75,12 @@ class Config:
 
     @property
     def given(self) -> dict[str, str]:
-        """What it holds, by the names of options in Python."""
+        """The options it holds."""
         return {name: value for name, value in vars(self).items() if isinstance(value, str)}
 
     @property
     def rule(self) -> RuleSpec | None:
-        """The rule or the tree with all that is said of it."""
+        """The draft policy, from the policy and the tree it holds."""
         tree = None if self.tree is None else parse_tree(self.tree)
         if isinstance(tree, RuleSpec):
             return tree
@@ -93,7 +88,7 @@ class Config:
         return rule if rule is None or tree is None else rule.with_options({"siblings": tree})
 
     def without(self, *names: str) -> Config:
-        """The same with less in it."""
+        """Return it without some options."""
         less: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **less)
 
@@ -105,11 +100,7 @@ class Config:
 
 
 def config_of(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
-    """What says a recipe, and a sentence if it cannot say all of it.
-
-    Args:
-        recipe: The recipe.
-        provisional: Whether it is not sure yet that this is faster than plain decoding.
+    """Return a recipe's configuration, and a note if it leaves out the target.
 
     Raises:
         UsageError: The drafter is a model that a configuration may not name.
@@ -134,7 +125,7 @@ def config_of(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str
 
 
 def read_config(path: Path) -> Config:
-    """The configuration in a file.
+    """Read a configuration.
 
     Raises:
         UsageError: It cannot be read, is of another version, or holds what it may not.
@@ -147,7 +138,7 @@ def read_config(path: Path) -> Config:
         values = tomllib.loads(data.decode("utf-8"))
     except OSError as error:
         raise UsageError(f"{shown} cannot be read: {reason(error)}.", "Check the path.") from None
-    except ValueError as error:  # TOML and UTF-8 that are none as well
+    except ValueError as error:  # invalid TOML or UTF-8 as well
         raise UsageError(
             f"{shown} is no configuration: {one_line(error).rstrip('.')}.",
             "Mend or remove it, or add --no-config.",
@@ -159,7 +150,7 @@ def read_config(path: Path) -> Config:
 
 
 def write_config(path: Path, config: Config) -> None:
-    """Write a configuration, whole or not at all."""
+    """Write a configuration atomically."""
     write_text(path, str(config))
 
 
@@ -184,7 +175,7 @@ def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
-# -- what may stand there --------------------------------------------------------------------------
+# -- checks of values ------------------------------------------------------------------------------
 
 
 def _check_model(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A conversation with a model: every answer goes on from what the caches hold of those before."""
+"""A conversation with a model, whose caches keep what it has read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """Asks one target message after message, as its chat template puts them.
+    """A conversation with a target, by its chat template.
 
     Args:
-        target: Answers.
+        target: Writes the answers.
         drafter: Drafts the answers; ``None`` for plain decoding.
-        system: A system message; ``None`` for none.
-        settings: Of every answer, see ``GenerationRun``.
+        system: A system message; may be changed between two answers.
+        settings: Settings of every answer, see ``GenerationRun``.
 
     Attributes:
-        messages: What the user and the assistant have said in turn, as templates take it.
-        system: May be changed between two answers.
+        messages: The messages of user and assistant in turn, as templates take them.
 
     Raises:
         UsageError: The target has no chat template.
@@ -45,10 +44,10 @@ class Conversation:
         self._last: GenerationRun | None = None
 
     def ask(self, text: str) -> GenerationRun:
-        """The answer to a message, which has not begun. Neither belongs to the conversation before it is told to.
+        """Return a run that generates the answer to a message; ``add`` puts both into the conversation.
 
         Raises:
-            UsageError: The template refuses the conversation, or it leaves no room for an answer.
+            UsageError: The template refuses the conversation, or it fills the context.
         """
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = encode_messages(
@@ -64,10 +63,10 @@ class Conversation:
         self._last = GenerationRun(prompt, self._target, self._drafter, after=self._last, **self._settings)
         return self._last
 
-    def tell(self, text: str, answer: str) -> None:
-        """Let a message and its answer belong to the conversation."""
+    def add(self, text: str, answer: str) -> None:
+        """Add a message and its answer to the conversation."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
-    def forget(self) -> None:
-        """Begin a new one under the same system message."""
+    def clear(self) -> None:
+        """Begin a new conversation with the same system message."""
         self.messages.clear()

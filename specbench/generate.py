@@ -1,4 +1,4 @@
-"""Generate from a prompt: the Python interface to the decoding loop."""
+"""Generate from one prompt: the Python interface to the decoding loop."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool | None = None, system: str | None = None
 ) -> list[int]:
-    """Turn a prompt into token ids.
+    """Encode a prompt.
 
     Args:
-        tokenizer: The target's.
+        tokenizer: The target's tokenizer.
         text: The user's message, or the raw text.
-        chat: Wrap it with the tokenizer's chat template; ``None`` when there is one.
+        chat: Apply the tokenizer's chat template; ``None``: if there is one.
         system: A system message; needs the chat template.
 
     Raises:
@@ -67,12 +67,11 @@ def encode_prompt(
         )
     if not text.strip():
         raise UsageError("The prompt is empty.", "Give some text.")
-    if not chat:
-        ids = tokenizer(_encodable(text))["input_ids"]
-    else:
+    if chat:
         messages = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": text})
-        ids = encode_messages(tokenizer, messages)
+        ids = encode_messages(tokenizer, [*messages, {"role": "user", "content": text}])
+    else:
+        ids = tokenizer(_encodable(text))["input_ids"]
     if not ids:
         raise UsageError("The prompt gives no tokens.", "Give some text.")
     return [int(token) for token in ids]
@@ -81,7 +80,7 @@ def encode_prompt(
 def as_tokens(
     prompt: str | Sequence[int], target: Target, *, chat: bool | None = None, system: str | None = None
 ) -> Sequence[int]:
-    """The token ids of a prompt, which may be text, see ``encode_prompt``."""
+    """Return a prompt's token ids; text is encoded by ``encode_prompt``."""
     if isinstance(target, str):
         raise UsageError(f"The target {target!r} is a name.", f"Load it first: load_target({target!r}).")
     if not isinstance(prompt, str):
@@ -92,7 +91,7 @@ def as_tokens(
 
 
 def resolve_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | None:
-    """A drafter, which may be given by its spec."""
+    """Return a drafter, loaded if it is given by its spec."""
     if not isinstance(drafter, str):
         return drafter
     from specbench.models.drafters import load_drafter
@@ -101,7 +100,7 @@ def resolve_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | 
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation up to where the assistant's next answer begins, by the chat template."""
+    """Encode a conversation by the chat template, up to where the assistant's next answer begins."""
     try:
         # The template writes the special tokens itself: tokenizing its text the usual way would add a second BOS.
         text = render_chat(tokenizer, messages, add_generation_prompt=True)
@@ -114,7 +113,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
 
 
 def _encodable(text: str) -> str:
-    """Text without lone surrogates (of an argument that is no UTF-8, say), which tokenizers refuse."""
+    """Replace lone surrogates (of arguments that are no UTF-8, say), which tokenizers refuse."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -144,17 +143,16 @@ def _check_drafter(drafter: Drafter, target: Target) -> None:
 
 
 class GenerationRun:
-    """One generation in progress: iterate over it for its records, then (or in between) ask for the result.
+    """A generation in progress: iterate over its records, and ask for the result at any time.
 
-    It lives on its target and drafter: once another generation has begun on one of them, it cannot go on and raises a
-    ``UsageError``.
+    Once another generation has begun on its target or drafter, it cannot continue and raises a ``UsageError``.
 
     Args: those of ``speculative_generate``, with the prompt as token ids, and
-        after: The generation before this one, if it was the last on this target and drafter: what both contexts begin
-            with is not read again, where their caches can be rolled back so far. The output is the same.
+        after: The previous generation on this target and drafter; the common beginning of both contexts stays in the
+            caches where they can be rolled back so far. The output is the same.
 
     Attributes:
-        kept: So many tokens of the prompt were read before it; known from the first record on.
+        kept: Number of prompt tokens taken from the caches; known from the first record on.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class GenerationRun:
         self.target, self.drafter = target, resolve_drafter(drafter, target) or NoDraft()
         sampling = sampling or Greedy()
         if policy is None:
-            # A rule that learns would only take time, and several drafters draft chains of one length.
+            # A policy that learns would only take time, and several drafters draft chains of one length.
             blank = isinstance(self.drafter, NoDraft | SeveralDrafters)
             policy = FixedLength(5) if blank else build_policy(default_rule(greedy=sampling.greedy))
         self.policy = policy
@@ -201,9 +199,8 @@ class GenerationRun:
         }
         self.most_tokens = len(prompt) + decoding.max_new_tokens
         self.kept = 0
-        self._begun: tuple[object, object] | None = (
-            None  # the epochs of target and drafter while they hold its context
-        )
+        # The epochs of target and drafter while they hold its context.
+        self._begun: tuple[object, object] | None = None
         self._records = self._decoded(after)
 
     def _decoded(self, after: GenerationRun | None) -> Iterator[Prefill | Step]:
@@ -238,12 +235,12 @@ class GenerationRun:
     def as_request(
         self, factory: RequestFactory, load: Load | None = None, allowed: Callable[[], bool] | None = None
     ) -> Request:
-        """What is decoded, on scorers, a drafter and a rule of its own; whoever does so hands the records to ``take``.
+        """Return it as a request with scorers, a drafter and a draft policy of its own; pass its records to ``take``.
 
         Args:
-            factory: Makes these.
-            load: The batch whose passes it shares, for rules that read costs.
-            allowed: Whether a step that begins may have a draft; ``None``: every one may.
+            factory: Makes them.
+            load: The batch whose forward passes it shares, for policies that read costs.
+            allowed: Whether a step may have a draft; ``None``: always.
 
         Raises:
             UsageError: See ``Request``.
@@ -265,27 +262,27 @@ class GenerationRun:
         try:
             record = next(self._records, None)
         except BaseException:
-            self._begun = None  # a pass that is broken off leaves anything
+            self._begun = None  # an interrupted pass leaves the caches in any state
             raise
         if self._prefill is None and record is not None:
             self._begun = self.target.scorer.epoch, self.drafter.epoch
         return record
 
     def take(self, record: Prefill | Step) -> None:
-        """The next record has come."""
+        """Add the next record."""
         if isinstance(record, Prefill):
             self._prefill = record
         else:
             self._steps.append(record)
 
     def text_stream(self) -> LabeledText[Origin] | None:
-        """A stream that turns this run's tokens into its text; ``None`` without a tokenizer."""
+        """Return a stream that turns this run's tokens into text; ``None`` without a tokenizer."""
         return (
             None if self.target.tokenizer is None else LabeledText(self.target.tokenizer, self.decoding.stop)
         )
 
     def result(self) -> Generation:
-        """What there is so far; ``finish_reason`` is ``None`` unless the run has come to its end."""
+        """Return the output so far; ``finish_reason`` is ``None`` until the end."""
         prefill = self._prefill or Prefill(self.prompt_tokens, None, 0.0)
         tokens = self._tokens()
         origins = [*prefill.origins, *(origin for step in self._steps for origin in step.origins)]
@@ -309,12 +306,9 @@ class GenerationRun:
         )
 
     def _tokens(self) -> list[int]:
-        """The output so far."""
         first = None if self._prefill is None else self._prefill.token
-        return [
-            *([] if first is None else [first]),
-            *(token for step in self._steps for token in step.tokens),
-        ]
+        rest = [token for step in self._steps for token in step.tokens]
+        return rest if first is None else [first, *rest]
 
     def _pieces(
         self, tokens: Sequence[int], origins: Sequence[Origin]
@@ -329,7 +323,7 @@ class GenerationRun:
 
 
 def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[int]:
-    """The tokens that make the text: all but an end token."""
+    """Return the tokens that make the text: all but an end token."""
     return tokens[:-1] if finish_reason == "eos" else tokens
 
 
@@ -353,21 +347,21 @@ def speculative_generate(
     Args:
         prompt: Text, or token ids to continue as they are.
         target: The model whose output distribution is kept (``load_target``).
-        drafter: Proposes tokens (``load_drafter``); a spec such as "lookup" is loaded for this one generation, and
+        drafter: Proposes tokens (``load_drafter``); a spec such as "lookup" is loaded for this generation, and
             ``None`` is plain decoding.
-        gamma: Tokens drafted in a step, at least 1. Not looked at when ``policy`` is given.
+        gamma: Tokens drafted in a step, at least 1. Ignored when ``policy`` is given.
         policy: A draft-length rule (``specbench.lengths.build_policy``). Without it and ``gamma`` it is what the
             command line takes: ``auto`` in greedy decoding, which measures what pays, and ``fixed`` (5) otherwise,
             where a rule that goes by clocks would change what a seed gives.
         sampling: The transforms of both models; greedy by default.
-        seed: Of the one generator that every draw comes from.
-        decoding: Where the output ends, and what else decides it; the defaults of the command line without it.
+        seed: Seed of the generator that every draw comes from.
+        decoding: Length, stops and other options; by default those of the command line.
         trace: Record q, p, r and the verdict of every draft.
-        chat, system: How a text prompt is wrapped, see ``encode_prompt``.
-        options: Fields of ``DecodingOptions``, in place of those of ``decoding``, such as ``max_new_tokens=64``.
+        chat, system: See ``encode_prompt``.
+        options: Fields of ``DecodingOptions`` that replace those of ``decoding``, such as ``max_new_tokens=64``.
 
     Returns:
-        The output with all of its records; ``specbench.decoding.metrics`` reads them.
+        The output with all records; ``specbench.decoding.metrics`` reads them.
 
     Raises:
         UsageError: An argument is out of its range, the prompt does not fit the target's context, or the drafter was
@@ -391,31 +385,6 @@ def speculative_generate(
     return run.result()
 
 
-def autoregressive_generate(
-    prompt: str | Sequence[int],
-    target: Target,
-    *,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    decoding: DecodingOptions | None = None,
-    trace: bool = False,
-    chat: bool | None = None,
-    system: str | None = None,
-    **options: Unpack[DecodingKeywords],
-) -> Generation:
-    """Generate one token per target pass: the same loop with a drafter that proposes nothing.
-
-    For the arguments see ``speculative_generate``.
-    """
-    return speculative_generate(
-        prompt,
-        target,
-        None,
-        sampling=sampling,
-        seed=seed,
-        decoding=decoding,
-        trace=trace,
-        chat=chat,
-        system=system,
-        **options,
-    )
+def autoregressive_generate(prompt: str | Sequence[int], target: Target, **options: Any) -> Generation:
+    """Generate one token per forward pass of the target; for the arguments see ``speculative_generate``."""
+    return speculative_generate(prompt, target, None, **options)

@@ -1,4 +1,4 @@
-"""Generate from many prompts side by side: the Python interface to the scheduler."""
+"""Generate from many prompts in batches: the Python interface to the scheduler."""
 
 from __future__ import annotations
 
@@ -26,36 +26,33 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 BESIDE = 128
-"""Tokens of a tree that may stand beside what fits into an output."""
+"""Cache positions for a draft tree, in addition to the output's."""
 
 
 class GenerationRuns:
-    """Generations side by side: iterate for what comes of them as it comes, or ask for all results.
+    """A batch of generations: iterate over their records as they come, or ask for all results.
 
-    Iterating gives pairs of a generation's place in ``runs`` and its next record, or the exception that it ended with;
-    the others go on. It can be done once, with ``for`` or ``async for``, whose passes are made in a thread. Leaving off
-    ends them all.
+    Iterating yields a generation's index in ``runs`` with its next record, or with the exception that ended it. It can
+    be done once, with ``for`` or ``async for`` (forward passes then run in a thread). Breaking off ends them all.
 
     Args:
-        runs: What to decode, of one target; an exception stands for one that could not begin.
-        max_batch: How many at a time.
-        max_tokens_per_pass: Tokens that a pass reads at most; longer prompts are read in parts.
-        pool_tokens: Tokens whose keys and values are held at a time, in all; ``None`` for enough for all that are under
-            way. When it is too little, requests wait, and some are read again.
-        pool: The kind of pool they lie in; ``None`` for slots where there is enough for all, which are read a little
-            faster, and pages otherwise, which leave nothing unused.
-        disable_by_batch_size: With more requests under way than this, no drafts are made; ``None`` for no such limit.
-        later: Runs that may be added later: there is room for such ones.
-        clock: Tells the time; ``None`` for the right one.
-        watch: Is told every pass as soon as it has been made.
-        load: What is known of passes like theirs from before; ``None`` for nothing.
+        runs: Generations of one target; an exception stands for one that could not begin.
+        max_batch: Largest batch.
+        max_tokens_per_pass: Most tokens in a forward pass; longer prompts are split.
+        pool_tokens: Capacity of the KV cache pool; ``None`` for enough. With less, requests wait or are read again.
+        pool: Kind of pool; ``None`` for slots, which are read faster, if there is enough for all, else for pages.
+        disable_by_batch_size: No drafts are made in batches larger than this; ``None`` for no limit.
+        later: Runs that may be added later; the pool is made large enough for them.
+        clock: The clock; ``None`` for the device's.
+        watch: Called with every forward pass.
+        load: Costs of similar forward passes from before.
 
     Attributes:
-        load: What passes cost, and what they give, as rules that read costs see it.
-        factory: Makes the scorers and drafters of the requests; ``None`` without any.
+        load: Costs of forward passes, for policies that read them.
+        factory: Makes the requests; ``None`` without any.
 
     Raises:
-        UsageError: A limit is below 1, or the targets are not one.
+        UsageError: A limit is below 1, or there are several targets.
     """
 
     def __init__(
@@ -110,22 +107,17 @@ class GenerationRuns:
         self._events = self._taken()
 
     def __len__(self) -> int:
-        """Runs that have not ended."""
+        """Return the number of runs that have not ended."""
         return len(self._scheduler)
 
     def now(self) -> float:
-        """The time by its clock, which stands still while the consumer of an iteration has a record."""
+        """Return its clock's time, which stops while the consumer of an iteration has a record."""
         return self._scheduler.now()
 
     def add(self, run: GenerationRun | Exception, arrived: float | None = None) -> int:
-        """Take in another one, behind those that wait.
+        """Add a run of the same target to the end of the queue, and return its index in ``runs``.
 
-        Args:
-            run: Of the same target; no longer than those that there is room for.
-            arrived: When it arrives, by ``now()``, see ``Scheduler.add``; ``None`` for now.
-
-        Returns:
-            Its place in ``runs``.
+        ``arrived`` is when it arrives by ``now()``, see ``Scheduler.add``; ``None`` for now.
         """
         if isinstance(run, Exception):
             self._errors[len(self.runs)] = run
@@ -133,11 +125,11 @@ class GenerationRuns:
         return self._scheduler.add(partial(self._start, run), arrived)
 
     def step(self) -> list[tuple[int, Event]]:
-        """Make one pass, and return what comes of it; for those who add runs as they go."""
+        """Run one forward pass and return its events, for callers that add runs meanwhile."""
         return [(i, self._took(i, event)) for i, event in self._scheduler.step()]
 
     def close(self) -> None:
-        """End all of them, and give their memory back."""
+        """End all runs and release their memory."""
         self._scheduler.close()
         if self.factory is not None:
             self.factory.release()
@@ -184,15 +176,15 @@ class GenerationRuns:
                 self.close()
 
     def cancel(self, index: int) -> None:
-        """End one, if it has not ended; nothing more comes of it."""
+        """End a run."""
         self._scheduler.cancel(index)
 
     def result(self, index: int) -> Generation | Exception:
-        """What there is of one so far; ``finish_reason`` is ``None`` unless it has come to its end."""
+        """Return a run's output so far (``finish_reason`` is ``None`` until its end), or its exception."""
         return self._errors.get(index) or cast("GenerationRun", self.runs[index]).result()
 
     def results(self) -> list[Generation | Exception]:
-        """Decode all that is left, and return what came of each, in the order of the runs."""
+        """Finish all runs and return their results in order."""
         for _ in self:
             pass
         return [self._result(index) for index in range(len(self.runs))]
@@ -233,20 +225,20 @@ def speculative_generate_many(
     system: str | None = None,
     **settings: Any,
 ) -> GenerationRuns:
-    """Generate from many prompts, several at a time; each output is what it would be alone.
+    """Generate from many prompts in batches; each output is what it would be alone.
 
     ``.results()`` gives the generations in the order of the prompts. Iterating gives records as they come.
 
     Args:
         prompts: Texts, token ids, or ``GenerationRun``s of the same target with settings of their own.
-        target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Every request gets a
-            drafter and a rule like these, with nothing that was learnt from others.
+        target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Each request gets a copy
+            of drafter and policy that has learned nothing.
         max_batch, max_tokens_per_pass, pool_tokens, pool, disable_by_batch_size: See ``GenerationRuns``.
-        seed: Of every request: it draws what it would alone.
-        settings: The others of ``speculative_generate``.
+        seed: Seed of each request.
+        settings: The other arguments of ``speculative_generate``.
 
     Raises:
-        UsageError: An argument is out of its range. What is wrong with one prompt is what that one ends with.
+        UsageError: An argument is out of its range. An invalid prompt becomes its own result.
     """
     if gamma is not None and gamma < 1:
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")

@@ -1,4 +1,4 @@
-"""A way to decode with a target as one value: commands parse it, sweeps vary it, runs store it, answers print it."""
+"""Recipes: everything that decides how a prompt is decoded, as one value that is parsed, stored and printed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, Small
 from specbench.specs.models import ModelSpec
 from specbench.specs.rules import RuleSpec, parse_rule
 
-_GROUPS = ("models", "caching", "decoding", "sampling")
+_GROUPS = {
+    "models": ModelOptions,
+    "caching": CacheOptions,
+    "decoding": DecodingOptions,
+    "sampling": SamplingOptions,
+}
 _PLACE = "/path/to"
-"""Where models are that a stored recipe has no path of."""
+"""Folder of models and files in a stored recipe, which holds no paths."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,10 @@ class Recipe:
 
     Attributes:
         target: The model whose output is kept.
-        drafter: What proposes; ``Plain`` for plain decoding.
-        rule: How much of it, and how drafts are verified; ``None`` where nothing is drafted.
-        costs: A file with times of passes that the rule goes by; ``None`` to measure them.
-        models: How weights are loaded.
-        caching: The cache, and the kind of passes over it.
-        decoding: How long the output gets, and what else decides it.
-        sampling: How tokens are chosen.
+        drafter: The drafter; ``Plain`` for plain decoding.
+        rule: The draft policy and verification; ``None`` where nothing is drafted.
+        costs: A file with the times of forward passes for the policy; ``None`` to measure them.
+        models, caching, decoding, sampling: Groups of options.
     """
 
     target: ModelSpec
@@ -45,18 +47,13 @@ class Recipe:
 
     @property
     def plain(self) -> Recipe:
-        """The same without drafts."""
-        models = replace(
-            self.models,
-            drafter_dtype="auto",
-            drafter_device="auto",
-            drafter_device_map=None,
-            any_target=False,
-        )
+        """The recipe of its baseline."""
+        own = self.models
+        models = ModelOptions(own.dtype, own.device, own.device_map, allow_pickle=own.allow_pickle)
         return replace(self, drafter=Plain(), rule=None, costs=None, models=models)
 
     def words(self) -> list[str]:
-        """Options of ``specbench generate`` for this recipe; those of a group at their defaults are left out."""
+        """Return arguments of ``specbench generate``, without options at their defaults."""
         words = ["--drafter", written_drafter(self.drafter)]
         if self.rule is not None and self.rule.word == "fixed":
             rest = replace(self.rule, options={k: v for k, v in self.rule.options.items() if k != "gamma"})
@@ -69,7 +66,7 @@ class Recipe:
         return [*words, *(word for name in _GROUPS for word in words_of(getattr(self, name)))]
 
     def to_json(self) -> dict[str, Any]:
-        """As ``run.json`` stores it: models and files by their last names, of options those not at their defaults."""
+        """Return it as ``run.json`` stores it: without paths, and without options at their defaults."""
         own: list[ModelSpec] = []
 
         def numbered(model: ModelSpec) -> ModelSpec:
@@ -87,10 +84,10 @@ class Recipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Recipe:
-        """What ``to_json`` gave, with ``/path/to/`` before models that are folders or files.
+        """Read the result of ``to_json``, with ``/path/to/`` before models that are folders or files.
 
         Raises:
-            UsageError: It holds a drafter, a rule or a value that this version does not know.
+            UsageError: It holds a drafter, a policy or a value that this version does not know.
         """
         own = [_model_of(each) for each in data["drafter_models"]]
         named = {f"MODEL{number}": model for number, model in enumerate(own, start=1)}
@@ -99,15 +96,12 @@ class Recipe:
             drafter=with_models(parse_drafter(data["drafter"]), lambda model: named.get(model.source, model)),
             rule=None if data["rule"] is None else parse_rule(data["rule"]),
             costs=None if data["costs"] is None else Path(_PLACE, data["costs"]),
-            models=options_of(ModelOptions, data["models"]),
-            caching=options_of(CacheOptions, data["caching"]),
-            decoding=options_of(DecodingOptions, data["decoding"]),
-            sampling=options_of(SamplingOptions, data["sampling"]),
+            **{name: options_of(kind, data[name]) for name, kind in _GROUPS.items()},
         )
 
 
 def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) -> DrafterSpec:
-    """A drafter with other models of its own, changed in the order in which they are written."""
+    """Return a drafter with its models replaced, in the order in which they are written."""
     if isinstance(drafter, Several):
         return replace(drafter, drafters=tuple(with_models(each, change) for each in drafter.drafters))
     if isinstance(drafter, Cascade):
@@ -116,12 +110,12 @@ def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) 
 
 
 def written_model(model: ModelSpec) -> str:
-    """A model as the command line takes it."""
+    """Return a model as the command line takes it."""
     return model.source if model.kind in ("folder", "gguf") else model.name
 
 
 def written_drafter(drafter: DrafterSpec) -> str:
-    """A drafter as the command line takes it; results name it by the last names of its models."""
+    """Return a drafter as the command line takes it; results show the last names of its models."""
     return str(with_models(drafter, lambda model: ModelSpec("hub", written_model(model))))
 
 
@@ -137,24 +131,22 @@ def _model_of(data: Mapping[str, Any]) -> ModelSpec:
 
 
 def _changed(group: Any) -> dict[str, Any]:
-    """The fields that are not at their defaults, without paths."""
-    values = {each.name: getattr(group, each.name) for each in fields(group)}
-    found = {each.name: values[each.name] for each in fields(group) if values[each.name] != each.default}
-    return {
-        name: PurePath(value).name
-        if name.endswith("device_map")
-        else list(value)
-        if name == "stop"
-        else value
-        for name, value in found.items()
-    }
+    """Return the fields that are not at their defaults, without paths."""
+    found = {each.name: getattr(group, each.name) for each in fields(group)}
+    found = {each.name: found[each.name] for each in fields(group) if found[each.name] != each.default}
+    for name, value in found.items():
+        if name.endswith("device_map"):
+            found[name] = PurePath(value).name
+        elif name == "stop":
+            found[name] = list(value)
+    return found
 
 
 def options_of(kind: Any, data: Mapping[str, Any]) -> Any:
-    """A group of options of what is stored; what this version does not know of is left out.
+    """Return a group of options from stored values, without those that this version does not know.
 
     Raises:
-        UsageError: A value of another type than its field's.
+        UsageError: A value has another type than its field.
     """
     values = {}
     for each in fields(kind):

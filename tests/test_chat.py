@@ -58,7 +58,7 @@ def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter)
         found.append(answer.result())
         prompts.append(list(answer.prompt))
         kept.append(answer.kept)
-        conversation.tell(text, answer.result().text or "")
+        conversation.add(text, answer.result().text or "")
     fresh = [speculative_generate(prompt, target, None, max_new_tokens=NEW) for prompt in prompts]
     assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
     assert kept[0] == 0
@@ -68,7 +68,7 @@ def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter)
     assert prompts[2] == encode_messages(
         tiny_tokenizer(), [*system, *conversation.messages[:4], {"role": "user", "content": "again"}]
     )
-    conversation.forget()
+    conversation.clear()
     conversation.system = None
     assert list(conversation.ask("hi").prompt) == encode_messages(
         tiny_tokenizer(), [{"role": "user", "content": "hi"}]

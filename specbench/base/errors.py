@@ -1,4 +1,4 @@
-"""The one kind of error a user is meant to see: a sentence, what to change, and an exit code."""
+"""Errors shown to users: a sentence, a hint, and an exit code."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 
 class SpecbenchError(Exception):
-    """Something a user can act on.
+    """An error a user can act on.
 
     Args:
-        message: One sentence that says what is wrong, in the user's words.
-        hint: What to change; printed behind the message. ``None`` when the message already says it.
-        commands: Any of which does that; printed below, to be copied.
-
-    Attributes:
-        exit_code: 2 when the command line or its input is at fault, 1 when the run failed.
+        message: One sentence that says what is wrong.
+        hint: What to change; printed after the message.
+        commands: Alternatives that do that; printed below.
     """
 
     exit_code = 1
@@ -36,6 +33,4 @@ class UsageError(SpecbenchError):
 
 
 class RunError(SpecbenchError):
-    """The request was sound, carrying it out failed (exit code 1)."""
-
-    exit_code = 1
+    """A valid request failed (exit code 1)."""

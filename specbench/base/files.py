@@ -1,7 +1,7 @@
-"""Files: written whole, locked, hashed, and what the system refuses as a sentence.
+"""Files: atomic writes, locks, hashes, and file-system errors as messages.
 
-A folder of results may have come from somebody else. A symbolic link there, in the place of a file or folder that
-specbench writes, would lead what is written to wherever it points: nothing is written through a link.
+A folder of results may have come from somebody else, with symbolic links in the place of files that specbench writes:
+nothing is written through a link.
 """
 
 from __future__ import annotations
@@ -28,29 +28,25 @@ _BLOCK = 1 << 22
 
 
 def require_writable(folder: Path) -> None:
-    """Find out that nothing can be written to a folder before what is to be written has taken its time.
-
-    Raises:
-        OSError: It is not there, or nothing can be written to it.
-    """
+    """Raise ``OSError`` if nothing can be written to a folder, before long work."""
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """``write_bytes`` of a text in UTF-8, its line breaks as they are."""
+    """Write a text in UTF-8, see ``write_bytes``."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file so that it holds the old or the new content at every moment, also after a power cut.
+    """Write a file atomically: it holds the old or the new content, also after a power cut.
 
     Raises:
-        UsageError: A symbolic link stands there. OSError: It cannot be written; it is as it was.
+        UsageError: It is a symbolic link. OSError: It cannot be written, and is unchanged.
     """
     path = Path(path)
     refuse_link(path)
-    # A name that nobody can have prepared, and "x" follows no link; unlike mkstemp it leaves the rights to the umask.
+    # An unpredictable name, and "x" follows no link; unlike mkstemp it leaves the permissions to the umask.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("xb") as file:
@@ -66,11 +62,7 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse to write to what is a symbolic link.
-
-    Raises:
-        UsageError: It is one.
-    """
+    """Raise ``UsageError`` if a path is a symbolic link."""
     if path.is_symlink():
         raise UsageError(
             f"{str(path)!r} is a symbolic link, and nothing is written through it.",
@@ -93,7 +85,7 @@ def sync(path: Path) -> None:
 
 
 def try_lock(path: Path) -> BaseFileLock | None:
-    """The operating system's own lock, which ends with the process that holds it; ``None`` if another one does."""
+    """Take the operating system's lock, which ends with the process; ``None`` if another process has it."""
     import filelock
 
     lock = filelock.FileLock(path)
@@ -106,7 +98,7 @@ def try_lock(path: Path) -> BaseFileLock | None:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock; ``waiting`` is called if another process has to be waited for."""
+    """Hold a lock, and call ``waiting`` if another process has it."""
     import filelock
 
     lock = try_lock(path)
@@ -121,14 +113,14 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def sha256(path: Path, report: Callable[[int, int], None] | None = None) -> str:
-    """The sha256 of a file; ``report`` is told the bytes read and those there are."""
+    """Return the sha256 of a file; ``report`` receives the bytes read and the total."""
     digest = hashlib.sha256()
     feed(path, [digest], report)
     return digest.hexdigest()
 
 
 def feed(path: Path, digests: list[Any], report: Callable[[int, int], None] | None = None) -> None:
-    """Read a file into several hashes at once."""
+    """Read a file into several hashes."""
     done, total = 0, path.stat().st_size
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -139,7 +131,7 @@ def feed(path: Path, digests: list[Any], report: Callable[[int, int], None] | No
                 report(done, total)
 
 
-# -- what the system refuses -------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -150,13 +142,13 @@ def file_errors(
     kind: type[SpecbenchError] = RunError,
     full: SpecbenchError | None = None,
 ) -> Iterator[None]:
-    """Turn what a file system refuses into one sentence.
+    """Turn file-system errors into errors for the user.
 
     Args:
-        problem: What does not work, such as "The file 'x' cannot be read"; the system's reason is put behind it.
+        problem: What does not work, such as "The file 'x' cannot be read"; the system's reason is appended.
         hint: What to change.
-        kind: Of the error.
-        full: What to raise instead if the disk is full, in the words of whatever library met that.
+        kind: Class of the error.
+        full: Raised instead if the disk is full.
     """
     try:
         yield
@@ -171,11 +163,11 @@ def file_errors(
 
 
 def reason(error: Exception) -> str:
-    """Why something was refused, in the system's words."""
+    """Return the system's text of an error."""
     code = getattr(error, "errno", None)
     return os.strerror(code) if code is not None else str(error)
 
 
 def is_full(error: Exception) -> bool:
-    """Whether no space is left, also where a library has made an error of its own of it."""
+    """Whether the disk is full, also if a library raised an error of its own."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)

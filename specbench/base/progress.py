@@ -1,4 +1,4 @@
-"""How far slow stages have come, and the libraries underneath kept from telling it themselves."""
+"""Progress of slow stages, and silence of the libraries underneath."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Told how far a slow stage has come; the command line draws it."""
+    """Receives how far slow stages have come; the command line draws it."""
 
     def update(self, stage: str, done: int, total: int | None) -> None:
-        """``done`` of ``total`` (``None``: unknown) units of ``stage``, a phrase such as "fetching NAME"."""
+        """Report ``done`` of ``total`` (``None``: unknown) units of ``stage``, such as "fetching NAME"."""
 
 
 def announce(progress: Progress | None, stage: str) -> None:
-    """Name a stage of unknown length, if anybody wants to know."""
+    """Report a stage of unknown length, if there is a receiver."""
     if progress is not None:
         progress.update(stage, 0, None)
 
@@ -53,12 +53,12 @@ class _Bar:
 def quiet_transformers(
     progress: Progress | None = None, stage: str = "", dequantizing: str = ""
 ) -> Iterator[None]:
-    """Within, `transformers` and the hub client write nothing.
+    """Keep `transformers` and the hub client from printing.
 
     Args:
-        progress: Told of their bars.
-        stage: What these count.
-        dequantizing: What the bar of the reader of GGUF files counts.
+        progress: Receives their progress bars.
+        stage: Stage of these bars.
+        dequantizing: Stage of the GGUF reader's bar.
     """
     from huggingface_hub import utils
     from transformers import modeling_gguf_pytorch_utils

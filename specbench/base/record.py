@@ -1,8 +1,8 @@
-"""How the records of a stored run are declared, read and written.
+"""Declaration, reading and writing of stored records.
 
-A record is a class whose annotations say everything about its fields: type, limits and meaning. Readers, their checks,
-the JSON and the tables of docs/results-format.md follow from them. A field with a default may be missing in older runs;
-fields that are not declared are ignored.
+The annotations of a record's class say everything about its fields: type, limits and meaning. Reading, checks, JSON and
+the tables of docs/results-format.md are derived from them. A field with a default may be missing in older runs, and
+undeclared fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec.structs import force_setattr
 
 
 def doc(text: str) -> Meta:
-    """The meaning of a field, as docs/results-format.md has it."""
+    """Describe a field in docs/results-format.md."""
     return Meta(description=text)
 
 
@@ -29,11 +29,11 @@ Length = Annotated[int, Meta(ge=0, lt=2**20)]
 Small = Annotated[int, Meta(ge=0, lt=2**31)]
 Figure = Annotated[float, Meta(ge=-1e18, lt=1e18)]
 Json = dict[str, Any]
-"""A JSON object that is no record: of another program, put together to be printed, or of options."""
+"""A JSON object that is no record: another program's, one to print, or options."""
 
 
 class _Frozen(msgspec.StructMeta):
-    """Makes records frozen, with fields given by name."""
+    """Makes records frozen, with keyword-only fields."""
 
     def __new__(
         mcls, name: str, bases: tuple[type, ...], namespace: dict[str, object], **options: Any
@@ -43,11 +43,11 @@ class _Frozen(msgspec.StructMeta):
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Record(Struct, metaclass=_Frozen, frozen=True):
-    """An object of a stored file."""
+    """A stored JSON object."""
 
 
 class Estimate(Record, kw_only=False):
-    """A figure and how sure it is."""
+    """A figure with its 95% confidence interval."""
 
     value: Annotated[Size, doc("the figure")]
     low: Annotated[
@@ -77,13 +77,13 @@ NO_FIGURE = Estimate(math.nan, None, None, 0)
 
 
 def to_dict(record: Struct) -> Json:
-    """A record as objects that JSON has."""
+    """Return a record as a JSON object."""
     found: Json = msgspec.to_builtins(record, str_keys=True)
     return found
 
 
 def to_json(*records: Struct, indent: int | None = None) -> bytes:
-    """Records as one JSON object in ASCII; half a surrogate pair, which JSON cannot hold, becomes U+FFFD.
+    """Encode records as one JSON object in ASCII; a lone surrogate becomes U+FFFD.
 
     Raises:
         ValueError: A number is not finite.
@@ -102,7 +102,7 @@ def to_json(*records: Struct, indent: int | None = None) -> bytes:
 
 
 def wrong_field(error: ValueError) -> str:
-    """Which field of a record an error of msgspec is about (``configs[0].gamma``); empty if it names none."""
+    """Return the field that an error of msgspec names (``configs[0].gamma``); empty without one."""
     text = str(error)
     place = text.rpartition("`$")[2].rstrip("`").removeprefix(".") if "`$" in text else ""
     if "missing required field" in text:
@@ -112,15 +112,15 @@ def wrong_field(error: ValueError) -> str:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """NaN where there is nothing to divide by."""
+    """Return the ratio, or NaN if the denominator is 0."""
     return numerator / denominator if denominator else math.nan
 
 
 def rounded(value: float | None, digits: int = 9) -> float | None:
-    """To the nanosecond: the rest is noise, and half of the file. ``None`` for what JSON has no number for."""
+    """Round to 9 digits (a nanosecond; the rest is noise); ``None`` for what is no finite number."""
     return None if value is None or not math.isfinite(value) else round(float(value), digits)
 
 
 def not_json(constant: str) -> None:
-    """For ``json.loads(..., parse_constant=not_json)``: NaN and the infinities, which Python takes, are no JSON."""
+    """Refuse NaN and infinities: ``json.loads(..., parse_constant=not_json)``."""
     raise ValueError(f"{constant} is no JSON.")

@@ -1,4 +1,4 @@
-"""Text of prompts and models made safe to show: it is data, and must neither color nor move a terminal."""
+"""Make text of prompts and models safe to show: it must neither color nor control a terminal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import unicodedata
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 _ASCII_MARKS = {" ": "_", "\n": "\\n", "\t": "\\t"}
 
-# Printable by Unicode's categories, yet nothing is seen of them: joiners and fillers that count as letters or
-# marks, and variation selectors. U+FFFD is seen, but does not say that it is itself.
+# Printable by Unicode's categories, yet invisible: joiners and fillers that count as letters or marks, and
+# variation selectors; and U+FFFD, which also stands for other characters.
 _UNSEEN = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\ufffd\U000e0100-\U000e01ef]"
 )
@@ -20,17 +20,14 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def visible(text: str, encoding: str = "utf-8") -> str:
-    r"""A token's text in one line with nothing hidden in it.
+    r"""Return a token's text as one line with nothing hidden.
 
-    A space becomes ``␣``, a newline ``⏎`` and a tab ``⇥``. Whatever else has no shape of its own (controls,
-    ANSI escapes, direction switches, zero-width characters, exotic spaces, lone surrogates) and U+FFFD become
-    escapes such as ``\x1b`` or ``\u202e``. A mark at the beginning, which would settle on its neighbor, gets
-    a dotted circle. Backslashes stay single: text that spells out an escape looks like one.
+    A space becomes ``␣``, a newline ``⏎`` and a tab ``⇥``. Other invisible characters (controls, ANSI escapes,
+    direction switches, zero-width characters, exotic spaces, lone surrogates) and U+FFFD become escapes such as
+    ``\x1b`` or ``\u202e``. A combining mark at the beginning gets a dotted circle. Backslashes stay single.
 
-    Args:
-        text: Any string.
-        encoding: Of the place it is shown in. Other than UTF, what it lacks is escaped too, and white space
-            becomes ``_``, ``\n`` and ``\t``.
+    In an ``encoding`` other than UTF, missing characters are escaped too, and white space becomes ``_``, ``\n`` and
+    ``\t``.
     """
     unicode = _is_unicode(encoding)
     marks = _MARKS if unicode else _ASCII_MARKS
@@ -41,15 +38,11 @@ def visible(text: str, encoding: str = "utf-8") -> str:
 
 
 def terminal_safe(text: str, encoding: str = "utf-8") -> str:
-    r"""Text as it may be streamed to a terminal: readable, with its lines, and without power.
+    r"""Return text that is safe to stream to a terminal.
 
-    Newlines and tabs stay, as do letters of every direction and emoji; other control characters and direction
-    switches become escapes such as ``\x1b``, lone surrogates U+FFFD. Every character is treated by itself, so
-    a text may come in pieces.
-
-    Args:
-        text: Any string.
-        encoding: Of the place it is shown in; characters that it lacks become escapes too.
+    Newlines, tabs, letters of every direction and emoji stay; other control characters, direction switches and
+    characters that the ``encoding`` lacks become escapes such as ``\x1b``, lone surrogates U+FFFD. Text may come in
+    pieces, since each character is treated by itself.
     """
     safe = _CONTROLS.sub(lambda found: _escaped(found[0]), text)
     safe = _SURROGATES.sub("\ufffd", safe)
@@ -57,25 +50,18 @@ def terminal_safe(text: str, encoding: str = "utf-8") -> str:
 
 
 def one_line(text: object) -> str:
-    """Text of whatever origin as one printable line."""
+    """Return any text as one printable line."""
     return " ".join(terminal_safe(str(text)).split())
 
 
 def excerpt(text: object, limit: int = 300) -> str:
-    """The first paragraph of someone else's message as one printable line of at most ``limit`` characters."""
+    """Return the first paragraph of a foreign message as one printable line of at most ``limit`` characters."""
     line = one_line(str(text).strip().partition("\n\n")[0])
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def counted(number: int, noun: str, plural: str | None = None, *, form: str = "") -> str:
-    """A number with its noun: ``1 token``, ``2 tokens``.
-
-    Args:
-        number: How many.
-        noun: Of one.
-        plural: Of several; ``None`` for the noun with an s.
-        form: Of the number, as ``format`` takes it.
-    """
+    """Return a number with its noun, ``1 token`` or ``2 tokens``; ``form`` is the number's format."""
     return f"{number:{form}} {noun if number == 1 else plural or noun + 's'}"
 
 

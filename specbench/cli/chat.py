@@ -143,7 +143,7 @@ class _Talk:
     def _obey(self, text: str) -> None:
         name, _, rest = text.partition(" ")
         if name == "/reset":
-            self._conversation.forget()
+            self._conversation.clear()
             self._tell("A new conversation.")
         elif name == "/system":
             self._conversation.system = rest.strip() or None
@@ -187,7 +187,7 @@ class _Talk:
         self._answers.append(answer)
         self._kept += run.kept
         if answer.text:
-            self._conversation.tell(text, answer.text)
+            self._conversation.add(text, answer.text)
         else:
             _say("No text came: the message is forgotten.")
         if not self._quiet:

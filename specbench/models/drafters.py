@@ -20,7 +20,12 @@ from specbench.backends.torch.head_scorers import (
     ParallelScorer,
 )
 from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears, quantize_linears_int4, trim_head
+from specbench.backends.torch.kernels.surgery import (
+    pack_linears,
+    quantize_linears,
+    quantize_linears_int4,
+    trim_head,
+)
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce

@@ -1,24 +1,25 @@
-"""How requests come to a server that decodes several at a time: from clients that wait for answers, or at random."""
+"""Arrivals of requests at a server: closed loop (clients wait for answers) or open loop (at random times)."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 from specbench.base.errors import UsageError
 
 MOST_CLIENTS = 1024
 FASTEST, SLOWEST = 1000.0, 0.001
-"""Requests per second that can be asked for."""
+"""Limits of the rate, in requests per second."""
 
 _FORMS = "Write closed:N for N clients, or poisson:RATE for requests per second."
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A closed loop: each client sends a request, waits for the whole answer, and sends the next one at once."""
+    """A closed loop: each client sends a request, waits for the whole answer, and sends the next one."""
 
     clients: int
 
@@ -28,7 +29,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """An open loop: requests come at random times, ``rate`` per second on average, whatever is still under way."""
+    """An open loop: requests arrive at random times, ``rate`` per second on average."""
 
     rate: float
 
@@ -36,19 +37,15 @@ class Poisson:
         return f"poisson:{self.rate:g}"
 
     def times(self, count: int, random: Random) -> list[float]:
-        """Seconds at which so many requests come, ascending; the time between two is exponentially distributed."""
-        times, now = [], 0.0
-        for _ in range(count):
-            now += random.expovariate(self.rate)
-            times.append(now)
-        return times
+        """Return ``count`` arrival times in seconds, ascending, with exponentially distributed gaps."""
+        return [*accumulate(random.expovariate(self.rate) for _ in range(count))]
 
 
 Arrivals = Closed | Poisson
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """How requests come, from ``closed:N`` or ``poisson:RATE``.
+    """Parse ``closed:N`` or ``poisson:RATE``.
 
     Raises:
         UsageError: It is neither, or a number is out of its range.

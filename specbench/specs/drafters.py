@@ -1,7 +1,7 @@
-"""Drafters as the command line names them: a word with options, a model, or two with a plus between them.
+"""Specs of drafters: a word with options, a model, or two drafters joined by a plus.
 
-``parse_drafter`` reads one, once, and ``str`` writes it again as results call it. Each kind says for itself what the
-rest has to know of it: its options by ``specbench.specs.notation.option``, and where its drafter is.
+``parse_drafter`` reads a spec and ``str`` writes it as results show it. A class declares everything about its kind: its
+options (``specbench.specs.notation.option``) and the class that drafts.
 """
 
 from __future__ import annotations
@@ -28,27 +28,21 @@ from specbench.specs.notation import (
 )
 
 _LONGEST_MATCH = 64
-"""Longer ones are not told apart."""
-
-_MOST_SUCCESSORS = 64
-
-_HIGHEST_ORDER = 16
-"""Every token is counted once per context length, so the order multiplies the memory."""
+"""Longer matches are not distinguished."""
 
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """What ``--drafter`` asks for.
+    """A drafter as ``--drafter`` takes it.
 
     Attributes:
-        word: How it begins on the command line.
+        word: The word it begins with.
         summary: What it does, in a sentence.
-        probabilities: Which distributions its tokens are drawn from, in words.
-        drafter: Of a drafter without a model, where its class is in ``specbench.drafters``: ``module:Class``. It is
-            made of the spec alone.
-        has_logits: Whether there are distributions of it that a draft-length rule can read.
+        probabilities: The distributions its tokens are drawn from.
+        drafter: ``module:Class`` in ``specbench.drafters``, for a drafter without a model; made from the spec alone.
+        has_logits: Whether a draft policy can read its distributions.
         is_plain: Whether it proposes nothing, so that decoding is plain.
-        trees: Whether it drafts trees where it is asked to.
+        trees: Whether it can draft trees.
 
     Raises:
         UsageError: An option is outside its range.
@@ -75,37 +69,37 @@ class DrafterSpec:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """What may follow its word."""
+        """Return the options that may follow its word."""
         return options_of(cls)
 
     @property
     def model_part(self) -> DrafterSpec:
-        """The part that says what passes are made of: a cascade's second drafter, or all of it."""
+        """The part that makes forward passes: a cascade's second drafter, or all of it."""
         return self
 
     @property
     def model_spec(self) -> ModelSpec | None:
-        """The model that is loaded for it; ``None`` if it needs none, or the target's own weights."""
+        """The model loaded for it; ``None`` if it needs none or uses the target's weights."""
         return None
 
     @property
     def model_specs(self) -> tuple[ModelSpec, ...]:
-        """All models that are loaded for it."""
+        """All models loaded for it."""
         return () if self.model_spec is None else (self.model_spec,)
 
     @property
     def parts(self) -> tuple[DrafterSpec, ...]:
-        """The drafters side by side that it is made of: itself, if it is one."""
+        """The drafters whose chains are merged: itself, if it is one."""
         return (self,)
 
     @property
     def keeps_state(self) -> bool:
-        """Whether what it learns from one generation serves the next."""
+        """Whether it carries what it learns into the next generation."""
         return bool(getattr(self, "keep", False))
 
     @classmethod
     def read(cls, given: Mapping[str, str | bool], text: str) -> Self:  # noqa: ARG003
-        """Of the options behind its word; ``text`` is the whole of it, for messages.
+        """Parse its options; ``text`` is the whole spec, for messages.
 
         Raises:
             UsageError: There is no such option, or a value is of another kind or outside its range.
@@ -126,10 +120,10 @@ class Plain(DrafterSpec):
 
 @dataclass(frozen=True)
 class FreeSpec(DrafterSpec):
-    """A drafter without a model, which may stand before one in a cascade.
+    """A drafter without a model, which may be the first of a cascade.
 
     Attributes:
-        before_model: Whether a model drafts where this one does not. Some options have other defaults then.
+        before_model: Whether it is, which changes some defaults.
     """
 
     probabilities = "certain (one-hot)"
@@ -139,17 +133,6 @@ class FreeSpec(DrafterSpec):
 
     def _defaults(self) -> dict[str, Any]:
         return with_defaults({}, self.options(), before_model=self.before_model)
-
-    @classmethod
-    def first_of_cascade(cls, given: Mapping[str, str | bool]) -> tuple[Self, int | None]:
-        """Of the options behind its word before a model, and the cascade's ``passes``, which stand among them.
-
-        Raises:
-            UsageError: See ``read``.
-        """
-        values = read_options(cls.word, given, (*cls.options(), *Cascade.options()))
-        passes = values.pop("passes", None)
-        return cls(**with_defaults(values, cls.options(), before_model=True), before_model=True), passes
 
 
 @dataclass(frozen=True)
@@ -180,7 +163,7 @@ class Lookup(FreeSpec):
 
     @property
     def longest(self) -> int:
-        """The longest match in tokens, whether it was given or not."""
+        """The longest match in tokens."""
         return self.n or _LONGEST_MATCH
 
 
@@ -190,18 +173,15 @@ class NGram(FreeSpec):
 
     Attributes:
         order: Length of the longest n-gram counted, context and continuation together: 2 (bigrams) to 16.
-        max: The most tokens drafted in a step; ``None`` leaves that to the draft-length rule.
-        window: Forget what was counted at tokens that are no longer among the last so many read; ``None`` forgets
-            nothing before the next prompt.
-        keep: Keep the counts between prompts (no n-gram spans two of them). Without a window they grow forever.
-        top_k: With k > 1, every emitted token also adds 1 to the counts of the k tokens that the target's untransformed
-            logits prefer in its place. It is itself counted once, among them or not. It passes for the last one seen,
-            and the others for seen the earlier the less probable they are. The window forgets them all together. With
-            1 only the emitted token is counted.
-        sample: Draw from the normalized counts of the longest known context instead, and keep them as q; the sampling
-            transforms do not apply to them. In greedy decoding, and before the first commit has shown how large the
-            vocabulary is, the most frequent token is taken all the same.
-        min: Shortest context that counts, in tokens: 1 to ``order - 1``; before a model 2 if nothing is said.
+        max: Most tokens drafted in a step; ``None`` leaves that to the draft policy.
+        window: Forget counts of tokens before the last N read; ``None`` forgets nothing before the next prompt.
+        keep: Keep the counts between prompts (no n-gram spans two). Without a window they grow forever.
+        top_k: With k > 1, each emitted token also adds 1 to the counts of the k tokens that the target's untransformed
+            logits prefer in its place; the emitted one counts once and is the last seen, the others earlier the less
+            probable they are. The window forgets them together.
+        sample: Draw from the normalized counts of the longest known context, which become q; sampling transforms do not
+            apply. In greedy decoding, and before the vocabulary's size is known, the most frequent token is taken.
+        min: Shortest context that counts, in tokens: 1 to ``order - 1``; by default 2 before a model.
     """
 
     word = "ngram"
@@ -209,12 +189,9 @@ class NGram(FreeSpec):
     probabilities = "certain (one-hot); drawn from the counts with 'sample'"
     drafter = "ngram:NGramDrafter"
 
+    # Each token is counted once per context length, so the order multiplies the memory.
     order: int = option(
-        4,
-        "order=N",
-        "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less",
-        least=2,
-        most=_HIGHEST_ORDER,
+        4, "order=N", "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less", least=2, most=16
     )
     max: int | None = option(None, "max=TOKENS", "most tokens drafted in a step", least=1)
     window: int | None = option(None, "window=TOKENS", "forget tokens that left the last so many", least=1)
@@ -235,7 +212,7 @@ class NGram(FreeSpec):
 
 @dataclass(frozen=True)
 class Suffix(FreeSpec):
-    """Counts of what followed the longest match, which may be long. Before a model it has to have two tokens."""
+    """Counts of what followed the longest match."""
 
     word = "suffix"
     summary = "SuffixDecoding: what most often followed the longest match of the last tokens; also as a tree."
@@ -253,7 +230,7 @@ class Suffix(FreeSpec):
 
 @dataclass(frozen=True)
 class Recycle(FreeSpec):
-    """A table of each token's latest successors under the target."""
+    """A table of each token's most probable successors under the target."""
 
     word = "recycle"
     summary = (
@@ -262,7 +239,7 @@ class Recycle(FreeSpec):
     drafter = "recycle:RecycleDrafter"
     trees = True
 
-    top_k: int = option(8, "top-k=K", "successors of each token (8)", least=1, most=_MOST_SUCCESSORS)
+    top_k: int = option(8, "top-k=K", "successors of each token (8)", least=1, most=64)
 
 
 @dataclass(frozen=True)
@@ -270,10 +247,10 @@ class SelfForm(DrafterSpec):
     """The target's own weights in a cheaper form.
 
     Attributes:
-        int8, int4: Its linear layers quantized.
-        layers: Its first so many decoder layers; ``None`` for all.
-        skip: Those left out, counted from 0, ascending.
-        calibrated: What was chosen by ``specbench calibrate``; excludes the others.
+        int8, int4: Quantize the linear layers.
+        layers: Use the first N decoder layers; ``None`` for all.
+        skip: Layers to leave out, counted from 0, ascending.
+        calibrated: The form chosen by ``specbench calibrate``; excludes the others.
     """
 
     word = "self"
@@ -317,7 +294,7 @@ class SelfForm(DrafterSpec):
         return form
 
     def kept(self, total: int) -> tuple[int, ...]:
-        """The layers it uses, of ``total``."""
+        """Return the layers it uses, of ``total``."""
         return tuple(i for i in range(total if self.layers is None else self.layers) if i not in self.skip)
 
 
@@ -326,8 +303,7 @@ class SmallModel(DrafterSpec):
     """A model of its own.
 
     Attributes:
-        model: Which.
-        vocab: How many tokens it drafts, those that the target writes most often; ``None`` for all.
+        vocab: Number of tokens it drafts, those that the target writes most often; ``None`` for all.
     """
 
     word = "MODEL"
@@ -348,11 +324,8 @@ class SmallModel(DrafterSpec):
     )
 
     def __str__(self) -> str:
-        return self.named(self.model.name)
-
-    def named(self, model: str) -> str:
-        """The same of a model that is called something else."""
-        return model if self.vocab is None else add_option(model, f"vocab={self.vocab}")
+        name = self.model.name
+        return name if self.vocab is None else add_option(name, f"vocab={self.vocab}")
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -361,12 +334,12 @@ class SmallModel(DrafterSpec):
 
 @dataclass(frozen=True)
 class Cascade(DrafterSpec):
-    """Token by token, a drafter that costs nothing where it knows something, and one with passes where it does not.
+    """Token by token, a free drafter where it has a candidate, and one with forward passes elsewhere.
 
     Attributes:
-        front: Asked first.
+        front: The free drafter.
         back: A small model, or the target in a cheaper form.
-        passes: The most passes of ``back`` in a step; ``None`` leaves that to the draft-length rule.
+        passes: Most forward passes of ``back`` in a step; ``None`` leaves that to the draft policy.
     """
 
     word = "A+B"
@@ -400,13 +373,10 @@ class Cascade(DrafterSpec):
 
 @dataclass(frozen=True)
 class Several(DrafterSpec):
-    """Drafters side by side, whose chains are merged into one tree.
-
-    Attributes:
-        drafters: At least two, none of them plain or given twice.
+    """At least two drafters whose chains are merged into one tree.
 
     Raises:
-        UsageError: They are not.
+        UsageError: One of them is plain or given twice.
     """
 
     word = "A|B"
@@ -442,7 +412,7 @@ class Several(DrafterSpec):
 
 
 def cascade_name(front: str, passes: int | None, back: str) -> str:
-    """What a cascade is called, from what its parts are called."""
+    """Return a cascade's name from the names of its parts."""
     return f"{front if passes is None else add_option(front, f'passes={passes}')}+{back}"
 
 
@@ -457,31 +427,31 @@ DRAFTERS: tuple[type[DrafterSpec], ...] = (
     Cascade,
     Several,
 )
-"""In the order in which listings have them."""
+"""All kinds, in the order of listings."""
 
 _WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in DRAFTERS if kind.word.islower()}
 
 
 def parse_drafter(text: str) -> DrafterSpec:
-    """What a ``--drafter`` means. Of what is no word it is a model; names of models may contain a plus.
+    """Parse a ``--drafter``. What starts with none of the words is a model, whose name may contain a plus.
 
-    A model's options follow its last colon; what exists as a path is a path, whatever is in it.
+    A model's options follow its last colon; an existing path is a path, whatever characters it has.
 
     Raises:
-        UsageError: No such drafter or option, a value outside its range, or what cannot be a model.
+        UsageError: There is no such drafter or option, a value is outside its range, or it cannot be a model.
     """
     return _parse(text, _WORDS)
 
 
 def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
-    """See ``parse_drafter``; ``offered`` are the words that a mistyped one is taken for."""
+    """Parse a drafter; a mistyped word may stand for one of ``offered``."""
     if "|" in text and not Path(text).exists():
         return Several(tuple(_parse(part.strip(), offered) for part in text.split("|")))
     first, plus, second = text.partition("+")
-    front = _WORDS.get(_word(first), DrafterSpec)
+    front = _WORDS.get(first.partition(":")[0].strip(), DrafterSpec)
     if plus and issubclass(front, FreeSpec):
         return _parse_cascade(front, first, second.strip())
-    kind = _WORDS.get(_word(text))
+    kind = _WORDS.get(text.partition(":")[0].strip())
     if kind is not None:
         return kind.read(split_spec(text)[1], text)
     model, given = _model_options(text)
@@ -492,12 +462,8 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
     return SmallModel(parse_model(model), **read_options("a model", given, SmallModel.options()))
 
 
-def _word(text: str) -> str:
-    return text.partition(":")[0].strip()
-
-
 def _model_options(text: str) -> tuple[str, dict[str, str | bool]]:
-    """A model and its options: what follows its last colon, where that reads name=value with names that are known."""
+    """Split a model from the options after its last colon, which are name=value with known names."""
     model, colon, rest = text.rpartition(":")
     known = [each.key for each in SmallModel.options()]
     if colon and not Path(text).expanduser().exists():
@@ -508,7 +474,10 @@ def _model_options(text: str) -> tuple[str, dict[str, str | bool]]:
 
 
 def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
-    front, passes = kind.first_of_cascade(split_spec(first)[1])
+    """Parse a cascade, whose ``passes`` is among the options of its first drafter."""
+    values = read_options(kind.word, split_spec(first)[1], (*kind.options(), *Cascade.options()))
+    passes = values.pop("passes", None)
+    front = kind(**with_defaults(values, kind.options(), before_model=True), before_model=True)
     back = _parse(second, {SelfForm.word: SelfForm}) if second else None
     if not isinstance(back, SelfForm | SmallModel):
         raise UsageError(
@@ -519,10 +488,9 @@ def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
 
 
 def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None:
-    """A drafter or a folder here that a spec nearly is, which the hub need not be asked about then.
+    """Return the drafter or folder that a mistyped spec nearly names, before the hub is asked.
 
-    What names an organization, as models on the hub do, and what exists, is taken at its word. Options that the drafter
-    lacks are left out.
+    A name with an organization and an existing path are taken as they are.
     """
     name, colon, options = text.partition(":")
     if "/" in text or text in BUILTIN_MODELS or text in PACKAGED_HEADS or Path(text).exists():
@@ -530,12 +498,12 @@ def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None
     if near := get_close_matches(name, offered, 1, 0.7):
         (word,) = near
         meant = (word + colon + options, word, *(f"{word}:{o.written}" for o in offered[word].options()))
-        return next(spec for spec in meant if _is_right(spec))
+        return next(spec for spec in meant if _is_valid(spec))
     folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
     return next(iter(get_close_matches(text, folders, 1, 0.8)), None)
 
 
-def _is_right(text: str) -> bool:
+def _is_valid(text: str) -> bool:
     try:
         parse_drafter(text)
     except UsageError:

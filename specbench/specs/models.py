@@ -1,4 +1,4 @@
-"""Models as the command line names them: a built-in name, a folder, a .gguf file or a hub id."""
+"""Specs of models: a built-in name, a folder, a .gguf file or a hub id."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from specbench.base.errors import UsageError
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model that comes as one GGUF file inside a wheel. The wheel is only read, never installed.
-
-    ``hub_id`` names what it was quantized from.
-    """
+    """A model that comes as one GGUF file, quantized from ``hub_id``, in a wheel that is never installed."""
 
     alias: str
     hub_id: str
@@ -48,7 +45,7 @@ PACKAGED_HEADS = {"smollm2-135m-head": "smollm2-135m"}
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model is meant.
+    """A model.
 
     Attributes:
         kind: How it is found; ``packaged`` are trained heads.
@@ -65,17 +62,14 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        """What the model is called in results: hub id and revision, or the folder's or file's own name."""
+        """The model's name in results: hub id and revision, or the folder's or file's own name."""
         if self.kind in ("folder", "gguf"):
             return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
         return self.source if self.revision is None else f"{self.source}@{self.revision}"
 
 
 def parse_model(text: str) -> ModelSpec:
-    """What a ``--target`` or ``--drafter`` that names a model means.
-
-    A built-in name comes first, then a path that exists, then a hub id (``org/name[@revision]``). What a folder or file
-    holds is seen when it is loaded.
+    """Parse a model: a built-in name, else a path that exists, else a hub id (``org/name[@revision]``).
 
     Raises:
         UsageError: It is none of these, or looks like a path that does not exist.

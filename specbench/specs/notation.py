@@ -1,8 +1,7 @@
-"""The notation of drafters and draft-length rules: a word, a colon, and options between commas, as in
-``ngram:order=3,sample``.
+"""The notation of specs: a word, a colon, and options separated by commas, as in ``ngram:order=3,sample``.
 
-An option is declared once, as a field of the class that has it (``option``). Reading, ranges, printing, completion,
-listings and documentation follow from that.
+An option is declared once, as a field of its spec's class (``option``). Parsing, ranges, printing, completion, listings
+and documentation are derived from that.
 """
 
 from __future__ import annotations
@@ -17,39 +16,35 @@ from typing import Any
 from specbench.base.errors import UsageError
 
 _OPTION = "option"
-"""Where a field's metadata has what ``option`` was given."""
+"""Key of a field's metadata."""
 
 
 class Dashed(tuple[int, ...]):
-    """Whole numbers; ``str`` writes them with dashes in between."""
+    """Whole numbers, written with dashes between them."""
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
 
 
 def dashed(text: str) -> Dashed:
-    """Whole numbers with dashes in between, as in ``3-7-11``.
-
-    Raises:
-        ValueError: They are something else.
-    """
+    """Parse whole numbers with dashes between them, as in ``3-7-11``; raise ``ValueError`` for anything else."""
     return Dashed(map(int, text.split("-")))
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a word.
+    """An option of a spec.
 
     Attributes:
-        written: How it is written, with what stands for its value: ``order=N``. A flag has no value.
-        meaning: What it means.
-        default: Its value where it is not given.
-        parse: Its value, from text; raises ``ValueError``.
+        written: Its syntax, with a placeholder for the value: ``order=N``. A flag has no value.
+        meaning: Its help.
+        default: Its default value.
+        parse: Converts text to its value; raises ``ValueError``.
         expected: What ``parse`` takes, for messages.
-        words: Words that stand for values of their own.
-        least, most: Its range. A function is given all values of the word, by field.
-        before_model: Its default in a drafter that stands before a model in a cascade; ``...`` for the same.
-        name: Of the field.
+        words: Words for special values.
+        least, most: Its range; a function is called with all values of the spec.
+        before_model: Its default before a model in a cascade; ``...`` for the same.
+        name: The field's name.
     """
 
     written: str
@@ -65,14 +60,14 @@ class Option:
 
     @property
     def key(self) -> str:
-        """What stands before the equals sign."""
+        """The part before the equals sign."""
         return self.written.partition("=")[0]
 
     def read(self, value: str | bool, word: str, hint: str) -> Any:
-        """The value that is given for it behind a word.
+        """Parse its value in the spec of ``word``.
 
         Raises:
-            UsageError: It is missing, or of another kind; ``hint`` says which options there are.
+            UsageError: It is missing or invalid; ``hint`` lists the options.
         """
         if "=" not in self.written:
             if value is True:
@@ -92,17 +87,17 @@ class Option:
             ) from None
 
     def write(self, value: Any) -> str:
-        """A value as ``read`` takes it, with the key."""
+        """Return its key and a value as ``read`` takes them."""
         if value is True:
             return self.key
         names = [name for name, meant in self.words.items() if meant == value]
         return f"{self.key}={next(iter(names), Dashed(value) if isinstance(value, tuple) else value)}"
 
     def check(self, value: Any, word: str, values: Any) -> None:
-        """Refuse a value outside the range; ``values`` has those of all options.
+        """Refuse a value outside its range; ``values`` has those of all options.
 
         Raises:
-            UsageError: It is.
+            UsageError: It is outside.
         """
         if not isinstance(value, int | float):
             return
@@ -116,12 +111,12 @@ class Option:
 
 
 def option(default: Any, written: str, meaning: str, **more: Any) -> Any:
-    """A field of a dataclass that is an option of its word. For the arguments see ``Option``."""
+    """Declare a dataclass field as an option; for the arguments see ``Option``."""
     return dataclasses.field(default=default, metadata={_OPTION: Option(written, meaning, default, **more)})
 
 
 def options_of(kind: Any) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in their order."""
+    """Return the options that a dataclass declares, in order."""
     return tuple(
         dataclasses.replace(field.metadata[_OPTION], name=field.name)
         for field in dataclasses.fields(kind)
@@ -130,12 +125,12 @@ def options_of(kind: Any) -> tuple[Option, ...]:
 
 
 def read_options(word: str, given: Mapping[str, str | bool], options: Sequence[Option]) -> dict[str, Any]:
-    """The values that are given to a word, by the options' names.
+    """Return the values that are given in a spec, by the options' names.
 
     Args:
-        word: Whose options they are, for messages.
-        given: What ``split_spec`` found.
-        options: All that the word has.
+        word: The spec's word, for messages.
+        given: The result of ``split_spec``.
+        options: All options of the word.
 
     Raises:
         UsageError: There is no such option, or a value is of another kind.
@@ -156,7 +151,7 @@ def read_options(word: str, given: Mapping[str, str | bool], options: Sequence[O
 def with_defaults(
     values: Mapping[str, Any], options: Sequence[Option], *, before_model: bool = False
 ) -> dict[str, Any]:
-    """Values by name, with defaults for those that are not given; none of these is above what the others allow."""
+    """Return values with defaults for missing ones, none of them above its range."""
     found = {}
     for each in options:
         special = before_model and each.before_model is not ...
@@ -168,13 +163,12 @@ def with_defaults(
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, str | bool]]:
-    """Take ``word:key=value,flag`` apart: ``("word", {"key": "value", "flag": True})``.
+    """Split ``word:key=value,flag`` into ``("word", {"key": "value", "flag": True})``.
 
     White space around the parts is dropped, and an underscore in a key is read as a dash.
 
     Raises:
-        UsageError: Nothing stands behind the colon or between two commas, a key or value is empty, or a key
-            is repeated.
+        UsageError: An option, key or value is empty, or a key is repeated.
     """
     word, colon, rest = spec.partition(":")
     options: dict[str, str | bool] = {}
@@ -193,10 +187,10 @@ def split_spec(spec: str) -> tuple[str, dict[str, str | bool]]:
 
 
 def join_spec(word: str, items: Sequence[str]) -> str:
-    """The inverse of ``split_spec``: a word and its options as they are written."""
+    """Join a word and its written options, the inverse of ``split_spec``."""
     return f"{word}:{','.join(items)}" if items else word
 
 
 def add_option(spec: str, item: str) -> str:
-    """A spec with one option more at its end."""
+    """Return a spec with one more option at its end."""
     return f"{spec}{',' if ':' in spec else ':'}{item}"

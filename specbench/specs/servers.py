@@ -1,4 +1,4 @@
-"""Servers to measure: how they are named on a command line, and where the key of each comes from."""
+"""Specs of the servers to measure, and where the API key of each comes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from specbench.base.errors import UsageError
 
 KEY_PREFIX = "SPECBENCH_KEY_"
-"""Of the environment variables that hold keys; the server's name in capitals stands behind it."""
+"""Prefix of the environment variables that hold keys, followed by the server's name in capitals."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}", re.ASCII)
 _ENDPOINT = re.compile(r"/(chat/completions|completions|models)/*$")
@@ -20,12 +20,12 @@ _FORM = "Write NAME=URL or NAME=URL#MODEL, as in plain=http://127.0.0.1:8000/v1.
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """A server that speaks the OpenAI protocol.
+    """A server with the OpenAI protocol.
 
     Attributes:
-        name: What it is called in tables and files.
-        url: Up to and with ``/v1``; it holds no key.
-        model: By the server's own name for it; ``None`` for the one that it lists.
+        name: Its name in tables and files.
+        url: The base URL, including ``/v1``; it holds no key.
+        model: The server's name of the model; ``None`` for the one it lists.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ServerSpec:
 
 
 def parse_server(text: str) -> ServerSpec:
-    """A server from ``NAME=URL`` or ``NAME=URL#MODEL``.
+    """Parse ``NAME=URL`` or ``NAME=URL#MODEL``.
 
     Raises:
         UsageError: It is neither, or the address holds a password or a query, where keys hide.
@@ -70,10 +70,10 @@ def parse_server(text: str) -> ServerSpec:
 
 
 def parse_servers(texts: Sequence[str]) -> tuple[ServerSpec, ...]:
-    """Servers, the first of which is the baseline.
+    """Parse servers, the first of which is the baseline.
 
     Raises:
-        UsageError: One of them cannot be read, or two have one name.
+        UsageError: One of them is invalid, or two have the same name.
     """
     servers = tuple(map(parse_server, texts))
     variables = Counter(each.key_variable for each in servers)
