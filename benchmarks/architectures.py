@@ -38,11 +38,11 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Asking
 from specbench.drafters.base import BaseDrafter
 from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
+from specbench.policies import FixedLength
 
 VOCABULARY, WINDOW, PROMPT, NEW = 64, 8, 24, 40
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated")

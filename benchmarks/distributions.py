@@ -32,9 +32,9 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Sampling
-from specbench.lengths import build_policy, parse_costs
+from specbench.policies import build_policy, parse_costs
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 from specbench.specs.verification import VERIFICATIONS
 
 NEW = 4
@@ -56,7 +56,7 @@ POLICIES = (
     "dynamic-tree:top-k=2,nodes=3,depth=2",
     "chains:k=2,length=2",
 )
-"""At least one of every word of ``specbench.specs.rules``."""
+"""At least one of every word of ``specbench.specs.policies``."""
 
 SAMPLINGS = {
     "multinomial": Sampling(temperature=1.0),
@@ -108,7 +108,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
     """
     entry, sampling = DRAFTERS[cell.drafter], cell.transforms
     drafter = parse_drafter(entry.spec)
-    rule = parse_rule(cell.policy).with_options({"verification": cell.verification})
+    rule = parse_policy(cell.policy).with_options({"verification": cell.verification})
     rule.check(drafter)
     costs = {"costs": parse_costs(COSTS)} if rule.takes("costs") else {}
     one_step = rule.kind.tree or len(drafter.parts) > 1

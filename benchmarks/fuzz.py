@@ -5,7 +5,7 @@
     python benchmarks/fuzz.py --case 23                 # one of them again, alone
 
 A case draws a model (random weights of a random shape of the Llama family, or of another that models.md lists), wraps
-it as users do, and decodes a few prompts with one drafter and one draft-length rule. In float32 the tokens have to be
+it as users do, and decodes a few prompts with one drafter and one draft policy. In float32 the tokens have to be
 those of `transformers`' own `generate` on an untouched copy; in bfloat16, int8 and int4 those of plain decoding, where
 passes are bit-exact. Sampled outputs have to lie in the support of the target's distribution and repeat with their
 seed. Where outputs are compared, the same prompts are also decoded together in one batch. Every fourth case enumerates
@@ -49,11 +49,11 @@ from specbench.decoding.records import Step
 from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import build_policy
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions, quantized
+from specbench.policies import build_policy
 from specbench.specs.drafters import Cascade, parse_drafter
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")

@@ -25,20 +25,20 @@ from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import load_target
 from specbench.options import LoadOptions
+from specbench.policies import build_policy
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 DRAFTERS = ["none", "lookup", "ngram:top-k=2", "suffix", "self:int8", "self:layers=10", "smollm2-135m"]
 
 
 def applies(rule: str, drafter: str) -> bool:
     """Whether a rule goes with a drafter."""
-    return parse_rule(rule).applies(parse_drafter(drafter))
+    return parse_policy(rule).applies(parse_drafter(drafter))
 
 
 def decoded(

@@ -38,11 +38,11 @@ from specbench.decoding.clocks import WallClock
 from specbench.decoding.protocols import Drafter
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
+from specbench.policies import build_policy
 from specbench.results.stats import geometric_mean, ratio_text
 
 WAYS = ("alone", "one", "plain", "transformers")

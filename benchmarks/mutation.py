@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "ranks of the command line give way to calibrated ones",
         "models/calibrations.py:calibrated_tree",
-        'rule.word != "static-tree" or "ranks" in rule.options',
-        'rule.word != "static-tree"',
+        'policy.word != "static-tree" or "ranks" in policy.options',
+        'policy.word != "static-tree"',
         CALIBRATED,
     ),
     Mutant(
@@ -404,8 +404,8 @@ MUTANTS = (
     Mutant(
         "siblings under transforms that look back",
         "decoding/loop.py:decode",
-        "policy.siblings.most > 0 and verification.takes_trees and not sampling.looks_back",
-        "policy.siblings.most > 0 and verification.takes_trees",
+        "plan.siblings.most > 0 and verification.takes_trees and not sampling.looks_back",
+        "plan.siblings.most > 0 and verification.takes_trees",
         ("tests/test_model_defaults.py", "-k", "siblings"),
     ),
     # -- transforms ------------------------------------------------------------------------------
@@ -695,18 +695,18 @@ MUTANTS = (
         ("tests/test_lookup.py",),
     ),
     Mutant(
-        "a draft-length rule's state leaks into the next prompt",
+        "a draft policy's state leaks into the next prompt",
         "decoding/loop.py:decode",
-        "rule.reset()",
+        "policy.reset()",
         "pass",
         DECODE,
     ),
     Mutant(
         "the heuristic counts what a stop has hidden",
-        "lengths/outcomes.py:HeuristicLength.observe",
+        "policies/outcomes.py:HeuristicLength.observe",
         "step.gamma == 0 or step.closing is None",
         "step.gamma == 0",
-        ("tests/test_lengths.py", "-k", "heuristic"),
+        ("tests/test_policies.py", "-k", "heuristic"),
     ),
     # -- results ---------------------------------------------------------------------------------
     Mutant(
@@ -856,8 +856,8 @@ MUTANTS = (
     Mutant(
         "requests side by side share what a rule has learnt",
         "generate.py:GenerationRun.as_request",
-        "DraftPolicy.of(self.policy).fork()",
-        "DraftPolicy.of(self.policy)",
+        "DraftPlan.of(self.policy).fork()",
+        "DraftPlan.of(self.policy)",
         ("tests/test_generate_many.py", "-k", "rules_learn"),
     ),
     Mutant(
@@ -1111,14 +1111,14 @@ MUTANTS = (
     ),
     Mutant(
         "a pass in which nobody drafted divides by none",
-        "lengths/load.py:SharedCosts.verify_s",
+        "policies/load.py:SharedCosts.verify_s",
         "max(0, load.drafters - (self._rows > 1)) + 1",
         "load.drafters - (self._rows > 1) + 1",
         ("tests/test_load.py", "-k", "catches_up"),
     ),
     Mutant(
         "what drafts cost long ago is believed forever",
-        "lengths/load.py:Load.took",
+        "policies/load.py:Load.took",
         "self._forget()",
         "",
         ("tests/test_load.py", "-k", "learnt_anew"),

@@ -1,4 +1,4 @@
-"""How much is there to gain by choosing γ well, or a tree, and how much of it does each draft-length rule get?
+"""How much is there to gain by choosing γ well, or a tree, and how much of it does each draft policy get?
 
     python benchmarks/oracle.py results/RUN                  # a sweep with several γ, 8 or more among them, and rules
     python benchmarks/oracle.py results/RUN --gamma-max 16
@@ -36,7 +36,7 @@ from specbench.base.errors import SpecbenchError, UsageError
 from specbench.decoding.metrics import count_ranks, kept_by_rank
 from specbench.decoding.records import depth_of
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.lengths.trees import best_shapes
+from specbench.policies.trees import best_shapes
 from specbench.results.results import Results, load_results
 
 Row = Mapping[str, Any]
@@ -294,7 +294,7 @@ def _study_drafter(
         config: {unit: median(map(rate, each)) / bases[unit] for unit, each in mine.items()}
         for config, mine in by_config.items()
     }
-    rules = {row["config"]: row["policy"].partition(":")[0] for row in rows}
+    rules = {row["config"]: row["draft_policy"].partition(":")[0] for row in rows}
     found = [
         _figures(
             by_config[config],

@@ -27,16 +27,16 @@ import parts  # noqa: F401 - before torch
 import torch
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, Pass, Policy, Rows
+from specbench.decoding.protocols import Drafter, DraftPolicy, Pass, Rows
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.lengths import FixedLength, build_policy
+from specbench.policies import FixedLength, build_policy
 
 NODES = 12
 GREEDY_US, GREEDY_SHARE, SAMPLING_SHARE = 100.0, 1.2, 1.5
@@ -121,7 +121,7 @@ def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tenso
 def steps(
     target: Any,
     drafter: Drafter,
-    policy: Policy | DraftPolicy,
+    policy: DraftPolicy | DraftPlan,
     sampling: Sampling,
     prompt: Sequence[int],
 ) -> Iterator[Step]:

@@ -78,7 +78,7 @@ class Look:
     def printed(self) -> dict[str, list[str]]:
         """Fields of what commands print as JSON, and of the files of a sweep."""
         small = ("--target", self._target, "--dtype", "float32")
-        rules = ("--length-policy", "fixed", "--length-policy", "auto", "--gamma", 2)
+        rules = ("--draft-policy", "fixed", "--draft-policy", "auto", "--gamma", 2)
         drafting = ("--drafter", self._small, "--max-new-tokens", 12)
         run = self._folder / "run"
         prompts = self._folder / "prompts.jsonl"

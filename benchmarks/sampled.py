@@ -33,8 +33,8 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.lengths import FixedLength
 from specbench.options import CacheKind
+from specbench.policies import FixedLength
 from specbench.specs.drafters import NGram
 
 VOCAB, NEW, GAMMA = 8, 3, 2

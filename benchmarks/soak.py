@@ -41,10 +41,10 @@ from specbench.decoding.records import Generation, Prefill
 from specbench.decoding.sampling import Greedy, Multinomial
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
+from specbench.policies import build_policy
 
 RULES = ("auto", "fixed:gamma=3", "heuristic", "auto")
 LENGTHS = (4, 16, 48)

@@ -32,10 +32,10 @@ from specbench.decoding.protocols import Asking, Pass
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.generate import encode_prompt
-from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
+from specbench.policies import build_policy
 from specbench.results.stats import mean_interval
 
 TINY = torch.finfo(torch.float32).tiny

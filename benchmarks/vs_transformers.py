@@ -43,15 +43,15 @@ from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
-from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions, quantized
+from specbench.policies import build_policy
 from specbench.results import stats
 from specbench.results.stats import ratio_text
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
     "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
@@ -141,7 +141,7 @@ def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
 
 
 def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions) -> tuple[str, Way]:
-    """specbench with a drafter and a draft-length rule, and its name."""
+    """specbench with a drafter and a draft policy, and its name."""
     loaded_drafter = load_drafter(drafter, target, options)
     policy = build_policy(f"fixed:gamma={rule}" if rule.isdecimal() else rule)
 
@@ -329,7 +329,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if not drafter:
             parser.error(f"{setting!r} is no setting: write DRAFTER@γ or DRAFTER@RULE")
         if not rule.isdecimal():
-            parse_rule(rule).check(parse_drafter(drafter))
+            parse_policy(rule).check(parse_drafter(drafter))
     return given
 
 

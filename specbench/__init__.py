@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
-    from specbench.lengths import FixedLength
     from specbench.models.drafters import load_drafter, wrap_drafter
     from specbench.models.target import Target, load_target, wrap_target
     from specbench.options import LoadOptions
+    from specbench.policies import FixedLength
     from specbench.results.results import load_results
 
 _HOMES = {
@@ -35,7 +35,7 @@ _HOMES = {
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),
-    "lengths": ("FixedLength",),
+    "policies": ("FixedLength",),
     "models.drafters": ("load_drafter", "wrap_drafter"),
     "models.target": ("Target", "load_target", "wrap_target"),
     "decoding.metrics": ("summary",),

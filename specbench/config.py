@@ -21,7 +21,7 @@ from specbench.options import CacheName, DtypeName
 from specbench.recipe import Recipe, written_drafter, written_model
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.rules import RuleSpec, parse_rule, parse_tree
+from specbench.specs.policies import PolicySpec, parse_policy, parse_tree
 
 FILE_NAME = "specbench.toml"
 VERSION = 1
@@ -53,7 +53,7 @@ class Config:
 
     target: str | None = None
     drafter: str | None = None
-    length_policy: str | None = None
+    draft_policy: str | None = None
     tree: str | None = None
     cache: str | None = None
     dtype: str | None = None
@@ -64,12 +64,12 @@ class Config:
         for key, value in self.given.items():
             _CHECKS[key](value)
         if (
-            self.length_policy is not None
+            self.draft_policy is not None
             and self.tree is not None
             and not isinstance(parse_tree(self.tree), int)
         ):
             raise UsageError(
-                f"The tree {self.tree} decides how much is drafted, and so does {self.length_policy}.",
+                f"The tree {self.tree} decides how much is drafted, and so does {self.draft_policy}.",
                 "Leave one of them out.",
             )
 
@@ -79,13 +79,13 @@ class Config:
         return {name: value for name, value in vars(self).items() if isinstance(value, str)}
 
     @property
-    def rule(self) -> RuleSpec | None:
+    def policy(self) -> PolicySpec | None:
         """The draft policy, from the policy and the tree it holds."""
         tree = None if self.tree is None else parse_tree(self.tree)
-        if isinstance(tree, RuleSpec):
+        if isinstance(tree, PolicySpec):
             return tree
-        rule = None if self.length_policy is None else parse_rule(self.length_policy)
-        return rule if rule is None or tree is None else rule.with_options({"siblings": tree})
+        policy = None if self.draft_policy is None else parse_policy(self.draft_policy)
+        return policy if policy is None or tree is None else policy.with_options({"siblings": tree})
 
     def without(self, *names: str) -> Config:
         """Return it without some options."""
@@ -105,13 +105,13 @@ def config_of(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str
     Raises:
         UsageError: The drafter is a model that a configuration may not name.
     """
-    rule, models = recipe.rule, recipe.models
-    tree = rule is not None and rule.kind.tree
+    policy, models = recipe.policy, recipe.models
+    tree = policy is not None and policy.kind.tree
     target = written_model(recipe.target)
     config = Config(
         drafter=written_drafter(recipe.drafter),
-        length_policy=None if rule is None or tree else str(rule),
-        tree=str(rule).replace("-tree", "", 1) if tree else None,
+        draft_policy=None if policy is None or tree else str(policy),
+        tree=str(policy).replace("-tree", "", 1) if tree else None,
         cache=recipe.caching.cache,
         dtype=None if models.dtype == "auto" else models.dtype,
         drafter_dtype=None if models.drafter_dtype == "auto" else models.drafter_dtype,
@@ -205,7 +205,7 @@ def _one_of(what: str, words: tuple[str, ...]) -> Callable[[str], None]:
 _CHECKS: Mapping[str, Callable[[str], object]] = {
     "target": _check_model,
     "drafter": _check_drafter,
-    "length_policy": parse_rule,
+    "draft_policy": parse_policy,
     "tree": parse_tree,
     "cache": _one_of("cache", get_args(CacheName)),
     "dtype": _one_of("dtype", get_args(DtypeName)),

@@ -11,9 +11,9 @@ from specbench.base.errors import UsageError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.origins import Origin
-from specbench.decoding.protocols import Drafter, Policy
+from specbench.decoding.protocols import Drafter, DraftPolicy
 from specbench.decoding.records import Generation, Prefill, Step
-from specbench.decoding.request import DraftPolicy, Request
+from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
 from specbench.decoding.stops import LabeledText, StopRules
@@ -21,11 +21,11 @@ from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
-from specbench.lengths import FixedLength, build_policy
-from specbench.lengths.load import Load, share_costs
 from specbench.models.chat_templates import TemplateError, render_chat
 from specbench.options import DecodingKeywords, DecodingOptions
-from specbench.specs.rules import default_rule
+from specbench.policies import FixedLength, build_policy
+from specbench.policies.load import Load, share_costs
+from specbench.specs.policies import default_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,7 +161,7 @@ class GenerationRun:
         target: Target,
         drafter: Drafter | str | None = None,
         *,
-        policy: Policy | DraftPolicy | None = None,
+        policy: DraftPolicy | DraftPlan | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
         decoding: DecodingOptions | None = None,
@@ -175,7 +175,7 @@ class GenerationRun:
         if policy is None:
             # A policy that learns would only take time, and several drafters draft chains of one length.
             blank = isinstance(self.drafter, NoDraft | SeveralDrafters)
-            policy = FixedLength(5) if blank else build_policy(default_rule(greedy=sampling.greedy))
+            policy = FixedLength(5) if blank else build_policy(default_policy(greedy=sampling.greedy))
         self.policy = policy
         self.seed, self.decoding = seed, decoding
         self.prompt, self.prompt_tokens = prompt, len(prompt)
@@ -245,7 +245,7 @@ class GenerationRun:
         Raises:
             UsageError: See ``Request``.
         """
-        policy = DraftPolicy.of(self.policy).fork()
+        policy = DraftPlan.of(self.policy).fork()
         self.policy = policy = policy if allowed is None else replace(policy, allowed=allowed)
         target, drafter = factory.open(self.drafter)
         if load is not None:
@@ -333,7 +333,7 @@ def speculative_generate(
     drafter: Drafter | str | None,
     *,
     gamma: int | None = None,
-    policy: Policy | DraftPolicy | None = None,
+    policy: DraftPolicy | DraftPlan | None = None,
     sampling: Sampling | None = None,
     seed: int = 0,
     decoding: DecodingOptions | None = None,
@@ -350,9 +350,9 @@ def speculative_generate(
         drafter: Proposes tokens (``load_drafter``); a spec such as "lookup" is loaded for this generation, and
             ``None`` is plain decoding.
         gamma: Tokens drafted in a step, at least 1. Ignored when ``policy`` is given.
-        policy: A draft-length rule (``specbench.lengths.build_policy``). Without it and ``gamma`` it is what the
+        policy: A draft policy (``specbench.policies.build_policy``). Without it and ``gamma`` it is what the
             command line takes: ``auto`` in greedy decoding, which measures what pays, and ``fixed`` (5) otherwise,
-            where a rule that goes by clocks would change what a seed gives.
+            where a policy that goes by clocks would change what a seed gives.
         sampling: The transforms of both models; greedy by default.
         seed: Seed of the generator that every draw comes from.
         decoding: Length, stops and other options; by default those of the command line.

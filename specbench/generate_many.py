@@ -14,14 +14,14 @@ from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Generation, SharedPass
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.generate import GenerationRun, as_tokens, resolve_drafter
-from specbench.lengths import FixedLength
-from specbench.lengths.load import Load
+from specbench.policies import FixedLength
+from specbench.policies.load import Load
 
 if TYPE_CHECKING:
     from specbench.backends.torch.pools import PoolKind
     from specbench.decoding.clocks import Clock
-    from specbench.decoding.protocols import Drafter, Policy
-    from specbench.decoding.request import DraftPolicy, Request
+    from specbench.decoding.protocols import Drafter, DraftPolicy
+    from specbench.decoding.request import DraftPlan, Request
     from specbench.decoding.sampling import Sampling
     from specbench.models.target import Target
 
@@ -218,7 +218,7 @@ def speculative_generate_many(
     pool: PoolKind | None = None,
     disable_by_batch_size: int | None = None,
     gamma: int | None = None,
-    policy: Policy | DraftPolicy | None = None,
+    policy: DraftPolicy | DraftPlan | None = None,
     sampling: Sampling | None = None,
     seed: int = 0,
     chat: bool | None = None,

@@ -157,7 +157,7 @@ _length = partial(typer.Option, rich_help_panel=LENGTH)
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """Options that all draft-length rules share, by the names of ``specbench.specs.rules.RULES``; those of one alone
+    """Options that all draft policies share, by the names of ``specbench.specs.policies.POLICIES``; those of one alone
     stand in its notation."""
 
     siblings: Annotated[
@@ -166,7 +166,7 @@ class LengthOptions:
             "--siblings",
             min=0,
             metavar="N",
-            help="Most alternatives that are verified beside a draft in greedy decoding (auto: 8, other rules: 0).",
+            help="Most alternatives that are verified beside a draft in greedy decoding (auto: 8, other policies: 0).",
         ),
     ] = None
     verification: Annotated[
@@ -262,10 +262,10 @@ class DecodingOptions:
         Args:
             own: What the model's own settings ask for.
         """
-        rules = dict(own) if self.model_defaults else {}
+        policies = dict(own) if self.model_defaults else {}
         if self.min_new_tokens:  # in place of the model's own
-            rules["min_new_tokens"] = self.min_new_tokens
-        return rules
+            policies["min_new_tokens"] = self.min_new_tokens
+        return policies
 
     def with_changes(self, **changes: Unpack[DecodingKeywords]) -> DecodingOptions:
         """These with some changed."""

@@ -12,7 +12,7 @@ from specbench.base.textsafe import one_line
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions, words_of
 from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.policies import PolicySpec, parse_policy
 
 _GROUPS = {
     "models": ModelOptions,
@@ -31,14 +31,14 @@ class Recipe:
     Attributes:
         target: The model whose output is kept.
         drafter: The drafter; ``Plain`` for plain decoding.
-        rule: The draft policy and verification; ``None`` where nothing is drafted.
+        policy: The draft policy and verification; ``None`` where nothing is drafted.
         costs: A file with the times of forward passes for the policy; ``None`` to measure them.
         models, caching, decoding, sampling: Groups of options.
     """
 
     target: ModelSpec
     drafter: DrafterSpec = field(default_factory=Plain)
-    rule: RuleSpec | None = None
+    policy: PolicySpec | None = None
     costs: Path | None = None
     models: ModelOptions = field(default_factory=ModelOptions)
     caching: CacheOptions = field(default_factory=CacheOptions)
@@ -50,17 +50,19 @@ class Recipe:
         """The recipe of its baseline."""
         own = self.models
         models = ModelOptions(own.dtype, own.device, own.device_map, allow_pickle=own.allow_pickle)
-        return replace(self, drafter=Plain(), rule=None, costs=None, models=models)
+        return replace(self, drafter=Plain(), policy=None, costs=None, models=models)
 
     def words(self) -> list[str]:
         """Return arguments of ``specbench generate``, without options at their defaults."""
         words = ["--drafter", written_drafter(self.drafter)]
-        if self.rule is not None and self.rule.word == "fixed":
-            rest = replace(self.rule, options={k: v for k, v in self.rule.options.items() if k != "gamma"})
-            words += [] if str(rest) == "fixed" else ["--length-policy", str(rest)]
-            words += ["--gamma", str(self.rule.options.get("gamma", 5))]
-        elif self.rule is not None:
-            words += ["--length-policy", str(self.rule)]
+        if self.policy is not None and self.policy.word == "fixed":
+            rest = replace(
+                self.policy, options={k: v for k, v in self.policy.options.items() if k != "gamma"}
+            )
+            words += [] if str(rest) == "fixed" else ["--draft-policy", str(rest)]
+            words += ["--gamma", str(self.policy.options.get("gamma", 5))]
+        elif self.policy is not None:
+            words += ["--draft-policy", str(self.policy)]
         words += [] if self.costs is None else ["--costs", str(self.costs)]
         words += ["--target", written_model(self.target)]
         return [*words, *(word for name in _GROUPS for word in words_of(getattr(self, name)))]
@@ -77,7 +79,7 @@ class Recipe:
             "target": _model_json(self.target),
             "drafter": str(with_models(self.drafter, numbered)),
             "drafter_models": [_model_json(model) for model in own],
-            "rule": None if self.rule is None else str(self.rule),
+            "draft_policy": None if self.policy is None else str(self.policy),
             "costs": None if self.costs is None else self.costs.name,
             **{name: _changed(getattr(self, name)) for name in _GROUPS},
         }
@@ -94,7 +96,7 @@ class Recipe:
         return cls(
             target=_model_of(data["target"]),
             drafter=with_models(parse_drafter(data["drafter"]), lambda model: named.get(model.source, model)),
-            rule=None if data["rule"] is None else parse_rule(data["rule"]),
+            policy=None if data["draft_policy"] is None else parse_policy(data["draft_policy"]),
             costs=None if data["costs"] is None else Path(_PLACE, data["costs"]),
             **{name: options_of(kind, data[name]) for name, kind in _GROUPS.items()},
         )

@@ -36,7 +36,7 @@ def config_of(name: str, **changed: Any) -> dict[str, Any]:
     return {
         "id": name, "label": f"{drafter} γ={gamma}" if gamma else name, "kind": kind,
         "drafter": drafter if kind == "speculative" else "none", "drafter_fingerprint": None,
-        "gamma": int(gamma) if gamma else None, "policy": "fixed" if kind == "speculative" else "none",
+        "gamma": int(gamma) if gamma else None, "draft_policy": "fixed" if kind == "speculative" else "none",
         "temperature": 0.0, "cache": "dynamic", "baseline": "plain", **changed,
     }  # fmt: skip
 
@@ -296,7 +296,7 @@ def write_run(
     ]
     for name in ("egag",) * entropy_policy + policies:
         who = drafters[0].name
-        configs.append(config_of(name, label=f"{who} {name}", drafter=who, policy=name, **hot))
+        configs.append(config_of(name, label=f"{who} {name}", drafter=who, draft_policy=name, **hot))
     if transformers_row:
         configs.append(config_of("transformers", id="hf", **hot))
     by_name = {drafter.name: drafter for drafter in drafters}
@@ -385,7 +385,9 @@ def _steps(
             "expected_acceptance": [float(np.clip(alpha + 0.05 * rng.normal(), 0, 1)) for _ in range(tested)],
             "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
         }  # fmt: skip
-        if "tree" in config["policy"]:  # two candidates for every draft, the second of them kept now and then
+        if (
+            "tree" in config["draft_policy"]
+        ):  # two candidates for every draft, the second of them kept now and then
             ranks = (rng.random(accepted) < 0.2).astype(int).tolist()
             values |= {"nodes": 2 * gamma, "widths": [2] * tested, "ranks": ranks}
         for name, value in values.items():

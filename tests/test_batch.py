@@ -22,7 +22,7 @@ from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass
 from specbench.decoding.records import Generation, Prefill, Step
-from specbench.decoding.request import DraftPolicy, Request
+from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.decoding.tree import Siblings
@@ -31,8 +31,8 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import FixedLength, build_policy
 from specbench.models.target import wrap_target
+from specbench.policies import FixedLength, build_policy
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 VOCAB = 64
@@ -296,11 +296,11 @@ class Side:
 
     def request(self, number: int, drafter: str, sampling: Sampling) -> Request:
         prompt, gamma = PROMPTS[number % len(PROMPTS)], 1 + number % 4
-        policy = DraftPolicy(FixedLength(gamma))
+        policy = DraftPlan(FixedLength(gamma))
         if drafter.endswith("tree"):
             drafter, policy = drafter.split()[0], build_policy("dynamic-tree:top-k=2,depth=3,nodes=5")
         elif drafter.endswith("siblings"):
-            drafter, policy = drafter.split()[0], DraftPolicy(FixedLength(gamma), Siblings(2, lambda _: 0.0))
+            drafter, policy = drafter.split()[0], DraftPlan(FixedLength(gamma), Siblings(2, lambda _: 0.0))
         if self.kind is None:
             target = self.scorer
             makes: dict[str, Callable[[], Drafter]] = {

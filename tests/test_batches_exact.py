@@ -15,16 +15,16 @@ from specbench import load_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import FixedLength, build_policy
-from specbench.lengths.trees import StaticTree
 from specbench.models.target import Target
+from specbench.policies import FixedLength, build_policy
+from specbench.policies.trees import StaticTree
 
 HEADS = ("eagle", "eagle-1", "peagle", "dflash", "medusa", "pass")
 OTHERS = ("lookup", "ngram:top-k=2", "suffix", "recycle", "self:int8", "self:layers=1", "self:skip=1",
@@ -34,7 +34,7 @@ TREE = StaticTree.shaped((-1, -1, 0, 0, 1))
 PROMPTS = 48
 NEW = 16
 
-Cell = tuple[str, Drafter | None, DraftPolicy]
+Cell = tuple[str, Drafter | None, DraftPlan]
 
 
 def prompts() -> list[list[int]]:
@@ -50,7 +50,7 @@ def prompts() -> list[list[int]]:
 
 def cells(folder: Path, target: Target) -> list[Cell]:
     """Drafters of every kind, with fixed and measured lengths, as chains and as trees."""
-    chain, tree = DraftPolicy(FixedLength(3)), DraftPolicy(TREE)
+    chain, tree = DraftPlan(FixedLength(3)), DraftPlan(TREE)
     found: list[Cell] = [("none", None, chain)]
     model = ModelDrafter(Scorer(tiny_llama(vocab_size=9, layers=1, seed=2)), "model")
     for name, drafter in [("model", model), *((spec, load_drafter(spec, target)) for spec in OTHERS)]:

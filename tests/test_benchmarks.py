@@ -40,8 +40,8 @@ from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.verdicts import METHODS, Method, without_replacement
 from specbench.drafters.plain import NoDraft
-from specbench.lengths import FixedLength
 from specbench.options import DecodingOptions
+from specbench.policies import FixedLength
 from specbench.results.results import load_results
 
 

@@ -19,14 +19,14 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import Pass
 from specbench.decoding.records import Generation
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import FixedLength
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
 from specbench.options import LoadOptions, QuantizedName
+from specbench.policies import FixedLength
 
 
 def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -329,7 +329,7 @@ def test_a_head_that_reads_a_layer_twice_changes_nothing_of_a_rounded_targets_ou
     files = write_head(tmp_path / "head", speculators_settings(layers), eagle_tensors(2))
     head = load_drafter(str(files), target, LoadOptions(dtype="float32"))
     asked = [[3 * start + 5 * i for i in range(3 + 7 * start)] for start in range(4)]
-    policy = DraftPolicy(FixedLength(4))
+    policy = DraftPlan(FixedLength(4))
     plain = [speculative_generate(prompt, target, None, max_new_tokens=32).token_ids for prompt in asked]
     runs = [GenerationRun(prompt, target, head, policy=policy, max_new_tokens=32) for prompt in asked]
     for run in runs:

@@ -24,11 +24,11 @@ from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import speculative_generate
-from specbench.lengths import FixedLength
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
+from specbench.policies import FixedLength
 
 VOCAB = 61
 WINDOW = 8

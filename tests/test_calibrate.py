@@ -28,11 +28,11 @@ from specbench.decoding.theory import PassCosts, expected_tokens, predicted_spee
 from specbench.drafters.layers import cheaper_form
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.lengths import FixedLength
 from specbench.models.cache import cache_folder
 from specbench.models.calibrations import FORMS, Choice, calibrated_form, form_key
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.target import Target, wrap_target
+from specbench.policies import FixedLength
 from specbench.specs.drafters import SelfForm
 from specbench.specs.models import parse_model
 from specbench.tune import calibrate as calibration

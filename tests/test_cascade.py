@@ -20,7 +20,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Pass, Policy, Rows, answered
+from specbench.decoding.protocols import Asking, DraftPolicy, Pass, Rows, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -28,7 +28,10 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.lengths import (
+from specbench.models.drafters import check_drafter, join_cascade, load_drafter, wrap_drafter
+from specbench.models.target import wrap_target
+from specbench.options import CacheKind, LoadOptions
+from specbench.policies import (
     ConfidenceLength,
     EntropyBoundLength,
     EntropyGuidedLength,
@@ -36,12 +39,9 @@ from specbench.lengths import (
     SvipLength,
     build_policy,
 )
-from specbench.models.drafters import check_drafter, join_cascade, load_drafter, wrap_drafter
-from specbench.models.target import wrap_target
-from specbench.options import CacheKind, LoadOptions
 from specbench.specs.drafters import Cascade, Lookup, NGram, SelfForm, parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.rules import RULES
+from specbench.specs.policies import POLICIES
 
 VOCAB = 12
 
@@ -78,7 +78,7 @@ def decode(
     prompt: Sequence[int],
     target: ScriptedScorer,
     drafter: Any,
-    policy: Policy | None = None,
+    policy: DraftPolicy | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 30,
     seed: int = 0,
@@ -106,7 +106,7 @@ def decode(
 def propose(
     drafter: Any,
     context: Sequence[int],
-    policy: Policy | None = None,
+    policy: DraftPolicy | None = None,
     sampling: Sampling | None = None,
     room: int = 99,
 ) -> Draft:
@@ -240,7 +240,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec, cache, gammas):
         assert any("f" in kinds(draft) for draft in drafts)
 
 
-@pytest.mark.parametrize("policy", [rule.word for rule in RULES if not rule.tree])
+@pytest.mark.parametrize("policy", [rule.word for rule in POLICIES if not rule.tree])
 def test_every_length_rule_keeps_the_output(policy):
     target, drafter = engine_of("lookup:min=1+MODEL", "dynamic")
     expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids

@@ -47,7 +47,7 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.lengths import FixedLength
+from specbench.policies import FixedLength
 from specbench.specs.drafters import NGram
 
 VOCAB, NEW = 8, 12

@@ -18,24 +18,24 @@ from specbench.check.sampled import SampledTest, sample
 from specbench.decoding import verdicts
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode
-from specbench.decoding.protocols import Asking, Policy
+from specbench.decoding.protocols import Asking, DraftPolicy
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, TopK
 from specbench.decoding.tree import Siblings
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
-from specbench.lengths import FixedLength
-from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
+from specbench.policies import FixedLength
+from specbench.policies.trees import DynamicTree, IndependentChains, StaticTree
 from specbench.specs.verification import VerificationName
 
 VOCAB, NEW = 8, 10
 PROMPTS = ((1, 5, 2, 7, 1, 5, 2), (3, 3, 6))
 TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
 
-TREES: dict[str, Callable[[], Policy]] = {
+TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1, 2)),
     "dynamic": lambda: DynamicTree(2, 4, 3),
     "chains": lambda: IndependentChains(3, 2),
@@ -53,7 +53,7 @@ def setup_of(
         ),
         "lookup": LookupDrafter,
     }
-    policy = DraftPolicy(TREES[tree]() if tree else FixedLength(3), verification=method)
+    policy = DraftPlan(TREES[tree]() if tree else FixedLength(3), verification=method)
     made = DecodingSetup(
         target=target, drafter=drafters[drafter](), policy=policy, sampling=Multinomial(0.9), max_new_tokens=NEW
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
 
 
 def test_siblings_pass_above_temperature_0():
-    policy = DraftPolicy(FixedLength(3), Siblings(4, lambda _: 0.0))
+    policy = DraftPlan(FixedLength(3), Siblings(4, lambda _: 0.0))
     result = result_of(setup_of(None, policy=policy))
     assert sampled(setup_of(None, policy=policy)).sound
     assert result.violations == []
@@ -312,7 +312,7 @@ def test_pruning_drawn_nodes_by_their_own_q_is_found():
             least = min(leaves, key=lambda node: draft.chance(node))
             return [node for node in range(len(draft.tokens)) if node != least]
 
-    policy = DraftPolicy(Pruning(5, 3), verification="recursive")
+    policy = DraftPlan(Pruning(5, 3), verification="recursive")
     assert "chance" in violated(result_of(setup_of(None, policy=policy)))
 
 

@@ -296,13 +296,13 @@ def test_a_drafter_that_did_not_help_is_called_that(
         ({"drafted": 0}, {}, "nothing was drafted here, so nothing can be faster"),
         (
             {"warnings": [{"severity": "warning", "message": "Busy.", "advice": "Wait."}]},
-            {"rule": "--length-policy auto"},
+            {"rule": "--draft-policy auto"},
             "no gain to be seen with this drafter: a step",
         ),
         (
             {},
-            {"rule": "--length-policy auto"},
-            "try --length-policy auto, or a small model with the target's tokenizer",
+            {"rule": "--draft-policy auto"},
+            "try --draft-policy auto, or a small model with the target's tokenizer",
         ),
     ],
 )
@@ -397,7 +397,7 @@ def test_the_command_to_try_is_the_one_given_with_another_drafter(tiny, folder, 
     if other is None:
         assert {*found[0]} == {"blank"}
         return
-    assert found[0]["rule"] == "--length-policy auto"
+    assert found[0]["rule"] == "--draft-policy auto"
     words = shlex.split(found[0]["command"])
     assert words[words.index("--drafter") + 1] == other.replace("FOLDER", str(folder))
     assert words[:2] == ["specbench", "generate"]
@@ -783,7 +783,7 @@ def test_errors_quote_text_without_its_power(cli):
         (("--gamma", 0), "'--gamma'"),
         (("--gamma", "x"), "'--gamma'"),
         (("--gamma", 10**8), "Give 1 to 256"),
-        (("--length-policy", "egag:max=300"), "Give 1 to 256"),
+        (("--draft-policy", "egag:max=300"), "Give 1 to 256"),
         (("--max-new-tokens", 0), "'--max-new-tokens'"),
         (("--temperature", -1), "'--temperature'"),
         (("--temperature", "nan"), "'--temperature'"),

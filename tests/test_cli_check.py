@@ -218,7 +218,7 @@ def test_options_reach_the_decoding(check, monkeypatch):
     original = specbench.check.run.check_greedy
     monkeypatch.setattr(specbench.check.run, "check_greedy", watch)
     result = check(
-        "--length-policy", "confidence:threshold=0.7,max=3", "--no-first-target", "--ignore-eos",
+        "--draft-policy", "confidence:threshold=0.7,max=3", "--no-first-target", "--ignore-eos",
         "--repetition-penalty", 1.2, "--stop", "zzz", "--cache", "preallocated", "--limit", 1,
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -238,7 +238,7 @@ def test_every_drafter_is_checked_with_every_rule(check, monkeypatch):
         specbench.check.run, "run_plain", lambda *given: plain_runs.append(given[1]) or original(*given)
     )
     asked = ("--drafter", "lookup", "--drafter", "self:layers=1", "--drafter", "none", "--gamma", "1..2",
-             "--length-policy", "fixed", "--length-policy", "svip:threshold=0.4")  # fmt: skip
+             "--draft-policy", "fixed", "--draft-policy", "svip:threshold=0.4")  # fmt: skip
     result = check(*asked)
     assert result.code == 0, result.out + result.err
     assert len(plain_runs) == 3, "each prompt is decoded plainly once, whatever is held against it"
@@ -291,7 +291,7 @@ def test_an_interrupt_between_configurations_keeps_those_done(check, monkeypatch
     assert result.code == 130
     figures = json.loads(result.out)
     assert figures["complete"] is False
-    assert [(each["length_policy"], each["complete"]) for each in figures["configurations"]] == [
+    assert [(each["draft_policy"], each["complete"]) for each in figures["configurations"]] == [
         ("fixed:gamma=1", True)
     ]
 
@@ -334,7 +334,7 @@ def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
     result = check("--dtype", dtype, "--json", "--drafter", "lookup")
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
-    assert figures["length_policy"] == "auto:siblings=0"
+    assert figures["draft_policy"] == "auto:siblings=0"
     if f"outputs of this {dtype} target may part" in result.err:
         pytest.skip(result.err)  # a processor that cannot, and says so
     assert figures["bitwise"]["asked"]
@@ -351,9 +351,9 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check):
         pytest.skip(result.err)  # a processor that cannot, and says so
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
-    assert figures["length_policy"] == "auto:siblings=0"
+    assert figures["draft_policy"] == "auto:siblings=0"
     check("--bit-exact", "--siblings", 3).refused(2, "--bit-exact does not go with siblings")
-    check("--bit-exact", "--length-policy", "svip:siblings=2", "--drafter", "self:layers=1").refused(
+    check("--bit-exact", "--draft-policy", "svip:siblings=2", "--drafter", "self:layers=1").refused(
         2, "siblings=2"
     )
     assert figures["bitwise"] == {"asked": True, "rows": 30, "equal": 30}
@@ -417,11 +417,11 @@ def test_an_interrupt_loses_nothing(check, monkeypatch):
         (["--bias", "0.1"], ["--bias is given without --sample", "Add --sample"]),
         (["--minutes", "1"], ["--minutes is given without --sample", "Add --sample"]),
         (["--stop", ""], ["stop string is empty"]),
-        (["--length-policy", "egag", "--length-policy", "egag"], ["egag is given twice"]),
+        (["--draft-policy", "egag", "--draft-policy", "egag"], ["egag is given twice"]),
         (["--gamma", "8..1"], ["runs backwards", "1..8"]),
-        (["--gamma", "2", "--length-policy", "auto"], ["auto has no option --gamma"]),
-        (["--drafter", "lookup", "--drafter", "ngram", "--length-policy", "svip"], ["reads the drafter's"]),
-        (["--length-policy", "egag"], ["reads the drafter's distribution"]),
+        (["--gamma", "2", "--draft-policy", "auto"], ["auto has no option --gamma"]),
+        (["--drafter", "lookup", "--drafter", "ngram", "--draft-policy", "svip"], ["reads the drafter's"]),
+        (["--draft-policy", "egag"], ["reads the drafter's distribution"]),
         (["--drafter", "self:layers=9"], ["layers"]),
         (["--limit", "0"], ["--limit"]),
         (["--category", "nothing"], ["No prompt has the category"]),

@@ -10,11 +10,11 @@ import typer
 
 from specbench.cli import app
 from specbench.cli.conflicts import EXCLUDE, NEED
-from specbench.cli.options import MOST_USED, complete_rules
-from specbench.specs.rules import rule_words
+from specbench.cli.options import MOST_USED, complete_policies
+from specbench.specs.policies import policy_words
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-FIRST = "target drafter prompts max_new_tokens temperature length_policy gamma dtype compare batch"
+FIRST = "target drafter prompts max_new_tokens temperature draft_policy gamma dtype compare batch"
 
 
 def flags(command: str, name: str) -> str:
@@ -52,7 +52,7 @@ def test_summaries_of_commands_are_whole(cli, monkeypatch, width):
 
 
 def test_completion_knows_the_rules_there_are():
-    assert sorted(complete_rules("")) == sorted(rule_words())
+    assert sorted(complete_policies("")) == sorted(policy_words())
 
 
 VALUES = {

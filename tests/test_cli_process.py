@@ -179,7 +179,7 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder, tmp_path):
     [
         ("generate --drafter lo", ["lookup", "lookup+self:int8", "lookup:n=", "lookup:min="]),
         ("generate --drafter ", ["none", "lookup", "ngram", "suffix", "recycle", "self", "lookup+self:int8"]),
-        ("check --length-policy s", ["svip", "static-tree"]),
+        ("check --draft-policy s", ["svip", "static-tree"]),
         ("sweep --prompts co", ["code", "code-editing"]),
         ("calibrate --prompts a", ["all"]),
         ("compare run --a lookup", ["lookup-g2", "lookup-g4"]),

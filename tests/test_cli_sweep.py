@@ -37,7 +37,7 @@ from specbench.results.summary import categorize, summarize
 from specbench.show.answer import find_answers
 from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def sweep(cli, models, tmp_path, monkeypatch) -> Cli:
 
     def call(*arguments: object) -> Result:
         few = ("--target", models / "target", "--dtype", "float32", "--prompts", "./mine.jsonl", "-n", 6)
-        grid = ("--length-policy", "fixed", "--gamma", "2", "--repeats", 1, "--drafter", "self:int8")
+        grid = ("--draft-policy", "fixed", "--gamma", "2", "--repeats", 1, "--drafter", "self:int8")
         return cli("sweep", *few, *grid, *arguments)
 
     return call
@@ -115,7 +115,7 @@ def test_the_answer_comes_with_a_command_that_works(sweep, models, tmp_path):
             "small (int8)@2": Recipe(
                 parse_model(str(models / "target")),
                 parse_drafter(str(models / "small")),
-                parse_rule("fixed:gamma=2"),
+                parse_policy("fixed:gamma=2"),
                 models=ModelOptions(dtype="float32"),
             )
         },
@@ -131,14 +131,14 @@ def test_the_answer_comes_with_a_command_that_works(sweep, models, tmp_path):
 
 def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(models, tmp_path, capsys):
     def stored(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
-        given = ["sweep", "--target", str(models / "target"), "--dtype", "int8", "--length-policy", "auto"]
+        given = ["sweep", "--target", str(models / "target"), "--dtype", "int8", "--draft-policy", "auto"]
         given += ["-p", "chat", "--limit", "1", "-n", "4", "--repeats", "1", "--out", str(tmp_path / name)]
         assert run([*given, *arguments]) == 0
         return run_json(tmp_path / name), capsys.readouterr().err
 
     own, _ = stored("own")
     assert {config["cache"] for config in own["configs"]} == {"preallocated"}
-    assert {config["policy"] for config in own["configs"]} == {"none", "auto:siblings=0"}
+    assert {config["draft_policy"] for config in own["configs"]} == {"none", "auto:siblings=0"}
     grown, said = stored("grown", "--cache", "dynamic")
     assert {config["cache"] for config in grown["configs"]} == {"dynamic"}
     assert said.count("outputs of this int8 target may part") == 1
@@ -321,7 +321,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
     [
         (("--gamma", "8..1"), ("runs backwards",)),
         (("--gamma", "many"), ("'many' is no range of γ",)),
-        (("--length-policy", "guess"), ("no draft-length rule 'guess'",)),
+        (("--draft-policy", "guess"), ("no draft policy 'guess'",)),
         (("--temperature", "-1"), ("temperature is -1.0",)),
         (("--temperature", "nan"), ("temperature is nan",)),
         (("--temperature", "0", "--temperature", "0"), ("given twice",)),
@@ -395,7 +395,7 @@ def test_twelve_prompts_are_taken_unless_sets_are_named(models, capsys, argument
         (("--temperature", "0.8"), "plain, T=0.8, lookup γ=1, T=0.8, "),
         (("-t", "0", "-t", "0.8"), "plain, lookup auto, lookup γ=1, "),
         (("--bit-exact", "-g", "3"), "plain, lookup auto:siblings=0, lookup γ=3\n"),
-        (("--length-policy", "auto:max=4"), "plain, lookup auto:max=4\n"),
+        (("--draft-policy", "auto:max=4"), "plain, lookup auto:max=4\n"),
     ],
 )
 def test_what_generate_does_by_default_is_measured(models, capsys, arguments, rules):

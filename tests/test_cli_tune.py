@@ -118,7 +118,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
         == 6
     )
     written = read_config(tmp_path / "specbench.toml")
-    assert (written.drafter, written.length_policy, written.dtype) == ("lookup", "auto", "float32")
+    assert (written.drafter, written.draft_policy, written.dtype) == ("lookup", "auto", "float32")
     assert written.target is None
     assert f"add --target {models / 'target'}" in said.err
     assert "specbench.toml is written: generate, chat, serve, sweep and check read it" in said.err
@@ -155,9 +155,9 @@ def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
     said = tune("--temperature", 1, factors=speeds_of)
     assert said.code == 0, said.err
     assert said.out.startswith("self:int8 with auto:siblings=0,verification=block: 2.00")
-    assert read_config(tmp_path / "specbench.toml").length_policy == "auto:siblings=0,verification=block"
+    assert read_config(tmp_path / "specbench.toml").draft_policy == "auto:siblings=0,verification=block"
     configs = _configs(tmp_path / "results")
-    assert not any("block" in config["policy"] for config in configs if config["drafter"] == "lookup")
+    assert not any("block" in config["draft_policy"] for config in configs if config["drafter"] == "lookup")
 
 
 def test_what_no_other_engine_has_is_served_here(tune):
@@ -172,7 +172,7 @@ def test_what_no_other_engine_has_is_served_here(tune):
 def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models, capsys):
     said = tune()
     assert run(["generate", "--target", str(models / "target"), "Hello", "-n", "3"]) == 0
-    assert "specbench.toml sets --drafter lookup, --length-policy auto" in capsys.readouterr().err
+    assert "specbench.toml sets --drafter lookup, --draft-policy auto" in capsys.readouterr().err
     exports = [
         shlex.split(line)[1:] for line in said.out.splitlines() if line.startswith("    specbench export")
     ]
@@ -375,7 +375,7 @@ def test_an_int8_target_gets_chains_without_siblings(tune, tmp_path):
     assert said.code in (0, 1), said.err
     (folder,) = (tmp_path / "results").iterdir()
     stored = run_json(folder)
-    assert {config["policy"] for config in stored["configs"]} == {"none", "auto:siblings=0", "fixed"}
+    assert {config["draft_policy"] for config in stored["configs"]} == {"none", "auto:siblings=0", "fixed"}
     assert {config["cache"] for config in stored["configs"]} == {"preallocated"}
     assert not any("self:int8" in config["drafter"] for config in stored["configs"])
 
@@ -506,14 +506,14 @@ def test_a_generation_that_fails_is_told(tune, monkeypatch):
 def test_a_calibrated_tree_is_tried(tune, tmp_path, models):
     assert tune("--drafter", models / "small").code == 0
     small = "small (int8)"
-    assert not any("static" in config["policy"] for config in _configs(tmp_path / "results"))
+    assert not any("static" in config["draft_policy"] for config in _configs(tmp_path / "results"))
     asked = ["calibrate", "--tree", "--target", models / "target", "--drafter", models / "small"]
     asked += ["--dtype", "float32", "--prompts", "./mine.jsonl", "--quiet"]
     assert run([str(word) for word in asked]) == 0
     assert tune("--drafter", models / "small", "--results", "again", "--overwrite").code in (0, 1)
-    static = [config for config in _configs(Path("again").parent) if "static" in config["policy"]]
+    static = [config for config in _configs(Path("again").parent) if "static" in config["draft_policy"]]
     assert [config["drafter"] for config in static] == [small]
-    assert "ranks=" in static[0]["policy"]
+    assert "ranks=" in static[0]["draft_policy"]
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:

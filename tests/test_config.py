@@ -30,7 +30,7 @@ def written(folder: Path, *lines: str, version: int = 1) -> Path:
 FULL = Config(
     target="Qwen/Qwen2.5-Coder-1.5B-Instruct@main",
     drafter="lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct",
-    length_policy="auto:max=12",
+    draft_policy="auto:max=12",
     tree="siblings:nodes=3",
     cache="preallocated",
     dtype="bfloat16",
@@ -52,9 +52,9 @@ def test_the_documented_one_is_read(here):
 
 
 def test_its_rule_has_all_that_is_said():
-    assert str(FULL.rule) == "auto:max=12,siblings=3"
-    assert str(Config(tree="dynamic:nodes=8").rule) == "dynamic-tree:nodes=8"
-    assert Config(drafter="lookup").rule is None
+    assert str(FULL.policy) == "auto:max=12,siblings=3"
+    assert str(Config(tree="dynamic:nodes=8").policy) == "dynamic-tree:nodes=8"
+    assert Config(drafter="lookup").policy is None
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_its_rule_has_all_that_is_said():
         ('drafter = "lookup+/models/qwen"', "is no name of a model"),
         ('drafter = "lookup | ./qwen"', "is no name of a model"),
         ('drafter = "lokup"', "There is no drafter 'lokup'"),
-        ('length-policy = "auto:costs=x.json"', "has no option 'costs'"),
+        ('draft-policy = "auto:costs=x.json"', "has no option 'costs'"),
         ('tree = "oak"', "There is no tree 'oak'"),
-        ('length-policy = "auto"\ntree = "dynamic"', "decides how much is drafted, and so does auto"),
+        ('draft-policy = "auto"\ntree = "dynamic"', "decides how much is drafted, and so does auto"),
     ],
 )
 def test_what_it_may_not_hold(here, line, said):
@@ -125,7 +125,7 @@ def test_a_provisional_setting_says_so(here):
 def tiny(here) -> Path:
     """A working folder with a tiny model, and a configuration for it."""
     save_tiny(here / "tiny")
-    written(here, 'target = "tiny"', 'drafter = "self:layers=1"', 'length-policy = "fixed:gamma=3"')
+    written(here, 'target = "tiny"', 'drafter = "self:layers=1"', 'draft-policy = "fixed:gamma=3"')
     return here
 
 
@@ -135,14 +135,14 @@ GENERATE = ("generate", "the the the", "-n", 8, "--json")
 def said(result: Result) -> tuple[str, str]:
     """Drafter and rule of a generation."""
     found = result.json()
-    return found["drafter"], found["options"]["length_policy"]
+    return found["drafter"], found["options"]["draft_policy"]
 
 
 def test_generate_takes_it_from_the_folder_and_says_so(tiny, cli):
     result = cli(*GENERATE)
     assert said(result) == ("self:layers=1", "fixed:gamma=3")
     assert (
-        "specbench: specbench.toml sets --target tiny, --drafter self:layers=1, --length-policy fixed, --gamma 3"
+        "specbench: specbench.toml sets --target tiny, --drafter self:layers=1, --draft-policy fixed, --gamma 3"
         " (leave it out with --no-config)\n" in result.err
     )
     assert "specbench.toml sets --target tiny, --drafter self:layers=1 (leave" in cli(*GENERATE, "-g", 2).err
@@ -159,7 +159,7 @@ def test_one_that_is_named_needs_no_announcement(tiny, cli):
 def test_the_command_line_wins(tiny, cli):
     """A rule goes with its drafter, and any other length in its place."""
     assert said(cli(*GENERATE, "--gamma", 2)) == ("self:layers=1", "fixed:gamma=2")
-    assert said(cli(*GENERATE, "--length-policy", "egag")) == ("self:layers=1", "egag")
+    assert said(cli(*GENERATE, "--draft-policy", "egag")) == ("self:layers=1", "egag")
     assert said(cli(*GENERATE, "--tree", "dynamic")) == ("self:layers=1", "dynamic-tree")
     assert said(cli(*GENERATE, "--drafter", "lookup"))[0] == "lookup"
     assert said(cli(*GENERATE, "--drafter", "lookup"))[1].startswith("auto")
@@ -187,7 +187,7 @@ def test_check_takes_it(tiny, cli):
     )
     found = cli("check", "--limit", 1, "-n", 4, "--json").json()
     (only,) = found["configurations"]
-    assert (only["drafter"], only["length_policy"]) == ("self:layers=1", "dynamic-tree:nodes=4")
+    assert (only["drafter"], only["draft_policy"]) == ("self:layers=1", "dynamic-tree:nodes=4")
     assert found["options"]["cache"] == "preallocated"
     assert tiny.exists()
 

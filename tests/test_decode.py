@@ -21,9 +21,9 @@ from specbench.drafters.base import BaseDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.target import Target, wrap_target
+from specbench.policies import FixedLength
 from specbench.specs.drafters import Cascade, Lookup, SelfForm
 
 pytestmark = pytest.mark.smoke

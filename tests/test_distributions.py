@@ -23,10 +23,10 @@ from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.several import SeveralDrafters
-from specbench.lengths import build_policy
 from specbench.models.head_files import HEAD_KINDS
+from specbench.policies import build_policy
 from specbench.specs import drafters as specs
-from specbench.specs.rules import parse_rule, rule_words
+from specbench.specs.policies import parse_policy, policy_words
 from specbench.specs.verification import VERIFICATIONS
 
 table: Any = importlib.import_module("distributions")
@@ -43,8 +43,8 @@ REFUSALS = (
 
 def test_no_axis_of_the_table_leaves_anything_out():
     assert set(METHODS) == set(VERIFICATIONS)
-    assert {parse_rule(policy).word for policy in table.POLICIES} == set(rule_words())
-    assert any(parse_rule(policy).siblings for policy in table.POLICIES if policy.startswith("fixed"))
+    assert {parse_policy(policy).word for policy in table.POLICIES} == set(policy_words())
+    assert any(parse_policy(policy).siblings for policy in table.POLICIES if policy.startswith("fixed"))
     built = [specs.parse_drafter(entry.spec) for entry in DRAFTERS.values()]
     assert {type(each) for each in built} == set(specs.DRAFTERS)
     assert {entry.head for entry in DRAFTERS.values()} == {*HEAD_KINDS, None}
@@ -109,7 +109,7 @@ def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy,
         "lookup+trimmed": (lambda target: CascadeDrafter(LookupDrafter(), trimmed(target)), "lookup+org/model"),
         "trimmed|lookup": (lambda target: SeveralDrafters([trimmed(target), LookupDrafter()]), "org/model|lookup"),
     }[drafter]  # fmt: skip
-    rule = parse_rule(policy)
+    rule = parse_policy(policy)
     if not rule.applies(specs.parse_drafter(spec)):
         return
     target = scripted_target()

@@ -1,4 +1,4 @@
-"""The notation of drafters and draft-length rules, and options declared as fields."""
+"""The notation of drafters and draft policies, and options declared as fields."""
 
 from __future__ import annotations
 

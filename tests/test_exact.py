@@ -20,7 +20,7 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter
-from specbench.lengths import FixedLength
+from specbench.policies import FixedLength
 from specbench.specs.drafters import NGram
 
 VOCAB = 4

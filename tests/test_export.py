@@ -41,7 +41,7 @@ from specbench.export.setting import (
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "results"
@@ -52,7 +52,7 @@ HUB = Model("Qwen/Qwen2.5-Coder-1.5B-Instruct")
 
 def setting(drafter: str, rule: str = "fixed:gamma=4", **changes: Any) -> Setting:
     return replace(
-        Setting(HUB, parse_drafter(drafter), parse_rule(rule), 4, dtype="bfloat16", temperature=0.0),
+        Setting(HUB, parse_drafter(drafter), parse_policy(rule), 4, dtype="bfloat16", temperature=0.0),
         **changes,
     )
 
@@ -87,7 +87,7 @@ SETTINGS = [
         {},
         {"temperature": 0.7, "dtype": "int8", "drafter_dtype": "int8", "target": Model("org/big", "v2")},
     )
-    if parse_rule(rule).applies(parse_drafter(drafter))
+    if parse_policy(rule).applies(parse_drafter(drafter))
 ]
 
 
@@ -304,17 +304,17 @@ def test_a_drafter_of_another_version_is_refused(tmp_path):
 
 
 def test_a_configuration():
-    config = Config(target="org/big@v1", drafter="org/small", length_policy="fixed:gamma=7", dtype="bfloat16")
+    config = Config(target="org/big@v1", drafter="org/small", draft_policy="fixed:gamma=7", dtype="bfloat16")
     found = setting_of_config(config)
     assert not any(
         "replaced by" in each for each in ENGINES["vllm"].export(setting_of_config(config, 3)).missing
     )
     assert (found.target, found.gamma, found.gamma_from) == (Model("org/big", "v1"), 7, "")
     assert setting_of_config(config, 3).gamma_from == "given by --gamma"
-    auto = Config(target="org/big", drafter="lookup", length_policy="auto")
+    auto = Config(target="org/big", drafter="lookup", draft_policy="auto")
     assert "Give --gamma N" in refusal(setting_of_config, auto, kind=UsageError)
     assert setting_of_config(auto, 3).gamma == 3
-    plain = Config(target="org/big", drafter="none", length_policy="fixed")
+    plain = Config(target="org/big", drafter="none", draft_policy="fixed")
     assert "no speculation to export" in refusal(setting_of_config, plain, kind=UsageError)
 
 
@@ -432,7 +432,7 @@ def test_a_configuration_tells_of_a_head_that_is_here(cli, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     file = tmp_path / "specbench.toml"
-    file.write_text('version = 1\ntarget = "org/big"\ndrafter = "head"\nlength-policy = "fixed:gamma=3"\n')
+    file.write_text('version = 1\ntarget = "org/big"\ndrafter = "head"\ndraft-policy = "fixed:gamma=3"\n')
     options = cli("export", file, "--to", "vllm", "--json").json()["options"]["--speculative-config"]
     assert (options["method"], options["num_speculative_tokens"]) == ("eagle3", 3)
     cli("export", file, "--to", "sglang").refused(
@@ -447,9 +447,7 @@ def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     file = tmp_path / "specbench.toml"
-    file.write_text(
-        'version = 1\ntarget = "org/big"\ndrafter = "org/head"\nlength-policy = "fixed:gamma=3"\n'
-    )
+    file.write_text('version = 1\ntarget = "org/big"\ndrafter = "org/head"\ndraft-policy = "fixed:gamma=3"\n')
     unseen = cli("export", file, "--to", "vllm", "--json").json()
     assert unseen["options"]["--speculative-config"]["method"] == "draft_model"
     note = "org/head is exported as a model: the hub could not be asked whether it is a trained head."
@@ -522,7 +520,7 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "specbench.toml"
     file.write_text(
-        'version = 1\ntarget = "org/big"\ndrafter = "org/small"\nlength-policy = "fixed:gamma=3"\n'
+        'version = 1\ntarget = "org/big"\ndrafter = "org/small"\ndraft-policy = "fixed:gamma=3"\n'
     )
     found = cli("export", "specbench.toml", "--to", "mlx-lm", "--json").json()
     assert found["options"]["--num-draft-tokens"] == 3

@@ -18,9 +18,9 @@ from tiny import tiny_llama
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Policy, answered
+from specbench.decoding.protocols import DraftPolicy, answered
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
@@ -29,17 +29,17 @@ from specbench.drafters.model import ModelDrafter
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
 from specbench.generate import speculative_generate
-from specbench.lengths import FixedLength, build_policy
-from specbench.lengths.auto_tree import AutoTree
-from specbench.lengths.costs import parse_costs
-from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
+from specbench.policies import FixedLength, build_policy
+from specbench.policies.auto_tree import AutoTree
+from specbench.policies.costs import parse_costs
+from specbench.policies.trees import DynamicTree, IndependentChains, StaticTree
 from specbench.specs.drafters import Recycle, Suffix, parse_drafter
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 COSTS = {"drafter_pass_s": 0.01, "target_pass_s": {"1": 1.0, "9": 1.1}}
-TREES: dict[str, Callable[[], Policy]] = {
+TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "chains": lambda: IndependentChains(2, 2),
     "auto": lambda: AutoTree(4, parse_costs(COSTS)),
@@ -58,7 +58,7 @@ def chain(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> 
     return answered(drafter.propose(context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
 
 
-def tree(drafter: CandidateDrafter, context: Sequence[int], policy: Policy, room: int = 100) -> Draft:
+def tree(drafter: CandidateDrafter, context: Sequence[int], policy: DraftPolicy, room: int = 100) -> Draft:
     return answered(drafter.propose(context, room, policy, Greedy(), Randomness(0)))
 
 
@@ -260,7 +260,7 @@ def test_the_loop_tells_of_rejected_drafts():
     heard: list[tuple[list[int], int]] = []
     drafter.update = lambda outcome: heard.append((list(outcome.tokens), len(outcome.logits)))  # type: ignore[method-assign]
     records = [*decode_steps(
-        PROMPT, target, drafter, policy=DraftPolicy(StaticTree.shaped((-1, -1, 0))),
+        PROMPT, target, drafter, policy=DraftPlan(StaticTree.shaped((-1, -1, 0))),
         sampling=Greedy(), random=Randomness(0), max_new_tokens=9,
     )]  # fmt: skip
     steps = [record for record in records if isinstance(record, Step)]
@@ -311,7 +311,7 @@ TARGET = random_table(5, VOCAB)
 
 
 def outputs(
-    name: str, policy: Callable[[], DraftPolicy], sampling: Sampling, random: Any, new: int = NEW
+    name: str, policy: Callable[[], DraftPlan], sampling: Sampling, random: Any, new: int = NEW
 ) -> tuple[int, ...]:
     target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
     made = DRAFTERS[name]()
@@ -355,7 +355,7 @@ def test_the_output_distribution_is_the_targets(name, shape, method):
     found = enumerate_outcomes(
         lambda random: outputs(
             name,
-            lambda: DraftPolicy(TREES[shape](), verification=method),
+            lambda: DraftPlan(TREES[shape](), verification=method),
             sampling,
             random,
         ),
@@ -375,7 +375,7 @@ def test_greedy_output_is_that_of_plain_decoding(name, shape):
         tokens.append(int(TARGET(tokens).argmax()))
     found = outputs(
         name,
-        lambda: DraftPolicy(TREES[shape]() if shape else FixedLength(3)),
+        lambda: DraftPlan(TREES[shape]() if shape else FixedLength(3)),
         Greedy(),
         Randomness(0),
         40,
@@ -388,7 +388,7 @@ def test_greedy_output_is_that_of_plain_decoding(name, shape):
     "rule", ["fixed:gamma=4", "auto", "auto-tree", "static-tree:nodes=8", "dynamic-tree"]
 )
 def test_so_it_is_with_a_model(word, rule):
-    if not parse_rule(rule).applies(parse_drafter(word)):
+    if not parse_policy(rule).applies(parse_drafter(word)):
         pytest.skip("cascades draft chains")
     target = wrap_target(tiny_llama())
     prompt = [5, 6, 7, 5, 6, 8, 5, 6]
@@ -460,8 +460,8 @@ def test_trees_apply_and_entropies_do_not():
     for word in DRAFTERS:
         drafter = parse_drafter(word)
         for rule in ("auto", "fixed", "auto-tree", "static-tree", "dynamic-tree", "chains"):
-            parse_rule(rule).check(drafter)
+            parse_policy(rule).check(drafter)
         with pytest.raises(UsageError, match=f"{word} has none. Choose auto, fixed,.*auto-tree"):
-            parse_rule("svip").check(drafter)
+            parse_policy("svip").check(drafter)
     with pytest.raises(UsageError, match="lookup drafts chains only"):
-        parse_rule("auto-tree").check(parse_drafter("lookup"))
+        parse_policy("auto-tree").check(parse_drafter("lookup"))

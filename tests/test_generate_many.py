@@ -27,11 +27,11 @@ from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation, Prefill, SharedPass
 from specbench.drafters.model import ModelDrafter
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import build_policy
-from specbench.lengths.load import Load
 from specbench.models.drafters import join_cascade
 from specbench.models.target import Target, prepare_target
 from specbench.options import quantized
+from specbench.policies import build_policy
+from specbench.policies.load import Load
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",

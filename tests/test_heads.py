@@ -61,9 +61,9 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Drafter, Pass, Policy, answered
+from specbench.decoding.protocols import Asking, Drafter, DraftPolicy, Pass, answered
 from specbench.decoding.records import Generation, Prefill, SharedPass, Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
@@ -71,14 +71,14 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import FixedLength
-from specbench.lengths.trees import StaticTree
 from specbench.models.drafters import load_drafter
 from specbench.models.head_files import find_head
 from specbench.models.heads import TrainedHead
 from specbench.models.prepare import prepare
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions, ModelOptions
+from specbench.policies import FixedLength
+from specbench.policies.trees import StaticTree
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
@@ -590,7 +590,7 @@ PROMPT = [1, 2, 0]
 
 
 def outputs(
-    target: Scorer, drafter: Drafter, policy: DraftPolicy, **options: Any
+    target: Scorer, drafter: Drafter, policy: DraftPlan, **options: Any
 ) -> tuple[list[int], list[Step]]:
     records = list(
         decode_steps(
@@ -627,14 +627,14 @@ def on_caches() -> Iterator[Any]:
 @pytest.mark.parametrize(("kept", "kind"), list(on_caches()))
 def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
-    expected, _ = outputs(target.scorer, NoDraft(), DraftPolicy(FixedLength(1)))
+    expected, _ = outputs(target.scorer, NoDraft(), DraftPlan(FixedLength(1)))
     head = few_head(tmp_path / "head", kind, target)
     tree = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3))
     accepted = 0
     for drafter, policy in (
-        (head, DraftPolicy(FixedLength(3))),
-        (CascadeDrafter(LookupDrafter(), head), DraftPolicy(FixedLength(4))),
-        *([] if kept == "none" else [(head, DraftPolicy(tree))]),
+        (head, DraftPlan(FixedLength(3))),
+        (CascadeDrafter(LookupDrafter(), head), DraftPlan(FixedLength(4))),
+        *([] if kept == "none" else [(head, DraftPlan(tree))]),
     ):
         for first in (True, False):
             found, steps = outputs(target.scorer, drafter, policy, first_target=first)
@@ -654,7 +654,7 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     tree = StaticTree.shaped((-1, -1, 0, 0, 1))
     runs: list[GenerationRun] = []
     for drafter in (head, CascadeDrafter(LookupDrafter(), head)):
-        policy = DraftPolicy(tree if drafter is head else FixedLength(3))
+        policy = DraftPlan(tree if drafter is head else FixedLength(3))
         runs += [
             GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=20) for prompt in prompts
         ]
@@ -680,7 +680,7 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
     target = wrap_target(few_tokens(), pack=False)
     head = few_head(tmp_path / "head", kind, target)
     prompts = [[1, 2, 3], [4, 5, 3, 4, 5], [8, 8, 1], [2, 7]]
-    policy = DraftPolicy(FixedLength(3))
+    policy = DraftPlan(FixedLength(3))
 
     def runs() -> list[GenerationRun]:
         return [GenerationRun(each, target, head, policy=policy, max_new_tokens=14) for each in prompts]
@@ -771,9 +771,9 @@ def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tre
         return rows
 
     monkeypatch.setattr(head.scorer, "score", noted)
-    shape: Policy = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3)) if tree else FixedLength(3)
+    shape: DraftPolicy = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3)) if tree else FixedLength(3)
     chosen = head if drafter == "head" else CascadeDrafter(LookupDrafter(), head)
-    _, steps = outputs(target.scorer, chosen, DraftPolicy(shape))
+    _, steps = outputs(target.scorer, chosen, DraftPlan(shape))
     assert sum(step.accepted for step in steps) > 5
     assert len(firsts) > 2
     for context, row in firsts:

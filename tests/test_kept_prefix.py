@@ -18,11 +18,11 @@ from specbench import GenerationRun, Multinomial, UsageError, load_drafter, wrap
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass, Rows
 from specbench.decoding.records import Step
-from specbench.lengths import build_policy
 from specbench.models.drafters import join_cascade
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, prepare_target
 from specbench.options import CacheKind
+from specbench.policies import build_policy
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 DRAFTERS = (

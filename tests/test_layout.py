@@ -22,7 +22,7 @@ FOLDERS = (
     "recipe",
     "config",
     "decoding",
-    "lengths",
+    "policies",
     "backends",
     "drafters",
     "models",

@@ -22,9 +22,9 @@ from specbench.decoding.theory import PassCosts
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.lengths import build_policy
-from specbench.lengths.costs import GivenCosts, MeasuredCosts
-from specbench.lengths.load import Load, SharedCosts, share_costs
+from specbench.policies import build_policy
+from specbench.policies.costs import GivenCosts, MeasuredCosts
+from specbench.policies.load import Load, SharedCosts, share_costs
 
 VOCAB = 6
 TARGET = random_table(1, VOCAB, order=5, spread=2.0)

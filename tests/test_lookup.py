@@ -15,7 +15,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
-from specbench.lengths import FixedLength
+from specbench.policies import FixedLength
 from specbench.specs.drafters import Cascade, Lookup, parse_drafter
 from specbench.specs.notation import join_spec
 

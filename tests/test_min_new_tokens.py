@@ -20,10 +20,10 @@ from specbench.check.sampled import check_exact
 from specbench.decoding.sampling import Sampling
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
-from specbench.lengths import FixedLength, build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
+from specbench.policies import FixedLength, build_policy
 from specbench.results.results import load_results
 from specbench.serve.protocol import TextRequest, parse
 
@@ -140,7 +140,7 @@ def test_chat(cli, folder, monkeypatch):
 
 
 def test_sweep(cli, folder, tmp_path):
-    grid = ("--length-policy", "fixed", "--gamma", 2, "--repeats", 1, "--prompts", "mine.jsonl")
+    grid = ("--draft-policy", "fixed", "--gamma", 2, "--repeats", 1, "--prompts", "mine.jsonl")
     more = ("--baseline", "transformers", "--out", "run")
     assert cli("sweep", "--target", folder, *COMMON, *grid, *more).code == 0
     frame = load_results(tmp_path / "run")

@@ -20,10 +20,10 @@ from specbench.cli import run
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
 from specbench.generate import speculative_generate
-from specbench.lengths import FixedLength, build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import wrap_target
+from specbench.policies import FixedLength, build_policy
 
 PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 24
 

@@ -16,7 +16,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter, answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
-from specbench.lengths import FixedLength
+from specbench.policies import FixedLength
 from specbench.specs.drafters import NGram, parse_drafter
 from specbench.specs.notation import join_spec
 

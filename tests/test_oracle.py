@@ -177,7 +177,7 @@ def write_run(path: Path, prefill_s: float = 0.0) -> Path:
     """A run over two prompts with every γ, and a rule that knows everything."""
     both = {"a-1": random_right(1, 40), "b-1": random_right(5, 40, 0.9)}
     gammas = {"plain": 0, WISE: 0, **{f"d@{gamma}": gamma for gamma in range(1, 9)}}
-    wise = {"gamma": None, "policy": "wise", "label": "d wise"}
+    wise = {"gamma": None, "draft_policy": "wise", "label": "d wise"}
     write_exact(path, {config: {prompt: [1.0] for prompt in both} for config in gammas}, configs={WISE: wise})
 
     def steps_in(line: dict[str, Any]) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def test_the_oracles_of_a_run_with_trees(tmp_path, capsys):
     trees = {
         name: {
             "gamma": None,
-            "policy": f"static-tree:nodes={len(shape)}",
+            "draft_policy": f"static-tree:nodes={len(shape)}",
             "drafter": "d",
             "kind": "speculative",
         }

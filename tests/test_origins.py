@@ -15,8 +15,8 @@ from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 from specbench.decoding.sampling import Multinomial
 from specbench.decoding.stops import LabeledText, TextStream
 from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength, build_policy
 from specbench.models.target import Target
+from specbench.policies import FixedLength, build_policy
 from specbench.show.painted import painted
 
 PROMPT = [7, 41, 7, 19, 3, 200]

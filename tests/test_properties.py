@@ -42,7 +42,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.generate import encode_prompt
-from specbench.lengths import FixedLength, build_policy
+from specbench.policies import FixedLength, build_policy
 
 INFINITY = math.inf
 
@@ -500,7 +500,7 @@ def test_the_exact_distribution_of_the_output_is_the_targets(kind, made, samplin
         assert found.get(outcome, 0.0) == pytest.approx(expected.get(outcome, 0.0), abs=1e-5)
 
 
-# -- draft-length rules ----------------------------------------------------------------------------
+# -- draft policies ----------------------------------------------------------------------------
 
 RULES = ("fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic", "auto")
 RULE_LOGITS = (*LOGITS, INFINITY)
@@ -573,7 +573,7 @@ def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word):
     @settings(max_examples=60, deadline=None)
     @given(histories(), histories())
     def check(earlier: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
-        used, fresh = build_policy(word).rule, build_policy(word).rule
+        used, fresh = build_policy(word).policy, build_policy(word).policy
         used.reset()
         follow(used, earlier)
         used.reset()

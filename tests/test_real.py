@@ -17,11 +17,11 @@ from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Multinomial
 from specbench.generate import GenerationRun, encode_prompt, speculative_generate
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
+from specbench.policies import build_policy
 
 pytestmark = pytest.mark.real
 

@@ -19,7 +19,7 @@ from specbench.results.run import VERSION, Run, StoredRecipe, stored_recipes
 from specbench.results.upgrade import upgraded
 from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 SMALL = SmallModel(ModelSpec("folder", "/secret/place/small"), 9)
 OTHER = SmallModel(ModelSpec("hub", "org/other", "v1"))
@@ -28,7 +28,7 @@ RECIPES = {
     "folders": Recipe(
         ModelSpec("folder", "/secret/place/big"),
         Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
-        parse_rule("fixed:gamma=4,siblings=2"),
+        parse_policy("fixed:gamma=4,siblings=2"),
         Path("/secret/place/costs.json"),
         ModelOptions(
             dtype="int8", drafter_dtype="int4", device_map="/secret/place/map.json", allow_pickle=True
@@ -37,7 +37,7 @@ RECIPES = {
         DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
     ),
-    "tree": Recipe(ModelSpec("gguf", "/secret/big.gguf"), OTHER, parse_rule("auto-tree:nodes=8")),
+    "tree": Recipe(ModelSpec("gguf", "/secret/big.gguf"), OTHER, parse_policy("auto-tree:nodes=8")),
 }
 
 
@@ -49,8 +49,8 @@ def test_what_is_stored_is_read_again_without_paths(name):
     again = Recipe.from_json(json.loads(json.dumps(stored)))
     assert again.to_json() == stored
     assert str(again.drafter) == str(recipe.drafter)
-    assert (again.rule, again.decoding, again.sampling, again.caching) == (
-        recipe.rule, recipe.decoding, recipe.sampling, recipe.caching,
+    assert (again.policy, again.decoding, again.sampling, again.caching) == (
+        recipe.policy, recipe.decoding, recipe.sampling, recipe.caching,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_words():
     assert RECIPES["plain"].words() == ["--drafter", "none", "--target", "smollm2-135m"]
     drafter = "lookup:n=4,passes=2+/secret/place/small:vocab=9|org/other@v1|self:int8"
     assert RECIPES["folders"].words() == [
-        "--drafter", drafter, "--length-policy", "fixed:siblings=2", "--gamma", "4",
+        "--drafter", drafter, "--draft-policy", "fixed:siblings=2", "--gamma", "4",
         "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",
         "--device-map", "/secret/place/map.json", "--drafter-dtype", "int4", "--allow-pickle",
         "--cache", "preallocated", "--bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",
@@ -70,14 +70,15 @@ def test_words():
 
 def test_plainly():
     plain = RECIPES["folders"].plain
-    assert (plain.drafter.is_plain, plain.rule, plain.costs) == (True, None, None)
+    assert (plain.drafter.is_plain, plain.policy, plain.costs) == (True, None, None)
     assert (plain.models.dtype, plain.models.drafter_dtype) == ("int8", "auto")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("drafter", "looukp"), ("rule", "nothing"), ("models", {"dtype": 7}), ("decoding", {"max_new_tokens": "7"}),
+        ("drafter", "looukp"), ("draft_policy", "nothing"), ("models", {"dtype": 7}),
+        ("decoding", {"max_new_tokens": "7"}),
         ("decoding", {"max_new_tokens": 0}),
     ],
 )  # fmt: skip
@@ -91,7 +92,7 @@ def test_what_this_version_does_not_know_is_left_out(field, value):
 
 
 def first_version(drafter: str, **config: Any) -> Run:
-    config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "policy": "auto",
+    config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "draft_policy": "auto",
               "temperature": 0.0, "cache": "dynamic", "label": "x", "baseline": "plain", **config}  # fmt: skip
     options = {"target": "org/big@v2", "target_options": {"dtype": "float32", "device_map": None},
                "drafter_options": {"dtype": "auto"}, "max_new_tokens": 48}  # fmt: skip
@@ -122,13 +123,13 @@ def test_runs_of_the_first_version_get_recipes(drafter, words, dtype):
         recipe, drafter=parse_drafter("lookup"), models=replace(recipe.models, drafter_dtype="auto")
     )
     assert " ".join(rest.words()) == (
-        "--drafter lookup --length-policy auto --target org/big@v2 --dtype float32 --bit-exact --max-new-tokens 48"
+        "--drafter lookup --draft-policy auto --target org/big@v2 --dtype float32 --bit-exact --max-new-tokens 48"
     )
 
 
 UNKNOWN = (
     first_version("other:a|b"),
-    first_version("lookup", policy="none-such"),
+    first_version("lookup", draft_policy="none-such"),
     first_version("x", kind="server"),
 )
 
@@ -136,7 +137,7 @@ UNKNOWN = (
 def test_what_the_first_version_did_not_say_whole_has_no_recipe():
     for run in (
         first_version("other:a|b"),
-        first_version("lookup", policy="none-such"),
+        first_version("lookup", draft_policy="none-such"),
         first_version("x", kind="server"),
     ):
         (config,) = upgraded(run).configs

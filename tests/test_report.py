@@ -32,7 +32,7 @@ from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import templates, to_html
 from specbench.specs.drafters import Cascade, Lookup, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -149,14 +149,14 @@ class TestAnswer:
         [
             ({}, {}, "--drafter d --gamma 3 --target y"),
             (
-                {"rule": parse_rule("auto"), "costs": Path("a.json")},
+                {"rule": parse_policy("auto"), "costs": Path("a.json")},
                 {},
-                "--drafter d --length-policy auto --costs a.json --target y",
+                "--drafter d --draft-policy auto --costs a.json --target y",
             ),
             (
-                {"rule": parse_rule("fixed:siblings=2,gamma=3")},
+                {"rule": parse_policy("fixed:siblings=2,gamma=3")},
                 {},
-                "--drafter d --length-policy fixed:siblings=2 --gamma 3 --target y",
+                "--drafter d --draft-policy fixed:siblings=2 --gamma 3 --target y",
             ),
             (
                 {"sampling": SamplingOptions(temperature=0.7)},
@@ -196,7 +196,7 @@ class TestAnswer:
             id="d@3", label="d γ=3", kind="speculative", drafter="d", gamma=3, policy="fixed", temperature=0.0,
             cache="dynamic", baseline="plain",
         )  # fmt: skip
-        recipe = Recipe(ModelSpec("hub", "y"), parse_drafter("d"), parse_rule("fixed:gamma=3"))
+        recipe = Recipe(ModelSpec("hub", "y"), parse_drafter("d"), parse_policy("fixed:gamma=3"))
         drafts = row.get("verdict", "faster") != "slower"
         found = generate_command(dataclasses.replace(recipe, **changes), config, drafts=drafts)
         assert found == f'specbench generate {command} "Your prompt"'
@@ -249,13 +249,13 @@ class TestAnswer:
         report = reported(
             tmp_path,
             {"plain": PLAIN, "d@2": times(2.0), "plain-warm": PLAIN, "e@2": times(0.5)},
-            configs={"plain-warm": {**warm, "kind": "plain", "policy": "none"}, "e@2": warm},
+            configs={"plain-warm": {**warm, "kind": "plain", "draft_policy": "none"}, "e@2": warm},
         )
         starts = [answer.headline[:30] for answer in report.answers]
         assert starts == ["Greedy: d with γ = 2: 2.00× [1", "At temperature 0.7: Speculatio"]
 
     def test_rules_are_named(self, tmp_path):
-        rule = {"d@2": {"gamma": None, "policy": "egag"}}
+        rule = {"d@2": {"gamma": None, "draft_policy": "egag"}}
         assert headline(reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, configs=rule)).startswith(
             "d with egag: 2.00×"
         )

@@ -30,7 +30,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
-from specbench.lengths import build_policy
+from specbench.policies import build_policy
 from specbench.specs.drafters import NGram
 
 VOCAB = 6
@@ -155,7 +155,7 @@ class Case:
 
     prompt: tuple[int, ...]
     drafter: str = "none"
-    rule: str = "fixed"
+    policy: str = "fixed"
     sampling: Sampling = GREEDY
     seed: int = 0
     tokens: int = 8
@@ -168,7 +168,7 @@ class Case:
             prompt=list(self.prompt),
             target=target,
             drafter=house.drafter(self.drafter, target),
-            policy=build_policy(self.rule),
+            policy=build_policy(self.policy),
             sampling=self.sampling,
             random=Randomness(self.seed),
             max_new_tokens=self.tokens,
@@ -525,12 +525,12 @@ PLACES = (
     "random.test",
     "sampling.at",
     "stops.cut",
-    "policy.rule.reset",
-    "policy.rule.begin",
-    "policy.rule.observe",
-    "policy.rule.another",
+    "policy.policy.reset",
+    "policy.policy.begin",
+    "policy.policy.observe",
+    "policy.policy.another",
 )
-ONCE = ("target.begin", "drafter.begin", "sampling.at", "policy.rule.reset")  # called once for a request
+ONCE = ("target.begin", "drafter.begin", "sampling.at", "policy.policy.reset")  # called once for a request
 
 
 @pytest.mark.parametrize("room", [10**6, 70], ids=["room for all", "little room"])

@@ -24,10 +24,10 @@ from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.layers import cheaper_form, check_form, skippable_layers
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.lengths import FixedLength
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.target import wrap_target
 from specbench.options import CacheKind
+from specbench.policies import FixedLength
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 

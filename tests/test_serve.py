@@ -33,9 +33,9 @@ from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.generate import encode_messages
-from specbench.lengths import build_policy
 from specbench.models.target import Target
 from specbench.options import DecodingOptions
+from specbench.policies import build_policy
 from specbench.serve import app, server
 from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import BusyError, Engine, StoppedError

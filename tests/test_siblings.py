@@ -19,9 +19,9 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Pass, Policy
+from specbench.decoding.protocols import Asking, DraftPolicy, Pass
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings, choose_siblings, tree_mask, tree_positions
@@ -31,9 +31,9 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.lengths import FixedLength, build_policy
-from specbench.lengths.auto import AutoLength
 from specbench.options import CacheKind
+from specbench.policies import FixedLength, build_policy
+from specbench.policies.auto import AutoLength
 from specbench.specs.drafters import NGram
 
 VOCAB = 9
@@ -110,7 +110,7 @@ def test_auto_asks_for_those_that_pay():
     assert len(beside(level, draft)) == 3
 
 
-def beside(policy: DraftPolicy, draft: Draft) -> list[tuple[int, int]]:
+def beside(policy: DraftPlan, draft: Draft) -> list[tuple[int, int]]:
     """The places and tokens of what is verified beside a draft."""
     tree = policy.siblings.widen(draft)
     gamma = len(draft.tokens)
@@ -129,7 +129,7 @@ def test_a_draft_is_widened_by_leaves_and_stays_as_it_is():
 
 
 def _costs(slope: float) -> Any:
-    from specbench.lengths import parse_costs
+    from specbench.policies import parse_costs
 
     return parse_costs(
         {"drafter_pass_s": 0.1, "target_pass_s": {str(n): 1 + slope * (n - 1) for n in range(1, 20)}}
@@ -154,7 +154,7 @@ def drafter(kind: str = "model") -> Any:
 
 
 def decode(
-    policy: Policy | DraftPolicy,
+    policy: DraftPolicy | DraftPlan,
     drafter: Any,
     *,
     new: int = 60,
@@ -468,7 +468,7 @@ def test_on_real_caches_the_output_is_the_targets_own(cache, spec, rule):
     target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)
     drafter = load_drafter(spec, target, cache=cache)
 
-    def output(drafter: Any, policy: DraftPolicy | None) -> tuple[list[int], Sequence[Step]]:
+    def output(drafter: Any, policy: DraftPlan | None) -> tuple[list[int], Sequence[Step]]:
         run = GenerationRun(
             CONTEXT, target, drafter, policy=policy, sampling=Sampling(), max_new_tokens=60, ignore_eos=True
         )

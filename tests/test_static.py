@@ -22,9 +22,9 @@ from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Sampling
 from specbench.generate import GenerationRun
-from specbench.lengths import build_policy
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
+from specbench.policies import build_policy
 
 CONTEXT = [5, 9, 14, 3, 8, 21, 2]
 SIZES: dict[str, Any] = {

@@ -480,8 +480,8 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path):
         ('{"x": ' + "[" * 100_000, "is damaged: it is not JSON"),
         ('{"kind": "other"}', "does not describe a specbench sweep"),
         (
-            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 3}),
-            "schema version 3.*Update specbench",
+            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 4}),
+            "schema version 4.*Update specbench",
         ),
         (json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
         (
@@ -508,7 +508,7 @@ def test_run_json_that_cannot_be_used(tmp_path, content, message):
 def test_lines_of_a_newer_version_are_refused(tmp_path):
     fill(tmp_path, 1)
     with (tmp_path / "generations.jsonl").open("a") as file:
-        file.write(json.dumps(row(repeat=1, schema=3)) + "\n")
+        file.write(json.dumps(row(repeat=1, schema=4)) + "\n")
     for read in (load_results, RunStore.open):
         with pytest.raises(UsageError, match="Update specbench"):
             read(tmp_path)

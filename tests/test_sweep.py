@@ -32,7 +32,7 @@ from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import summarize
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ def test_widths_of_passes_that_are_timed():
     assert cost_widths([]) == [*range(1, 18)]
     assert cost_widths([4, 64]) == [*range(1, 18), 65]
     assert cost_widths([4], [12, 32]) == [*range(1, 18), 33]
-    assert [parse_rule(rule).nodes for rule in ("fixed", "auto-tree", "chains:k=3,length=2")] == [0, 16, 6]
+    assert [parse_policy(rule).nodes for rule in ("fixed", "auto-tree", "chains:k=3,length=2")] == [0, 16, 6]
 
 
 # -- the plan --------------------------------------------------------------------------------------

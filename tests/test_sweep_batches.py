@@ -715,7 +715,7 @@ def sweep(cli, models, tmp_path, monkeypatch) -> Cli:
 
     def call(*arguments: object) -> Result:
         few = ("--target", models / "target", "--dtype", "float32", "--prompts", "./mine.jsonl", "-n", 6)
-        grid = ("--length-policy", "fixed", "--gamma", 2, "--repeats", 1, "--drafter", "lookup")
+        grid = ("--draft-policy", "fixed", "--gamma", 2, "--repeats", 1, "--drafter", "lookup")
         return cli("sweep", *few, *grid, "--out", "run", *arguments)
 
     return call

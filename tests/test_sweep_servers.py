@@ -27,8 +27,8 @@ from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
 from specbench.cli import run as run_cli
-from specbench.lengths import build_policy
 from specbench.options import DecodingOptions
+from specbench.policies import build_policy
 from specbench.results.acceptance import PositionRow, positions
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs

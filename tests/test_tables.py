@@ -44,7 +44,7 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "run_id": "r", "config": config, "label": config, "kind": kind,
         "drafter": "none" if kind in ("plain", "transformers") else "d",
         "gamma": 2.0 if kind == "speculative" else math.nan,
-        "policy": "fixed" if kind == "speculative" else "none", "temperature": 0.0, "cache": "dynamic",
+        "draft_policy": "fixed" if kind == "speculative" else "none", "temperature": 0.0, "cache": "dynamic",
         "baseline": "plain", "batch": math.nan, "arrivals": None, "target": "t", "group": "",
         "throughput": math.nan, "prompt": prompt, "category": prompt.split("-")[0], "turn": 0,
         "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "text": None,
@@ -70,7 +70,7 @@ def frame_of(*rows: dict[str, Any], order: Sequence[str] = (), costs: Any = None
     configs = {
         each["config"]: RunConfig(
             id=each["config"], label=each["label"], kind=each["kind"], drafter=each["drafter"],
-            gamma=None if math.isnan(each["gamma"]) else int(each["gamma"]), policy=each["policy"],
+            gamma=None if math.isnan(each["gamma"]) else int(each["gamma"]), draft_policy=each["draft_policy"],
             temperature=each["temperature"], cache="dynamic", baseline=each["baseline"],
         )
         for each in rows

@@ -320,7 +320,7 @@ def test_tokens_of_a_tree_are_data():
 
 @pytest.mark.parametrize("method", ["naive", "traversal"])
 def test_the_header_says_how_a_tree_is_verified(method):
-    options = {"length_policy": "static-tree", "verification": method}
+    options = {"draft_policy": "static-tree", "verification": method}
     beginning = header(options=options)
     assert f"by {method}, see docs/trees.md" in shown(beginning)
     assert "r < p/q" not in shown(beginning)

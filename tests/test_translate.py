@@ -29,12 +29,12 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation, longest_matches
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.generate_many import speculative_generate_many
-from specbench.lengths import FixedLength
 from specbench.models.drafters import wrap_drafter
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
+from specbench.policies import FixedLength
 from specbench.specs.drafters import Lookup
 
 TEXT = "the otter is in the sea — émoji 🦦 and another thing"

@@ -15,17 +15,17 @@ from specbench.base.errors import UsageError
 from specbench.bench.manifest import changes
 from specbench.cli import run
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.decoding.theory import PassCosts, predicted_speedup
 from specbench.drafters.model import ModelDrafter
 from specbench.generate import GenerationRun
-from specbench.lengths.trees import StaticTree
 from specbench.models.cache import cache_folder
 from specbench.models.calibrations import TREES, TreeChoice, TreeKey, calibrated_tree, tree_key
 from specbench.models.drafters import wrap_drafter
 from specbench.models.target import Target, wrap_target
-from specbench.specs.rules import parse_rule
+from specbench.policies.trees import StaticTree
+from specbench.specs.policies import parse_policy
 from specbench.tune.ranks import _comb, _percentages, best_tree, calibrate_tree
 
 PROMPTS = [[3, 4, 5], [60, 7, 9, 11], [101, 5]]
@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_decoder(sampling, method):
     found = calibrate_tree(target, drafter, PROMPTS, key, sampling=sampling, tokens=12, clock=Ticking())
     steps: list[Step] = []
     for seed, prompt in enumerate(PROMPTS):
-        policy = DraftPolicy(_comb(), verification=method or None)
+        policy = DraftPlan(_comb(), verification=method or None)
         decoding = GenerationRun(
             prompt, target, drafter, policy=policy, sampling=sampling, max_new_tokens=12, seed=seed
         )
@@ -188,11 +188,11 @@ def test_a_rule_takes_what_it_leaves_open():
     sampling = Multinomial(0.7)
 
     def fitted(rule: str, at: Sampling = sampling) -> tuple[str, str | None]:
-        found, note = calibrated_tree(parse_rule(rule), target, drafter, "e", at)
+        found, note = calibrated_tree(parse_policy(rule), target, drafter, "e", at)
         return str(found), note
 
     assert fitted("static-tree") == ("static-tree", None), "nothing is stored at all"
-    key = tree_key(target, drafter, "e", sampling, parse_rule("static-tree"))
+    key = tree_key(target, drafter, "e", sampling, parse_policy("static-tree"))
     assert (key.verification, key.drafter) == ("traversal", drafter.name)
     TREES.write(key.name, replace(CHOICE, drafter=drafter.name))
     rule, note = fitted("static-tree")
@@ -215,7 +215,7 @@ def test_a_rule_takes_what_it_leaves_open():
         )
         assert "specbench calibrate --tree" in note
     stranger = wrap_target(tiny_llama(3), tiny_tokenizer())
-    note = calibrated_tree(parse_rule("static-tree"), stranger, drafter, "e", sampling)[1]
+    note = calibrated_tree(parse_policy("static-tree"), stranger, drafter, "e", sampling)[1]
     assert f"{drafter.name} at temperature 0.7 by traversal with a model, and none for" in str(note)
     for file in (cache_folder() / "trees").iterdir():
         file.write_text("{")
@@ -262,10 +262,10 @@ def test_from_the_command_line(tmp_path, capsys):
     generate = ["generate", *models, "-n", "8", "the thing"]
     assert run([*generate, "--tree", "static", "--json"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["options"]["length_policy"] == tree
+    assert json.loads(said.out)["options"]["draft_policy"] == tree
     assert f"The tree is the one calibrated for small (int8) at temperature 0: {tree}." in words(said.err)
     assert run([*generate, "--tree", "static:ranks=50-20", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["options"]["length_policy"] == "static-tree:ranks=50-20"
+    assert json.loads(capsys.readouterr().out)["options"]["draft_policy"] == "static-tree:ranks=50-20"
     assert run([*generate, "--drafter", "none", "--tree", "static"]) == 0
     assert "calibrated" not in capsys.readouterr().err
     sweep = ["sweep", *models, "--tree", "static", "--temperature", "0", "--temperature", "1", "--limit", "1"]

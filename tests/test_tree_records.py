@@ -8,13 +8,13 @@ import pytest
 from scripted import ScriptedCache, ScriptedScorer, random_table
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Policy
+from specbench.decoding.protocols import DraftPolicy
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter
-from specbench.lengths.trees import DynamicTree, StaticTree
+from specbench.policies.trees import DynamicTree, StaticTree
 from specbench.specs.verification import VerificationName
 
 VOCAB = 6
@@ -22,12 +22,14 @@ PROMPT = [1, 5, 2]
 TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
 
 
-def steps_of(tree: Policy, sampling: Sampling, method: VerificationName | None, **options: Any) -> list[Step]:
+def steps_of(
+    tree: DraftPolicy, sampling: Sampling, method: VerificationName | None, **options: Any
+) -> list[Step]:
     records = decode_steps(
         PROMPT,
         ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),
         ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
-        policy=DraftPolicy(tree, verification=method),
+        policy=DraftPlan(tree, verification=method),
         sampling=sampling,
         random=Randomness(3),
         max_new_tokens=30,

@@ -19,9 +19,9 @@ from specbench.decoding import prospects, verdicts, verify
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Prospects, Scores, largest
-from specbench.decoding.protocols import Pass, Policy, answered
+from specbench.decoding.protocols import DraftPolicy, Pass, answered
 from specbench.decoding.records import Step, depth_of
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
 from specbench.decoding.theory import PassCosts, read_by_depth
 from specbench.decoding.tree import Siblings
@@ -30,10 +30,10 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
-from specbench.lengths import FixedLength, build_policy
-from specbench.lengths.auto_tree import AutoTree
-from specbench.lengths.costs import GivenCosts, parse_costs
-from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
+from specbench.policies import FixedLength, build_policy
+from specbench.policies.auto_tree import AutoTree
+from specbench.policies.costs import GivenCosts, parse_costs
+from specbench.policies.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
 
@@ -42,7 +42,7 @@ PROMPT = [1, 2, 0]
 TARGET, DRAFT = random_table(3, VOCAB), random_table(9, VOCAB)
 COSTS = {"drafter_pass_s": 0.1, "target_pass_s": {"1": 1.0, "9": 1.1}}
 
-TREES: dict[str, Callable[[], Policy]] = {
+TREES: dict[str, Callable[[], DraftPolicy]] = {
     "two beside": lambda: StaticTree.shaped((-1, -1)),
     "two of two": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "a branch in the middle": lambda: StaticTree.shaped((-1, 0, 0)),
@@ -66,7 +66,7 @@ DRAFTERS = {
 
 
 def loop_distribution(
-    tree: Callable[[], Policy] | None,
+    tree: Callable[[], DraftPolicy] | None,
     method: VerificationName,
     sampling: Sampling,
     drafter: str = "model",
@@ -99,10 +99,10 @@ def loop_distribution(
     return found
 
 
-def tree_policy(tree: Callable[[], Policy] | None, method: VerificationName) -> DraftPolicy:
+def tree_policy(tree: Callable[[], DraftPolicy] | None, method: VerificationName) -> DraftPlan:
     """Two drafts in a step, or a tree; with ``residual`` two drafts have siblings."""
     beside = Siblings(3 if method == "residual" and tree is None else 0, lambda _: 0.0)
-    return DraftPolicy(tree() if tree else FixedLength(2), beside, verification=method)
+    return DraftPlan(tree() if tree else FixedLength(2), beside, verification=method)
 
 
 class LongerByRows(GivenCosts):
@@ -122,7 +122,7 @@ def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share, abr
         PROMPT,
         ScriptedScorer(random_table(3, 8), 8, cache=ScriptedCache()),
         ModelDrafter(ScriptedScorer(random_table(3, 8), 8), "model"),
-        policy=DraftPolicy(AutoTree(16, LongerByRows(share)), verification="traversal"),
+        policy=DraftPlan(AutoTree(16, LongerByRows(share)), verification="traversal"),
         sampling=Multinomial(),
         random=Randomness(0),
         max_new_tokens=60,
@@ -157,14 +157,14 @@ def largest_gap(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]
 def test_several_on_caches_of_their_own_decode_greedily():
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model)
-    expected, _ = greedy(DraftPolicy(FixedLength(1)), target, NoDraft(), Greedy())
+    expected, _ = greedy(DraftPlan(FixedLength(1)), target, NoDraft(), Greedy())
     drafters = [
         ModelDrafter(Scorer(small), "small"),
         ModelDrafter(Scorer(model), "alike"),
         SelfDrafter(Scorer(first_layers(model, 1), target.cache), "self"),
         LookupDrafter(),
     ]
-    found, steps = greedy(DraftPolicy(FixedLength(3)), target, SeveralDrafters(drafters), Greedy())
+    found, steps = greedy(DraftPlan(FixedLength(3)), target, SeveralDrafters(drafters), Greedy())
     assert found == expected
     assert all(step.accepted == 3 for step in steps[:-1])
     assert any(len(step.drafted) > step.gamma for step in steps)
@@ -193,7 +193,7 @@ def test_several_are_written_with_a_bar():
 # --- Planted biases -------------------------------------------------------------------------------
 
 
-def bias(tree: Callable[[], Policy] | None, method: VerificationName) -> float:
+def bias(tree: Callable[[], DraftPolicy] | None, method: VerificationName) -> float:
     return largest_gap(loop_distribution(tree, method, Multinomial()), target_distribution(Multinomial()))
 
 
@@ -302,7 +302,7 @@ def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch):
 
 
 def greedy(
-    policy: DraftPolicy, target: Scorer, drafter: Any, sampling: Sampling
+    policy: DraftPlan, target: Scorer, drafter: Any, sampling: Sampling
 ) -> tuple[list[int], list[Step]]:
     tokens: list[int] = []
     steps: list[Step] = []
@@ -323,7 +323,7 @@ def test_greedy_outputs_are_the_targets_own(cache, penalty):
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model, cache)
     sampling = Greedy(penalty)
-    expected, _ = greedy(DraftPolicy(FixedLength(1)), target, NoDraft(), sampling)
+    expected, _ = greedy(DraftPlan(FixedLength(1)), target, NoDraft(), sampling)
     likely = {
         "alike": ModelDrafter(Scorer(model, cache), "alike"),
         "small": ModelDrafter(Scorer(small, cache), "small"),
@@ -331,7 +331,7 @@ def test_greedy_outputs_are_the_targets_own(cache, penalty):
     }
     for name, drafter in likely.items():
         for shape, tree in TREES.items():
-            found, steps = greedy(DraftPolicy(tree()), target, drafter, sampling)
+            found, steps = greedy(DraftPlan(tree()), target, drafter, sampling)
             assert found == expected
             assert any(step.parents for step in steps)
             if name == "alike":

@@ -35,7 +35,7 @@ from specbench.results.summary import categorize, summarize
 from specbench.show.report.content import make_report
 from specbench.specs.drafters import SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 from specbench.tune.answer import (
     as_json,
     as_markdown,
@@ -107,7 +107,7 @@ def test_candidates_are_configurations_of_the_grid():
 
 
 def test_where_passes_are_the_same_to_the_bit_nothing_stands_beside_a_draft():
-    rules = [parse_rule(rule) for rule in rules_to_try(greedy=True, chained=True)]
+    rules = [parse_policy(rule) for rule in rules_to_try(greedy=True, chained=True)]
     assert not any(rule.siblings or rule.kind.tree for rule in rules)
 
 
@@ -117,12 +117,12 @@ def test_above_temperature_0_a_chain_may_be_verified_together():
     assert set(rules_to_try(greedy=False, chained=True)) - set(rules_to_try(greedy=True, chained=True)) == {
         more
     }
-    rule = parse_rule(more)
+    rule = parse_policy(more)
     assert rule.options["verification"] == "block"
     assert is_tried(rule, parse_drafter("self:int8"))
     assert is_tried(rule, parse_drafter("lookup+self:int8"))
     assert not is_tried(rule, parse_drafter("lookup"))
-    assert not is_tried(parse_rule("static-tree"), parse_drafter("self:int8"))
+    assert not is_tried(parse_policy("static-tree"), parse_drafter("self:int8"))
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     (said,) = report.answers
     assert (said.headline, said.verdict) == (answer.headline, "faster")
     assert list(said.details[: len(answer.details)]) == list(answer.details)
-    assert "--length-policy auto" in said.command
+    assert "--draft-policy auto" in said.command
     assert not {"unfinished", "few-prompts", "wide-intervals"} & {each.id for each in report.warnings}
     assert any(name == "Tuning" for name, _ in report.method)
     best, other = (setting_of_run(df, name) for name in (None, "d@8"))
@@ -729,15 +729,15 @@ RECIPE = Recipe(parse_model("Org/big"), caching=CacheOptions(cache="preallocated
 
 def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
     return replace(
-        RECIPE, drafter=parse_drafter(drafter), rule=parse_rule(rule), models=ModelOptions(**models)
+        RECIPE, drafter=parse_drafter(drafter), rule=parse_policy(rule), models=ModelOptions(**models)
     )
 
 
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        ("auto", {"length_policy": "auto"}),
-        ("fixed:gamma=4", {"length_policy": "fixed:gamma=4"}),
+        ("auto", {"draft_policy": "auto"}),
+        ("fixed:gamma=4", {"draft_policy": "fixed:gamma=4"}),
         ("dynamic-tree", {"tree": "dynamic"}),
         ("auto-tree:nodes=8", {"tree": "auto:nodes=8"}),
     ],
@@ -751,7 +751,7 @@ def test_a_configuration_says_how_to_decode(rule, says):
         "cache": "preallocated",
         **says,
     }
-    assert config.rule == parse_rule(rule)
+    assert config.policy_spec == parse_policy(rule)
 
 
 @pytest.mark.parametrize(("actual", "dtype"), [("int4", "int4"), ("int8", "auto")])

@@ -17,12 +17,12 @@ from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.prospects import Scores
 from specbench.decoding.sampling import Multinomial
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.lengths import build_policy
 from specbench.models.calibrations import COUNTS, TokenCounts, not_counted
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.prepare import prepare
 from specbench.models.target import Target, wrap_target
 from specbench.options import ModelOptions
+from specbench.policies import build_policy
 from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.tune.vocabulary import count_tokens, ranked_tokens

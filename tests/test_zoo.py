@@ -20,11 +20,11 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.drafters.model import ModelDrafter
 from specbench.generate import GenerationRun, autoregressive_generate
-from specbench.lengths import FixedLength
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
+from specbench.policies import FixedLength
 
 VOCABULARY, WINDOW, NEW = 64, 16, 40
 BEYOND = list(range(5, 35))  # a prompt that is longer than the window

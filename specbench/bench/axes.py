@@ -10,7 +10,7 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.grid import LARGEST_BATCH, MOST_BEAMS
 from specbench.decoding.records import LONGEST_DRAFT
-from specbench.specs.rules import RuleSpec, parse_rule, share_options
+from specbench.specs.policies import PolicySpec, parse_policy, share_options
 
 
 def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:
@@ -85,31 +85,31 @@ def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
     return sorted(numbers)
 
 
-def parse_policies(specs: Sequence[str], **options: Any) -> tuple[RuleSpec, ...]:
-    """Draft-length rules with the options that several may share.
+def parse_policies(specs: Sequence[str], **options: Any) -> tuple[PolicySpec, ...]:
+    """Draft policies with the options that several may share.
 
     Args:
-        specs: Rules, with options of their own behind a colon or without.
-        options: Those of ``build_policy`` but for ``gamma`` and ``costs``; each goes to the rules that take it, and
+        specs: Policies, with options of their own behind a colon or without.
+        options: Those of ``build_policy`` but for ``gamma`` and ``costs``; each goes to the policies that take it, and
             what their specs say comes first. ``None`` and False stand for none.
 
     Raises:
-        UsageError: An unknown rule or option, a value outside its range, a rule given twice, or an option that none of
-            the rules takes.
+        UsageError: An unknown policy or option, a value outside its range, a repeated policy, or an option that none of
+            the policies takes.
     """
-    from specbench.lengths import build_policy
+    from specbench.policies import build_policy
 
-    rules = [parse_rule(spec) for spec in specs]
-    for rule in rules:
-        if rule.word == "fixed" and "gamma" in rule.options:
+    policies = [parse_policy(spec) for spec in specs]
+    for policy in policies:
+        if policy.word == "fixed" and "gamma" in policy.options:
             raise UsageError(
-                "The lengths of the rule fixed are those of --gamma.",
-                f"Give --gamma {rule.options['gamma']}.",
+                "The lengths of the policy fixed are those of --gamma.",
+                f"Give --gamma {policy.options['gamma']}.",
             )
-    rules = share_options(rules, options)
-    for rule in rules:
-        build_policy(rule)  # refuses values outside their ranges
-    names = [str(rule) for rule in rules]
+    policies = share_options(policies, options)
+    for policy in policies:
+        build_policy(policy)  # refuses values outside their ranges
+    names = [str(policy) for policy in policies]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"The draft-length rule {repeated[0]} is given twice.", "Give each once.")
-    return tuple(rules)
+        raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")
+    return tuple(policies)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
 
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
-_RULES_GAMMA = 5  # tokens that a rule which decides as it goes drafts behind each other, about
+_RULES_GAMMA = 5  # tokens that a policy which decides as it goes drafts behind each other, about
 _LETTERS_PER_TOKEN = 4
 _LAYER_S = 0.0002  # of a pass that is not spent on weights, per layer
 _PREFILL_GAIN = 20  # tokens of a prompt that take as long as one decoded token
@@ -215,11 +215,11 @@ def _from_passes(sweep: Sweep, config: SweepConfig, token_s: float, draft_s: Map
 
 
 def _drafted(config: SweepConfig) -> tuple[int, int]:
-    """In a step, passes of the drafter and tokens that are verified behind the context; about, where a rule decides."""
+    """Passes of the drafter and drafted tokens per step; about, where a policy decides."""
     if config.drafter == "none":
         return 0, 0
-    if config.kind == "speculative" and (nodes := config.rule.nodes):
-        return config.rule.depth or min(_RULES_GAMMA, nodes), nodes
+    if config.kind == "speculative" and (nodes := config.policy_spec.nodes):
+        return config.policy_spec.depth or min(_RULES_GAMMA, nodes), nodes
     gamma = _RULES_GAMMA if config.gamma is None else config.gamma
     return gamma, gamma
 

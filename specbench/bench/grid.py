@@ -15,7 +15,7 @@ from specbench.options import DecodingOptions
 from specbench.results.lines import Key
 from specbench.results.run import RunConfig, StoredRecipe
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -55,7 +55,7 @@ class SweepConfig:
             ``assisted`` that with an assistant, ``beam`` its beam search; ``server`` is whatever a server does.
         drafter: The drafter's name, ``none`` without one; of a server its own.
         gamma: Tokens drafted in a step; ``None`` where something else decides.
-        policy: The draft-length rule, with those of its options that are not the defaults (``egag:scale=0.5``);
+        draft_policy: The draft policy, with those of its options that are not the defaults (``egag:scale=0.5``);
             ``none`` where nothing is drafted.
         temperature: 0 for greedy decoding.
         cache: Kind of key/value cache.
@@ -73,7 +73,7 @@ class SweepConfig:
     kind: Kind
     drafter: str
     gamma: int | None
-    policy: str
+    draft_policy: str
     temperature: float
     cache: str
     baseline: str
@@ -85,9 +85,9 @@ class SweepConfig:
     recipe: Recipe | None = None
 
     @property
-    def rule(self) -> RuleSpec:
-        """The draft-length rule of a speculative configuration."""
-        return parse_rule(self.policy)
+    def policy_spec(self) -> PolicySpec:
+        """The draft policy of a speculative configuration."""
+        return parse_policy(self.draft_policy)
 
     def record(self) -> RunConfig:
         """As ``run.json`` stores it."""
@@ -109,7 +109,7 @@ class SweepOptions:
 
     Attributes:
         gammas: Draft lengths.
-        policies: Draft-length rules by their names; ``fixed`` takes its length from ``gammas``.
+        policies: Draft policies by their names; ``fixed`` takes its length from ``gammas``.
         temperatures: 0 for greedy decoding.
         decoding: Of every output.
         repeats: How often everything is measured.
@@ -121,7 +121,7 @@ class SweepOptions:
         assisted: Add its assisted generation (with drafter models) and its prompt lookup.
         beams: Add its beam search with so many beams, at temperature 0.
         costs: What ``auto`` goes by, as ``parse_costs`` takes it; ``None`` lets it measure.
-        keep_policy_state: Let rules carry what they learn from one prompt to the next.
+        keep_policy_state: Let policies carry what they learn from one prompt to the next.
         batches: How many requests are decoded at a time; none for one prompt after the other.
         arrivals: How requests come, as ``parse_arrivals`` takes it; none for as many clients as the batch is large.
         servers: Those that are measured in place of models, each by its name and that of its model.
@@ -158,9 +158,9 @@ class SweepOptions:
         return self.transformers or self.assisted or bool(self.beams)
 
     @property
-    def rules(self) -> tuple[RuleSpec, ...]:
-        """The draft-length rules."""
-        return tuple(map(parse_rule, self.policies))
+    def policy_specs(self) -> tuple[PolicySpec, ...]:
+        """The draft policies."""
+        return tuple(map(parse_policy, self.policies))
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -174,7 +174,7 @@ class SweepOptions:
         for what, values in (
             ("γ", self.gammas),
             ("temperature", self.temperatures),
-            ("rule", self.policies),
+            ("policy", self.policies),
             ("way for requests to come", tuple(str(parse_arrivals(each)) for each in self.arrivals)),
         ):
             if len(set(values)) < len(values):
@@ -201,7 +201,7 @@ class SweepOptions:
             )
         for refused, what in (
             (self.transformers or self.assisted or self.beams, "transformers decodes"),
-            (self.keep_policy_state, "A rule that carries on what it learnt (--keep-policy-state) decodes"),
+            (self.keep_policy_state, "A policy that carries on what it learnt (--keep-policy-state) decodes"),
         ):
             if refused:
                 raise UsageError(f"{what} one prompt after the other.", "Leave it out, or leave --batch out.")
@@ -220,20 +220,20 @@ def build_configs(
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str] | None = None,
-    fitted: Callable[[RuleSpec, str, float], RuleSpec] = lambda rule, *_: rule,
+    fitted: Callable[[PolicySpec, str, float], PolicySpec] = lambda policy, *_: policy,
     *,
     base: Recipe | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> list[SweepConfig]:
-    """The grid: plain decoding at every temperature and batch, and drafters × rules × draft lengths beside it.
+    """The grid: plain decoding at every temperature and batch, and drafters × policies × draft lengths beside it.
 
-    A rule that reads distributions is left out with drafters that have none.
+    A policy that reads distributions is left out with drafters that have none.
 
     Args:
         options: Their grid.
         drafters: By their names; plain ones are left out, for plain decoding is always there.
         fingerprints: Of the weights of those that are models with weights of their own.
-        fitted: What a rule becomes with a drafter, by its name, at a temperature.
+        fitted: What a policy becomes with a drafter, by its name, at a temperature.
         base: What all recipes have in common; ``None``: configurations have none.
         dtypes: In which dtype those draft that are models with weights of their own.
     """
@@ -256,12 +256,16 @@ def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpe
     base = replace(base, sampling=replace(base.sampling, temperature=config.temperature))
     if config.kind == "plain":
         return base.plain
-    rule = config.rule if config.gamma is None else config.rule.with_options({"gamma": config.gamma})
+    policy = (
+        config.policy_spec
+        if config.gamma is None
+        else config.policy_spec.with_options({"gamma": config.gamma})
+    )
     models = base.models
     if config.drafter_dtype == "int4":  # which `specbench tune` tries beside what auto means
         models = replace(models, drafter_dtype="int4")
-    costs = base.costs if rule.takes("costs") else None
-    return replace(base, drafter=drafters[config.drafter], rule=rule, costs=costs, models=models)
+    costs = base.costs if policy.takes("costs") else None
+    return replace(base, drafter=drafters[config.drafter], policy=policy, costs=costs, models=models)
 
 
 def _configs_at(
@@ -270,7 +274,7 @@ def _configs_at(
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str],
-    fitted: Callable[[RuleSpec, str, float], RuleSpec],
+    fitted: Callable[[PolicySpec, str, float], PolicySpec],
     dtypes: Mapping[str, str],
 ) -> Iterator[SweepConfig]:
     """The configurations of one temperature and load, plain decoding first."""
@@ -278,19 +282,19 @@ def _configs_at(
         ("plain", "plain", "plain", "none", None, "none")
     ]
     for name, spec in drafters.items():
-        for each in options.rules:
-            rule = fitted(each, name, temperature)
-            policy = str(rule)
-            if rule.word == "fixed":
-                end = f",siblings={rule.siblings}" if rule.siblings else ""
-                if "verification" in rule.options:
-                    end += f",verification={rule.options['verification']}"
+        for each in options.policy_specs:
+            policy = fitted(each, name, temperature)
+            written = str(policy)
+            if policy.word == "fixed":
+                end = f",siblings={policy.siblings}" if policy.siblings else ""
+                if "verification" in policy.options:
+                    end += f",verification={policy.options['verification']}"
                 grid += [
-                    ("speculative", f"{name}@{g}{end}", f"{name} γ={g}{end}", name, g, policy)
+                    ("speculative", f"{name}@{g}{end}", f"{name} γ={g}{end}", name, g, written)
                     for g in options.gammas
                 ]
-            elif rule.applies(spec):
-                grid.append(("speculative", f"{name}@{policy}", f"{name} {policy}", name, None, policy))
+            elif policy.applies(spec):
+                grid.append(("speculative", f"{name}@{written}", f"{name} {written}", name, None, written))
     own = "transformers"
     if options.transformers:
         grid.append(("transformers", own, f"{own} generate", "none", None, "none"))
@@ -305,14 +309,14 @@ def _configs_at(
     ]
     end, label_end = _ends(temperature, load)
     batch, arrivals = load or (None, None)
-    for kind, identifier, label, drafter, gamma, policy in grid:
+    for kind, identifier, label, drafter, gamma, written in grid:
         yield SweepConfig(
             id=identifier + end,
             label=label + label_end,
             kind=kind,
             drafter=drafter,
             gamma=gamma,
-            policy=policy,
+            draft_policy=written,
             temperature=temperature,
             cache=options.cache if kind in ("plain", "speculative") else "dynamic",
             baseline="plain" + end,
@@ -350,7 +354,7 @@ def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[Sw
             kind="server",
             drafter=name,
             gamma=None,
-            policy="none",
+            draft_policy="none",
             temperature=temperature,
             cache="none",
             baseline=names[0] + end,

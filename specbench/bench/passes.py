@@ -161,7 +161,7 @@ class SharedTimes:
 def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
     """Tokens that each of several requests brings to passes that are timed: one, and n + 1 for every n drafted.
 
-    Without any γ, where rules decide alone, they are those of some drafts of up to 8 tokens.
+    Without any γ, where policies decide alone, they are those of some drafts of up to 8 tokens.
     """
     return sorted({1, *(n + 1 for n in (*(gammas or (1, 2, 4, 8)), *nodes))})
 
@@ -169,7 +169,7 @@ def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]
 def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
     """Widths of target passes to time: one token, n + 1 for every n drafted, all in between as far as that is cheap.
 
-    Without any γ, where rules decide alone, they are those of drafts of up to 16 tokens.
+    Without any γ, where policies decide alone, they are those of drafts of up to 16 tokens.
 
     Args:
         gammas: Lengths of chains.
@@ -206,8 +206,8 @@ def time_passes(
     """
     from specbench.decoding.protocols import Pass, answered
     from specbench.decoding.sampling import Greedy, Randomness
-    from specbench.lengths import FixedLength
-    from specbench.lengths.trees import StaticTree
+    from specbench.policies import FixedLength
+    from specbench.policies.trees import StaticTree
 
     room = scorer.context_limit or _CONTEXT + max(widths)
     length = max(1, min(_CONTEXT, room - max(widths)))
@@ -292,7 +292,7 @@ def time_shared_passes(
     from specbench.decoding.protocols import Pass
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.drafters.plain import NoDraft
-    from specbench.lengths import FixedLength
+    from specbench.policies import FixedLength
 
     room = target.scorer.context_limit or _SHARED_CONTEXT + max(widths)
     length = max(1, min(_SHARED_CONTEXT, room - max(widths)))

@@ -390,7 +390,7 @@ class CellRunner(Generic[Encoded]):
     @property
     def _nodes(self) -> list[int]:
         """The most nodes of each tree."""
-        return [rule.nodes for rule in self._sweep.options.rules if rule.nodes]
+        return [policy.nodes for policy in self._sweep.options.policy_specs if policy.nodes]
 
 
 def _answers(measurements: Iterable[Measurement]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:

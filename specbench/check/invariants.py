@@ -14,7 +14,7 @@ import torch
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Proposal, Tested
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
 from specbench.decoding.verify import acceptance_probabilities
@@ -73,7 +73,7 @@ class Rules:
             stop=setup.stop,
             tokenizer=setup.tokenizer,
             context_limit=setup.target.context_limit,
-            method=DraftPolicy.of(setup.policy).method(setup.drafter),
+            method=DraftPlan.of(setup.policy).method(setup.drafter),
         )
 
     def tests_a_chain(self, seen: Observation) -> bool:

@@ -19,21 +19,21 @@ from specbench.decoding.loop import Decoding, decode
 from specbench.decoding.protocols import (
     Asking,
     Drafter,
+    DraftPolicy,
     Drawing,
     Pass,
-    Policy,
     Rows,
     ScorerLike,
 )
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPolicy, Request
+from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verdicts import top
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
-from specbench.lengths import FixedLength
+from specbench.policies import FixedLength
 
 Decoder = Callable[[Request, Stopwatch], Decoding]
 """Something like ``decode``."""
@@ -60,7 +60,7 @@ class DecodingSetup:
 
     target: Scorer
     drafter: Drafter
-    policy: Policy | DraftPolicy = field(default_factory=FixedLength)
+    policy: DraftPolicy | DraftPlan = field(default_factory=FixedLength)
     sampling: Sampling = field(default_factory=Greedy)
     max_new_tokens: int = 64
     end_ids: tuple[int, ...] = ()
@@ -229,7 +229,7 @@ class _WatchedDrafter:
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
@@ -317,7 +317,7 @@ def observe(
         prompt=prompt,
         target=target,
         drafter=_WatchedDrafter(drafter, log),
-        policy=DraftPolicy.of(FixedLength(1) if plain else setup.policy),
+        policy=DraftPlan.of(FixedLength(1) if plain else setup.policy),
         sampling=setup.greedy if greedy else setup.sampling,
         random=_WatchedRandomness(setup.seed if seed is None else seed, target.device, log, forcing=forcing),
         max_new_tokens=setup.max_new_tokens,

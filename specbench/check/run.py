@@ -41,7 +41,7 @@ class DecodingCheck:
         no_transformers: Why the cases have no reference; ``None`` if they have.
         bit_exact: Whether plain and speculative logits have to be the same to the last bit.
         plain_runs: Plain decoding of the prompts so far, by their token ids. Checks that share target, cache and stop
-            rules may share this; it is added to.
+            policies may share this; it is added to.
 
     Attributes:
         progress: Told how far it has come; ``None`` for nobody.

@@ -14,14 +14,14 @@ from specbench.cli.progress import StageProgress, starting
 from specbench.options import DECODING, LengthOptions, ModelOptions, SamplingOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.rules import RuleSpec
+    from specbench.specs.policies import PolicySpec
 
 _PROMPTS, _TOKENS = 9, 24
 _PROMPTS_TO_COUNT, _TOKENS_TO_COUNT = 30, 64
@@ -107,14 +107,14 @@ def calibrate(
 
     if not search.minutes > 0:
         raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
-    spec, rule = parse_drafter(drafter), parse_rule("static-tree")
+    spec, policy = parse_drafter(drafter), parse_policy("static-tree")
     if search.tree:
-        rule = rule.with_options({"verification": length.verification})
-        rule.check(spec)
+        policy = policy.with_options({"verification": length.verification})
+        policy.check(spec)
     (limit, tokens), find = (_PROMPTS, _TOKENS), partial(_find_form, int8=search.int8)
     if search.tree:
         limit, tokens = _PROMPTS_OF_TREES, _TOKENS_OF_TREES
-        find = partial(_find_tree, spec, rule, sampling.temperature)
+        find = partial(_find_tree, spec, policy, sampling.temperature)
     elif search.vocab is not None:
         limit, tokens = _PROMPTS_TO_COUNT, _TOKENS_TO_COUNT
         find = partial(_count_tokens, search.vocab)
@@ -185,7 +185,7 @@ def _count_tokens(vocab: int, effort: _Effort) -> tuple[dict[str, Any], list[str
 
 
 def _find_tree(
-    spec: DrafterSpec, rule: RuleSpec, temperature: float, effort: _Effort
+    spec: DrafterSpec, policy: PolicySpec, temperature: float, effort: _Effort
 ) -> tuple[dict[str, Any], list[str]]:
     """Count which candidates of a drafter are kept, by rank; choose a tree from that and keep it."""
     from specbench.models.calibrations import TREES
@@ -198,7 +198,7 @@ def _find_tree(
     from specbench.tune.ranks import calibrate_tree
 
     sampling = Sampling(temperature=temperature)
-    key = tree_key(loaded, loaded_drafter.drafter, loaded_drafter.weights, sampling, rule)
+    key = tree_key(loaded, loaded_drafter.drafter, loaded_drafter.weights, sampling, policy)
     with effort.progress() as progress:
         found = calibrate_tree(
             loaded,
@@ -217,7 +217,7 @@ def _find_tree(
         for (depth, rank), (tested, kept) in sorted(found.counts.items())
     ]
     figures = {
-        "choice": {"tree": str(choice.rule), **asdict(choice)},
+        "choice": {"tree": str(choice.policy), **asdict(choice)},
         "tokens_per_step": found.tree.tokens,
         "chain": {"gamma": found.chain.nodes, "speedup": found.chain.speedup},
         "counts": counts,
@@ -227,8 +227,8 @@ def _find_tree(
     lines += [f"{rank:4}  {share:6.1%}" for rank, share in enumerate(found.shares, start=1)]
     lines += [
         "",
-        f"{choice.rule}: predicted {choice.speedup:.2f} × plain decoding with {found.tree.tokens:.2f} tokens per step;"
-        f" the best chain, γ = {found.chain.nodes}, {found.chain.speedup:.2f} ×.",
+        f"{choice.policy}: predicted {choice.speedup:.2f} × plain decoding with {found.tree.tokens:.2f} tokens per"
+        f" step; the best chain, γ = {found.chain.nodes}, {found.chain.speedup:.2f} ×.",
     ]
     return figures, lines + _closing(
         loaded,

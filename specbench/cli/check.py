@@ -14,8 +14,8 @@ from specbench.base.textsafe import counted, terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.check_outputs import OutputsJob
 from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
+from specbench.cli.policy import RequestedPolicy, left_out, requested_policies, with_trees
 from specbench.cli.progress import StageProgress, starting
-from specbench.cli.rule import LengthRule, left_out, length_rules, with_trees
 from specbench.options import (
     MODELS,
     CacheOptions,
@@ -117,7 +117,7 @@ def check(
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     drafter: Annotated[list[str] | None, opt.drafters_option(MODELS)] = None,
     models: ModelOptions,
-    rules: opt.RulesOptions,
+    drafting: opt.PoliciesOptions,
     length: LengthOptions,
     decoding: Annotated[
         DecodingOptions,
@@ -165,7 +165,7 @@ def check(
                 request,
                 _chosen_prompts(checked),
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
-                _asked_rules(rules, length, recipe),
+                _requested_policies(drafting, length, recipe),
                 checked,
             )
         job.prepare(progress)
@@ -174,15 +174,17 @@ def check(
         raise typer.Exit(code)
 
 
-def _asked_rules(rules: opt.RulesOptions, length: LengthOptions, recipe: Recipe) -> list[LengthRule]:
-    """The draft-length rules to check with."""
+def _requested_policies(
+    drafting: opt.PoliciesOptions, length: LengthOptions, recipe: Recipe
+) -> list[RequestedPolicy]:
+    """The draft policies to check with."""
     from specbench.bench.axes import parse_gammas
 
-    named, shared = with_trees(rules.length_policy, rules.tree, length.given)
-    return length_rules(
+    named, shared = with_trees(drafting.draft_policy, drafting.tree, length.given)
+    return requested_policies(
         named,
         length.costs,
-        parse_gammas(rules.gamma) if rules.gamma is not None else [],
+        parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
         shared,
         greedy=recipe.sampling.temperature == 0,
         chained=opt.chained(recipe.models, recipe.caching),
@@ -209,18 +211,18 @@ def _about(seconds: float) -> str:
 
 
 class _DecodingJob:
-    """From options to checks that are ready to run: one of each drafter with each rule that applies to it."""
+    """From options to checks that are ready to run: one of each drafter with each policy that applies to it."""
 
     def __init__(
         self,
         request: CheckRequest,
         prompts: Sequence[Prompt],
         drafters: Sequence[DrafterSpec],
-        rules: Sequence[LengthRule],
+        policies: Sequence[RequestedPolicy],
         checked: _Checked,
     ) -> None:
         self.request, self.prompts, self.drafters = request, prompts, drafters
-        self.rules = rules
+        self.policies = policies
         self._samples = checked.sample and not request.sampling.greedy
         self._bias = checked.bias or _DEFAULT_BIAS
         self._minutes = checked.minutes or _DEFAULT_MINUTES
@@ -268,7 +270,7 @@ class _DecodingJob:
 
         request = self.request
         drafting = [spec for spec in self.drafters if not spec.is_plain]
-        for note in left_out([rule.spec for rule in self.rules], drafting):
+        for note in left_out([policy.spec for policy in self.policies], drafting):
             request.note(note)
         check_models(request.recipe.target, self.drafters, request.recipe.models, progress=progress)
         self._say_what_has_no_effect()
@@ -304,15 +306,15 @@ class _DecodingJob:
         ]
         decoding = request.recipe.decoding
         plain_runs: dict[tuple[int, ...], PlainRun] = {}
-        chosen = [(each, rule) for each in loaded_drafters for rule in self._rules_for(each.spec)]
-        for loaded_drafter, rule in chosen:
-            policy, calibrated = rule.build(target, loaded_drafter, request.sampling)
+        chosen = [(each, policy) for each in loaded_drafters for policy in self._policies_for(each.spec)]
+        for loaded_drafter, policy in chosen:
+            plan, calibrated = policy.build(target, loaded_drafter, request.sampling)
             if calibrated:
                 request.note(calibrated)
             setup = DecodingSetup(
                 target=target.scorer,
                 drafter=loaded_drafter.drafter,
-                policy=policy,
+                policy=plan,
                 sampling=request.sampling,
                 max_new_tokens=decoding.max_new_tokens,
                 end_ids=decoding.end_ids(target.end_ids),
@@ -342,11 +344,11 @@ class _DecodingJob:
             verb = "has" if len(given) == 1 else "have"
             self.request.note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is sampled.")
 
-    def _rules_for(self, drafter: DrafterSpec) -> Sequence[LengthRule]:
+    def _policies_for(self, drafter: DrafterSpec) -> Sequence[RequestedPolicy]:
         """Those that apply to it; one, whichever, where nothing is drafted."""
         if drafter.is_plain:
-            return self.rules[:1]
-        return [rule for rule in self.rules if rule.spec.applies(drafter)]
+            return self.policies[:1]
+        return [policy for policy in self.policies if policy.spec.applies(drafter)]
 
     def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
         """Ids and token ids of the prompts that leave room for an answer; of conversations, the first turn."""
@@ -427,7 +429,7 @@ class _DecodingJob:
         if self.request.json_output:
             verdict = worst([result.verdict for _, result in results])
             found = [
-                {"drafter": drafter, "length_policy": policy, **result.to_dict(piece)}
+                {"drafter": drafter, "draft_policy": policy, **result.to_dict(piece)}
                 for (drafter, policy), (_, result) in zip(names, results, strict=True)
             ]
             self.request.write({**header, "verdict": verdict, "complete": complete, "configurations": found})

@@ -26,7 +26,7 @@ class OutputsJob:
     def __init__(self, request: CheckRequest, file: Path, *, limit: int | None) -> None:
         self.request = request
         if without := request.given(
-            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "gamma",
+            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "draft_policy", "gamma",
             LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
         ):  # fmt: skip

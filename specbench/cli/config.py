@@ -13,7 +13,7 @@ from specbench.options import LengthOptions
 if TYPE_CHECKING:
     from specbench.config import Config
 
-_RULE = ("length_policy", "tree")
+_RULE = ("draft_policy", "tree")
 _LENGTH = {*_RULE, "gamma", *(field.name for field in fields(LengthOptions))}
 
 
@@ -48,7 +48,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
 
 
 def _left(config: Config, given: Collection[str]) -> Config:
-    """What the command line leaves of it: a rule was chosen for its drafter, and goes with it."""
+    """What the command line leaves of it: a policy was chosen for its drafter, and goes with it."""
     taken = {name for name in config.given if name in given}
     if "drafter" in given:
         taken |= {*_RULE, "drafter_dtype"}
@@ -58,13 +58,18 @@ def _left(config: Config, given: Collection[str]) -> Config:
 
 
 def _options(config: Config) -> dict[str, str]:
-    """By name; the γ of a fixed rule is an option of its own."""
-    rule = config.rule
-    if config.length_policy is None or rule is None or rule.word != "fixed" or "gamma" not in rule.options:
+    """By name; the γ of a fixed policy is an option of its own."""
+    policy = config.policy
+    if (
+        config.draft_policy is None
+        or policy is None
+        or policy.word != "fixed"
+        or "gamma" not in policy.options
+    ):
         return config.given
-    rest = {name: value for name, value in rule.options.items() if name != "gamma"}
+    rest = {name: value for name, value in policy.options.items() if name != "gamma"}
     return {
         **config.without(*_RULE).given,
-        "length_policy": str(replace(rule, options=rest)),
-        "gamma": str(rule.options["gamma"]),
+        "draft_policy": str(replace(policy, options=rest)),
+        "gamma": str(policy.options["gamma"]),
     }

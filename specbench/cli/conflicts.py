@@ -44,7 +44,7 @@ EXCLUDE = (
     Row("check", ("prompts", "category"), "outputs", "the file has its own prompts"),
     Row(
         "sweep",
-        ("drafter", "baseline", "assisted", "gamma", "length_policy", "tree", "keep_policy_state", "cache",
+        ("drafter", "baseline", "assisted", "gamma", "draft_policy", "tree", "keep_policy_state", "cache",
          "bit_exact", "compiled", LengthOptions, "min_new_tokens"),
         "server",
         "servers decode in their own way",

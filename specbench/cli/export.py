@@ -20,7 +20,7 @@ from specbench.cli.options import (
     panel,
 )
 from specbench.export.registry import ENGINES
-from specbench.specs.rules import default_rule
+from specbench.specs.policies import default_policy
 
 if TYPE_CHECKING:
     from specbench.export.engine import Export, ExportEngine
@@ -89,13 +89,13 @@ def _exported(
         config = read_config(source)
         if config.provisional:
             say(f"{source.name} {PROVISIONAL}")
-        rule = None if config.rule is not None else str(default_rule(greedy=True))
+        policy = None if config.policy is not None else str(default_policy(greedy=True))
         target = config.target or DEFAULT_TARGET
         whole = replace(
             config,
             target=target,
             drafter=config.drafter or default_drafter(target),
-            length_policy=rule or config.length_policy,
+            draft_policy=policy or config.draft_policy,
         )
         setting = setting_of_config(whole, gamma)
         return setting, engine.export(setting), source.name

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.models.target import Target
     from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.rules import RuleSpec
+    from specbench.specs.policies import PolicySpec
 
 _WARM_UP_TOKENS = 16
 
@@ -164,10 +164,10 @@ def generate(
                 quiet=show.quiet,
             )
             return
-        assert job.recipe.rule is not None
+        assert job.recipe.policy is not None
         advice = {
             "blank": _after_a_blank_reply(job, chat),
-            **_advice(ctx, job, recipe.drafter, job.recipe.rule),
+            **_advice(ctx, job, recipe.drafter, job.recipe.policy),
         }
         _run(job, trace_to, advice, paint, show, loaded.language_model.notes)
         if trace_to is not None:
@@ -263,15 +263,15 @@ class _Job(LoadedRecipe):
 
     def options(self) -> dict[str, Any]:
         """What decides the output, by name; ``None`` for what is switched off."""
-        from specbench.lengths import FixedLength
+        from specbench.policies import FixedLength
 
-        rule, fixed = self.policy.rule, not self.policy.siblings.most
-        branches = rule.branches or self.policy.siblings.most > 0 or self.drafter.several
+        policy, fixed = self.policy.policy, not self.policy.siblings.most
+        branches = policy.branches or self.policy.siblings.most > 0 or self.drafter.several
         told = (branches or self.policy.verification is not None) and not self.sampling.greedy
         return {
-            "length_policy": self.policy.name,
+            "draft_policy": self.policy.name,
             "verification": self.policy.method(self.drafter) if told else None,
-            "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
+            "gamma": policy.gamma if fixed and isinstance(policy, FixedLength) else None,
             "costs": "given" if self.recipe.costs else None,
             **opt.deciding(self.recipe, self.sampling, self.target.language_model),
         }
@@ -287,7 +287,7 @@ def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling
     lines = []
     if sampling.greedy and (what := unused("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
-    lengths = ("length_policy", "tree", "gamma", LengthOptions)
+    lengths = ("draft_policy", "tree", "gamma", LengthOptions)
     if drafter.is_plain and (what := unused(*lengths, "first_target")):
         lines.append(f"{what} with the drafter none.")
     load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")
@@ -326,16 +326,16 @@ def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
     return "word the prompt otherwise, or try --raw"
 
 
-def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec) -> dict[str, str]:
-    """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter. ``text`` is
+def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, policy: PolicySpec) -> dict[str, str]:
+    """What to try if a drafter does not help: another ``policy``, and a ``command`` with another drafter. ``text`` is
     what it shows of the text if little of it is accepted."""
     if drafter.is_plain:
         return {}
     found = {}
     if isinstance(drafter, Lookup | NGram | Suffix):
         found["text"] = "this text repeats little"
-    if job.sampling.greedy and rule.word != "auto":
-        found["rule"] = "--length-policy auto"
+    if job.sampling.greedy and policy.word != "auto":
+        found["policy"] = "--draft-policy auto"
     # A copy costs next to nothing, a model drafts where there is nothing to copy.
     can_quantize = job.target.rounded is None and job.target.scorer.device.type == "cpu"
     if isinstance(drafter, Cascade):
@@ -344,7 +344,7 @@ def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec)
         other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
     else:
         other = "lookup+self:int8" if can_quantize else ""
-    if other and rule.applies(parse_drafter(other)):
+    if other and policy.applies(parse_drafter(other)):
         found["command"] = opt.command_with(ctx, drafter=other, costs=None)
     return found
 
@@ -433,13 +433,13 @@ def _run(
 
 
 def _shown_options(figures: dict[str, Any]) -> dict[str, Any]:
-    """The options as the summary shows them: a rule that decides γ is named with the γ it came to."""
+    """The options as the summary shows them: a policy that decides γ is named with the γ it came to."""
     options: dict[str, Any] = figures["options"]
     if options["gamma"] is not None:
         return options
     mean = f", {figures['drafted'] / figures['steps']:.1f} on average" if figures["steps"] else ""
     verified = f", verified by {options['verification']}" if options["verification"] else ""
-    return options | {"gamma": f"by {options['length_policy']}{mean}{verified}"}
+    return options | {"gamma": f"by {options['draft_policy']}{mean}{verified}"}
 
 
 def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> None:

@@ -18,7 +18,7 @@ from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given, refuse_conflicts
 from specbench.options import LENGTH, MODELS, OUTPUT, PROMPT, CacheOptions, ModelOptions, quantized
 from specbench.specs.drafters import DRAFTERS
-from specbench.specs.rules import rule_words
+from specbench.specs.policies import policy_words
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
@@ -44,7 +44,7 @@ _DEFAULT_DRAFTERS = ", ".join(
 """As help has them."""
 
 MOST_USED = (
-    "target", "drafter", "server", "prompts", "max_new_tokens", "temperature", "length_policy", "gamma", "dtype",
+    "target", "drafter", "server", "prompts", "max_new_tokens", "temperature", "draft_policy", "gamma", "dtype",
     "compare", "batch", "limit", "out", "resume", "port", "tokens", "minutes", "json_output", "verbose", "quiet",
 )  # fmt: skip
 """Options that people need first, in the order in which help lists them."""
@@ -199,9 +199,9 @@ def complete_drafters(incomplete: str) -> list[str]:
     return _beginning(incomplete, found)
 
 
-def complete_rules(incomplete: str) -> list[str]:
-    """What ``--length-policy`` may go on to."""
-    return _beginning(incomplete, rule_words())
+def complete_policies(incomplete: str) -> list[str]:
+    """What ``--draft-policy`` may go on to."""
+    return _beginning(incomplete, policy_words())
 
 
 def complete_prompts(incomplete: str) -> list[str]:
@@ -247,7 +247,7 @@ output = panel(OUTPUT)
 _DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
 _TREES = (
     "Draft tree: chain, siblings:nodes=N (same as --siblings N), auto, static, dynamic or chains; options follow a"
-    " colon: dynamic:top-k=4,nodes=12. All but the first two replace --length-policy."
+    " colon: dynamic:top-k=4,nodes=12. All but the first two replace --draft-policy."
 )
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
 
@@ -286,7 +286,7 @@ DrafterOption = Annotated[
 
 
 @dataclass(frozen=True)
-class RulesOptions:
+class PoliciesOptions:
     """Draft policies, for commands that compare several."""
 
     gamma: Annotated[
@@ -297,13 +297,13 @@ class RulesOptions:
             f"Draft lengths γ of fixed (5), and of the first step of heuristic: {_RANGE}.",
         ),
     ] = None
-    length_policy: Annotated[
+    draft_policy: Annotated[
         tuple[str, ...],
         length_option(
-            "--length-policy",
+            "--draft-policy",
             "RULE",
             "Draft policy, as `generate` takes it; repeatable.",
-            autocompletion=complete_rules,
+            autocompletion=complete_policies,
         ),
     ] = ()
     tree: Annotated[tuple[str, ...], length_option("--tree", "TREE", f"{_TREES} Repeatable.")] = ()
@@ -315,15 +315,15 @@ class DraftingOptions:
 
     target: TargetOption = DEFAULT_TARGET
     drafter: DrafterOption = DEFAULT_DRAFTER
-    length_policy: Annotated[
+    draft_policy: Annotated[
         str | None,
         length_option(
-            "--length-policy",
+            "--draft-policy",
             "RULE",
             "Draft policy: auto, fixed, egag, confidence, entropy-bound, svip or heuristic; options follow a colon:"
             " entropy-bound:lambda=0.6. Default: auto at temperature 0; fixed above it (a seed then repeats a run) and"
             " with --gamma.",
-            autocompletion=complete_rules,
+            autocompletion=complete_policies,
         ),
     ] = None
     tree: Annotated[str | None, length_option("--tree", "TREE", _TREES)] = None

@@ -94,7 +94,7 @@ def serve(
             setting = load_recipe(recipe, progress)
             engine = _engine(setting, server)
         rule_is_given = any(
-            (drafting.length_policy, drafting.tree, drafting.gamma, length.costs, length.given)
+            (drafting.draft_policy, drafting.tree, drafting.gamma, length.costs, length.given)
         )
         defaults = RequestDefaults(
             policy=setting.policy if rule_is_given else None,

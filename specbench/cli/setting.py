@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import SpecbenchError
-from specbench.cli.rule import LengthRule, asked_rule
+from specbench.cli.policy import RequestedPolicy, requested_policy
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.cli.options import DraftingOptions
     from specbench.decoding.protocols import Drafter
-    from specbench.decoding.request import DraftPolicy
+    from specbench.decoding.request import DraftPlan
     from specbench.decoding.sampling import Sampling
     from specbench.models.target import Target
     from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
@@ -32,7 +32,7 @@ class LoadedRecipe:
     """A recipe with its models.
 
     Attributes:
-        recipe: As asked for; its rule without siblings where passes have to be the same to the bit.
+        recipe: As asked for; its policy without siblings where passes have to be the same to the bit.
         target, drafter: Loaded.
         policy: How much is drafted.
         sampling: The transforms, with what the model's own settings ask for.
@@ -42,7 +42,7 @@ class LoadedRecipe:
     recipe: Recipe
     target: Target
     drafter: Drafter
-    policy: DraftPolicy
+    policy: DraftPlan
     sampling: Sampling
     note: str | None
 
@@ -66,10 +66,10 @@ def parse_recipe(
     kind = cache_for(ctx, drafting.target, models, caching)
     target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
     greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
-    rule = asked_rule(
-        drafting.length_policy, drafting.tree, {**length.given, "gamma": drafting.gamma}, greedy=greedy
+    policy = requested_policy(
+        drafting.draft_policy, drafting.tree, {**length.given, "gamma": drafting.gamma}, greedy=greedy
     )
-    return Recipe(target, drafter, rule, length.costs, models, caching.with_kind(kind), decoding, sampling)
+    return Recipe(target, drafter, policy, length.costs, models, caching.with_kind(kind), decoding, sampling)
 
 
 def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
@@ -82,11 +82,11 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import prepare
 
-    assert recipe.rule is not None
+    assert recipe.policy is not None
     transforms = Sampling(**recipe.sampling.transforms)
-    rule = LengthRule(recipe.rule, recipe.costs, chained=chained(recipe.models, recipe.caching))
+    policy = RequestedPolicy(recipe.policy, recipe.costs, chained=chained(recipe.models, recipe.caching))
     if not recipe.drafter.is_plain:
-        rule.spec.check(recipe.drafter)
+        policy.spec.check(recipe.drafter)
     target, (loaded_drafter,) = prepare(
         recipe.target,
         [recipe.drafter],
@@ -97,9 +97,9 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
     )
     defaults = target.language_model.defaults.under(recipe.decoding)
     transforms = transforms.with_defaults(defaults, target.vocab_size)
-    policy, note = rule.build(target, loaded_drafter, transforms)
+    plan, note = policy.build(target, loaded_drafter, transforms)
     return LoadedRecipe(
-        replace(recipe, rule=rule.spec), target, loaded_drafter.drafter, policy, transforms, note
+        replace(recipe, policy=policy.spec), target, loaded_drafter.drafter, plan, transforms, note
     )
 
 

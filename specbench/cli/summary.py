@@ -72,7 +72,7 @@ def show_summary(
     Args:
         figures: What ``--json`` prints.
         apart: Leave an empty line before it, for it stands behind the text.
-        advice: What to try: after a reply without text (``blank``), and where the drafter did not help (a ``rule``, a
+        advice: What to try: after a reply without text (``blank``), and where the drafter did not help (a ``policy``, a
             ``command`` to copy); what few accepted drafts tell of the ``text``.
         notes: How the models were loaded, as far as that can wait until the answer is there.
     """
@@ -95,7 +95,7 @@ def show_summary(
         _line(console, "verdict", f"{said}; {ending}", "" if gains else "yellow")
     if "speedup" in figures and (problem := _no_help(figures, of_the_text)):
         command = advice.get("command")
-        others = [*([advice["rule"]] if "rule" in advice else []), "this" if command else "a small model"]
+        others = [*([advice["policy"]] if "policy" in advice else []), "this" if command else "a small model"]
         ending = ":" if command else " with the target's tokenizer (--drafter MODEL)"
         _line(console, "note", f"{problem}; try {', or '.join(others)}{ending}", "yellow")
         if command:

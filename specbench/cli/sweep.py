@@ -11,8 +11,8 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
+from specbench.cli.policy import left_out, refuse_siblings, with_trees
 from specbench.cli.progress import starting
-from specbench.cli.rule import left_out, refuse_siblings, with_trees
 from specbench.cli.sweep_options import (
     ComparedOptions,
     ExperimentOptions,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specbench.bench.engines.own import ModelEngine
     from specbench.bench.grid import SweepOptions
     from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.rules import RuleSpec
+    from specbench.specs.policies import PolicySpec
 
 
 def sweep(
@@ -50,12 +50,12 @@ def sweep(
     servers: ServerOptions,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
-    rules: Annotated[
-        opt.RulesOptions,
+    drafting: Annotated[
+        opt.PoliciesOptions,
         opt.Fields(
             words={
                 "gamma": "Draft lengths γ of the policy fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
-                "length_policy": "Draft policy; repeatable: auto, fixed (with each γ), egag, confidence, entropy-bound,"
+                "draft_policy": "Draft policy; repeatable: auto, fixed (with each γ), egag, confidence, entropy-bound,"
                 " svip or heuristic; options follow a colon: egag:scale=0.5. Default: fixed, and at temperature 0"
                 " auto too.",
             },
@@ -93,7 +93,7 @@ def sweep(
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     base = Recipe(parse_model(target), costs=length.costs, models=models, caching=caching, decoding=decoding)
     options, drafters, notes = _compared_models(
-        ctx, compared, experiment, rules, length, base, keep_policy_state=keep_policy_state
+        ctx, compared, experiment, drafting, length, base, keep_policy_state=keep_policy_state
     )
     named, limit = experiment.chosen(options.batches)
     chosen = tuple(chosen_prompts(experiment, options))
@@ -126,19 +126,19 @@ def _compared_models(
     ctx: typer.Context,
     compared: ComparedOptions,
     experiment: ExperimentOptions,
-    rules: opt.RulesOptions,
+    drafting: opt.PoliciesOptions,
     length: LengthOptions,
     base: Recipe,
     *,
     keep_policy_state: bool,
 ) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
-    """The options of a sweep over models, its drafters, and what there is to say of rules that do not apply to them."""
+    """Return a sweep's options, its drafters, and notes on policies that do not apply to them."""
     from specbench.bench.axes import parse_baselines, parse_batches, parse_gammas, parse_policies
     from specbench.bench.grid import SweepOptions
 
     chained = opt.chained(base.models, base.caching)
     temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))
-    asked, shared = with_trees(rules.length_policy, rules.tree, length.given)
+    asked, shared = with_trees(drafting.draft_policy, drafting.tree, length.given)
     if chained is not None:
         shared = {"siblings": 0, **shared}
     policies = parse_policies(asked or _default_rules(temperatures), **shared)
@@ -146,8 +146,8 @@ def _compared_models(
         refuse_siblings(policies, chained)
     given = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
     drafters = tuple(spec for spec in given if not spec.is_plain)
-    gammas = parse_gammas(rules.gamma or "")
-    if not any(rule.word == "fixed" for rule in policies):
+    gammas = parse_gammas(drafting.gamma or "")
+    if not any(policy.word == "fixed" for policy in policies):
         _refuse_gamma(ctx, policies)
         gammas = []
     batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
@@ -192,14 +192,14 @@ def _default_rules(temperatures: Sequence[float]) -> list[str]:
     return ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]
 
 
-def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
+def _refuse_gamma(ctx: typer.Context, policies: Sequence[PolicySpec]) -> None:
     """Refuse lengths that nothing is drafted by."""
     if given(ctx, "gamma"):
-        takes = next((rule for rule in rules if rule.takes("gamma")), None)
+        takes = next((policy for policy in policies if policy.takes("gamma")), None)
         raise UsageError(
-            "The lengths of --gamma are those of the rule fixed, which is not among the rules.",
-            "Add --length-policy fixed"
-            + (f", or write --length-policy {takes.word}:gamma=N." if takes else ", or leave --gamma out."),
+            "The lengths of --gamma are those of the policy fixed, which is not among the policies.",
+            "Add --draft-policy fixed"
+            + (f", or write --draft-policy {takes.word}:gamma=N." if takes else ", or leave --gamma out."),
         )
 
 
@@ -211,13 +211,13 @@ def _refuse_fixed_shapes(cache: str) -> None:
         )
 
 
-def _costs(path: Path, rules: Sequence[RuleSpec]) -> Any:
+def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
     """The costs of a file, without the times of single steps, which belong to one generation alone."""
-    from specbench.lengths import check_costs, load_costs
+    from specbench.policies import check_costs, load_costs
 
-    if not any(rule.takes("costs") for rule in rules):
+    if not any(policy.takes("costs") for policy in policies):
         raise UsageError(
-            "--costs is for the rule auto, which is not among the rules.", "Add --length-policy auto."
+            "--costs is for the policy auto, which is not among the policies.", "Add --draft-policy auto."
         )
     data = load_costs(path)
     if isinstance(data, dict):
@@ -228,7 +228,7 @@ def _costs(path: Path, rules: Sequence[RuleSpec]) -> Any:
 
 def _check_costs(options: SweepOptions, engine: ModelEngine) -> None:
     """Refuse costs that lack one of the drafters, whose names are known only now."""
-    from specbench.lengths import parse_costs
+    from specbench.policies import parse_costs
 
     if options.costs is not None:
         for name in engine.drafters:
@@ -236,10 +236,10 @@ def _check_costs(options: SweepOptions, engine: ModelEngine) -> None:
 
 
 def _calibrated(
-    engine: ModelEngine, notes: list[str], rule: RuleSpec, drafter: str, temperature: float
-) -> RuleSpec:
-    """A rule with what was calibrated for a drafter; what there is to say of it is added to the notes."""
-    fitted, note = engine.calibrated(rule, drafter, temperature)
+    engine: ModelEngine, notes: list[str], policy: PolicySpec, drafter: str, temperature: float
+) -> PolicySpec:
+    """A policy with what was calibrated for a drafter; what there is to say of it is added to the notes."""
+    fitted, note = engine.calibrated(policy, drafter, temperature)
     if note:
         notes.append(note)
     return fitted

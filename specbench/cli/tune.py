@@ -164,12 +164,12 @@ def tune(
             "Add --resume to go on with them, or give other --results.",
         )
     kind: Any = search.cache if stored is None else stored.configs[0].cache
-    rules = parse_policies(
+    policies = parse_policies(
         rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
     )
     options = SweepOptions(
         gammas=GAMMAS,
-        policies=tuple(map(str, rules)),
+        policies=tuple(map(str, policies)),
         temperatures=(search.temperature,),
         decoding=decoding,
         repeats=_REPEATS,

@@ -44,7 +44,7 @@ class Draft:
             tokens that it had no part in.
         passes: How many passes of a model the draft took so far. A token with evidence took none then, and the next one
             takes none if there is evidence for it. ``None`` where they are not counted: one per token.
-        declined: A certain token that came without a pass, and that the rule did not want behind the others: what the
+        declined: A certain token that came without a pass, and that the policy did not want behind the others: what the
             target puts in its place tells what would have become of it. ``None`` where there is none.
         parents: By token the index of the one it stands behind, -1 for the context; parents come before their children.
             ``None`` for a chain: -1, 0, 1, ...

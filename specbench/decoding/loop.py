@@ -1,4 +1,4 @@
-"""The decoding loop. There is one, for every drafter, cache, draft-length rule and sampling setting.
+"""The decoding loop. There is one, for every drafter, cache, draft policy and sampling setting.
 
 Plain decoding is this loop with the drafter that proposes nothing, so a baseline differs from a speculative run in
 nothing else. The loop knows token ids only and yields records; it prints nothing and keeps no statistics. It asks for
@@ -15,9 +15,9 @@ from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
-from specbench.decoding.protocols import Drafter, Pass, Policy, Rows, Scorer
+from specbench.decoding.protocols import Drafter, DraftPolicy, Pass, Rows, Scorer
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPolicy, Request
+from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS
@@ -35,7 +35,7 @@ def decode_steps(
     target: Scorer,
     drafter: Drafter,
     *,
-    policy: Policy | DraftPolicy,
+    policy: DraftPolicy | DraftPlan,
     sampling: Sampling,
     random: Randomness,
     max_new_tokens: int,
@@ -72,7 +72,7 @@ def decode_steps(
         prompt=prompt,
         target=target,
         drafter=drafter,
-        policy=DraftPolicy.of(policy),
+        policy=DraftPlan.of(policy),
         sampling=sampling,
         random=random,
         max_new_tokens=max_new_tokens,
@@ -101,14 +101,13 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch: Times the steps.
     """
     target, drafter, random = request.target, request.drafter, request.random
-    policy, stops = request.policy, request.stops
-    rule = policy.rule
+    plan, policy, stops = request.policy, request.policy.policy, request.stops
     sampling = request.sampling.at(len(request.prompt), request.asked, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     # A sibling's logits follow another context than the draft's, which transforms that look back would need.
-    branching = policy.siblings.most > 0 and verification.takes_trees and not sampling.looks_back
+    branching = plan.siblings.most > 0 and verification.takes_trees and not sampling.looks_back
     if not (branching and target.takes_trees):
-        policy = replace(policy, siblings=NO_SIBLINGS)
+        plan = replace(plan, siblings=NO_SIBLINGS)
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
     if request.kept:
         target.resume(request.kept)
@@ -117,8 +116,8 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         target.begin()
         drafter.begin(request.prompt)
     begun = target.epoch, drafter.epoch
-    if not policy.kept:
-        rule.reset()
+    if not plan.kept:
+        policy.reset()
     if request.end_at(len(context)):
         yield Prefill(len(context), None, 0.0, "context-limit")
         return
@@ -132,13 +131,13 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
             raise _interrupted()
         watch.start()
         if step is not None:
-            rule.observe(step)  # here, where its time counts
+            policy.observe(step)  # here, where its time counts
         position = len(context)
         if index < 0:
             draft = Draft()
         else:
             room = limit - position - 1
-            draft = yield from policy.propose(drafter, context, room, sampling, random, verification.drawing)
+            draft = yield from plan.propose(drafter, context, room, sampling, random, verification.drawing)
         watch.lap("draft")
         logits, hidden = yield Pass(target, context, draft.tokens, draft.parents, layers=layers)
         watch.lap("verify")
@@ -157,11 +156,11 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
             probability = None if traced is None else closing_probability(verdict, traced)
             yield Prefill(position, context[-1], times.total_s, finished, probability)
         else:
-            step = step_of(index, position, draft, verdict, kept, finished, times, rule.notes(), traced)
+            step = step_of(index, position, draft, verdict, kept, finished, times, policy.notes(), traced)
             yield step
         index += 1
     if step is not None:
-        rule.observe(step)
+        policy.observe(step)
 
 
 def _along(path: Sequence[int], hidden: torch.Tensor, drafted: int) -> torch.Tensor:

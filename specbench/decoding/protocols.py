@@ -1,4 +1,4 @@
-"""What the decoding loop asks of others: a drafter, a draft-length rule, a scorer.
+"""What the decoding loop asks of others: a drafter, a draft policy, a scorer.
 
 Whoever needs a pass of a model *asks* for it: it yields a ``Pass`` and is sent its ``Rows``. Nobody here makes one. So
 who makes them, when, and together with whose, is up to whoever drives the loop.
@@ -76,7 +76,7 @@ class Drawing(Protocol):
         ...
 
 
-class Policy(Protocol):
+class DraftPolicy(Protocol):
     """Decides how much is drafted in every step, and in which shape; one object serves one prompt at a time.
 
     In each step the drafter calls ``begin`` once; then in turn ``expand``, before it spends a pass on what comes after
@@ -325,7 +325,7 @@ class Drafter(Protocol):
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = ...,

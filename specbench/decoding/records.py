@@ -129,7 +129,7 @@ class Step:
             (0 or 1 in greedy decoding, p of the token for a drafter without probabilities).
         times: Where the time went.
         finish_reason: Set in the last step.
-        policy: What the draft-length rule noted for this step, by name.
+        policy: What the draft policy noted for this step, by name.
         verdicts: One per drafted token when a trace was asked for, else ``None``.
         closing_probability: Probability of the closing token under the distribution it was drawn from, when a trace
             was asked for, else ``None``.
@@ -248,8 +248,8 @@ class Generation:
         dtype: The target's dtype.
         seed: Seed of the generator all draws came from.
         lossless: Whether the run keeps the target's distribution (False only with the residual adjustment off).
-        policy: The draft-length rule, as ``--length-policy`` takes it; ``none`` where nothing is drafted.
-        costs: What the rule went by if it goes by the times of passes, as ``--costs`` takes it.
+        policy: The draft policy, as ``--draft-policy`` takes it; ``none`` where nothing is drafted.
+        costs: What the policy went by if it goes by the times of passes, as ``--costs`` takes it.
         pieces: The text token by token, each piece with where its token came from; characters of several tokens go with
             the last. ``None`` without a tokenizer.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Asking, Drafter, Drawing, Policy, Scorer
+from specbench.decoding.protocols import Asking, Drafter, DraftPolicy, Drawing, Scorer
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -24,19 +24,19 @@ def _always() -> bool:
 
 
 @dataclass(frozen=True)
-class DraftPolicy:
+class DraftPlan:
     """What a step drafts.
 
     Attributes:
-        rule: Decides how much, and in which shape.
+        policy: Decides how much, and in which shape.
         siblings: Verified beside it, where that can be.
-        usual_siblings: How many the rule has where its name says nothing of them.
-        kept: Whether the rule carries what it learns from one prompt to the next.
+        usual_siblings: How many the policy has where its name says nothing of them.
+        kept: Whether the policy carries what it learns from one prompt to the next.
         verification: How drafts are verified above temperature 0; ``None`` for what fits.
         allowed: Whether there is any draft in the step that begins.
     """
 
-    rule: Policy
+    policy: DraftPolicy
     siblings: Siblings = NO_SIBLINGS
     usual_siblings: int = 0
     kept: bool = False
@@ -44,14 +44,14 @@ class DraftPolicy:
     allowed: Callable[[], bool] = _always
 
     @classmethod
-    def of(cls, policy: Policy | DraftPolicy) -> DraftPolicy:
-        """A rule by itself has no siblings."""
+    def of(cls, policy: DraftPolicy | DraftPlan) -> DraftPlan:
+        """A policy by itself has no siblings."""
         return policy if isinstance(policy, cls) else cls(policy)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """The rule's, with what was added to it."""
-        name = self.rule.name
+        """The policy's, with what was added to it."""
+        name = self.policy.name
         if self.siblings.most != self.usual_siblings:
             name = add_option(name, f"siblings={self.siblings.most}")
         if self.verification is not None:
@@ -64,15 +64,15 @@ class DraftPolicy:
             return self.verification
         if drafter.several:
             return "specinfer"
-        if not self.rule.branches:
+        if not self.policy.branches:
             return "residual"
-        return "naive" if self.rule.certain_only or drafter.certain else "traversal"
+        return "naive" if self.policy.certain_only or drafter.certain else "traversal"
 
     def costs(self) -> dict[str, Any] | None:
         """See ``Policy.costs``."""
-        return self.rule.costs()
+        return self.policy.costs()
 
-    def fork(self) -> DraftPolicy:
+    def fork(self) -> DraftPlan:
         """The same policy for another request; what it has learnt is its own from now on."""
         return copy.deepcopy(self)
 
@@ -87,7 +87,7 @@ class DraftPolicy:
     ) -> Asking[Draft]:
         """What a drafter drafts by this policy, with its siblings; for the arguments see ``Drafter``."""
         room = room if self.allowed() else 0
-        asking = drafter.propose(context, room, self.rule, sampling, random, drawing)
+        asking = drafter.propose(context, room, self.policy, sampling, random, drawing)
         return self._with_siblings(asking) if self.siblings.most else asking
 
     def _with_siblings(self, asking: Asking[Draft]) -> Asking[Draft]:
@@ -108,7 +108,7 @@ class Request:
     prompt: Sequence[int]
     target: Scorer
     drafter: Drafter
-    policy: DraftPolicy
+    policy: DraftPlan
     sampling: Sampling
     random: Randomness
     max_new_tokens: int
@@ -132,20 +132,20 @@ class Request:
         self._check_tree()
 
     def _check_tree(self) -> None:
-        rule, method, several = self.policy.rule, self.method, self.drafter.several
-        if not self.residual_adjustment and (rule.branches or method not in ("rejection", "residual")):
+        policy, method, several = self.policy.policy, self.method, self.drafter.several
+        if not self.residual_adjustment and (policy.branches or method not in ("rejection", "residual")):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
                 "Use rejection and a chain to show what it is for.",
             )
-        if not rule.branches and not several:
+        if not policy.branches and not several:
             return
         if not self.target.takes_trees:
             raise UsageError(
                 "This target takes no trees with this cache: a pass over one does not give what separate passes give.",
                 "Leave the tree out, or use another --cache.",
             )
-        if rule.branches and not self.drafter.takes_trees:
+        if policy.branches and not self.drafter.takes_trees:
             raise UsageError(
                 f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
             )
@@ -161,9 +161,9 @@ class Request:
                 f"{method} verifies chains only, and the draft is a tree.",
                 "Use traversal or recursive, or leave the tree out.",
             )
-        if rule.branches and rule.certain_only and method != "naive":
+        if policy.branches and policy.certain_only and method != "naive":
             raise UsageError(
-                f"{rule.name} keeps drafts by their own probabilities, which {method} must not be given.",
+                f"{policy.name} keeps drafts by their own probabilities, which {method} must not be given.",
                 "Verify it with naive.",
             )
 

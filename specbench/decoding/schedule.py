@@ -1,6 +1,6 @@
 """Many requests at once: their coroutines ask for passes, and a pass is made for all that can share it.
 
-Requests join and leave between any two passes. Which pass comes next is one rule: *those who draft go first, then
+Requests join and leave between any two passes. Which pass comes next is one policy: *those who draft go first, then
 whoever has waited longest*, and every pass takes along all that wait for the same model. So everybody has drafted when
 the target reads, whose pass is the dearest and the one worth filling; nobody takes two steps while another takes none;
 and among those who draft, the n-th tokens of all drafts share a pass. Somebody who is still reading a long context does
@@ -106,7 +106,7 @@ class Scheduler:
     """Decodes requests side by side.
 
     A request's output is what it would be alone, and what one raises ends that one: a pass of several that fails is
-    made again for each by itself. It needs a target's and a drafter's scorers, and a draft-length rule,
+    made again for each by itself. It needs a target's and a drafter's scorers, and a draft policy,
     that no other request has; what these share (weights, a pool of memory) is up to them.
 
     Memory is theirs too: a pass is made when ``Scorer.reserve`` has found room for it. Where there is none, the request

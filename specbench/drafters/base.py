@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specbench.decoding.drafts import GrowingTree, StepOutcome
     from specbench.decoding.prospects import Prospects
-    from specbench.decoding.protocols import Drawing, Policy, ScorerLike
+    from specbench.decoding.protocols import DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness
 
 
@@ -61,7 +61,7 @@ class BaseDrafter:
 
 def grow(
     tree: GrowingTree,
-    policy: Policy,
+    policy: DraftPolicy,
     prospects: Mapping[int, Prospects],
     drawing: Drawing,
     random: Randomness,

@@ -25,7 +25,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
+    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -38,7 +38,7 @@ class CascadeDrafter(BaseDrafter):
     Args:
         free: Asked first, at every position.
         model: A small model, or the target itself in a cheaper form.
-        max_passes: The most passes of the model in a step; ``None`` leaves that to the draft-length rule. A rule of
+        max_passes: The most passes of the model in a step; ``None`` leaves that to the draft policy. A policy of
             one length would otherwise have to fit free tokens and costly ones alike.
     """
 
@@ -76,7 +76,7 @@ class CascadeDrafter(BaseDrafter):
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,

@@ -15,7 +15,7 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
+    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -88,7 +88,7 @@ class FreeDrafter(BaseDrafter):
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
@@ -134,7 +134,7 @@ class CandidateDrafter(FreeDrafter):
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,

@@ -22,7 +22,7 @@ from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
+    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 _READ_LATE = ("cuda",)
@@ -91,7 +91,7 @@ class ModelDrafter(BaseDrafter):
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
@@ -125,7 +125,12 @@ class ModelDrafter(BaseDrafter):
         return draft
 
     def _grow(
-        self, context: Sequence[int], policy: Policy, drawing: Drawing, sampling: Sampling, random: Randomness
+        self,
+        context: Sequence[int],
+        policy: DraftPolicy,
+        drawing: Drawing,
+        sampling: Sampling,
+        random: Randomness,
     ) -> Asking[Draft]:
         tree = GrowingTree(passes=0)
         with self.drafting():
@@ -228,11 +233,11 @@ class ModelDrafter(BaseDrafter):
         self,
         context: Sequence[int],
         draft: Draft,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
     ) -> Asking[Drawn | None]:
-        """One pass, and the token behind ``context + draft.tokens``; ``None`` if the rule has seen enough, or every
+        """One pass, and the token behind ``context + draft.tokens``; ``None`` if the policy has seen enough, or every
         token is ruled out there.
 
         The pass feeds all that the cache lacks, whoever drafted or emitted it. It is counted in the draft, and timed

@@ -10,7 +10,7 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drawing, Policy, ScorerLike
+    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -27,7 +27,7 @@ class NoDraft(BaseDrafter):
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,

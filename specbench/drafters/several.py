@@ -12,12 +12,12 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drafter, Drawing, Policy, ScorerLike
+    from specbench.decoding.protocols import Asking, Drafter, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
 class SeveralDrafters(BaseDrafter):
-    """Drafts a chain with each of its drafters, under one rule; equal beginnings share their rows of the pass.
+    """Drafts a chain with each of its drafters, under one policy; equal beginnings share their rows of the pass.
 
     A token that several drafted stands at its node as often, each time with the q of the drafter that drew it.
 
@@ -57,7 +57,7 @@ class SeveralDrafters(BaseDrafter):
         self,
         context: Sequence[int],
         room: int,
-        policy: Policy,
+        policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
@@ -65,7 +65,7 @@ class SeveralDrafters(BaseDrafter):
         """Draft chain after chain.
 
         Raises:
-            UsageError: The rule goes by a draft's own course, and there are several.
+            UsageError: The policy goes by a draft's own course, and there are several.
         """
         if not policy.unconditional:
             raise UsageError(

@@ -13,7 +13,7 @@ from specbench.base.record import Json
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 if TYPE_CHECKING:
     from specbench.models.training_metadata import TrainingMetadata
@@ -130,7 +130,7 @@ class ExportEngine(ABC):
     def exports(self, drafter: DrafterSpec, head: TrainingMetadata | None = None) -> bool:
         """Whether a drafter can be exported, with the trained head in it if there is one."""
         try:
-            self.export(Setting(Model("target"), drafter, parse_rule("fixed"), 1, head=head))
+            self.export(Setting(Model("target"), drafter, parse_policy("fixed"), 1, head=head))
         except UsageError:
             return False
         return True

@@ -103,7 +103,7 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
         "setting": {
             "target": setting.target.name,
             "drafter": str(setting.drafter),
-            "length_policy": str(setting.policy),
+            "draft_policy": str(setting.policy),
             "gamma": setting.gamma,
             "gamma_from": setting.gamma_from or None,
             "dtype": setting.dtype,

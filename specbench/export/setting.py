@@ -21,7 +21,7 @@ from specbench.results.run import Run
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, summarize
 from specbench.specs.drafters import DrafterSpec, parse_drafter
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from specbench.config import Config
@@ -122,7 +122,7 @@ class Setting:
 
     target: Model
     drafter: DrafterSpec
-    policy: RuleSpec
+    policy: PolicySpec
     gamma: int
     gamma_from: str = ""
     dtype: str | None = None
@@ -173,8 +173,8 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     """
     assert config.target is not None
     assert config.drafter is not None
-    assert config.rule is not None
-    drafter, policy = parse_drafter(config.drafter), config.rule
+    assert config.policy is not None
+    drafter, policy = parse_drafter(config.drafter), config.policy
     if drafter.is_plain:
         raise UsageError(
             "The configuration decodes plainly: there is no speculation to export.", "Name a drafter in it."
@@ -316,7 +316,7 @@ class _RunSettings:
                 f"The drafter {one_line(config.drafter)} in {self.name} is from another version of specbench.",
                 "Name another setting, or measure it again.",
             )
-        policy = parse_rule(config.policy)
+        policy = parse_policy(config.draft_policy)
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
         target = self.run.target
         sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
@@ -334,7 +334,7 @@ class _RunSettings:
             head=self.run.heads.get(config.drafter),
         )
 
-    def _fixed_gamma(self, row: SummaryRow, policy: RuleSpec) -> tuple[int, str]:
+    def _fixed_gamma(self, row: SummaryRow, policy: PolicySpec) -> tuple[int, str]:
         """Return γ of a fixed policy, else the best measured or predicted one, else the accepted length; and why."""
         config = row.config
         if policy.word == "fixed" and config.gamma is not None:

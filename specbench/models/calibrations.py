@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from specbench.base.errors import SpecbenchError
-from specbench.lengths import build_policy
-from specbench.lengths.trees import StaticTree
 from specbench.models.json_store import JsonStore
+from specbench.policies import build_policy
+from specbench.policies.trees import StaticTree
 from specbench.specs.drafters import SelfForm
 from specbench.specs.notation import Dashed
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -136,9 +136,9 @@ class TreeChoice:
             raise ValueError("more than 100%")
 
     @property
-    def rule(self) -> RuleSpec:
-        """As ``--length-policy`` takes it."""
-        return parse_rule(StaticTree(self.nodes, self.depth, self.ranks).name)
+    def policy(self) -> PolicySpec:
+        """As ``--draft-policy`` takes it."""
+        return parse_policy(StaticTree(self.nodes, self.depth, self.ranks).name)
 
     @property
     def circumstances(self) -> str:
@@ -160,7 +160,9 @@ TREES = JsonStore(
 """By ``TreeKey.name``."""
 
 
-def tree_key(target: Target, drafter: Drafter, weights: str, sampling: Sampling, rule: RuleSpec) -> TreeKey:
+def tree_key(
+    target: Target, drafter: Drafter, weights: str, sampling: Sampling, policy: PolicySpec
+) -> TreeKey:
     """Return the key of a drafter's tree; ``weights`` are the fingerprints of its models."""
     return TreeKey(
         target.language_model.fingerprint,
@@ -169,17 +171,17 @@ def tree_key(target: Target, drafter: Drafter, weights: str, sampling: Sampling,
         drafter.name,
         weights,
         sampling.temperature,
-        "" if sampling.greedy else build_policy(rule).method(drafter),
+        "" if sampling.greedy else build_policy(policy).method(drafter),
     )
 
 
 def calibrated_tree(
-    rule: RuleSpec, target: Target, drafter: Drafter, weights: str, sampling: Sampling
-) -> tuple[RuleSpec, str | None]:
+    policy: PolicySpec, target: Target, drafter: Drafter, weights: str, sampling: Sampling
+) -> tuple[PolicySpec, str | None]:
     """Fill in what a ``static-tree`` leaves open from its calibration: ranks, and size if neither is given.
 
     Args:
-        rule: The draft policy asked for.
+        policy: The draft policy asked for.
         target, drafter, sampling: What decodes.
         weights: Fingerprints of the drafter's models; empty without any.
 
@@ -189,26 +191,26 @@ def calibrated_tree(
     Raises:
         UsageError: The stored tree is damaged. RunError: It cannot be read.
     """
-    if rule.word != "static-tree" or "ranks" in rule.options:
-        return rule, None
-    key = tree_key(target, drafter, weights, sampling, rule)
+    if policy.word != "static-tree" or "ranks" in policy.options:
+        return policy, None
+    key = tree_key(target, drafter, weights, sampling, policy)
     choice = TREES.read(key.name)
     if choice is not None:
         found: dict[str, Any] = {"ranks": Dashed(choice.ranks)}
-        if not rule.options.keys() & {"nodes", "depth"}:
+        if not policy.options.keys() & {"nodes", "depth"}:
             found |= {"nodes": choice.nodes, "depth": choice.depth}
-        fitted = rule.with_options(found)
+        fitted = policy.with_options(found)
         return fitted, f"The tree is the one calibrated for {choice.circumstances}: {fitted}."
     same_target = TREES.names(f"{key.fingerprint}-")
     for name in dict.fromkeys([*same_target, *TREES.names()]):
         with suppress(SpecbenchError):  # another tree's damage is no matter here
             if (other := TREES.read(name)) is not None:
                 end = "" if name in same_target else f" with {other.target}"
-                return rule, (
+                return policy, (
                     f"A tree is calibrated for {other.circumstances}{end}, and none for {_circumstances(key)}, so that"
-                    f" {rule} goes by usual figures; `specbench calibrate --tree` finds a better one."
+                    f" {policy} goes by usual figures; `specbench calibrate --tree` finds a better one."
                 )
-    return rule, None
+    return policy, None
 
 
 Token = Annotated[int, Meta(ge=0)]

@@ -102,7 +102,7 @@ class StepLists(Record):
     ] = []
     policy: Annotated[
         dict[str, list[Figure | None]],
-        doc("what the draft-length rule noted, for each name a list; see below"),
+        doc("what the draft policy noted, for each name a list; see below"),
     ] = {}
     widths: Annotated[
         list[list[Small]],

@@ -86,7 +86,7 @@ def _percentiles(values: pd.Series[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A drafter and a rule, or a server, over the batches that were measured, each in a closed loop of as many clients.
+    """A drafter and a policy, or a server, over the measured batches, each in a closed loop of as many clients.
 
     Attributes:
         rows: Of the summary, by rising batch; at least one, each with a speedup.
@@ -136,14 +136,14 @@ def is_closed(config: RunConfig) -> bool:
 
 
 def lines_of(summary: Summary) -> list[Line]:
-    """Every drafter and rule, or server, at every temperature over its batches, the best first."""
+    """Every drafter and policy, or server, at every temperature over its batches, the best first."""
     found: dict[tuple[str, str, int | None, float], list[SummaryRow]] = {}
     for row in summary.rows:
         config = row.config
         if config.kind not in RIVALS or row.is_baseline or config.batch is None or not is_closed(config):
             continue
         if row.speedup.value > 0:
-            key = (config.drafter, config.policy, config.gamma, config.temperature)
+            key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
             found.setdefault(key, []).append(row)
     lines = [Line(sorted(rows, key=batch_of)) for rows in found.values()]
     return sorted(lines, key=lambda line: -line.mean)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _CONFIG_FIELDS = (
-    "label", "kind", "drafter", "gamma", "policy", "temperature", "baseline", "batch", "arrivals",
+    "label", "kind", "drafter", "gamma", "draft_policy", "temperature", "baseline", "batch", "arrivals",
 )  # fmt: skip
 
 

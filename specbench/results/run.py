@@ -11,7 +11,7 @@ from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.recipe import Recipe
 
-VERSION = 2
+VERSION = 3
 """Of the files of a run. 1: first form. 2: configurations have recipes."""
 
 KIND = "specbench-sweep"
@@ -93,7 +93,7 @@ class StoredRecipe(Record):
     target: StoredModel
     drafter: Annotated[str, doc("as `--drafter` takes it; `MODEL1` and so on stand for its models")]
     drafter_models: list[StoredModel]
-    rule: Annotated[str | None, doc("as `--length-policy` takes it; `null` where nothing is drafted")]
+    draft_policy: Annotated[str | None, doc("as `--draft-policy` takes it; `null` where nothing is drafted")]
     costs: Annotated[str | None, doc("name of the file of `--costs`")]
     models: Annotated[dict[str, OptionValue], doc("how weights are loaded")]
     caching: Annotated[dict[str, OptionValue], doc("the cache, and the kind of passes over it")]
@@ -115,12 +115,12 @@ class RunConfig(Record):
     ]
     drafter: Annotated[str, doc("its name; `none` without one; of a server its own")]
     gamma: Annotated[
-        Length | None, doc("tokens drafted in a step; `null` where a rule or `transformers` decides")
+        Length | None, doc("tokens drafted in a step; `null` where a policy or `transformers` decides")
     ]
-    policy: Annotated[
+    draft_policy: Annotated[
         str,
         doc(
-            "draft-length rule with those of its options that are not the defaults, as `--length-policy` takes it"
+            "draft policy with those of its options that are not the defaults, as `--draft-policy` takes it"
             " (`egag:scale=0.5`); `none` where nothing is drafted"
         ),
     ]

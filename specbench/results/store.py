@@ -21,7 +21,7 @@ from specbench.base.files import file_errors, reason, refuse_link, sync, try_loc
 from specbench.base.record import to_json, wrong_field
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run
-from specbench.results.upgrade import upgraded
+from specbench.results.upgrade import rename_fields, upgraded
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -355,7 +355,10 @@ def read_run(path: str | Path) -> Run:
         raise UsageError(f"{str(file)!r} does not describe a specbench sweep.", "Name another folder.")
     _check_version(version.schema, file)
     try:
-        run = msgspec.json.decode(text, type=Run)
+        if version.schema == VERSION:
+            run = msgspec.json.decode(text, type=Run)
+        else:
+            run = msgspec.convert(rename_fields(msgspec.json.decode(text)), Run, str_keys=True)
     except (ValueError, RecursionError) as error:
         where = wrong_field(error) if isinstance(error, ValueError) else ""
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -16,20 +17,35 @@ from specbench.recipe import Recipe, options_of, with_models
 from specbench.results.run import VERSION, Run, RunConfig, StoredRecipe
 from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.policies import PolicySpec, parse_policy
 
 _DTYPE = re.compile(r" \((\w+)\)")
 """What version 1 had behind the name of a drafter's model."""
 
 
 def upgraded(run: Run) -> Run:
-    """A run in its present form.
+    """Return a run of any version in its present form.
 
     In version 1 configurations had no ``recipe`` and no ``drafter_dtype``, which stood in the drafter's name.
     """
-    if run.schema == VERSION:
-        return run
-    return structs.replace(run, configs=[_with_recipe(each, run) for each in run.configs], schema=VERSION)
+    configs = [_with_recipe(each, run) for each in run.configs] if run.schema == 1 else run.configs
+    return structs.replace(run, configs=configs, schema=VERSION)
+
+
+def rename_fields(run: Any) -> Any:
+    """Rename the fields of a decoded ``run.json`` as this version names them: until version 2, draft policies were
+    ``policy`` in a configuration and ``rule`` in its recipe."""
+    configs = run.get("configs") if isinstance(run, dict) else None
+    for config in configs if isinstance(configs, list) else ():
+        _rename(config, "policy")
+        if isinstance(config, dict):
+            _rename(config.get("recipe"), "rule")
+    return run
+
+
+def _rename(data: Any, old: str) -> None:
+    if isinstance(data, dict) and old in data:
+        data["draft_policy"] = data.pop(old)
 
 
 def _with_recipe(config: RunConfig, run: Run) -> RunConfig:
@@ -72,10 +88,10 @@ def _recipe(config: RunConfig, run: Run, drafter_dtype: str | None) -> Recipe:
     )
     if config.kind == "plain":
         return recipe
-    rule: RuleSpec = parse_rule(config.policy)
+    policy: PolicySpec = parse_policy(config.draft_policy)
     if config.gamma is not None:
-        rule = rule.with_options({"gamma": config.gamma})
-    return replace(recipe, drafter=_drafter(config.drafter), rule=rule)
+        policy = policy.with_options({"gamma": config.gamma})
+    return replace(recipe, drafter=_drafter(config.drafter), policy=policy)
 
 
 def _model(name: str) -> ModelSpec:

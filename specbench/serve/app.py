@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specbench.decoding.records import FinishReason, Prefill, Step
-    from specbench.decoding.request import DraftPolicy
+    from specbench.decoding.request import DraftPlan
     from specbench.decoding.schedule import Event
     from specbench.serve.engine import Job
 
@@ -61,7 +61,7 @@ class RequestDefaults:
         decoding: The decoding options.
     """
 
-    policy: DraftPolicy | None = None
+    policy: DraftPlan | None = None
     sampling: Json = field(default_factory=dict)
     seed: int | None = None
     decoding: DecodingOptions = field(default_factory=DecodingOptions)

@@ -17,7 +17,7 @@ from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.generate_many import BESIDE
-from specbench.lengths.load import Load
+from specbench.policies.load import Load
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter

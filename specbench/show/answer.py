@@ -20,7 +20,7 @@ from specbench.results.run import FOREIGN, PLAIN, RunConfig, TuningAnswer, store
 from specbench.results.summary import Categories, CategoryRow, Summary, SummaryRow
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
-from specbench.specs.rules import parse_rule
+from specbench.specs.policies import parse_policy
 
 _FEW = 3  # categories that the answer names one by one
 _TIES = 5  # configurations as good as the best that the answer names
@@ -206,7 +206,7 @@ def _answer_with_batches(
     command: Command,
     when: str,
 ) -> Answer:
-    """The answer for requests side by side: up to which batch the best drafter and rule pay."""
+    """The answer for requests side by side: up to which batch the best drafter and policy pay."""
     temperature = rows[0].config.temperature
     lines = [line for line in lines_of(summary) if line.rows[0].config.temperature == temperature]
     plain = [row for row in rows if row.config.kind == "plain" and row.generations]
@@ -226,7 +226,7 @@ def _answer_with_batches(
         for line in (best, *others[:_TIES])
     ]
     if len(others) > _TIES:
-        told.append(f"{len(others) - _TIES} more drafters and rules stand in the table.")
+        told.append(f"{len(others) - _TIES} more drafters and policies stand in the table.")
     if not math.isnan(row.identical_share):
         details.append(identity_text([row], summary.dtype))
     return Answer(
@@ -241,7 +241,7 @@ def where_it_stops(line: Line, disturbance: str = "", over: str = PLAIN) -> str:
     """At which batch speculation stops paying, in a sentence, as far as the intervals tell.
 
     Args:
-        line: A drafter and a rule over batches.
+        line: A drafter and a policy over batches.
         disturbance: Why verdicts are provisional; empty where they are not.
         over: The baseline, in words.
     """
@@ -394,7 +394,9 @@ def _described(row: SummaryRow | RequestRow) -> str:
     if config.kind == "server":
         return one_line(config.drafter)
     fixed = _rule_word(config) == "fixed" and config.gamma is not None
-    return f"{one_line(config.drafter)} with {f'γ = {config.gamma}' if fixed else one_line(config.policy)}"
+    return (
+        f"{one_line(config.drafter)} with {f'γ = {config.gamma}' if fixed else one_line(config.draft_policy)}"
+    )
 
 
 def _speed(row: SummaryRow) -> str:
@@ -443,7 +445,7 @@ def generate_command(
 
 def _rule_word(config: RunConfig) -> str:
     with suppress(UsageError):  # a stored run may be of another version
-        return parse_rule(config.policy).word
+        return parse_policy(config.draft_policy).word
     return ""
 
 

@@ -1,1 +1,1 @@
-"""The notation of the command line for drafters, draft-length rules and models."""
+"""The notation of the command line for drafters, draft policies and models."""

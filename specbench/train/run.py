@@ -32,11 +32,11 @@ from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
 from specbench.decoding.records import Step
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
-from specbench.lengths import FixedLength
 from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states, wrap_head
 from specbench.models.head_files import find_head
 from specbench.models.heads import TrainedHead, load_head
+from specbench.policies import FixedLength
 from specbench.specs.models import parse_model
 from specbench.train.figures import Pace, Silent, Stand, earlier
 from specbench.train.hidden_states import HiddenStates

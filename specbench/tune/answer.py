@@ -220,8 +220,8 @@ def _batches_detail(batches: Mapping[int, float]) -> str:
 def _described(config: SweepConfig) -> str:
     if config.kind == "plain":
         return "plain decoding"
-    rule = f"γ = {config.gamma}" if config.gamma is not None else config.policy
-    return f"{one_line(config.drafter)} with {rule}"
+    policy = f"γ = {config.gamma}" if config.gamma is not None else config.draft_policy
+    return f"{one_line(config.drafter)} with {policy}"
 
 
 def _category_speedups(race: Race, name: str) -> dict[str, Estimate]:

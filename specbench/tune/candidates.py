@@ -32,7 +32,7 @@ from specbench.specs.drafters import (
     Suffix,
     parse_drafter,
 )
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.policies import PolicySpec, parse_policy
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
 """Draft lengths of the policy ``fixed``; only the one with the best prediction is raced."""
@@ -92,14 +92,14 @@ def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
     return ("auto", *block, "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE)
 
 
-def is_tried(rule: RuleSpec, drafter: DrafterSpec) -> bool:
+def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
     """Return whether one of these policies is tried with a drafter.
 
     A static tree needs a calibration. Block verification gains nothing for drafters without probabilities.
     """
-    if rule.word == CALIBRATED_TREE:
-        return "ranks" in rule.options
-    return drafter.has_logits or rule != parse_rule(_BLOCK_CHAIN)
+    if policy.word == CALIBRATED_TREE:
+        return "ranks" in policy.options
+    return drafter.has_logits or policy != parse_policy(_BLOCK_CHAIN)
 
 
 def probes_of(configs: Sequence[SweepConfig]) -> list[SweepConfig]:
@@ -107,7 +107,7 @@ def probes_of(configs: Sequence[SweepConfig]) -> list[SweepConfig]:
     return [
         config
         for config in configs
-        if config.gamma == PROBED or (config.kind == "speculative" and config.rule.word == PROBED_TREE)
+        if config.gamma == PROBED or (config.kind == "speculative" and config.policy_spec.word == PROBED_TREE)
     ]
 
 
@@ -202,9 +202,9 @@ def predict(
         tree = trees.get(config.drafter)
         if config.gamma is not None:
             expected = chains.get(config.drafter, {}).get(config.gamma)
-        elif config.rule.word == PROBED_TREE:
+        elif config.policy_spec.word == PROBED_TREE:
             expected = tree
-        elif config.rule.kind.tree:
+        elif config.policy_spec.kind.tree:
             expected = max((each for each in (best, tree) if each is not None), default=None)
         else:
             expected = best

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
     from specbench.options import CacheKind, ModelOptions
     from specbench.specs.models import ModelSpec
-    from specbench.specs.rules import RuleSpec
+    from specbench.specs.policies import PolicySpec
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
@@ -192,13 +192,17 @@ def _calibrated(spec: DrafterSpec, target: Target) -> DrafterSpec:
 def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
     """Return the grid of everything that is loaded; static trees only where one is calibrated."""
 
-    def fitted(rule: RuleSpec, drafter: str, temperature: float) -> RuleSpec:
-        return engine.calibrated(rule, drafter, temperature)[0]
+    def fitted(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
+        return engine.calibrated(policy, drafter, temperature)[0]
 
     grid = build_configs(
         options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
     )
-    return [each for each in grid if each.kind == "plain" or is_tried(each.rule, engine.specs[each.drafter])]
+    return [
+        each
+        for each in grid
+        if each.kind == "plain" or is_tried(each.policy_spec, engine.specs[each.drafter])
+    ]
 
 
 def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[str]]:

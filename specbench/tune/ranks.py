@@ -17,7 +17,7 @@ from specbench.bench.passes import TREE_NODES, time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.metrics import count_ranks
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.theory import (
     PassCosts,
     expected_tokens_of_tree,
@@ -25,8 +25,8 @@ from specbench.decoding.theory import (
     read_by_depth,
 )
 from specbench.generate import GenerationRun
-from specbench.lengths.trees import StaticTree, best_shapes, falling
 from specbench.models.calibrations import TreeChoice, TreeKey
+from specbench.policies.trees import StaticTree, best_shapes, falling
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -122,7 +122,7 @@ def calibrate_tree(
             prompt,
             target,
             drafter,
-            policy=DraftPolicy(_comb(), verification=method),
+            policy=DraftPlan(_comb(), verification=method),
             sampling=sampling,
             max_new_tokens=tokens,
             seed=seed + done,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import UsageError
 from specbench.drafters.lookup import LookupDrafter
 from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength
 from specbench.models.calibrations import TokenCounts
+from specbench.policies import FixedLength
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
-    from specbench.decoding.request import DraftPolicy
+    from specbench.decoding.request import DraftPlan
     from specbench.generate import GenerationRun
-    from specbench.lengths.load import Load as PassLoad
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
+    from specbench.policies.load import Load as PassLoad
     from specbench.recipe import Recipe
-    from specbench.specs.rules import RuleSpec
+    from specbench.specs.policies import PolicySpec
 
 
 _COST_PASSES = 2  # of each kind, every time they are timed
@@ -52,8 +52,8 @@ class ModelEngine:
         assistants: Drafter models as ``transformers`` loads them, by the names of the drafters.
         fingerprints: Of the drafter models' weights, by the names of the drafters.
         heads: See ``Engine``.
-        costs: What ``auto`` goes by, as ``specbench.lengths.parse_costs`` takes it; ``None`` lets it measure.
-        keep_policy_state: Let the draft-length rule of a configuration carry what it learns from one call to the next.
+        costs: What ``auto`` goes by, as ``specbench.policies.parse_costs`` takes it; ``None`` lets it measure.
+        keep_policy_state: Let the draft policy of a configuration carry what it learns from one call to the next.
         rate_answers: Tell how probable the answers of greedy plain decoding and of beam search are.
     """
 
@@ -78,7 +78,7 @@ class ModelEngine:
         self.fingerprints = dict(fingerprints or {})
         self.heads: Mapping[str, TrainingMetadata] = heads or {}
         self._costs, self._keep = costs, keep_policy_state
-        self._kept: dict[str, DraftPolicy] = {}
+        self._kept: dict[str, DraftPlan] = {}
         self._loads: dict[str, PassLoad] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
@@ -110,16 +110,18 @@ class ModelEngine:
             model_defaults=model.defaults.applied if decoding.model_defaults else {},
         )
 
-    def calibrated(self, rule: RuleSpec, drafter: str, temperature: float) -> tuple[RuleSpec, str | None]:
-        """A rule with what was calibrated for a drafter, by its name, and what there is to say of that."""
+    def calibrated(
+        self, policy: PolicySpec, drafter: str, temperature: float
+    ) -> tuple[PolicySpec, str | None]:
+        """A policy with what was calibrated for a drafter, by its name, and what there is to say of that."""
         from specbench.decoding.sampling import Sampling
         from specbench.models.calibrations import calibrated_tree
 
         loaded = self.drafters[drafter]
-        if isinstance(loaded, SpecbenchError) or not rule.applies(self.specs[drafter]):
-            return rule, None
+        if isinstance(loaded, SpecbenchError) or not policy.applies(self.specs[drafter]):
+            return policy, None
         weights = self.fingerprints.get(drafter, "")
-        return calibrated_tree(rule, self.target, loaded, weights, Sampling(temperature=temperature))
+        return calibrated_tree(policy, self.target, loaded, weights, Sampling(temperature=temperature))
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         from specbench.generate import encode_messages
@@ -171,7 +173,7 @@ class ModelEngine:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
         from specbench.generate_many import GenerationRuns
-        from specbench.lengths.load import Load as PassLoad
+        from specbench.policies.load import Load as PassLoad
 
         def made(asked: BenchRequest[Sequence[int]]) -> GenerationRun:
             return self._run(config, asked.prompt, decoding, asked.seed)
@@ -283,16 +285,16 @@ class ModelEngine:
             steps=_with_costs(generation.steps, generation.costs),
         )
 
-    def _policy(self, config: SweepConfig) -> DraftPolicy:
-        """The draft-length rule of a configuration: the one it had last time if its state is to be kept."""
-        from specbench.lengths import build_policy, parse_costs
+    def _policy(self, config: SweepConfig) -> DraftPlan:
+        """The draft policy of a configuration: the one it had last time if its state is to be kept."""
+        from specbench.policies import build_policy, parse_costs
 
         if config.id in self._kept:
             return self._kept[config.id]
         options: dict[str, Any] = {"gamma": config.gamma}
-        if self._costs is not None and config.rule.takes("costs"):
+        if self._costs is not None and config.policy_spec.takes("costs"):
             options["costs"] = parse_costs(self._costs, config.drafter)
-        policy = build_policy(config.rule, keep=self._keep, **options)
+        policy = build_policy(config.policy_spec, keep=self._keep, **options)
         if self._keep:
             self._kept[config.id] = policy
         return policy
@@ -454,13 +456,13 @@ def _outcome(answered: BenchResult) -> Outcome:
 
 
 def _with_costs(steps: Sequence[Step], costs: Mapping[str, Any] | None) -> tuple[Step, ...]:
-    """Steps whose notes hold the times that a measuring rule took from them: with these it can be repeated."""
-    from specbench.lengths.costs import COST_NOTES
+    """Steps whose notes hold the times that a measuring policy took from them: with these it can be repeated."""
+    from specbench.policies.costs import COST_NOTES
 
     samples = (costs or {}).get("steps")
     if samples is None:
         return tuple(steps)
-    # A rule that keeps its state has samples of earlier prompts too.
+    # A policy that keeps its state has samples of earlier prompts too.
     return tuple(
         replace(step, policy={**step.policy, **dict(zip(COST_NOTES, sample, strict=True))})
         for step, sample in zip(steps, samples[len(samples) - len(steps) :], strict=True)

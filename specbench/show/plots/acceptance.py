@@ -74,7 +74,7 @@ class _Places:
     Attributes:
         name: What it is called.
         rows: Its positions, from the first on.
-        adapts: Whether a rule decides how much is drafted.
+        adapts: Whether a policy decides how much is drafted.
     """
 
     name: str
@@ -85,7 +85,7 @@ class _Places:
 
 
 def _lines_of_positions(run: Run, rows: Sequence[PositionRow]) -> list[_Places]:
-    """A line for each drafter and rule at the largest of its γ, or for each server."""
+    """A line for each drafter and policy at the largest of its γ, or for each server."""
     known: dict[str, list[PositionRow]] = {}
     for row in rows:
         known.setdefault(row.config.id, []).append(row)
@@ -146,7 +146,7 @@ def positions(run: Run) -> Figure:
         grid_lines(axes)
     remarks = (
         "Tested: all drafts before it were accepted.",
-        "Of fixed γ the largest; dashed: a rule sets γ." if run.series else "",
+        "Of fixed γ the largest; dashed: a policy sets γ." if run.series else "",
         "Where a server's drafts have several lengths, at least so much."
         if any(row.least for row in rows)
         else "",

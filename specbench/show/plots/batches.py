@@ -45,9 +45,9 @@ _CORNERS: tuple[tuple[int, int, Literal["left", "right"]], ...] = (
 """Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
 
 
-@figure("batches", "speedup against batch, one line per drafter and rule", table="Speed", of_servers=True)
+@figure("batches", "speedup against batch, one line per drafter and policy", table="Speed", of_servers=True)
 def speedup_by_batch(run: Run) -> Figure:
-    """A line for each drafter and rule over the batches."""
+    """A line for each drafter and policy over the batches."""
     series = _series(run)
     if not series:
         raise NoDataError("no closed loop was measured" if run.summary.side_by_side else _ALONE)
@@ -111,7 +111,7 @@ def latency(run: Run) -> Figure:
 
 
 def _served(run: Run, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:
-    """Name, rows by rising batch, color and marker of plain decoding, and of every drafter and rule beside it.
+    """Name, rows by rising batch, color and marker of plain decoding, and of every drafter and policy beside it.
 
     Of several γ that with the highest throughput; lines are apart by temperature and by how requests come.
     """
@@ -125,8 +125,8 @@ def _served(run: Run, requests: Sequence[RequestRow]) -> Iterator[tuple[str, lis
     for number, ((kind, place, how), by_gamma) in enumerate(alike.items()):
         best = max(by_gamma.values(), key=_mean_throughput)
         gamma = best[0].config.gamma
-        rule = place.policy if gamma is None else f"γ = {gamma}"
-        parts = ["plain"] if kind == "plain" else [short(place.drafter, _NAME), short(rule, 20)]
+        policy = place.policy if gamma is None else f"γ = {gamma}"
+        parts = ["plain"] if kind == "plain" else [short(place.drafter, _NAME), short(policy, 20)]
         if kind == "server":
             parts = parts[:1]
         elif kind != "plain" and len(run.drafters) == 1:
@@ -157,11 +157,11 @@ class _Place(NamedTuple):
 
 
 def _place(config: RunConfig) -> _Place:
-    return _Place(config.drafter, config.policy, config.temperature)
+    return _Place(config.drafter, config.draft_policy, config.temperature)
 
 
 def _best(run: Run) -> list[Line]:
-    """Of each drafter, rule and temperature the line of the best γ."""
+    """Of each drafter, policy and temperature the line of the best γ."""
     found: dict[_Place, Line] = {}
     for line in lines_of(run.summary):  # the best first
         found.setdefault(_place(line.rows[0].config), line)
@@ -181,10 +181,10 @@ def _series(run: Run) -> list[Series]:
     for number, line in enumerate(lines):
         config = line.rows[0].config
         server = config.kind == "server"
-        rule = short(config.policy, 20) if config.gamma is None else f"γ = {config.gamma}"
+        policy = short(config.draft_policy, 20) if config.gamma is None else f"γ = {config.gamma}"
         parts = (
             short(config.drafter, _NAME) if server or len(run.drafters) > 1 else "",
-            "" if server else rule,
+            "" if server else policy,
             f"T = {config.temperature:g}" if several else "",
             "",
         )

@@ -144,11 +144,11 @@ class Series:
     """Configurations that differ in γ only: one line.
 
     Attributes:
-        name: The drafter, the length rule and the temperature, as far as they tell series apart.
-        parts: Of the name: drafter, rule, temperature and load; empty where there is nothing to tell apart.
+        name: The drafter, the draft policy and the temperature, as far as they tell series apart.
+        parts: Of the name: drafter, policy, temperature and load; empty where there is nothing to tell apart.
         rows: By rising x.
-        x: γ, or for a rule that decides by itself the mean of what it drafted.
-        adapts: Whether a rule decides.
+        x: γ, or for a policy that decides by itself the mean of what it drafted.
+        adapts: Whether a policy decides.
     """
 
     name: str
@@ -161,12 +161,12 @@ class Series:
     marker: str
 
     def name_at(self, row: SummaryRow) -> str:
-        """The name with the γ of one of its rows; without it where a rule decides."""
+        """The name with the γ of one of its rows; without it where a policy decides."""
         return _joined(self.parts, f"γ = {row.config.gamma}")
 
     @property
     def face(self) -> str:
-        """Fill of the markers: hollow where a rule decides γ."""
+        """Fill of the markers: hollow where a policy decides γ."""
         return "white" if self.adapts else self.color
 
 
@@ -221,7 +221,7 @@ class Run:
 
 
 def _series_of(rows: Sequence[SummaryRow]) -> list[Series]:
-    """Lines of a figure, colored by what differs most: the drafter, the rule, the temperature or the load."""
+    """Lines of a figure, colored by what differs most: the drafter, the policy, the temperature or the load."""
     keys = list(dict.fromkeys(map(_key, rows)))
     values = [list(dict.fromkeys(column)) for column in zip(*keys, strict=True)]
     several = [len(each) > 1 for each in values]
@@ -257,18 +257,18 @@ class _Key(NamedTuple):
 
 def _key(row: SummaryRow) -> _Key:
     config = row.config
-    return _Key(config.drafter, config.policy, config.temperature, _load(config))
+    return _Key(config.drafter, config.draft_policy, config.temperature, _load(config))
 
 
 def _length(row: SummaryRow) -> float:
-    """γ, or what a rule came to on average."""
+    """γ, or what a policy came to on average."""
     return row.mean_gamma if row.config.gamma is None else float(row.config.gamma)
 
 
 def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
-    """A name of its parts, with this in place of a rule where there is none."""
-    drafter, rule, *others = parts
-    return ", ".join(part for part in (drafter, rule or gamma, *others) if part)
+    """A name of its parts, with this in place of a policy where there is none."""
+    drafter, policy, *others = parts
+    return ", ".join(part for part in (drafter, policy or gamma, *others) if part)
 
 
 def _load(config: RunConfig) -> str:
@@ -286,7 +286,7 @@ def row_names(rows: Sequence[SummaryRow], run: Run) -> list[str]:
     several = len({row.config.temperature for row in run.rows}) > 1
     for config in (row.config for row in rows):
         parts = [
-            "" if config.policy == "fixed" else short(config.policy, 20),
+            "" if config.draft_policy == "fixed" else short(config.draft_policy, 20),
             "" if config.gamma is None else f"γ = {config.gamma}",
             f"T = {config.temperature:g}" if several else "",
             _load(config),
@@ -491,7 +491,7 @@ def draw_levels(axes: Axes, levels: Mapping[str, float]) -> None:
 def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> None:
     """Lines with intervals, in axes whose x is set.
 
-    A rule stands at the mean γ it came to, on a level across the figure to compare the lengths with.
+    A policy stands at the mean γ it came to, on a level across the figure to compare the lengths with.
     """
     for each, x in zip(series, dodged(series), strict=True):
         y, low, high = estimates(each.rows, figure_name)
@@ -527,7 +527,7 @@ WHY_NOT = {
 
 def hollow(series: Sequence[Series]) -> str:
     return (
-        "Hollow, on a dotted level: a rule sets γ; it stands at the mean it drafted."
+        "Hollow, on a dotted level: a policy sets γ; it stands at the mean it drafted."
         if any(each.adapts for each in series)
         else ""
     )

@@ -111,7 +111,7 @@ def generation(run: Run) -> Figure:
                 label=short(name, 20),
             )
         lower.set_ylabel(
-            "entropy / log V" if all(name.startswith("H") for name in notes) else "noted by the rule"
+            "entropy / log V" if all(name.startswith("H") for name in notes) else "noted by the policy"
         )
         lower.set_ylim(bottom=min(0.0, *(float(np.nanmin(values)) for values in notes.values())))
         grid_lines(lower)
@@ -125,16 +125,16 @@ def generation(run: Run) -> Figure:
 _NOTES = {
     "H_norm": "entropy of the drafter's prediction over log V, V the size of the vocabulary (0: certain, 1: no idea)",
     "H_ema": "its moving average, which sets γ",
-    "survival": "chance that the whole draft is accepted, as the rule sees it",
+    "survival": "chance that the whole draft is accepted, as the policy sees it",
     "lambda": "the least chance of acceptance to go on drafting",
     "threshold": "the least probability of a draft to go on drafting",
 }
-"""What the notes of rules mean."""
+"""What the notes of policies mean."""
 
 
 def _one_generation(run: Run) -> pd.Series[Any]:
     """Of one configuration the generation with the most usual number of tokens per step. The configuration is one whose
-    rule notes an entropy, or else anything, or else the fastest; γ above 1 goes first."""
+    policy notes an entropy, or else anything, or else the fastest; γ above 1 goes first."""
     df = run.results.generations
     configs, drafted, policies = (df[name].to_numpy() for name in ("config", "steps_drafted", "steps_policy"))
     chosen = ((df["status"] == "ok") & (df["kind"] == "speculative")).to_numpy()
@@ -155,7 +155,7 @@ def _one_generation(run: Run) -> pd.Series[Any]:
 
 
 def _notes(policy: Any, steps: int) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-    """What the rule noted in every step."""
+    """What the policy noted in every step."""
     found = {one_line(name): np.asarray(values, dtype=float) for name, values in (policy or {}).items()}
     return {name: values for name, values in found.items() if steps and len(values) == steps}
 

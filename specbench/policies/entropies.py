@@ -1,7 +1,7 @@
-"""Rules that read the entropy of the drafter's distributions: EGAG, AdaEDL's bound and SVIP.
+"""Policies that read the entropy of the drafter's distributions: EGAG, AdaEDL's bound and SVIP.
 
 The entropy is that of the untempered softmax, for in greedy decoding the distribution that decides has none. Drafters
-without logits give nothing to read: behind them these rules draft up to their maximum.
+without logits give nothing to read: behind them these policies draft up to their maximum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.decoding.logits import Logits
-from specbench.lengths.base import Rule, entropy, normalized_entropy
+from specbench.policies.base import ChainPolicy, entropy, normalized_entropy
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
 
-class EntropyGuidedLength(Rule):
+class EntropyGuidedLength(ChainPolicy):
     """EGAG: the draft length falls as the entropy at the start of the step rises.
 
     ``H_norm = H(q_1) / log V``, smoothed ``H_ema = β·H_ema + (1-β)·H_norm`` (the first value stands for itself), and
@@ -32,7 +32,7 @@ class EntropyGuidedLength(Rule):
         gamma_max: γ where the drafter is certain.
         ema_beta: Weight of the past, from 0 (none) to below 1.
         scale: The H_norm at which γ has come down to ``gamma_min``, above 0 and at most 1. With 1 γ follows the line of
-            the plain rule, which real vocabularies hardly ever leave the top of.
+            the plain policy, which real vocabularies hardly ever leave the top of.
 
     Raises:
         UsageError: A value outside its range.
@@ -86,7 +86,7 @@ class EntropyGuidedLength(Rule):
         return self._notes
 
 
-class SvipLength(Rule):
+class SvipLength(ChainPolicy):
     """SVIP (Zhang et al. 2024, arXiv 2411.18462): stop behind a token with ``sqrt(0.15 · H(q_i)) > threshold``.
 
     Args:
@@ -109,7 +109,7 @@ class SvipLength(Rule):
         return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1].values)) <= self.threshold
 
 
-class EntropyBoundLength(Rule):
+class EntropyBoundLength(ChainPolicy):
     """AdaEDL (Agrawal et al. 2024, arXiv 2410.18351): stop where a bound on the chance of acceptance falls below λ.
 
     The bound is ``1 - sqrt(0.2 · H(q_i))``; drafting stops behind the first token where it is below λ. After every

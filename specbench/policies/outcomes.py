@@ -1,4 +1,4 @@
-"""Rules that `transformers` knows: a confidence threshold, and two more or one less by what was accepted."""
+"""Policies that `transformers` knows: a confidence threshold, and two more or one less by what was accepted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.lengths.base import Rule, confidence
+from specbench.policies.base import ChainPolicy, confidence
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -17,7 +17,7 @@ _ENOUGH = 6
 """Tested drafts from which on the threshold is adapted, as in `transformers`."""
 
 
-class HeuristicLength(Rule):
+class HeuristicLength(ChainPolicy):
     """Two tokens more after a step in which every draft was accepted, one less after any other.
 
     Args:
@@ -55,7 +55,7 @@ class HeuristicLength(Rule):
         return {"gamma": float(self.gamma)}
 
 
-class ConfidenceLength(Rule):
+class ConfidenceLength(ChainPolicy):
     """Stop behind a token whose probability ``q_i(t_i)`` is below a threshold.
 
     Args:

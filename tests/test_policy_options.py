@@ -1,4 +1,4 @@
-"""Draft-length rules as the commands take them: how they are written, what is refused, what results say of them."""
+"""Draft policies as the commands take them: how they are written, what is refused, what results say of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted_engine import describe, make_sweep, specs_of
 from stored_runs import run_json
-from test_lengths import UnsteadyClock
+from test_policies import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
@@ -27,19 +27,19 @@ from specbench.bench.manifest import changes
 from specbench.cli import run
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.generate import autoregressive_generate
-from specbench.lengths import (
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.target import wrap_target
+from specbench.options import DecodingOptions
+from specbench.policies import (
     build_policy,
     load_costs,
     parse_costs,
     read_costs,
 )
-from specbench.models.drafters import load_drafter, wrap_drafter
-from specbench.models.target import wrap_target
-from specbench.options import DecodingOptions
 from specbench.results.lines import StepLists
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.rules import RULES, parse_rule, rule_words
+from specbench.specs.policies import POLICIES, parse_policy, policy_words
 from specbench.specs.verification import VERIFICATIONS
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
@@ -63,7 +63,7 @@ DRAFTERS = ("lookup", "ngram", "ngram:sample", "self:int8", "self:layers=1", "sm
     ],
 )
 def test_options_stand_behind_a_colon(spec, options):
-    found = parse_rule(spec)
+    found = parse_policy(spec)
     assert found.options == options
     assert build_policy(spec).name == build_policy(found.word, **options).name
 
@@ -73,22 +73,22 @@ _VALUES = {"verification": "=naive", "ranks": "=60-20-8", "adapt": ""}
 
 
 def test_every_option_of_every_rule_can_be_written_and_read():
-    for policy in RULES:
+    for policy in POLICIES:
         for option in policy.options:
             value = {int: "=2" if option.key == "min" else "=7", float: "=0.15"}.get(option.parse)  # type: ignore[call-overload]
             value = _VALUES.get(option.key, value)
             spec = f"{policy.word}:{option.key}{value}"
             assert build_policy(spec).name.replace("fixed:gamma=5,", "fixed:") == spec
-            assert str(parse_rule(spec)) == spec
+            assert str(parse_policy(spec)) == spec
 
 
 def test_a_spec_and_its_rule_leave_out_the_same_defaults():
-    for policy in RULES:
+    for policy in POLICIES:
         given = {o.key: o.default for o in policy.options if o.default is not None}
         words = [
             key if value is True else f"{key}={value}" for key, value in given.items() if value is not False
         ]
-        spec = parse_rule(f"{policy.word}:{','.join(words)}")
+        spec = parse_policy(f"{policy.word}:{','.join(words)}")
         assert str(spec) == policy.word
         assert build_policy(spec).name == build_policy(policy.word).name
 
@@ -116,7 +116,7 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
         ("egag:scale=1,scale=2", "given twice"),
         ("egag:", "An option is empty"),
         ("egag:scale=nan", "The scale of EGAG is nan."),
-        ("eager:scale=1", "There is no draft-length rule 'eager'."),
+        ("eager:scale=1", "There is no draft policy 'eager'."),
     ],
 )
 def test_what_cannot_be_read_is_refused(spec, message):
@@ -139,10 +139,10 @@ def test_shared_options_go_to_the_rules_that_take_them():
 @pytest.mark.parametrize(
     ("specs", "options", "message"),
     [
-        (["auto", "svip"], {"scale": 0.5}, "The draft-length rule auto has no option --scale."),
-        (["fixed:gamma=3"], {}, "The lengths of the rule fixed are those of --gamma. Give --gamma 3."),
-        (["egag", "auto", "egag:scale=0.3"], {}, "The draft-length rule egag is given twice."),
-        (["fixed", "fixed"], {}, "The draft-length rule fixed is given twice."),
+        (["auto", "svip"], {"scale": 0.5}, "The draft policy auto has no option --scale."),
+        (["fixed:gamma=3"], {}, "The lengths of the policy fixed are those of --gamma. Give --gamma 3."),
+        (["egag", "auto", "egag:scale=0.3"], {}, "The draft policy egag is given twice."),
+        (["fixed", "fixed"], {}, "The draft policy fixed is given twice."),
         (["egag"], {"gamma_max": 0}, "The longest draft is 0 tokens."),
         (["auto"], {"gamma_max": 10**8}, "The longest draft is 100000000 tokens. Give 1 to 256."),
     ],
@@ -153,7 +153,9 @@ def test_rules_of_a_sweep_that_cannot_be(specs, options, message):
     assert message in f"{caught.value} {caught.value.hint}"
 
 
-@pytest.mark.parametrize("policy", [rule for rule in RULES if not rule.tree], ids=lambda policy: policy.word)
+@pytest.mark.parametrize(
+    "policy", [rule for rule in POLICIES if not rule.tree], ids=lambda policy: policy.word
+)
 def test_no_rule_drafts_more_than_a_cache_takes_back(policy):
     name = "gamma_max" if policy.takes("gamma_max") else "gamma"
     build_policy(policy.word, **{name: LONGEST_DRAFT})
@@ -164,8 +166,8 @@ def test_no_rule_drafts_more_than_a_cache_takes_back(policy):
 
 
 def test_the_documentation_lists_every_option_with_its_default():
-    text = (Path(__file__).parents[1] / "docs" / "lengths.md").read_text(encoding="utf-8")
-    for policy in RULES:
+    text = (Path(__file__).parents[1] / "docs" / "draft-policies.md").read_text(encoding="utf-8")
+    for policy in POLICIES:
         if policy.tree:
             continue
         assert f"\n| `{policy.word}` |" in text
@@ -188,7 +190,7 @@ def test_siblings_are_a_dimension_of_the_grid():
     policies = names(["fixed", "fixed:siblings=4", "auto:siblings=0"])
     assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=0")
     configs = build_configs(SweepOptions(gammas=(2,), policies=policies), specs_of("small"))
-    assert [(config.id, config.gamma, config.policy) for config in configs[1:]] == [
+    assert [(config.id, config.gamma, config.draft_policy) for config in configs[1:]] == [
         ("small@2", 2, "fixed"),
         ("small@2,siblings=4", 2, "fixed:siblings=4"),
         ("small@auto:siblings=0", None, "auto:siblings=0"),
@@ -202,7 +204,7 @@ def test_siblings_are_a_dimension_of_the_grid():
 def test_the_grid_has_a_row_for_each_rule_that_applies():
     options = SweepOptions(gammas=(2, 4), policies=("fixed", "egag:scale=0.5", "auto"))
     configs = build_configs(options, specs_of("lookup", "small"))
-    assert [(config.id, config.label, config.gamma, config.policy) for config in configs] == [
+    assert [(config.id, config.label, config.gamma, config.draft_policy) for config in configs] == [
         ("plain", "plain", None, "none"),
         ("lookup@2", "lookup γ=2", 2, "fixed"),
         ("lookup@4", "lookup γ=4", 4, "fixed"),
@@ -213,10 +215,10 @@ def test_the_grid_has_a_row_for_each_rule_that_applies():
         ("small@auto", "small auto", None, "auto"),
     ]
     assert not [
-        d for d in ("lookup:n=2", "ngram:sample", "none") if parse_rule("svip").applies(parse_drafter(d))
+        d for d in ("lookup:n=2", "ngram:sample", "none") if parse_policy("svip").applies(parse_drafter(d))
     ]
     assert all(
-        parse_rule("svip").applies(parse_drafter(d)) for d in ("self:int8", "org/model", "lookup+self:int8")
+        parse_policy("svip").applies(parse_drafter(d)) for d in ("self:int8", "org/model", "lookup+self:int8")
     )
 
 
@@ -261,9 +263,9 @@ def config_of(drafter: str, rule: str, temperature: float = 0.0) -> SweepConfig:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rule", [*rule_words(), "confidence:adapt", "egag:beta=0.5,scale=1"])
+@pytest.mark.parametrize("rule", [*policy_words(), "confidence:adapt", "egag:beta=0.5,scale=1"])
 def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule):
-    if not parse_rule(rule).applies(specs_of(drafter)[drafter]):
+    if not parse_policy(rule).applies(specs_of(drafter)[drafter]):
         assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
         return
     outcome = decode(engine, config_of(drafter, rule))
@@ -400,23 +402,23 @@ def call(cli, tmp_path, monkeypatch, models) -> Cli:
     [
         ((), "auto"),
         (("--gamma", 3), "fixed:gamma=3"),
-        (("--length-policy", "fixed:gamma=2"), "fixed:gamma=2"),
-        (("--length-policy", "egag"), "egag"),
-        (("--length-policy", "egag:min=2,max=9,beta=0.5,scale=0.25"),
+        (("--draft-policy", "fixed:gamma=2"), "fixed:gamma=2"),
+        (("--draft-policy", "egag"), "egag"),
+        (("--draft-policy", "egag:min=2,max=9,beta=0.5,scale=0.25"),
          "egag:min=2,max=9,beta=0.5,scale=0.25"),
-        (("--length-policy", "egag:scale=0.25"), "egag:scale=0.25"),
-        (("--length-policy", "confidence:threshold=0.2,adapt"),
+        (("--draft-policy", "egag:scale=0.25"), "egag:scale=0.25"),
+        (("--draft-policy", "confidence:threshold=0.2,adapt"),
          "confidence:threshold=0.2,adapt"),
-        (("--length-policy", "entropy-bound:lambda=0.4"), "entropy-bound:lambda=0.4"),
-        (("--length-policy", "svip:threshold=0.5,max=6"), "svip:threshold=0.5,max=6"),
-        (("--length-policy", "heuristic", "-g", 2), "heuristic:gamma=2"),
-        (("--length-policy", "auto:max=4"), "auto:max=4"),
+        (("--draft-policy", "entropy-bound:lambda=0.4"), "entropy-bound:lambda=0.4"),
+        (("--draft-policy", "svip:threshold=0.5,max=6"), "svip:threshold=0.5,max=6"),
+        (("--draft-policy", "heuristic", "-g", 2), "heuristic:gamma=2"),
+        (("--draft-policy", "auto:max=4"), "auto:max=4"),
     ],
 )  # fmt: skip
 def test_generate_with_each_rule(call, arguments, name):
     plain = call("generate", "the thing", "--drafter", "none", "--json").json()
     found = call("generate", "the thing", "--drafter", "self:layers=1", "--json", *arguments).json()
-    assert found["options"]["length_policy"] == name
+    assert found["options"]["draft_policy"] == name
     assert found["options"]["gamma"] == (int(name[-1]) if name.startswith("fixed") else None)
     assert found["token_ids"] == plain["token_ids"]
     assert (found["costs"] is not None) == name.startswith("auto")
@@ -427,22 +429,22 @@ def test_generate_with_each_rule(call, arguments, name):
 def test_a_sampled_output_hangs_on_no_clock_by_default(call):
     arguments = ("generate", "the thing", "--drafter", "self:layers=1", "--json", "-t", 1)
     found = call(*arguments).json()
-    assert found["options"]["length_policy"] == "fixed:gamma=5"
+    assert found["options"]["draft_policy"] == "fixed:gamma=5"
     assert call(*arguments).json()["token_ids"] == found["token_ids"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--length-policy", "auto", "--gamma", 3), ("rule auto has no option --gamma", "belongs to fixed, heuristic")),
-        (("--length-policy", "fixed:max=3"), ("fixed has no option 'max'",)),
-        (("--length-policy", "egag"), ("egag reads the drafter's distribution", "Choose auto, fixed,")),
-        (("--length-policy", "svip:max=3", "--drafter", "ngram"), ("rule svip reads", "and ngram has none")),
-        (("--length-policy", "best"), ("no draft-length rule 'best'", "Choose auto, fixed, egag")),
-        (("--length-policy", "heuristic", "--costs", "x.json"), ("heuristic has no option --costs", "belongs to auto")),
-        (("--length-policy", "auto", "--costs", "x.json"), ("The costs cannot be read",)),
-        (("--length-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
-        (("--length-policy", "confidence:threshold=1.5"), ("The confidence threshold is 1.5",)),
+        (("--draft-policy", "auto", "--gamma", 3), ("policy auto has no option --gamma", "It belongs to fixed")),
+        (("--draft-policy", "fixed:max=3"), ("fixed has no option 'max'",)),
+        (("--draft-policy", "egag"), ("egag reads the drafter's distribution", "Choose auto, fixed,")),
+        (("--draft-policy", "svip:max=3", "--drafter", "ngram"), ("policy svip reads", "and ngram has none")),
+        (("--draft-policy", "best"), ("no draft policy 'best'", "Choose auto, fixed, egag")),
+        (("--draft-policy", "heuristic", "--costs", "x.json"), ("heuristic has no option --costs", "belongs to auto")),
+        (("--draft-policy", "auto", "--costs", "x.json"), ("The costs cannot be read",)),
+        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
+        (("--draft-policy", "confidence:threshold=1.5"), ("The confidence threshold is 1.5",)),
     ],
 )  # fmt: skip
 def test_generate_refuses_what_the_rule_does_not_read(call, arguments, fragments, monkeypatch):
@@ -454,26 +456,26 @@ def test_generate_refuses_what_the_rule_does_not_read(call, arguments, fragments
 
 
 def test_the_summary_and_the_trace_name_the_rule(call):
-    arguments = ("the thing", "--drafter", "self:layers=1", "--length-policy", "egag:scale=1")
+    arguments = ("the thing", "--drafter", "self:layers=1", "--draft-policy", "egag:scale=1")
     code, _, err = call("generate", *arguments, "--debug")
     assert code == 0
     mean = sum(found := call("generate", *arguments, "--json").json()["gammas"]) / len(found)
     assert f"drafter self:layers=1, γ by egag:scale=1.0, {mean:.1f} on average\n" in err
-    assert "length_policy egag:scale=1.0" in err
+    assert "draft_policy egag:scale=1.0" in err
     assert re.search(r"policy +H_norm 0\.\d+  H_ema 0\.\d+  gamma \d", err)
     assert "γ 5\n" in call("generate", "the thing", "--drafter", "self:layers=1", "--gamma", 5)[2]
 
 
 def test_without_a_drafter_no_rule_has_an_effect(call):
-    code, _, err = call("generate", "the thing", "--drafter", "none", "--length-policy", "egag:scale=0.5")
+    code, _, err = call("generate", "the thing", "--drafter", "none", "--draft-policy", "egag:scale=0.5")
     assert code == 0
-    assert "--length-policy has no effect with the drafter none." in err
-    figure = call("generate", "hm", "--drafter", "none", "--length-policy", "auto", "--json").json()
+    assert "--draft-policy has no effect with the drafter none." in err
+    figure = call("generate", "hm", "--drafter", "none", "--draft-policy", "auto", "--json").json()
     assert figure["costs"] is None
 
 
 def test_generate_gives_its_costs_and_takes_them_back(call, tmp_path, models):
-    sampled = ("the thing", "--drafter", models / "small", "--length-policy", "auto", "-t", 1, "--json")
+    sampled = ("the thing", "--drafter", models / "small", "--draft-policy", "auto", "-t", 1, "--json")
     first = call("generate", *sampled).json()
     (tmp_path / "first.json").write_text(json.dumps(first))
     again = call("generate", *sampled, "--costs", "first.json").json()
@@ -487,8 +489,8 @@ def test_generate_gives_its_costs_and_takes_them_back(call, tmp_path, models):
 def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, models):
     code, out, err = call(
         "sweep", "--drafter", "lookup", "--drafter", models / "small", "--gamma", 2,
-        *(word for rule in rule_words() for word in ("--length-policy", rule)),
-        "--length-policy", "egag:scale=0.9", "-o", "run",
+        *(word for rule in policy_words() for word in ("--draft-policy", rule)),
+        "--draft-policy", "egag:scale=0.9", "-o", "run",
     )  # fmt: skip
     assert code == 0, err
     for rule in ("egag", "entropy-bound", "svip", "egag:scale=0.9"):
@@ -498,12 +500,12 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
     assert set(frame.generations["label"]) == {
         "plain", "lookup γ=2", "small (int8) γ=2",
         *(f"lookup {rule}" for rule in ("auto", "confidence", "heuristic")),
-        *(f"small (int8) {rule}" for rule in (*rule_words(), "egag:scale=0.9") if rule != "fixed"),
+        *(f"small (int8) {rule}" for rule in (*policy_words(), "egag:scale=0.9") if rule != "fixed"),
     }  # fmt: skip
     assert frame.generations["token_ids"].map(tuple).nunique() == 1
     assert frame.generations.set_index("config")["gamma"].isna().sum() == len(frame.generations) - 2
     described = run_json(tmp_path / "run")
-    assert described["options"]["policies"] == [*rule_words(), "egag:scale=0.9"]
+    assert described["options"]["policies"] == [*policy_words(), "egag:scale=0.9"]
     assert {"1", "2", "3", "17"} <= described["costs"]["target_pass_s"].keys()  # as wide as the trees
     notes = frame.generations.set_index("config")["steps_policy"]
     assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])
@@ -521,11 +523,11 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
 
 def test_the_costs_of_a_sweep_are_those_of_another(call, tmp_path, models):
     drafters = ("--drafter", "lookup", "--drafter", models / "small")
-    assert call("sweep", *drafters, "--length-policy", "auto", "-o", "one")[0] == 0
+    assert call("sweep", *drafters, "--draft-policy", "auto", "-o", "one")[0] == 0
     one = run_json(tmp_path / "one")
     assert list(one["costs"]["target_pass_s"]) == [str(n) for n in range(1, 18)]
     assert one["options"]["costs"] is None
-    sampled = ("--length-policy", "auto", "-t", 1, "--costs", "one/run.json")
+    sampled = ("--draft-policy", "auto", "-t", 1, "--costs", "one/run.json")
     for name in ("two", "three"):
         code, _, err = call("sweep", *drafters, *sampled, "-o", name)
         assert code == 0, err
@@ -545,14 +547,14 @@ def test_the_costs_of_a_sweep_are_those_of_another(call, tmp_path, models):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--length-policy", "auto", "--gamma", "2"), ("--gamma are those of the rule fixed", "or leave --gamma out")),
-        (("--length-policy", "heuristic", "--gamma", "2"), ("write --length-policy heuristic:gamma=N",)),
-        (("--length-policy", "fixed:gamma=2"), ("Give --gamma 2.",)),
-        (("--length-policy", "auto", "--length-policy", "auto:max=16"), ("rule auto is given twice",)),
-        (("--length-policy", "egag"), ("rule egag reads the drafter's distribution, and lookup has none",)),
-        (("-t", 0.8, "--costs", "mine.jsonl"), ("--costs is for the rule auto", "Add --length-policy auto")),
-        (("--length-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
-        (("--length-policy", "auto", "--costs", "none.json"), ("The costs cannot be read",)),
+        (("--draft-policy", "auto", "--gamma", "2"), ("--gamma are those of the policy fixed", "or leave --gamma out")),
+        (("--draft-policy", "heuristic", "--gamma", "2"), ("write --draft-policy heuristic:gamma=N",)),
+        (("--draft-policy", "fixed:gamma=2"), ("Give --gamma 2.",)),
+        (("--draft-policy", "auto", "--draft-policy", "auto:max=16"), ("policy auto is given twice",)),
+        (("--draft-policy", "egag"), ("policy egag reads the drafter's distribution, and lookup has none",)),
+        (("-t", 0.8, "--costs", "mine.jsonl"), ("--costs is for the policy auto", "Add --draft-policy auto")),
+        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
+        (("--draft-policy", "auto", "--costs", "none.json"), ("The costs cannot be read",)),
     ],
 )  # fmt: skip
 def test_a_sweep_refuses_what_its_rules_do_not_read(call, arguments, fragments):
@@ -561,7 +563,7 @@ def test_a_sweep_refuses_what_its_rules_do_not_read(call, arguments, fragments):
 
 def test_a_dry_run_names_the_rules(call):
     code, out, err = call(
-        "sweep", "--dry-run", "--drafter", "self:int8", "--length-policy", "egag", "--length-policy", "auto"
+        "sweep", "--dry-run", "--drafter", "self:int8", "--draft-policy", "egag", "--draft-policy", "auto"
     )
     assert code == 0, err
     assert "3 configurations: plain, self:int8 egag, self:int8 auto\n" in out
@@ -569,7 +571,7 @@ def test_a_dry_run_names_the_rules(call):
 
 def test_the_documentation_lists_every_option_of_trees():
     text = (Path(__file__).parents[1] / "docs" / "trees.md").read_text(encoding="utf-8")
-    for policy in RULES:
+    for policy in POLICIES:
         if policy.tree:
             (row,) = re.findall(rf"^\| `{policy.word.removesuffix('-tree')}` \|(.*)$", text, re.MULTILINE)
             for option in policy.options:

@@ -40,7 +40,7 @@ _INSTANT = 1e-9
 
 
 class CostSource(Protocol):
-    """Where a rule has the seconds of the two kinds of passes from; only their ratios matter to it."""
+    """Where a policy has the seconds of the two kinds of passes from; only their ratios matter to it."""
 
     @property
     def draft_s(self) -> float:
@@ -393,7 +393,7 @@ def load_costs(path: str | Path) -> object:
     """What a JSON file says of costs, not checked yet.
 
     It may hold them alone or under ``costs``, as ``run.json`` and what ``generate --json`` prints do, or be a line of
-    ``generations.jsonl``, whose steps have the times that the rule went by.
+    ``generations.jsonl``, whose steps have the times that the policy went by.
 
     Raises:
         UsageError: There is no such file, or it is no JSON.

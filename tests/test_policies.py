@@ -1,4 +1,4 @@
-"""Draft-length rules: that the output's distribution is kept, their numbers, what they learn and forget."""
+"""Draft policies: that the output's distribution is kept, their numbers, what they learn and forget."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Policy, answered
+from specbench.decoding.protocols import Asking, DraftPolicy, answered
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.theory import PassCosts
@@ -30,7 +30,7 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.lengths import (
+from specbench.policies import (
     AutoLength,
     ConfidenceLength,
     EntropyBoundLength,
@@ -42,13 +42,13 @@ from specbench.lengths import (
     parse_costs,
     read_costs,
 )
-from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import confidence, entropy, is_free, normalized_entropy
-from specbench.lengths.costs import GivenCosts, MeasuredCosts
-from specbench.lengths.outcomes import best_threshold
-from specbench.specs import rules
+from specbench.policies.acceptance import OnlineLogistic, log_odds
+from specbench.policies.base import confidence, entropy, is_free, normalized_entropy
+from specbench.policies.costs import GivenCosts, MeasuredCosts
+from specbench.policies.outcomes import best_threshold
+from specbench.specs import policies
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
-from specbench.specs.rules import parse_rule, rule_words
+from specbench.specs.policies import parse_policy, policy_words
 
 VOCAB = 3
 PROMPT = [1, 2, 0, 1, 2]
@@ -71,7 +71,7 @@ def costs(c: float, slope: float = 0.02) -> GivenCosts:
 
 
 # Options under which these small models make every rule draft longer here and shorter there.
-RULES: dict[str, Callable[[], DraftPolicy]] = {
+RULES: dict[str, Callable[[], DraftPlan]] = {
     "fixed": lambda: build_policy("fixed", gamma=3),
     "egag": lambda: build_policy("egag", gamma_max=2, scale=1.0),
     "egag, smoothed": lambda: build_policy("egag", gamma_max=2, scale=1.0, ema_beta=0.3),
@@ -96,7 +96,7 @@ def good_model() -> ModelDrafter:
 
 
 def decode(
-    policy: Policy,
+    policy: DraftPolicy,
     drafter: Any = None,
     *,
     random: Any = None,
@@ -128,7 +128,7 @@ def decode(
     return tokens, steps
 
 
-def experienced(rule: str) -> DraftPolicy:
+def experienced(rule: str) -> DraftPlan:
     """A rule that has decoded a prompt already, and keeps what it learnt."""
     kept = replace(RULES[rule](), kept=True)
     decode(kept, good_model(), max_new_tokens=60)
@@ -141,7 +141,7 @@ NEW = 4
 
 
 def distribution(
-    policy: Callable[[], Policy], drafter: Callable[[], Any], new: int = NEW
+    policy: Callable[[], DraftPolicy], drafter: Callable[[], Any], new: int = NEW
 ) -> tuple[dict[tuple[int, ...], float], bool]:
     """The loop's exact output distribution, and whether drafts differed in length where the room did not."""
     lengths: dict[int, set[int]] = {}
@@ -276,17 +276,17 @@ def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule):
     """These rules stop because of the token's own value. (An entropy says nothing of it.)"""
 
     class Mistaken:
-        def __init__(self, rule: Policy) -> None:
-            self.rule = rule
+        def __init__(self, rule: DraftPolicy) -> None:
+            self.policy = rule
 
         def expand(self, draft: Draft) -> Sequence[int]:
-            going_on = self.rule.expand(draft)
+            going_on = self.policy.expand(draft)
             if draft.tokens and not going_on:
                 del draft.tokens[-1], draft.logits[-1]
             return going_on
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self.rule, name)
+            return getattr(self.policy, name)
 
     class Cutting(ModelDrafter):
         def propose(self, *arguments) -> Asking[Draft]:
@@ -295,7 +295,7 @@ def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule):
             return draft
 
     found, _ = distribution(
-        lambda: Mistaken(RULES[rule]().rule), lambda: Cutting(ScriptedScorer(DRAFT, VOCAB), "cutting"), 3
+        lambda: Mistaken(RULES[rule]().policy), lambda: Cutting(ScriptedScorer(DRAFT, VOCAB), "cutting"), 3
     )
     assert gap(found) > 1e-3
 
@@ -369,7 +369,7 @@ def test_no_draft_is_longer_than_the_room(rule):
             assert step.gamma <= max(0, limit - step.position + 1)
 
 
-@pytest.mark.parametrize("word", [rule.word for rule in rules.RULES if not rule.tree])
+@pytest.mark.parametrize("word", [rule.word for rule in policies.POLICIES if not rule.tree])
 def test_no_draft_is_longer_than_the_maximum(word):
     option = "gamma" if word == "fixed" else "gamma_max"
     more = {"gamma": 2} if word == "heuristic" else {}
@@ -386,7 +386,7 @@ def test_no_draft_is_longer_than_the_maximum(word):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_room_of_nothing_is_answered_with_nothing(rule):
-    policy = RULES[rule]().rule
+    policy = RULES[rule]().policy
     assert policy.begin(0) == 0
     policy.observe(a_step(0, 0))
     assert policy.begin(1) in (0, 1)
@@ -550,7 +550,7 @@ def test_egag_without_logits_drafts_its_maximum():
     assert len(evidence_of_policy(LookupDrafter(), EntropyGuidedLength(gamma_max=3))) == 3
 
 
-def evidence_of_policy(drafter: Any, policy: Policy) -> list[int]:
+def evidence_of_policy(drafter: Any, policy: DraftPolicy) -> list[int]:
     context = [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
     return answered(drafter.propose(context, 99, policy, Greedy(), Randomness(0))).tokens
@@ -913,7 +913,7 @@ V_STEEP = [0.0, *(1.0 + 0.3 * n for n in range(40))]
 
 
 def simulate(
-    policy: Policy,
+    policy: DraftPolicy,
     alphas: Sequence[float],
     c: float,
     v: Sequence[float],
@@ -1076,7 +1076,7 @@ def test_with_given_costs_no_clock_has_a_say():
 
 @pytest.mark.parametrize("drafter", [good_model, LookupDrafter, NGramDrafter])
 def test_a_sampled_run_can_be_repeated_with_its_costs(drafter):
-    def run(policy: Policy, seed: int) -> tuple[list[int], list[Step]]:
+    def run(policy: DraftPolicy, seed: int) -> tuple[list[int], list[Step]]:
         clock = UnsteadyClock(seed, 30)
         return decode(policy, drafter(), random=Randomness(3), clock=clock, max_new_tokens=80)
 
@@ -1123,7 +1123,7 @@ def test_a_new_prompt_finds_nothing_of_the_last(rule):
 def test_so_it_does_behind_an_interrupted_one():
     for rule in RULES:
         used = RULES[rule]()
-        length = DraftPolicy.of(used).rule
+        length = DraftPlan.of(used).policy
         length.reset()
         length.begin(9)
         length.another(drafted())
@@ -1148,12 +1148,12 @@ def test_what_is_kept_on_request_makes_a_difference(rule):
 def test_every_rule_has_a_word_and_says_what_it_takes():
     chains = ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
     trees = ("auto-tree", "static-tree", "dynamic-tree", "chains")
-    assert rule_words() == (*chains, *trees)
-    for policy in rules.RULES:
+    assert policy_words() == (*chains, *trees)
+    for policy in policies.POLICIES:
         built = build_policy(policy.word)
         assert built.name.startswith(policy.word)
-        assert built.rule.begin(1) in (0, 1)
-        assert built.rule.branches == policy.tree == (policy.word in trees)
+        assert built.policy.begin(1) in (0, 1)
+        assert built.policy.branches == policy.tree == (policy.word in trees)
 
 
 def values() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -1181,7 +1181,7 @@ def values() -> Iterator[tuple[str, dict[str, Any], str]]:
 @pytest.mark.parametrize(("word", "options", "name"), list(values()))
 def test_a_rule_is_named_by_its_options(word, options, name):
     assert build_policy(word, **options).name == name
-    everything = dict.fromkeys({option.name for policy in rules.RULES for option in policy.options})
+    everything = dict.fromkeys({option.name for policy in policies.POLICIES for option in policy.options})
     assert build_policy(word, **{**everything, "adapt": False, **options}).name == name
     assert build_policy(name).name == name
 
@@ -1192,12 +1192,12 @@ def test_a_rule_can_be_kept():
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(UsageError, match=r"no draft-length rule 'entropy'\. Choose auto, fixed, egag"):
+    with pytest.raises(UsageError, match=r"no draft policy 'entropy'\. Choose auto, fixed, egag"):
         build_policy("entropy")
 
 
 def test_options_of_other_rules_are_refused():
-    with pytest.raises(UsageError, match=r"rule svip has no option --scale\. It belongs to egag\."):
+    with pytest.raises(UsageError, match=r"policy svip has no option --scale\. It belongs to egag\."):
         build_policy("svip", scale=0.2)
     with pytest.raises(UsageError, match=r"auto has no option --gamma\. It belongs to fixed, heuristic\."):
         build_policy("auto", gamma=5)
@@ -1234,14 +1234,14 @@ def test_values_outside_their_range_are_refused(word, options):
 
 def test_a_rule_that_has_nothing_to_read_is_refused():
     for word in ("egag", "entropy-bound", "svip"):
-        parse_rule(f"{word}:max=3").check(parse_drafter("self:int8"))
-        parse_rule(word).check(parse_drafter("some/model"))
+        parse_policy(f"{word}:max=3").check(parse_drafter("self:int8"))
+        parse_policy(word).check(parse_drafter("some/model"))
         with pytest.raises(
             UsageError, match=f"rule {word} reads the drafter's distribution, and ngram has none"
         ):
-            parse_rule(word).check(parse_drafter("ngram:sample"))
+            parse_policy(word).check(parse_drafter("ngram:sample"))
     for word in ("auto", "fixed", "confidence", "heuristic"):
-        parse_rule(word).check(parse_drafter("ngram"))
+        parse_policy(word).check(parse_drafter("ngram"))
 
 
 # -- drafts that cost a pass for some of their tokens only -------------------------------------------

@@ -1,7 +1,7 @@
 """Trees of a shape that is settled beforehand, and those that follow the drafter's own probabilities.
 
 A policy for trees keeps the output's distribution as long as how many candidates a node gets depends only on what was
-drawn before them (``specbench.decoding.protocols.Policy``).
+drawn before them (``specbench.decoding.protocols.DraftPolicy``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import GrowingTree
-from specbench.lengths.base import Branching, rule_name
+from specbench.policies.base import TreePolicy, policy_name
 from specbench.specs.notation import Dashed
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ MOST_NODES = 64
 tokens."""
 
 
-class Tree(Branching):
+class Tree(TreePolicy):
     """What policies for trees have in common; others override what they need.
 
     Args:
-        word: What it is called, see ``specbench.specs.rules``.
+        word: What it is called, see ``specbench.specs.policies``.
         nodes: The most nodes, 1 to ``MOST_NODES``.
         arguments: What else it is made of.
 
@@ -42,7 +42,7 @@ class Tree(Branching):
         if not 1 <= nodes <= MOST_NODES:
             raise UsageError(f"The tree has {nodes} nodes.", f"Give 1 to {MOST_NODES}.")
         self.nodes = nodes
-        self.name = rule_name(word, nodes=nodes, **arguments)
+        self.name = policy_name(word, nodes=nodes, **arguments)
         self._room = 0
 
     def begin(self, room: int) -> int:

@@ -1,35 +1,35 @@
-"""The draft-length rule that a command line asks for."""
+"""The draft policy that a command line asks for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
-from specbench.specs.rules import default_rule, parse_rule, parse_tree, share_options
+from specbench.specs.policies import default_policy, parse_policy, parse_tree, share_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from specbench.decoding.request import DraftPolicy
+    from specbench.decoding.request import DraftPlan
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.rules import RuleSpec
+    from specbench.specs.policies import PolicySpec
 
 
-class LengthRule:
-    """A draft-length rule with costs from a file, if there is one; its options are checked.
+class RequestedPolicy:
+    """A draft policy with costs from a file, if there is one; its options are checked.
 
     Args:
-        spec: The rule.
+        spec: The policy.
         costs: A file for it.
         chained: The option that asks for passes that are the same to the bit, so that nothing may stand beside a draft.
     """
 
-    def __init__(self, spec: RuleSpec, costs: Path | None, *, chained: str | None = None) -> None:
-        from specbench.lengths import build_policy, check_costs, load_costs
+    def __init__(self, spec: PolicySpec, costs: Path | None, *, chained: str | None = None) -> None:
+        from specbench.policies import build_policy, check_costs, load_costs
 
         if chained and spec.kind.tree:
             refuse_siblings([spec], chained)
@@ -45,18 +45,17 @@ class LengthRule:
 
     def build(
         self, target: Target, loaded: LoadedDrafter, sampling: Sampling
-    ) -> tuple[DraftPolicy, str | None]:
-        """The rule for a drafter, with what was calibrated for it, and a sentence if there is anything to say of that.
+    ) -> tuple[DraftPlan, str | None]:
+        """Return the policy for a drafter, with what was calibrated for it, and a note on that if there is one.
 
         Costs may be those of several drafters.
         """
-        from specbench.decoding.request import DraftPolicy
-        from specbench.lengths import FixedLength, build_policy, parse_costs
         from specbench.models.calibrations import calibrated_tree
+        from specbench.policies import FixedLength, build_policy, parse_costs
 
         costs = None if self._costs is None else parse_costs(self._costs, loaded.name)
         if self.spec.kind.tree and loaded.spec.is_plain:  # it has no effect
-            return DraftPolicy(FixedLength()), None
+            return DraftPlan(FixedLength()), None
         spec, note = calibrated_tree(self.spec, target, loaded.drafter, loaded.weights, sampling)
         return build_policy(spec, costs=costs), note
 
@@ -64,43 +63,43 @@ class LengthRule:
 def with_trees(
     policies: Sequence[str], trees: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """What ``--tree`` makes of the rules that are asked for and of their options.
+    """What ``--tree`` makes of the policies that are asked for and of their options.
 
     Raises:
         UsageError: There is no such tree, or siblings are asked for twice.
     """
-    rules, taken = list(policies), dict(options)
+    policies, taken = list(policies), dict(options)
     for tree in map(parse_tree, trees):
         if not isinstance(tree, int):
-            rules.append(str(tree))
+            policies.append(str(tree))
         elif taken.get("siblings", tree) != tree:
             raise UsageError(
                 "Two numbers of siblings are given.", "Give one --siblings or --tree siblings:nodes=N."
             )
         else:
             taken["siblings"] = tree
-    return rules, taken
+    return policies, taken
 
 
-def asked_rule(
-    length_policy: str | None, tree: str | None, options: Mapping[str, Any], *, greedy: bool
-) -> RuleSpec:
-    """The one rule that is asked for, or the default one.
+def requested_policy(
+    draft_policy: str | None, tree: str | None, options: Mapping[str, Any], *, greedy: bool
+) -> PolicySpec:
+    """The one policy that is asked for, or the default one.
 
     Raises:
-        UsageError: There is no such rule, or an option that it lacks.
+        UsageError: There is no such policy, or an option that it lacks.
     """
-    policies, options = with_trees([length_policy] if length_policy else [], [tree] if tree else [], options)
+    policies, options = with_trees([draft_policy] if draft_policy else [], [tree] if tree else [], options)
     if len(policies) > 1:
         raise UsageError(
             f"--tree {tree} decides how much is drafted, and so does {policies[0]}.", "Give one of them."
         )
     word = policies[0] if policies else None
-    spec = parse_rule(word) if word else default_rule(greedy=greedy, gamma=options.get("gamma"))
+    spec = parse_policy(word) if word else default_policy(greedy=greedy, gamma=options.get("gamma"))
     return spec.with_options(options)
 
 
-def length_rules(
+def requested_policies(
     specs: Sequence[str],
     costs: Path | None,
     gammas: Sequence[int],
@@ -108,76 +107,76 @@ def length_rules(
     *,
     greedy: bool,
     chained: str | None = None,
-) -> list[LengthRule]:
-    """Every rule that is asked for; those that begin with a γ once with each.
+) -> list[RequestedPolicy]:
+    """Every policy that is asked for; those that begin with a γ once with each.
 
     Args:
-        specs: Their words and own options; empty for the rule that is the default.
+        specs: Their words and own options; empty for the policy that is the default.
         costs: A file for those that take it.
         gammas: Lengths; empty if none are asked for.
-        options: Others that they may share. Each goes to the rules that take it.
+        options: Others that they may share. Each goes to the policies that take it.
         greedy: Whether nothing is sampled.
         chained: The option that asks for passes that are the same to the bit, so that nothing may stand beside a draft.
 
     Raises:
-        UsageError: An option that none of the rules takes, or one rule twice.
+        UsageError: An option that none of the policies takes, or one policy twice.
     """
     starts: Sequence[int | None] = gammas or [None]
     if not specs:
         asked = [
-            default_rule(greedy=greedy, gamma=gamma).with_options({**options, "gamma": gamma})
+            default_policy(greedy=greedy, gamma=gamma).with_options({**options, "gamma": gamma})
             for gamma in starts
         ]
     else:
-        words = [parse_rule(spec) for spec in specs]
+        words = [parse_policy(spec) for spec in specs]
         share_options(words, {"gamma": gammas or None, "costs": costs})  # refuses what none of them takes
         asked = [
-            rule.with_options({"gamma": gamma})
-            for rule in share_options(words, options)
-            for gamma in (starts if rule.takes("gamma") and "gamma" not in rule.options else [None])
+            policy.with_options({"gamma": gamma})
+            for policy in share_options(words, options)
+            for gamma in (starts if policy.takes("gamma") and "gamma" not in policy.options else [None])
         ]
-    rules = [
-        LengthRule(rule, costs if rule.takes("costs") or not specs else None, chained=chained)
-        for rule in asked
+    policies = [
+        RequestedPolicy(policy, costs if policy.takes("costs") or not specs else None, chained=chained)
+        for policy in asked
     ]
-    names = [rule.name for rule in rules]
+    names = [policy.name for policy in policies]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
-        raise UsageError(f"The draft-length rule {repeated[0]} is given twice.", "Give each once.")
-    return rules
+        raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")
+    return policies
 
 
-def refuse_siblings(rules: Sequence[RuleSpec], chained: str) -> None:
-    """Refuse rules that have siblings verified, where passes are to be the same to the bit by this option.
+def refuse_siblings(policies: Sequence[PolicySpec], chained: str) -> None:
+    """Refuse policies that have siblings verified, where passes are to be the same to the bit by this option.
 
     Raises:
         UsageError: One of them does: its passes sum up what another one's do in another order.
     """
-    for rule in rules:
-        if rule.kind.tree:
-            raise UsageError(f"{chained} does not go with trees, as in {rule}.", "Draft chains.")
-        if rule.siblings:
+    for policy in policies:
+        if policy.kind.tree:
+            raise UsageError(f"{chained} does not go with trees, as in {policy}.", "Draft chains.")
+        if policy.siblings:
             raise UsageError(
-                f"{chained} does not go with siblings, as in {rule}.",
+                f"{chained} does not go with siblings, as in {policy}.",
                 "Write siblings=0, or leave them out.",
             )
 
 
-def left_out(rules: Sequence[RuleSpec], drafters: Sequence[DrafterSpec]) -> list[str]:
-    """Rules that do not apply to a drafter, a sentence each.
+def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:
+    """Policies that do not apply to a drafter, a sentence each.
 
     Raises:
         UsageError: One applies to none of them.
     """
     notes = []
-    for rule in rules:
-        blind = [drafter for drafter in drafters if not rule.applies(drafter)]
+    for policy in policies:
+        blind = [drafter for drafter in drafters if not policy.applies(drafter)]
         if blind and len(blind) == len(drafters):
-            rule.check(blind[0])
+            policy.check(blind[0])
         if blind:
             names = ", ".join(map(str, blind))
             why = "it reads the drafter's distribution, and there is none"
-            if rule.kind.tree:
+            if policy.kind.tree:
                 why = "it asks for trees, and there are chains only"
-            notes.append(f"{rule} is left out with {names}: {why}.")
+            notes.append(f"{policy} is left out with {names}: {why}.")
     return notes

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.auto import AutoLength
-from specbench.lengths.base import Branching, rule_name
-from specbench.lengths.trees import MOST_NODES
+from specbench.policies.acceptance import OnlineLogistic, log_odds
+from specbench.policies.auto import AutoLength
+from specbench.policies.base import TreePolicy, policy_name
+from specbench.policies.trees import MOST_NODES
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft, GrowingTree
     from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
-    from specbench.lengths.costs import CostSource
+    from specbench.policies.costs import CostSource
 
 _BESIDE_ONE = 4
 """Candidates of one node, at most."""
@@ -25,7 +25,7 @@ _ABREAST = 8
 """Nodes that the drafter reads in one pass, at most."""
 
 
-class AutoTree(Branching, AutoLength):
+class AutoTree(TreePolicy, AutoLength):
     """Best-first by survival, with the rate, the costs and the pauses of ``auto`` (``AutoLength``).
 
     A candidate joins the tree iff the chance that it is kept is worth the time of its row, P·c > R·(v(n+1) - v(n)); the
@@ -49,7 +49,7 @@ class AutoTree(Branching, AutoLength):
         self._slots = (OnlineLogistic((1.0, 1.0), (1.0, 0.3)), OnlineLogistic((0.0, 1.0), (1.0, 0.3)))
         self._known = (OnlineLogistic((1.0, 1.0), (1.0, 0.3)), OnlineLogistic((0.0, 1.0), (1.0, 0.3)))
         super().__init__(nodes, costs)
-        self.name = rule_name("auto-tree", nodes=nodes)
+        self.name = policy_name("auto-tree", nodes=nodes)
 
     def reset(self) -> None:
         for curve in (*self._slots, *self._known):

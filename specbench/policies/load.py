@@ -11,8 +11,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from specbench.base.record import Json
 from specbench.decoding.theory import SLOPE
-from specbench.lengths.auto import TIMINGS, AutoLength
-from specbench.lengths.costs import (
+from specbench.policies.auto import TIMINGS, AutoLength
+from specbench.policies.costs import (
     ASSUMED_C,
     FIRST_REACH,
     LATEST_PASSES,
@@ -24,7 +24,7 @@ from specbench.lengths.costs import (
 
 if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step
-    from specbench.decoding.request import DraftPolicy
+    from specbench.decoding.request import DraftPlan
 
 _CATCHING_UP = 8
 """Who brings more tokens than this besides its drafts reads a prompt, or a context anew."""
@@ -370,12 +370,12 @@ class SharedCosts:
         return costs_to_dict(self.draft_s if self.timings else None, dict(enumerate(seconds[1:], 1)))
 
 
-def share_costs(policy: DraftPolicy, load: Load, models: Sequence[object], prompt: int = 0) -> None:
+def share_costs(policy: DraftPlan, load: Load, models: Sequence[object], prompt: int = 0) -> None:
     """Let a policy go by what passes cost a batch, if it reads costs at all.
 
     Args:
         policy: That of one request.
         load, models, prompt: See ``SharedCosts``.
     """
-    if isinstance(policy.rule, AutoLength):
-        policy.rule.go_by(lambda own: SharedCosts(load, models, own, prompt))
+    if isinstance(policy.policy, AutoLength):
+        policy.policy.go_by(lambda own: SharedCosts(load, models, own, prompt))

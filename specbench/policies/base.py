@@ -1,9 +1,9 @@
-"""What a draft-length rule is, what it can read off a draft, and the simplest one.
+"""What draft policies have in common, what they can read off a draft, and the simplest one.
 
-A rule keeps the output's distribution as long as whether token i+1 is drafted depends only on what is known before that
-token is drawn: earlier steps, clocks, the drafts so far and the drafter's distributions up to and including q_{i+1}
-(Leviathan et al. 2023, section 2; docs/lengths.md). So a rule is asked *before* a pass is spent on a token, and again
-before the token is drawn, and never after that: it can stop behind a token, but not take it back.
+A policy keeps the output's distribution as long as whether token i+1 is drafted depends only on what is known before
+that token is drawn: earlier steps, clocks, the drafts so far and the drafter's distributions up to q_{i+1} (Leviathan
+et al. 2023, section 2; docs/draft-policies.md). So a policy is asked *before* a forward pass is spent on a token, and
+again before the token is drawn: it can stop after a token, but not take it back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.decoding.drafts import GrowingTree
 from specbench.decoding.records import LONGEST_DRAFT
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -29,8 +29,8 @@ _ROW_PRICE = 0.02
 """Where nothing is known of what a pass costs: a token more takes a few per cent of it on a processor."""
 
 
-class BasePolicy:
-    """Learns nothing, and leaves what was drafted as it is; for what the members mean see ``Policy``."""
+class StandardPolicy:
+    """Learns nothing, and leaves what was drafted as it is; for what the members mean see ``DraftPolicy``."""
 
     branches = certain_only = unconditional = False
 
@@ -53,11 +53,11 @@ class BasePolicy:
         return None
 
 
-class Rule(BasePolicy):
-    """A rule that drafts chains of ``gamma_max`` tokens and learns nothing; others override what they need.
+class ChainPolicy(StandardPolicy):
+    """A policy that drafts chains of ``gamma_max`` tokens and learns nothing; others override what they need.
 
     Args:
-        word: What it is called, see ``specbench.specs.rules``.
+        word: What it is called, see ``specbench.specs.policies``.
         gamma_max: The most tokens drafted in a step, 1 to ``LONGEST_DRAFT``.
         arguments: What else it is made of.
 
@@ -69,7 +69,7 @@ class Rule(BasePolicy):
         if not 1 <= gamma_max <= LONGEST_DRAFT:
             raise UsageError(f"The longest draft is {gamma_max} tokens.", f"Give 1 to {LONGEST_DRAFT}.")
         self.gamma_max = gamma_max
-        self.name = rule_name(word, gamma_max=gamma_max, **arguments)
+        self.name = policy_name(word, gamma_max=gamma_max, **arguments)
 
     def begin(self, room: int) -> int:
         return min(self.gamma_max, room)
@@ -94,7 +94,7 @@ class Rule(BasePolicy):
         return _ROW_PRICE
 
 
-class Branching(BasePolicy):
+class TreePolicy(StandardPolicy):
     """What policies for trees have in common: they name nodes to go on from among those drafted last."""
 
     branches = True
@@ -113,7 +113,7 @@ class Branching(BasePolicy):
         raise NotImplementedError
 
 
-class FixedLength(Rule):
+class FixedLength(ChainPolicy):
     """Draft ``gamma`` tokens in every step, fewer only where the room ends.
 
     Args:
@@ -162,8 +162,8 @@ def confidence(draft: Draft, i: int) -> float:
     return draft.evidence[i] if draft.evidence is not None else 1.0
 
 
-def rule_name(word: str, **arguments: object) -> str:
-    """A rule's name, a spec itself: its word and those of its arguments that are options and not at their defaults."""
-    kind = parse_rule(word).kind
+def policy_name(word: str, **arguments: object) -> str:
+    """Return a policy's name, which is a spec: its word and the options that are not at their defaults."""
+    kind = parse_policy(word).kind
     said = {each.name: arguments[each.name] for each in kind.options if each.name in arguments}
-    return str(RuleSpec(kind, said))
+    return str(PolicySpec(kind, said))

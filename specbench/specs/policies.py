@@ -1,7 +1,7 @@
-"""Draft-length rules as the command line names them: a word and its options, as in ``egag:scale=0.5,max=12``.
+"""Draft policies as the command line names them: a word and its options, as in ``egag:scale=0.5,max=12``.
 
-``parse_rule`` reads one, once, and ``str`` writes it again as results call it. What drafts by it is built of it in
-``specbench.lengths``, which checks the ranges of its options.
+``parse_policy`` reads one, once, and ``str`` writes it again as results call it. What drafts by it is built of it in
+``specbench.policies``, which checks the ranges of its options.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from specbench.specs.verification import verification_name
 
 
 @dataclass(frozen=True)
-class RuleWord:
-    """A word that ``--length-policy`` takes, for help and listings.
+class PolicyKind:
+    """A word that ``--draft-policy`` takes, for help and listings.
 
     Attributes:
-        word: The rule's name.
+        word: The policy's name.
         summary: What it does, in a sentence.
-        policy: Where its class is in ``specbench.lengths``: ``module:Class``.
+        policy: Where its class is in ``specbench.policies``: ``module:Class``.
         own: Its own options, by the names of the class's arguments.
         needs_logits: Whether it reads the drafter's distributions, which n-gram and lookup have none of.
         siblings: How many siblings it has verified if nothing is said.
@@ -95,8 +95,8 @@ def _nodes(default: int) -> Option:
 
 _DEPTH = _whole("depth", "depth=N", 6, "deepest branch")
 
-RULES: tuple[RuleWord, ...] = (
-    RuleWord(
+POLICIES: tuple[PolicyKind, ...] = (
+    PolicyKind(
         "auto",
         "Goes on as long as one more draft is likely to pay for its time, measured as the run goes. Nothing to tune.",
         "auto:AutoLength",
@@ -104,13 +104,13 @@ RULES: tuple[RuleWord, ...] = (
         siblings=8,
         timed=True,
     ),
-    RuleWord(
+    PolicyKind(
         "fixed",
         "The same length in every step.",
         "base:FixedLength",
         (Option("gamma=N", "the length (5)", name="gamma"),),
     ),
-    RuleWord(
+    PolicyKind(
         "egag",
         "Entropy-guided: the less certain the drafter is at the start of a step, the shorter the draft.",
         "entropies:EntropyGuidedLength",
@@ -124,7 +124,7 @@ RULES: tuple[RuleWord, ...] = (
         ),
         needs_logits=True,
     ),
-    RuleWord(
+    PolicyKind(
         "confidence",
         "Stops behind a token that the drafter gave little probability.",
         "outcomes:ConfidenceLength",
@@ -134,21 +134,21 @@ RULES: tuple[RuleWord, ...] = (
             _most(20),
         ),
     ),
-    RuleWord(
+    PolicyKind(
         "entropy-bound",
         "AdaEDL: stops where a bound on the chance of acceptance, from the entropy, falls below a moving threshold.",
         "entropies:EntropyBoundLength",
         (_number("threshold", "lambda=L", 0.6, "the threshold at the beginning"), _most(20)),
         needs_logits=True,
     ),
-    RuleWord(
+    PolicyKind(
         "svip",
         "Stops behind a token whose distribution had a high entropy.",
         "entropies:SvipLength",
         (_number("threshold", "threshold=H", 0.3, "the threshold"), _most(40)),
         needs_logits=True,
     ),
-    RuleWord(
+    PolicyKind(
         "heuristic",
         "Two tokens more when everything was accepted, one less otherwise.",
         "outcomes:HeuristicLength",
@@ -158,7 +158,7 @@ RULES: tuple[RuleWord, ...] = (
             _whole("gamma_max", "max=N", 40, "never longer"),
         ),
     ),
-    RuleWord(
+    PolicyKind(
         "auto-tree",
         "A tree that grows as long as one more node is likely to pay for its row, and a depth for its pass.",
         "auto_tree:AutoTree",
@@ -167,7 +167,7 @@ RULES: tuple[RuleWord, ...] = (
         tree=True,
         timed=True,
     ),
-    RuleWord(
+    PolicyKind(
         "static-tree",
         "One tree in every step: the best for what calibration measured of this drafter (Sequoia).",
         "trees:StaticTree",
@@ -186,7 +186,7 @@ RULES: tuple[RuleWord, ...] = (
         needs_logits=True,
         tree=True,
     ),
-    RuleWord(
+    PolicyKind(
         "dynamic-tree",
         "The drafter's likeliest tokens at every depth, and the best of all verified (EAGLE-2).",
         "trees:DynamicTree",
@@ -194,7 +194,7 @@ RULES: tuple[RuleWord, ...] = (
         needs_logits=True,
         tree=True,
     ),
-    RuleWord(
+    PolicyKind(
         "chains",
         "Several chains drawn independently of each other; equal beginnings share their rows (SpecInfer).",
         "trees:IndependentChains",
@@ -207,15 +207,15 @@ RULES: tuple[RuleWord, ...] = (
 
 
 @dataclass(frozen=True)
-class RuleSpec:
-    """What ``--length-policy`` asks for.
+class PolicySpec:
+    """What ``--draft-policy`` asks for.
 
     Attributes:
-        kind: Which rule.
+        kind: Which policy.
         options: What is said of it, by the options' names in Python. Their ranges are checked when it is built.
     """
 
-    kind: RuleWord
+    kind: PolicyKind
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -262,13 +262,13 @@ class RuleSpec:
             UsageError: It has none of that name.
         """
         if not self.takes(name):
-            takers = ", ".join(other.word for other in RULES if other.takes(name))
+            takers = ", ".join(other.word for other in POLICIES if other.takes(name))
             raise UsageError(
-                f"The draft-length rule {self.word} has no option --{name.replace('_', '-')}.",
-                f"It belongs to {takers}." if takers else "See docs/lengths.md for its options.",
+                f"The draft policy {self.word} has no option --{name.replace('_', '-')}.",
+                f"It belongs to {takers}." if takers else "See docs/draft-policies.md for its options.",
             )
 
-    def with_options(self, options: Mapping[str, Any]) -> RuleSpec:
+    def with_options(self, options: Mapping[str, Any]) -> PolicySpec:
         """The same with more options; ``None`` and False stand for none, and what it says already comes first.
 
         Raises:
@@ -299,53 +299,53 @@ class RuleSpec:
         if self.kind.tree and not drafter.trees:
             raise UsageError(
                 f"The drafter {drafter} drafts chains only, and {self.word} asks for trees.",
-                "Choose suffix, recycle, self:... or a model, or another draft-length rule.",
+                "Choose suffix, recycle, self:... or a model, or another draft policy.",
             )
         if not self.applies(drafter):
-            others = ", ".join(rule.word for rule in RULES if RuleSpec(rule).applies(drafter))
+            others = ", ".join(policy.word for policy in POLICIES if PolicySpec(policy).applies(drafter))
             raise UsageError(
-                f"The draft-length rule {self.word} reads the drafter's distribution, and {drafter.word} has none.",
+                f"The draft policy {self.word} reads the drafter's distribution, and {drafter.word} has none.",
                 f"Choose {others}.",
             )
 
 
-def rule_words() -> tuple[str, ...]:
-    """The words of all rules."""
-    return tuple(rule.word for rule in RULES)
+def policy_words() -> tuple[str, ...]:
+    """The words of all policies."""
+    return tuple(policy.word for policy in POLICIES)
 
 
-def default_rule(*, greedy: bool, gamma: int | None = None) -> RuleSpec:
-    """The rule where none is asked for.
+def default_policy(*, greedy: bool, gamma: int | None = None) -> PolicySpec:
+    """The policy where none is asked for.
 
     ``auto`` goes by clocks, which changes no output in greedy decoding; a sampled one is to be the same whenever its
     seed is, so there it is ``fixed``, and where a γ is given.
     """
-    return parse_rule("auto" if greedy and gamma is None else "fixed")
+    return parse_policy("auto" if greedy and gamma is None else "fixed")
 
 
-def parse_rule(text: str) -> RuleSpec:
-    """A rule and the options behind its colon; their ranges are not checked yet.
+def parse_policy(text: str) -> PolicySpec:
+    """A policy and the options behind its colon; their ranges are not checked yet.
 
     Raises:
-        UsageError: There is no such rule, it has no such option, or a value is of another kind.
+        UsageError: There is no such policy, it has no such option, or a value is of another kind.
     """
     word = text.partition(":")[0].strip()
-    kind = next((rule for rule in RULES if rule.word == word), None)
+    kind = next((policy for policy in POLICIES if policy.word == word), None)
     if kind is None:
-        raise UsageError(f"There is no draft-length rule {word!r}.", f"Choose {', '.join(rule_words())}.")
-    return RuleSpec(kind, read_options(word, split_spec(text)[1], kind.options))
+        raise UsageError(f"There is no draft policy {word!r}.", f"Choose {', '.join(policy_words())}.")
+    return PolicySpec(kind, read_options(word, split_spec(text)[1], kind.options))
 
 
-def parse_tree(text: str) -> RuleSpec | int:
-    """What ``--tree`` means: a rule that decides the shape of trees, or how many siblings stand beside chains.
+def parse_tree(text: str) -> PolicySpec | int:
+    """What ``--tree`` means: a policy that decides the shape of trees, or how many siblings stand beside chains.
 
     Raises:
         UsageError: There is no such tree, or no such option of it.
     """
     word, given = split_spec(text)
-    trees = {kind.word.removesuffix("-tree"): kind.word for kind in RULES if kind.tree}
+    trees = {kind.word.removesuffix("-tree"): kind.word for kind in POLICIES if kind.tree}
     if word in trees:
-        return parse_rule(text.replace(word, trees[word], 1))
+        return parse_policy(text.replace(word, trees[word], 1))
     if word == "chain" and not given:
         return 0
     if word == "siblings" and given.keys() <= {"nodes"}:
@@ -357,19 +357,19 @@ def parse_tree(text: str) -> RuleSpec | int:
     )
 
 
-def share_options(rules: Sequence[RuleSpec], options: Mapping[str, Any]) -> list[RuleSpec]:
-    """Rules with the options that several may have: each goes to those that take it.
+def share_options(policies: Sequence[PolicySpec], options: Mapping[str, Any]) -> list[PolicySpec]:
+    """Policies with the options that several may have: each goes to those that take it.
 
-    ``None`` and False stand for none, and what a rule says itself comes first.
+    ``None`` and False stand for none, and what a policy says itself comes first.
 
     Raises:
-        UsageError: None of the rules takes one of them.
+        UsageError: None of the policies takes one of them.
     """
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     for name in given:
-        if not any(rule.takes(name) for rule in rules):
-            rules[0].require(name)
+        if not any(policy.takes(name) for policy in policies):
+            policies[0].require(name)
     return [
-        rule.with_options({name: value for name, value in given.items() if rule.takes(name)})
-        for rule in rules
+        policy.with_options({name: value for name, value in given.items() if policy.takes(name)})
+        for policy in policies
     ]

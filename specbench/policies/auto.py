@@ -1,4 +1,4 @@
-"""The rule that needs no tuning: one more draft as long as it is likely to pay for its time. See docs/lengths.md."""
+"""``auto``: one more draft as long as it is likely to pay for its time; nothing to tune (docs/draft-policies.md)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
 from specbench.decoding.theory import best_length, expected_tokens_by_position
-from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import Rule, confidence, is_free
-from specbench.lengths.costs import CostSource, MeasuredCosts
+from specbench.policies.acceptance import OnlineLogistic, log_odds
+from specbench.policies.base import ChainPolicy, confidence, is_free
+from specbench.policies.costs import CostSource, MeasuredCosts
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -42,12 +42,12 @@ _PRIOR_STEPS = 3.0
 """The rate expected before anything is known counts as much as so many steps."""
 
 
-class AutoLength(Rule):
+class AutoLength(ChainPolicy):
     """Draft the next token iff the tokens it promises are worth more than the time it takes.
 
-    With R the tokens per second that this rule reaches, P the chance that all drafts so far are accepted, a the chance
-    that a draft is if those before it are, d the time of a drafter's pass and v(n) that of the rest of a step with n
-    tokens to verify, k tokens are followed by another iff for some j ≥ 1
+    With R the tokens per second that this policy reaches, P the chance that all drafts so far are accepted, a the
+    chance that a draft is if those before it are, d the time of a drafter's pass and v(n) that of the rest of a step
+    with n tokens to verify, k tokens are followed by another iff for some j ≥ 1
 
         P·(a + a² + ... + a^j)  >  R·(j·d + v(k+1+j) - v(k+1))
 
@@ -205,7 +205,7 @@ class AutoLength(Rule):
     def _worth(self, k: int, chance: float, pass_s: float) -> bool:
         """Whether drafts behind the ``k`` there are, each accepted with ``chance``, earn more than their time.
 
-        What comes behind the next draft is taken to cost as much as that: the rule is asked again.
+        What comes behind the next draft is taken to cost as much as that: the policy is asked again.
         """
         return self._promise(k, chance, pass_s, chance, pass_s) > 0.0
 

@@ -1,0 +1,24 @@
+"""Draft policies: how many tokens are drafted in a step, and in which shape (docs/draft-policies.md)."""
+
+from specbench.policies.auto import AutoLength
+from specbench.policies.base import FixedLength
+from specbench.policies.build import build_policy
+from specbench.policies.costs import CostSource, check_costs, load_costs, parse_costs, read_costs
+from specbench.policies.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
+from specbench.policies.outcomes import ConfidenceLength, HeuristicLength
+
+__all__ = [
+    "AutoLength",
+    "ConfidenceLength",
+    "CostSource",
+    "EntropyBoundLength",
+    "EntropyGuidedLength",
+    "FixedLength",
+    "HeuristicLength",
+    "SvipLength",
+    "build_policy",
+    "check_costs",
+    "load_costs",
+    "parse_costs",
+    "read_costs",
+]

@@ -1,0 +1,41 @@
+"""From the spec of a draft policy to the policy."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from specbench.decoding.request import DraftPlan
+from specbench.decoding.tree import Siblings
+from specbench.policies.base import ChainPolicy
+from specbench.specs.policies import PolicySpec, parse_policy
+
+
+def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) -> DraftPlan:
+    """Build a draft policy, with the siblings to verify beside its drafts.
+
+    Args:
+        spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``; the ``name`` of a policy is one too.
+        keep: Carry what it learns from one prompt to the next.
+        options: Those of the policy (``specbench.specs.policies``); ``None`` and False leave one at its default, and
+            what the spec says comes first. ``costs`` is what ``read_costs`` or ``parse_costs`` returns.
+
+    Raises:
+        UsageError: There is no such policy, it has no such option, or a value is outside its range.
+    """
+    spec = (parse_policy(spec) if isinstance(spec, str) else spec).with_options(options)
+    taken = dict(spec.options)
+    module, _, name = spec.kind.policy.partition(":")
+    made: Any = getattr(import_module(f"specbench.policies.{module}"), name)
+    verification = taken.pop("verification", None)
+    if spec.kind.tree:
+        return DraftPlan(made(**taken), kept=keep, verification=verification)
+    most = taken.pop("siblings", spec.siblings)
+    policy: ChainPolicy = made(**taken)
+    return DraftPlan(
+        policy,
+        Siblings(most, policy.row_price),
+        usual_siblings=spec.kind.siblings,
+        kept=keep,
+        verification=verification,
+    )
