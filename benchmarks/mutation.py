@@ -397,8 +397,8 @@ MUTANTS = (
     Mutant(
         "the check's reference lacks the model's own settings",
         "check/reference.py:reference_output",
-        '{**settings.context_rules, "repetition_penalty": settings.repetition_penalty}',
-        '{"repetition_penalty": settings.repetition_penalty}',
+        '{**(context_rules or {}), "repetition_penalty": repetition_penalty}',
+        '{"repetition_penalty": repetition_penalty}',
         ("tests/test_model_defaults.py", "-k", "reference"),
     ),
     Mutant(

@@ -24,13 +24,25 @@ import specbench.decoding.verify
 from specbench.backends.torch.parity import find_difference, tie_units
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.chisquare import SIGNIFICANCE, TokenCounts
-from specbench.check.deviation import Columns, clean_rows, deviation, judge_deviations
-from specbench.check.exact import acceptance_of_all, emitted, error_limit, total_variation
-from specbench.check.greedy import Output, Top, check_greedy, compare_outputs, run_greedy, verdict_of
-from specbench.check.invariants import Rules
+from specbench.check.deviation import clean_rows, deviation, judge_deviations, sample_columns
+from specbench.check.exact import (
+    acceptance_by_token,
+    emitted_distribution,
+    error_limit,
+    total_variation,
+)
+from specbench.check.greedy import (
+    GreedyOutput,
+    TopLogits,
+    check_greedy,
+    compare_outputs,
+    run_greedy,
+    verdict_of,
+)
+from specbench.check.invariants import RunRules
 from specbench.check.observe import Decoder, DecodingSetup
-from specbench.check.outputs import GivenOutput, Refused, check_output, misfit, read_outputs
-from specbench.check.reference import ReferenceSettings, reference_output
+from specbench.check.outputs import ExternalOutput, RejectedLine, check_output, find_misfit, read_outputs
+from specbench.check.reference import reference_output
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
 from specbench.check.sampled import SampledTest, check_exact, sample
@@ -81,7 +93,7 @@ def setup_of(kind: str = "model", **changes: Any) -> DecodingSetup:
 
 def result_of(setup: DecodingSetup) -> CheckResult:
     checking = DecodingCheck(setup, [Case("a", PROMPT), Case("b", (3, 3, 6))])
-    checking.steps()
+    checking.check_steps()
     return checking.result()
 
 
@@ -260,14 +272,14 @@ def test_an_ignored_end_token_is_found():
     result = result_of(setup)
     assert violated(result) == {"stop"}
     messages = [violation.message for _, violation in result.violations]
-    assert any("goes on behind the end token at position" in message for message in messages)
-    assert any("ended by length, and should by nothing" in m or "should by eos" in m for m in messages)
+    assert any("continues after the end token at position" in message for message in messages)
+    assert any("was ended by length instead of" in message for message in messages)
 
 
 def test_a_token_too_many_is_found():
     setup = setup_of(decoder=decoder_with(max_new_tokens=NEW + 1))
     result = result_of(setup)
-    assert "goes on behind the limit of 12 tokens" in str(result.violations)
+    assert "continues after the limit of 12 tokens" in str(result.violations)
     assert violated(result) <= {"stop", "draft"}
 
 
@@ -290,7 +302,7 @@ def test_a_stop_string_that_is_missed_is_found():
     assert result_of(sound).verdict == "identical"
     assert len(run_greedy(sound, PROMPT).tokens) <= 5
     result = result_of(replace(sound, decoder=decoder_with(stops=StopRules())))
-    assert "goes on behind a stop string" in str(result.violations)
+    assert "continues after a stop string" in str(result.violations)
 
 
 class Proxy:
@@ -370,7 +382,7 @@ def test_a_dropped_unlikely_draft_is_found():
     setup = setup_of(drafter=Discarding(ScriptedScorer(DRAFT, VOCAB), "discarding"), policy=FixedLength(1))
     result = result_of(setup)
     assert violated(result) == {"chance"}
-    assert "thrown away" in str(result.violations)
+    assert "discarded" in str(result.violations)
     assert not sampled(setup, 0.03).sound  # and the samples show what it does
 
 
@@ -448,7 +460,7 @@ def test_the_right_rule_emits_p(zeros):
         draft = Draft([int(row.argmax()) for row in q], q=None if certain else q)
         for i in range(6):
             closing = specbench.decoding.verify.residual(draft, p, i)
-            found = emitted(draft, i, acceptance_of_all(draft, p, i), closing)
+            found = emitted_distribution(draft, i, acceptance_by_token(draft, p, i), closing)
             assert float(found.sum()) == pytest.approx(1.0)
             assert total_variation(found, p[i]) < 1e-6
 
@@ -458,7 +470,7 @@ def test_without_the_adjustment_it_emits_what_the_formula_says():
     draft = Draft([0], q=q)
     overlap = torch.minimum(p[0], q[0]).double()
     expected = overlap + (1 - overlap.sum()) * p[0].double()
-    found = emitted(draft, 0, acceptance_of_all(draft, p, 0), p[0])
+    found = emitted_distribution(draft, 0, acceptance_by_token(draft, p, 0), p[0])
     assert total_variation(found, expected) < 1e-6
     assert total_variation(found, p[0]) > 0.01
 
@@ -649,11 +661,11 @@ def test_an_output_that_has_ended_is_no_tie():
 
 def test_a_tie_has_to_be_one_in_the_eyes_of_both_runs():
     setup = replace(setup_of(), target=Row((20.0, 19.5, 1.0), torch.bfloat16))  # type: ignore[arg-type]
-    near = Top((1, 0), (20.0, 19.75))
-    far = Top((1, 0), (25.0, 19.0))
-    for second, verdict in ((near, "numerical tie"), (far, "wrong"), (Top((1,), (20.0,)), "wrong")):
-        first = Output((0,), (Top((0, 1), (20.0, 19.5)),))
-        difference = compare_outputs(setup, [2], first, Output((1,), (second,)), torch.bfloat16)
+    near = TopLogits((1, 0), (20.0, 19.75))
+    far = TopLogits((1, 0), (25.0, 19.0))
+    for second, verdict in ((near, "numerical tie"), (far, "wrong"), (TopLogits((1,), (20.0,)), "wrong")):
+        first = GreedyOutput([0], [TopLogits((0, 1), (20.0, 19.5))])
+        difference = compare_outputs(setup, [2], first, GreedyOutput([1], [second]), torch.bfloat16)
         assert verdict_of(difference) == verdict
 
 
@@ -662,9 +674,7 @@ def test_transformers_own_answers_are_ours():
     end = tuple(model.end_ids)
     prompt = [10, 20, 30, 40, 50]
     for penalty, ends in ((1.0, ()), (1.3, end), (1.0, (7, 8, 9, 250))):
-        reference = reference_output(
-            model.model, prompt, ReferenceSettings(24, ends, repetition_penalty=penalty)
-        )
+        reference = reference_output(model.model, prompt, 24, end_ids=ends, repetition_penalty=penalty)
         scorer = Scorer(model.model)
         setup = DecodingSetup(
             target=scorer, drafter=LookupDrafter(), sampling=Greedy(penalty), max_new_tokens=24, end_ids=ends
@@ -674,30 +684,28 @@ def test_transformers_own_answers_are_ours():
         assert result.against_plain is None
         assert result.violations == ()
         assert len(reference.tops) == len(reference.tokens)
-        assert [top.ids[0] for top in reference.tops] == list(reference.tokens)
+        assert [top.ids[0] for top in reference.tops] == reference.tokens
         assert max(result.deviations) < 1e-5
 
 
 def test_transformers_answers_end_where_ours_do():
     model = tiny_language_model(seed=5)
     prompt = [10, 20, 30]
-    whole = reference_output(model.model, prompt, ReferenceSettings(16))
+    whole = reference_output(model.model, prompt, 16)
     assert len(whole.tokens) == 16
     text = model.tokenizer.decode(list(whole.tokens[3:6]))
-    cut = reference_output(
-        model.model, prompt, ReferenceSettings(16, stop=(text,), tokenizer=model.tokenizer)
-    )
+    cut = reference_output(model.model, prompt, 16, stop=(text,), tokenizer=model.tokenizer)
     assert len(cut.tokens) < 16
     assert len(cut.tops) == len(cut.tokens)
-    assert len(reference_output(model.model, prompt, ReferenceSettings(16, context_limit=8)).tokens) == 5
-    assert reference_output(model.model, prompt, ReferenceSettings(16, context_limit=3)).tokens == ()
+    assert len(reference_output(model.model, prompt, 16, context_limit=8).tokens) == 5
+    assert reference_output(model.model, prompt, 16, context_limit=3).tokens == []
 
 
 def test_the_models_generation_settings_stay():
     model = tiny_language_model(seed=5)
     own = model.model.generation_config
     own.temperature = 0.123
-    reference_output(model.model, [1, 2], ReferenceSettings(3))
+    reference_output(model.model, [1, 2], 3)
     assert model.model.generation_config is own
 
 
@@ -727,7 +735,7 @@ def test_clean_rows_are_the_same_in_parts(monkeypatch):
     whole = torch.stack(list(clean_rows(scorer, prompt, output)))
     for count in (1, 7):
         vocab = whole.shape[-1]
-        monkeypatch.setattr(specbench.check.deviation, "_MOST_BYTES", 4 * vocab * count)
+        monkeypatch.setattr(specbench.check.deviation, "_MAX_BYTES", 4 * vocab * count)
         parts = torch.stack(list(clean_rows(scorer, prompt, output)))
         assert parts.shape == whole.shape
         assert torch.allclose(parts, whole, atol=1e-4)
@@ -752,7 +760,7 @@ def test_a_deviation_is_relative_and_knows_no_shift():
 
 def test_at_most_4096_columns_are_kept():
     for vocab in (1, 8, 4096, 4097, 151936):
-        columns = Columns.of(vocab).take(torch.arange(vocab))
+        columns = sample_columns(torch.arange(vocab))
         assert min(vocab, 2048) <= len(columns) <= 4096
         assert columns[-1] >= vocab * 0.99 - 1
 
@@ -779,12 +787,12 @@ def test_deviations_are_judged_against_plain_decoding():
 # --- Outputs of other engines ---------------------------------------------------------------------
 
 
-def greedy_output(tokens: int, setup: DecodingSetup | None = None) -> tuple[int, ...]:
+def greedy_output(tokens: int, setup: DecodingSetup | None = None) -> list[int]:
     return run_greedy(setup or setup_of(max_new_tokens=tokens), PROMPT, plain=True).tokens
 
 
-def given(output: Sequence[int]) -> GivenOutput:
-    return GivenOutput(1, "a", PROMPT, tuple(output))
+def given(output: Sequence[int]) -> ExternalOutput:
+    return ExternalOutput(1, "a", PROMPT, tuple(output))
 
 
 def scripted_target() -> Any:
@@ -803,7 +811,7 @@ def test_the_targets_own_output_is_identical():
 
 
 def test_the_first_token_that_is_not_the_targets_is_named():
-    output = list(greedy_output(9))
+    output = greedy_output(9)
     context = [*PROMPT, *output[:4]]
     row = TARGET(context)
     other = int(row.argsort()[-2])
@@ -839,39 +847,39 @@ def test_two_largest_logits_are_both_the_targets_choice():
 def test_an_output_behind_its_end_is_wrong():
     output = greedy_output(9)
     result = check_output(scripted_target(), given(output), PROMPT, Greedy(), end_ids=[output[3]])
-    assert result.behind_end == output.index(output[3])
+    assert result.after_end == output.index(output[3])
     assert result.verdict == "wrong"
     last = check_output(scripted_target(), given(output[:4]), PROMPT, Greedy(), end_ids=[output[3]])
-    assert last.behind_end is None or output.index(output[3]) < 3
+    assert last.after_end is None or output.index(output[3]) < 3
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "It is not JSON: "),
-        (b"\xff\xfe", "It is not UTF-8."),
-        (b"[1, 2]", "It is not a JSON object."),
-        (b'{"token_ids": [1]}', 'It has no "prompt".'),
-        (b'{"prompt": "a"}', 'It has no "token_ids".'),
-        (b'{"prompt": 5, "token_ids": [1]}', 'Its "prompt" is not a text or a list of token ids.'),
-        (b'{"prompt": " ", "token_ids": [1]}', 'Its "prompt" is empty.'),
-        (b'{"prompt": [], "token_ids": [1]}', 'Its "prompt" is empty.'),
-        (b'{"prompt": "a", "token_ids": []}', 'Its "token_ids" is empty.'),
-        (b'{"prompt": "a", "token_ids": [1, 2.5]}', 'Its "token_ids" is not a list of token ids.'),
-        (b'{"prompt": "a", "token_ids": [true]}', 'Its "token_ids" is not a list of token ids.'),
-        (b'{"prompt": "a", "token_ids": "12"}', 'Its "token_ids" is not a list of token ids.'),
-        (b'{"prompt": "a", "token_ids": [1], "id": [1]}', 'Its "id" is neither'),
-        (b"[" * 100_000, "It is not JSON that can be read."),
-        (b"1" * 10_000, "It is not JSON that can be read."),
+        (b"{", "The line is not JSON: "),
+        (b"\xff\xfe", "The line is not JSON: "),
+        (b"[1, 2]", "The line does not have the format: Expected `object`"),
+        (b'{"token_ids": [1]}', "The line does not have the format: Object missing required field `prompt`."),
+        (b'{"prompt": "a"}', "The line does not have the format: Object missing required field `token_ids`."),
+        (b'{"prompt": 5, "token_ids": [1]}', "The line does not have the format: Expected `str | array`"),
+        (b'{"prompt": " ", "token_ids": [1]}', '"prompt" is empty.'),
+        (b'{"prompt": [], "token_ids": [1]}', '"prompt" is empty.'),
+        (b'{"prompt": "a", "token_ids": []}', '"token_ids" is empty.'),
+        (b'{"prompt": "a", "token_ids": [1, 2.5]}', "The line does not have the format: Expected `int`"),
+        (b'{"prompt": "a", "token_ids": [true]}', "The line does not have the format: Expected `int`"),
+        (b'{"prompt": "a", "token_ids": "12"}', "The line does not have the format: Expected `array`"),
+        (b'{"prompt": "a", "token_ids": [1], "id": [1]}', "The line does not have the format: Expected"),
+        (b"[" * 100_000, "The line "),
+        (b"1" * 10_000, "The line "),
     ],
 )
 def test_bad_lines_are_refused_with_their_number(line, reason):
     good = b'{"prompt": "a", "token_ids": [3]}'
     found = list(read_outputs([good, b"", line, good]))
     assert [each.line for each in found] == [1, 3, 4]
-    assert isinstance(found[1], Refused)
+    assert isinstance(found[1], RejectedLine)
     assert found[1].reason.startswith(reason)
-    assert isinstance(found[2], GivenOutput)
+    assert isinstance(found[2], ExternalOutput)
 
 
 def test_lines_are_read_as_described():
@@ -881,19 +889,19 @@ def test_lines_are_read_as_described():
         b'{"id": 7, "prompt": [1], "token_ids": [3]}',
     ]
     assert list(read_outputs(lines)) == [
-        GivenOutput(1, "x", "a", (3,)),
-        GivenOutput(2, "2", (1, 2), (3, 4)),
-        GivenOutput(3, "7", (1,), (3,)),
+        ExternalOutput(1, "x", "a", (3,)),
+        ExternalOutput(2, "2", (1, 2), (3, 4)),
+        ExternalOutput(3, "7", (1,), (3,)),
     ]
     assert len(list(read_outputs([b"", *lines], limit=2))) == 2
 
 
 def test_what_the_target_cannot_score_is_refused():
-    assert misfit([1], [2, 3], 4, None) is None
-    assert "holds 4, and the target has the tokens 0 to 3" in str(misfit([1], [4], 4, None))
-    assert '"prompt" holds -1' in str(misfit([-1], [1], 4, None))
-    assert misfit([1, 1], [1, 1], 4, 3) is None  # the last token need not be read
-    assert "have 5 tokens, the target's context holds 3" in str(misfit([1, 1], [1, 1, 1], 4, 3))
+    assert find_misfit([1], [2, 3], 4, None) is None
+    assert "contains 4, but the target has the tokens 0 to 3" in str(find_misfit([1], [4], 4, None))
+    assert '"prompt" contains -1' in str(find_misfit([-1], [1], 4, None))
+    assert find_misfit([1, 1], [1, 1], 4, 3) is None  # the last token need not be read
+    assert "have 5 tokens, more than the target's context (3)" in str(find_misfit([1, 1], [1, 1, 1], 4, 3))
 
 
 # --- The whole ------------------------------------------------------------------------------------
@@ -902,7 +910,7 @@ def test_what_the_target_cannot_score_is_refused():
 def test_a_check_that_breaks_off_keeps_what_it_has():
     checking = DecodingCheck(setup_of(sampling=Greedy()), [Case("a", PROMPT), Case("b", ())])
     with pytest.raises(Exception, match="The prompt is empty"):
-        checking.steps()
+        checking.check_steps()
     result = checking.result(complete=False)
     assert [each.prompt for each in result.greedy] == ["a"]
     assert result.verdict == "identical"
@@ -931,19 +939,21 @@ def test_how_long_a_prompt_took_is_told_behind_the_first():
         checking.announce = lambda *seconds, made=checking, told=told: told.append(
             (*seconds, len(made.result().greedy))
         )
-        checking.steps()
+        checking.check_steps()
         ((seconds, plainly_s, done),) = told
         assert 0 < plainly_s < seconds
         assert done == 1
 
 
 def test_rules_end_outputs_as_the_loop_does():
-    rules = Rules(prompt=3, sampling=Greedy(), max_new_tokens=5, end_ids=frozenset({9}), context_limit=7)
+    setup = setup_of(max_new_tokens=5, end_ids=(9,))
+    setup.target.context_limit = 7
+    rules = RunRules(setup, [1, 2, 3], greedy=True)
     assert rules.finish_reason([1]) is None
     assert rules.finish_reason([1, 9]) == "eos"
     assert rules.finish_reason([1, 1, 1, 1]) == "context-limit"
     assert rules.finish_reason([1] * 5) == "length"
-    assert rules.went_on([1, 9, 1]) == "the end token at position 1 of the output"
-    assert rules.went_on([1] * 5) == "the target's context of 7 tokens"
-    assert rules.went_on([1] * 6) == "the limit of 5 tokens"
-    assert rules.went_on([1, 9]) is None
+    assert rules.overrun([1, 9, 1]) == "the end token at position 1 of the output"
+    assert rules.overrun([1] * 5) == "the target's context of 7 tokens"
+    assert rules.overrun([1] * 6) == "the limit of 5 tokens"
+    assert rules.overrun([1, 9]) is None

@@ -62,7 +62,7 @@ def setup_of(
 
 def result_of(setup: DecodingSetup) -> CheckResult:
     checking = DecodingCheck(setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS)])
-    checking.steps()
+    checking.check_steps()
     return checking.result()
 
 

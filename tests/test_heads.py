@@ -841,7 +841,7 @@ class Flattering(HeadDrafter):
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         checking = DecodingCheck(check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))])
-        checking.steps()
+        checking.check_steps()
         result = checking.result()
         assert (result.violations == []) == sound
 

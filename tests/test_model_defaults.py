@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specbench.base.errors import UsageError
 from specbench.check.observe import DecodingSetup
-from specbench.check.reference import ReferenceSettings, reference_output
+from specbench.check.reference import reference_output
 from specbench.check.sampled import check_exact
 from specbench.cli import run
 from specbench.decoding.model_defaults import ModelDefaults
@@ -130,8 +130,10 @@ def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_
             result = speculative_generate(PROMPT, target, load_drafter(drafter, target), max_new_tokens=NEW)
             assert list(result.token_ids) == expected
         forced = {"forced_eos_token_id": 3}
-        asked = ReferenceSettings(NEW, (3,), context_rules=forced, context_limit=context)
-        assert list(reference_output(model, PROMPT, asked).tokens) == expected
+        reference = reference_output(
+            model, PROMPT, NEW, end_ids=(3,), context_rules=forced, context_limit=context
+        )
+        assert reference.tokens == expected
 
 
 def test_siblings_are_left_out():
@@ -188,13 +190,15 @@ def test_sampled_outputs_are_exact(drafter):
 def test_the_checks_reference_has_them_too(name):
     model = model_with(SETTINGS[name])
     known = wrap_model(model, None)
-    settings = ReferenceSettings(
+    reference = reference_output(
+        model,
+        PROMPT,
         NEW,
-        known.end_ids,
+        end_ids=known.end_ids,
         repetition_penalty=known.defaults.applied.get("repetition_penalty", 1.0),
         context_rules=known.defaults.applied,
     )
-    assert list(reference_output(model, PROMPT, settings).tokens) == answer(model, PROMPT)
+    assert reference.tokens == answer(model, PROMPT)
 
 
 # -- what is told, and what is refused -------------------------------------------------------------

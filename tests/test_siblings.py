@@ -276,7 +276,7 @@ def checked(siblings: int = 8) -> CheckResult:
         max_new_tokens=40,
     )
     checking = DecodingCheck(setup, [Case("a", PROMPT)])
-    checking.steps()
+    checking.check_steps()
     return checking.result()
 
 

@@ -1,6 +1,6 @@
-"""Is a configuration lossless? Greedy outputs, sampled distributions, and what must hold in every step.
+"""Check that a configuration is lossless: greedy outputs, sampled distributions, and invariants of every step.
 
-``docs/check.md`` says what is checked and what the verdicts mean. The parts: ``observe`` runs the decoding loop and
-keeps what it did; ``invariants``, ``exact``, ``deviation`` and ``chisquare`` judge that, and know nothing of running;
-``greedy``, ``sampled`` and ``outputs`` put both together; ``results`` holds what comes out and ``render`` shows it.
+``docs/check.md`` says what is checked and what the verdicts mean. ``observe`` runs the decoding loop and records what
+it does; ``invariants``, ``exact``, ``deviation`` and ``chisquare`` judge records and run nothing; ``greedy``,
+``sampled`` and ``outputs`` combine both; ``results`` holds the findings and ``render`` shows them.
 """

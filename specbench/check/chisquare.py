@@ -1,4 +1,4 @@
-"""A χ² test of sampled tokens against the target's own probabilities, and what it can miss. No models, no torch."""
+"""A χ² test of sampled tokens against the target's own probabilities, and its power. No models, no torch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
 SIGNIFICANCE = 0.001
-"""A lossless configuration fails the test once in a thousand checks."""
+"""Probability that a lossless configuration fails the test."""
 
 POWER = 0.95
 """Probability of finding a bias of the stated size."""
 
-_LEAST_VARIANCE = 10.0
-"""Of a group's count; groups with less are merged, because their counts are not close enough to normal."""
+_MIN_VARIANCE = 10.0
+"""Groups whose count has a smaller variance are merged: it is not close enough to normal."""
 
 
 class TokenCounts:
-    """Sampled tokens by group, and how many of them the target's probabilities predict.
+    """Counts of sampled tokens by group, with the counts that the target's probabilities predict.
 
     Given the tokens before it, a sampled token falls into group g with the target's probability s_g, independently of
     the earlier ones. So observed minus expected counts are a sum of differences with mean 0 and covariance diag(s) -
-    s·sᵀ each, and their squared length in units of the summed covariance follows χ². Contexts may all differ.
+    s·sᵀ each, and their squared length in units of the summed covariance follows χ². All contexts may differ.
 
     Args:
-        groups: How many groups there are.
+        groups: Number of groups.
 
     Attributes:
         tokens: Tokens counted.
-        impossible: How many of them had probability 0.
+        impossible: Those with probability 0.
     """
 
     def __init__(self, groups: int) -> None:
@@ -46,7 +46,7 @@ class TokenCounts:
 
         Args:
             shares: The target's probability of each group.
-            group: The token's own; ``None`` for a token that has probability 0.
+            group: The token's group; ``None`` for a token with probability 0.
         """
         expected = np.asarray(shares, dtype=np.float64)
         self.tokens += 1
@@ -58,8 +58,8 @@ class TokenCounts:
         self._covariance += np.diag(expected) - np.outer(expected, expected)
 
     def test(self) -> tuple[int, float]:
-        """Degrees of freedom and p-value; (0, 1) where there is too little to test."""
-        excess, covariance = self._merged()
+        """Return degrees of freedom and p-value; (0, 1) for too few tokens."""
+        excess, covariance = self._merge_groups()
         freedom = _rank(covariance)
         if self.impossible:
             return freedom, 0.0
@@ -70,28 +70,30 @@ class TokenCounts:
 
     @property
     def observed_bias(self) -> float:
-        """Share of the tokens that are in another group than expected; noise is part of it."""
+        """Share of the tokens in another group than expected, noise included."""
         return float(np.abs(self._excess).sum()) / 2 / max(1, self.tokens)
 
     @property
     def smallest_bias(self) -> float | None:
-        """The smallest share of tokens in a wrong group that the test finds with 95% power; ``None`` if it finds none.
+        """The smallest share of tokens in a wrong group that the test finds with 95% power; ``None`` if none.
 
         A shift d of the groups' mean shares makes the statistic noncentral χ² with noncentrality λ = n²·dᵀV⁻¹d. Of all
         shifts with total variation b the hardest to find has λ = (2·b·n)² / max sᵀVs, over all signs s: the dual norm.
         """
-        covariance = self._merged()[1]
+        covariance = self._merge_groups()[1]
         freedom = _rank(covariance)
         if freedom == 0:
             return None
         signs = itertools.product((-1.0, 1.0), repeat=len(covariance))
         widest = max(float(np.array(s) @ covariance @ np.array(s)) for s in signs)
-        return min(1.0, math.sqrt(_noncentrality(freedom) * widest) / 2 / self.tokens)
+        threshold = chi2.isf(SIGNIFICANCE, freedom)
+        noncentrality = float(brentq(lambda nc: ncx2.sf(threshold, freedom, nc) - POWER, 1e-3, 1e4))
+        return min(1.0, math.sqrt(noncentrality * widest) / 2 / self.tokens)
 
-    def _merged(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Excess and covariance, where groups with too small a variance are merged with the next larger one."""
+    def _merge_groups(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return excess and covariance, with groups of too small a variance merged into the next larger one."""
         excess, covariance = self._excess, self._covariance
-        while len(excess) > 1 and float(np.diag(covariance).min()) < _LEAST_VARIANCE:
+        while len(excess) > 1 and float(np.diag(covariance).min()) < _MIN_VARIANCE:
             first, second, *others = np.argsort(np.diag(covariance)).tolist()
             kept = np.eye(len(excess))[others]
             merging = np.vstack([kept, np.eye(len(excess))[[first, second]].sum(axis=0)])
@@ -101,9 +103,3 @@ class TokenCounts:
 
 def _rank(covariance: NDArray[np.float64]) -> int:
     return int(np.linalg.matrix_rank(covariance, tol=1e-9 * max(1.0, covariance.max()), hermitian=True))
-
-
-def _noncentrality(freedom: int) -> float:
-    """With which the test finds what is wrong with ``POWER``."""
-    threshold = chi2.isf(SIGNIFICANCE, freedom)
-    return float(brentq(lambda nc: ncx2.sf(threshold, freedom, nc) - POWER, 1e-3, 1e4))

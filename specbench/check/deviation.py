@@ -1,8 +1,8 @@
-"""Do the passes of a run compute what one pass over the whole text computes? The answer up to rounding, row by row.
+"""Compare the logits of a run with those of one clean forward pass over the whole text, row by row.
 
-A row's *deviation* is the root mean square of the differences of its logits from those of the clean pass, less their
-mean (a shift of all logits changes no probability), over the standard deviation of the clean row. Rounding leaves some
-2% in bfloat16 and some 2e-6 in float32; a cache that holds one wrong token, tens of per cent (docs/check.md).
+A row's *deviation* is the root mean square of the differences of its logits from the clean ones, less their mean (a
+shift of all logits changes no probability), over the standard deviation of the clean row. Rounding causes some 2% in
+bfloat16 and some 2e-6 in float32; one wrong token in a cache causes tens of per cent (docs/check.md).
 """
 
 from __future__ import annotations
@@ -16,52 +16,42 @@ import torch
 from specbench.backends.torch.parity import epsilon, tie_units
 from specbench.backends.torch.scorer import Scorer
 
-_MOST_COLUMNS = 4096
-_MOST_BYTES = 256 << 20
+_MAX_COLUMNS = 4096
+_MAX_BYTES = 256 << 20
 
-_LARGER = 4.0
-"""A row may deviate as much as the worst row of plain decoding, times this."""
+_LARGEST_FACTOR = 4.0
+"""Limit of a row's deviation, as a multiple of plain decoding's largest."""
 
-_TYPICALLY_LARGER = 1.5
-"""The median of all rows may be that of plain decoding, times this: what is a little wrong everywhere shows here."""
+_MEDIAN_FACTOR = 1.5
+"""Limit of the median deviation, as a multiple of plain decoding's: it shows small errors everywhere."""
 
-_PLAIN_MOST = 8.0
-"""Plain decoding itself may deviate by what its dtype makes usual, times this."""
+_PLAIN_FACTOR = 8.0
+"""Limit of plain decoding's own deviation, as a multiple of what is usual in its dtype."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Which tokens' logits are compared: at most 4096, evenly spread over the vocabulary."""
-
-    step: int
-
-    @classmethod
-    def of(cls, vocab_size: int) -> Columns:
-        return cls(max(1, -(-vocab_size // _MOST_COLUMNS)))
-
-    def take(self, row: torch.Tensor) -> torch.Tensor:
-        """Of one row [vocab]: float32 [columns], not a view."""
-        return row[:: self.step].float().clone()
+def sample_columns(row: torch.Tensor) -> torch.Tensor:
+    """Return a copy of at most 4096 logits of a row, evenly spread over the vocabulary: float32 [columns]."""
+    return row[:: max(1, -(-len(row) // _MAX_COLUMNS))].float().clone()
 
 
 def clean_rows(scorer: Scorer, prompt: Sequence[int], output: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Logits before every token of an output, [vocab] each, from an empty cache and with nothing rolled back.
+    """Yield the logits before every token of an output, [vocab] each, from an empty cache and without rollback.
 
-    One pass over prompt and output; an output whose rows would take more than 256 MB goes on in further passes on top.
+    One forward over prompt and output; more for an output whose rows would take more than 256 MB.
     """
     context = [*prompt, *output]
-    most = max(1, _MOST_BYTES // (4 * (scorer.vocab_size or scorer.embeddings)))
+    limit = max(1, _MAX_BYTES // (4 * (scorer.vocab_size or scorer.embeddings)))
     scorer.begin()
-    for at in range(0, len(output), most):
-        rows = min(most, len(output) - at)
-        read = len(prompt) + at + rows - 1
-        yield from scorer.logits(context[:read], rows=rows)
-        scorer.rollback(read)  # of nothing: caches that forget want it between passes
+    for at in range(0, len(output), limit):
+        rows = min(limit, len(output) - at)
+        length = len(prompt) + at + rows - 1
+        yield from scorer.logits(context[:length], rows=rows)
+        scorer.rollback(length)  # removes nothing, but caches that evict need it between forwards
     scorer.begin()
 
 
 def deviation(row: torch.Tensor, clean: torch.Tensor) -> float:
-    """How far a row is from the clean one; both float32 [columns]. Infinite where only one of them is finite."""
+    """Return the deviation of a row from the clean one, float32 [columns] each; infinite if only one is finite."""
     finite = row.isfinite() & clean.isfinite()
     if bool((finite != (row.isfinite() | clean.isfinite())).any()) or not bool(finite.any()):
         return float("inf")
@@ -73,15 +63,13 @@ def deviation(row: torch.Tensor, clean: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class DeviationResult:
-    """What came of it.
+    """The deviations of all rows, and their limits.
 
     Attributes:
-        rows: Rows of speculative decoding that were compared.
+        rows: Rows of speculative decoding.
         median, largest: Of their deviations.
-        plain_median, plain_largest: The same of plain decoding.
-        limit: What a row may deviate.
-        median_limit: What the median may be.
-        plain_limit: What a row of plain decoding may deviate.
+        plain_median, plain_largest: The same for plain decoding.
+        limit, median_limit, plain_limit: The largest allowed ``largest``, ``median`` and ``plain_largest``.
     """
 
     rows: int
@@ -105,24 +93,24 @@ class DeviationResult:
 def judge_deviations(
     speculative: Sequence[float], plain: Sequence[float], dtype: torch.dtype
 ) -> DeviationResult | None:
-    """Hold the deviations of speculative passes against those of plain ones; ``None`` if there are none.
+    """Compare the deviations of speculative and plain decoding; ``None`` if there are none.
 
     Args:
         speculative, plain: Of all rows of all runs.
-        dtype: Of the logits. Where plain decoding happens to be exact, half of ``tie_units`` times its epsilon counts
-            as usual.
+        dtype: Of the logits. Limits are at least half of its ``tie_units`` times its epsilon, because plain decoding
+            may happen to be exact.
     """
     if not speculative or not plain:
         return None
     usual = tie_units(dtype) / 2 * epsilon(dtype)
-    worst, median = max(plain), statistics.median(plain)
+    largest, median = max(plain), statistics.median(plain)
     return DeviationResult(
         rows=len(speculative),
         median=statistics.median(speculative),
         largest=max(speculative),
         plain_median=median,
-        plain_largest=worst,
-        limit=max(_LARGER * worst, usual),
-        median_limit=max(_TYPICALLY_LARGER * median, usual),
-        plain_limit=_PLAIN_MOST * usual,
+        plain_largest=largest,
+        limit=max(_LARGEST_FACTOR * largest, usual),
+        median_limit=max(_MEDIAN_FACTOR * median, usual),
+        plain_limit=_PLAIN_FACTOR * usual,
     )

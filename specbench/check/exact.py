@@ -1,21 +1,21 @@
-"""The distribution that a step emits, computed from what the step itself used. Pure functions on tensors.
+"""Compute the distribution that a step emits from the step's own quantities. Pure functions on tensors.
 
 At draft position i a step emits token x with probability
 
     e(x) = q(x)·a(x) + (1 - Σ_y q(y)·a(y))·c(x)
 
-where q is what the draft was drawn from, a(x) the chance that x would have been accepted, and c the distribution that
-the corrected token is drawn from. With a = min(1, p/q) and c = norm(max(0, p - q)) this is p (Leviathan et al. 2023,
-A.1). The formula holds whatever a and c are, so it shows what a wrong rule really emits.
+where q is the distribution of the drafted token, a(x) the acceptance probability of x, and c the distribution of the
+correction token. With a = min(1, p/q) and c = norm(max(0, p - q)) this is p (Leviathan et al. 2023, A.1). The formula
+holds for any a and c, so it shows what a wrong implementation really emits.
 
-Of trees, and of ways to verify that look at several drafts together, there is no such formula. For them every outcome
-is gone through: all that may be drawn and all that may be tested, in a tree of three drafts over three tokens.
+For trees, and for verification methods that look at several drafted tokens together, there is no such formula: every
+outcome of drawing and testing is enumerated instead, in a tree of three nodes over three tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,20 +25,20 @@ from specbench.decoding.sampling import Multinomial, Randomness
 from specbench.decoding.verify import Verification, acceptance_probabilities
 
 ENUMERATION_LIMIT = 1e-6
-"""Total variation from p that rounding may leave where every outcome was gone through."""
+"""Total variation from p that rounding may cause in an enumeration."""
 
-_FEW = 3
-"""Tokens that a vocabulary is cut down to."""
+_FEW_TOKENS = 3
+"""Size of the reduced vocabulary of an enumeration."""
 
 _LARGEST_ERROR = 1e-5
 _LARGEST_DRIFT = 1e-4
 
 
-def acceptance_of_all(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
-    """The chance of acceptance of every token at position i, float64 [vocab], by the decoding loop's own function.
+def acceptance_by_token(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
+    """Return the acceptance probability of every token at position i, float64 [vocab], by the loop's own function.
 
     Args:
-        draft: The step's proposal; without ``q`` every token but the drafted one is impossible and gets 0.
+        draft: The step's draft; without ``q`` every token but the drafted one gets 0.
         p: The target's distributions, float32 [> i, vocab].
         i: Position in the draft.
     """
@@ -53,41 +53,39 @@ def acceptance_of_all(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
     return acceptance_probabilities(every, p[i].expand(vocab, vocab)).double()
 
 
-def emitted(draft: Draft, i: int, acceptance: torch.Tensor, closing: torch.Tensor) -> torch.Tensor:
-    """The distribution of the token at position i, given that the drafts before it were accepted: float64 [vocab].
+def emitted_distribution(
+    draft: Draft, i: int, acceptance: torch.Tensor, closing: torch.Tensor
+) -> torch.Tensor:
+    """Return the distribution of the token at position i, given that those before it were accepted: float64 [vocab].
 
     Args:
-        draft: The step's proposal.
+        draft: The step's draft.
         i: Position in the draft.
-        acceptance: Chance of acceptance of every token, float64 [vocab].
-        closing: What the corrected token is drawn from, [vocab], not necessarily of sum 1.
+        acceptance: Acceptance probability of every token, float64 [vocab].
+        closing: The correction token's distribution, [vocab], not necessarily of sum 1.
     """
-    kept = _drafted(draft, i, acceptance) * acceptance
-    closing = closing.double()
-    return kept + (1.0 - kept.sum()) * closing / closing.sum()
-
-
-def _drafted(draft: Draft, i: int, like: torch.Tensor) -> torch.Tensor:
-    """What draft i was drawn from, float64 [vocab], of sum 1."""
     if draft.q is not None:
         q = draft.q[i].double()
-        return q / q.sum()
-    certain = torch.zeros_like(like)
-    certain[draft.tokens[i]] = 1.0
-    return certain
+        q = q / q.sum()
+    else:
+        q = torch.zeros_like(acceptance)
+        q[draft.tokens[i]] = 1.0
+    accepted = q * acceptance
+    closing = closing.double()
+    return accepted + (1.0 - accepted.sum()) * closing / closing.sum()
 
 
 def total_variation(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Half the sum of absolute differences of two distributions, [vocab] each, normalized here; 1 if one is none."""
+    """Return the total variation of two distributions, [vocab] each, normalized here; 1 if one has no mass."""
     first, second = first.double(), second.double()
     distance = float((first / first.sum() - second / second.sum()).abs().sum() / 2)
     return 1.0 if math.isnan(distance) else distance
 
 
 def error_limit(draft: Draft, p: torch.Tensor, i: int) -> float:
-    """Total variation from p that rounding may leave at position i: 1e-5, and what p and q are off one in sum.
+    """Return the total variation that rounding may cause at position i: 1e-5 plus the errors of the sums of p and q.
 
-    A float32 softmax over 150,000 tokens sums to one only within some 1.5e-5 on a CPU. More than 1e-4 is not forgiven.
+    A float32 softmax over 150,000 tokens sums to one only within some 1.5e-5 on a CPU. At most 1e-4 is allowed for it.
     """
     sums = [p[i].double().sum()]
     if draft.q is not None and i < len(draft.q):
@@ -96,34 +94,36 @@ def error_limit(draft: Draft, p: torch.Tensor, i: int) -> float:
     return _LARGEST_ERROR + min(drift, _LARGEST_DRIFT)
 
 
-# -- every outcome ---------------------------------------------------------------------------------
+# -- enumeration -----------------------------------------------------------------------------------
 
 
-def few_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
-    """Some of the most probable tokens of two distributions, [vocab] each; one of either at least."""
-    ranked = [int(p.argmax()), int(q.argmax()), *(p + q).topk(min(_FEW, len(p))).indices.tolist()]
-    return list(dict.fromkeys(ranked))[:_FEW]
+def likely_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
+    """Return three of the most probable tokens of two distributions, [vocab] each; the best of each included."""
+    ranked = [int(p.argmax()), int(q.argmax()), *(p + q).topk(min(_FEW_TOKENS, len(p))).indices.tolist()]
+    return list(dict.fromkeys(ranked))[:_FEW_TOKENS]
 
 
 def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tensor) -> float:
-    """Total variation of the first two tokens from the target's, when all is drawn and tested in every way.
+    """Return the total variation of the first two emitted tokens from the target's, over all outcomes.
 
-    Two drafts stand behind the context and one behind the first of them; of a way to verify that takes no trees one
-    behind the other. Where a step emits one token, the second comes from the target.
+    The draft has two nodes after the context and one after the first of them; for a method without trees it is a chain
+    of two. Where a step emits one token, the second comes from the target.
 
     Args:
-        verification: Draws the drafts and decides.
-        p: The target's distributions behind the context, and behind every first token, [2, tokens].
+        verification: Draws the nodes and decides.
+        p: The target's distributions after the context, and after every first token, [2, tokens].
         q: The drafter's.
     """
     found = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
     logits = p.log()
     sampling = Multinomial()
     p = sampling.probabilities(logits, ()).double()
-    for random in _every_way():
+    outcomes: list[int] | None = []
+    while outcomes is not None:
+        random = _ScriptedRandomness(outcomes)
         tree = GrowingTree()
-        beside = 2 if verification.takes_trees else 1
-        tree.add(-1, verification.drawing(Scores(q[0], normalized=True), beside, random))
+        width = 2 if verification.takes_trees else 1
+        tree.add(-1, verification.drawing(Scores(q[0], normalized=True), width, random))
         tree.add(0, verification.drawing(Scores(q[1], normalized=True), 1, random))
         draft: Draft = tree
         if not verification.takes_trees:
@@ -134,29 +134,21 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
             found[tokens[0], tokens[1]] += random.weight
         else:
             found[tokens[0]] += random.weight * p[1] / p[1].sum()
+        outcomes = random.next()
     return total_variation(found.flatten(), torch.outer(p[0], p[1]).flatten())
 
 
-def _every_way() -> Iterator[_Prescribed]:
-    """Random events in all ways in which they can happen, one way after the other."""
-    outcomes: list[int] | None = []
-    while outcomes is not None:
-        random = _Prescribed(outcomes)
-        yield random
-        outcomes = random.next()
-
-
-class _Prescribed(Randomness):
-    """Takes prescribed outcomes, the first possible one behind these, and keeps the chance of having taken them.
+class _ScriptedRandomness(Randomness):
+    """Randomness with given outcomes, then the first possible ones, whose probability is its ``weight``.
 
     Args:
-        outcomes: By event, which of the possible ones.
+        outcomes: By event, the index among the possible ones.
     """
 
     def __init__(self, outcomes: Sequence[int]) -> None:
         super().__init__(0)
         self._outcomes = list(outcomes)
-        self._possible: list[int] = []  # by event, how many outcomes it could have
+        self._possible: list[int] = []  # number of possible outcomes, by event
         self.weight = 1.0
 
     def draw(self, probabilities: torch.Tensor) -> int:
@@ -176,7 +168,7 @@ class _Prescribed(Randomness):
         self._possible.append(len(possible))
         if event == len(self._outcomes):
             self._outcomes.append(0)
-        if not possible:  # drawn from nothing: what comes of it has no share in the distribution
+        if not possible:  # drawn from no mass
             self.weight = 0.0
             return 0
         outcome = possible[self._outcomes[event]]
@@ -184,7 +176,7 @@ class _Prescribed(Randomness):
         return outcome
 
     def next(self) -> list[int] | None:
-        """The outcomes of the next way, the last event's changing first; ``None`` behind the last one."""
+        """Return the next outcomes to enumerate, the last event's changing first; ``None`` after the last."""
         outcomes = self._outcomes[: len(self._possible)]
         while outcomes:
             outcomes[-1] += 1

@@ -1,10 +1,10 @@
-"""Greedy outputs: speculative against plain decoding and against ``transformers``' own ``generate``, token by token."""
+"""Compare greedy outputs of speculative decoding with plain decoding's and ``transformers``', token by token."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -16,31 +16,31 @@ from specbench.backends.torch.parity import (
     tie_units,
     units_below,
 )
-from specbench.check.deviation import Columns, clean_rows, deviation
-from specbench.check.invariants import Rules, Violation, check_observation, check_run
+from specbench.check.deviation import clean_rows, deviation, sample_columns
+from specbench.check.invariants import RunRules, Violation, check_observation, check_run
 from specbench.check.observe import DecodingSetup, Observation, observe
 from specbench.decoding.records import Step
 
 Verdict = Literal["identical", "numerical tie", "wrong"]
 
-_BEST = 16
+_TOP = 16
 
 
 @dataclass(frozen=True)
-class Top:
-    """The largest logits a run saw before a token, after the repetition penalty: ids and values, at most 16."""
+class TopLogits:
+    """The largest logits before a token, after the repetition penalty: ids and values, at most 16."""
 
     ids: tuple[int, ...]
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, scores: torch.Tensor) -> Top:
-        """Of one row, [vocab]."""
-        best = scores.float().topk(min(_BEST, scores.shape[-1]))
+    def from_row(cls, scores: torch.Tensor) -> TopLogits:
+        """Take them from one row, [vocab]."""
+        best = scores.float().topk(min(_TOP, scores.shape[-1]))
         return cls(tuple(best.indices.tolist()), tuple(best.values.tolist()))
 
-    def allows(self, tokens: Sequence[int | None], dtype: torch.dtype) -> bool:
-        """Whether each of the tokens lies within ``tie_units`` of the best one."""
+    def allow_tie(self, tokens: Sequence[int | None], dtype: torch.dtype) -> bool:
+        """Return whether all tokens are within ``tie_units`` of the best one."""
         values = dict(zip(self.ids, self.values, strict=True))
         return all(
             token in values and units_below(values[token], self.values[0], dtype) <= tie_units(dtype)
@@ -48,60 +48,45 @@ class Top:
         )
 
 
-@dataclass(frozen=True)
-class Output:
-    """A greedy output and what its run saw.
+@dataclass
+class GreedyOutput:
+    """A greedy output and the logits of its run; a reference has tokens and tops only.
 
     Attributes:
         tokens: The output.
-        tops: Before every token.
-        columns: A part of the logits before every token, float32 [columns]; empty for a reference.
-        digests: Of the bits of all of them; empty for a reference.
-        violations: Invariants that do not hold.
+        tops: The largest logits before every token.
+        columns: Some of the logits before every token, float32 [columns] each.
+        digests: Of all bits of the logits before every token.
+        clean: The same columns of a clean forward over the output; for plain decoding only.
+        violations: Violated invariants.
         steps, drafted, accepted: Counts of the run.
     """
 
-    tokens: tuple[int, ...]
-    tops: tuple[Top, ...]
-    columns: tuple[torch.Tensor, ...] = ()
-    digests: tuple[bytes, ...] = ()
-    violations: tuple[Violation, ...] = ()
+    tokens: list[int] = field(default_factory=list)
+    tops: list[TopLogits] = field(default_factory=list)
+    columns: list[torch.Tensor] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    clean: list[torch.Tensor] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
-    def top(self, position: int) -> Top | None:
-        """What it saw before a token; ``None`` where it had ended."""
-        return self.tops[position] if position < len(self.tops) else None
-
-
-@dataclass(frozen=True)
-class PlainRun:
-    """Plain decoding of a prompt; any number of configurations with the same target can be held against it.
-
-    Attributes:
-        output: What it gave.
-        clean: Of the logits of a clean pass over that, the same columns, row by row.
-    """
-
-    output: Output
-    clean: tuple[torch.Tensor, ...]
-
 
 @dataclass(frozen=True)
 class GreedyResult:
-    """What came of one prompt.
+    """The result for one prompt.
 
     Attributes:
         prompt: Its id.
         tokens: Length of the speculative output.
         steps, drafted, accepted: Counts of the speculative run.
-        against_plain, against_transformers: The first difference; ``None`` where there is none.
-        compared_with_transformers: Whether there was anything to compare with.
-        violations: Of both runs' invariants; the speculative run's first.
-        deviations, plain_deviations: Of the runs' logits from a clean pass, row by row.
-        bitwise_rows, bitwise_equal: Rows of logits that both runs computed behind the same tokens, and how many of them
-            are the same to the last bit.
+        against_plain, against_transformers: The first difference; ``None`` for none.
+        compared_with_transformers: Whether there was a reference.
+        violations: Of both runs, the speculative one first.
+        deviations, plain_deviations: Of the runs' logits from a clean forward, for each row.
+        bitwise_rows, bitwise_equal: Rows that both runs computed after the same tokens, and those of them that are
+            equal bit for bit.
     """
 
     prompt: str
@@ -120,66 +105,49 @@ class GreedyResult:
 
 
 def verdict_of(difference: Difference | None) -> Verdict:
-    """What a first difference, or none, amounts to."""
+    """Return the verdict on an output, given its first difference."""
     if difference is None:
         return "identical"
     return "numerical tie" if difference.numerical_tie else "wrong"
 
 
-def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = False) -> Output:
-    """Decode greedily and keep what the run saw."""
-    rules = Rules.of(setup, prompt, greedy=True)
-    tokens: list[int] = []
-    tops: list[Top] = []
-    columns: list[torch.Tensor] = []
-    digests: list[bytes] = []
-    violations: list[Violation] = []
-    steps = drafted = accepted = 0
+def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = False) -> GreedyOutput:
+    """Decode a prompt greedily and record the logits."""
+    rules = RunRules(setup, prompt, greedy=True)
+    out = GreedyOutput()
     before: Observation | None = None
     for seen in observe(setup, prompt, greedy=True, plain=plain):
-        violations += check_observation(seen, before, rules)
+        out.violations += check_observation(seen, before, rules)
         if isinstance(seen.record, Step):
-            steps += 1
-            drafted += seen.record.gamma
-            accepted += seen.record.accepted
-        for row, context in _rows(seen):
-            tops.append(Top.of(rules.sampling.scores(row.unsqueeze(0), context)[0]))
-            columns.append(Columns.of(len(row)).take(row))
-            digests.append(_digest(row))
-        tokens += seen.tokens
+            out.steps += 1
+            out.drafted += seen.record.gamma
+            out.accepted += seen.record.accepted
+        for i, row in enumerate(seen.decision_logits):
+            context = [*seen.context, *seen.tokens[:i]]
+            out.tops.append(TopLogits.from_row(rules.sampling.scores(row.unsqueeze(0), context)[0]))
+            out.columns.append(sample_columns(row))
+            out.digests.append(_digest(row))
+        out.tokens += seen.tokens
         before = seen
     reason = None if before is None else before.record.finish_reason
-    violations += check_run(tokens, reason, rules)
-    return Output(
-        tuple(tokens),
-        tuple(tops),
-        tuple(columns),
-        tuple(digests),
-        tuple(violations),
-        steps,
-        drafted,
-        accepted,
-    )
+    out.violations += check_run(out.tokens, reason, rules)
+    return out
 
 
-def _rows(seen: Observation) -> list[tuple[torch.Tensor, list[int]]]:
-    """Logits before every emitted token, with the context they stand behind."""
-    return [(row, [*seen.context, *seen.tokens[:i]]) for i, row in enumerate(seen.deciding)]
-
-
-def run_plain(setup: DecodingSetup, prompt: Sequence[int]) -> PlainRun:
-    """Decode a prompt plainly, and score what came of it in a clean pass."""
+def run_plain(setup: DecodingSetup, prompt: Sequence[int]) -> GreedyOutput:
+    """Decode a prompt plainly, and run a clean forward over the output."""
     output = run_greedy(setup, prompt, plain=True)
-    return PlainRun(output, _clean_columns(setup, prompt, output))
+    output.clean = _clean_columns(setup, prompt, output)
+    return output
 
 
 def check_greedy(
     setup: DecodingSetup,
     name: str,
     prompt: Sequence[int],
-    reference: Output | None,
+    reference: GreedyOutput | None,
     dtype: torch.dtype,
-    plainly: PlainRun | None = None,
+    plain: GreedyOutput | None = None,
 ) -> GreedyResult:
     """Check one prompt.
 
@@ -187,17 +155,15 @@ def check_greedy(
         setup: What decodes.
         name: The prompt's id.
         prompt: Its token ids.
-        reference: What ``reference_output`` gave; ``None`` to leave it out.
+        reference: Result of ``reference_output``; ``None`` for no comparison.
         dtype: Whose rounding explains a tie.
-        plainly: What ``run_plain`` gave with the same target, cache and rules of stopping; ``None`` runs it.
+        plain: Result of ``run_plain`` with the same target, cache and stop rules; ``None`` to run it.
     """
     speculative = run_greedy(setup, prompt)
-    plainly = plainly or run_plain(setup, prompt)
-    plain = plainly.output
-    same_tokens = speculative.tokens == plain.tokens
-    clean = plainly.clean if same_tokens else _clean_columns(setup, prompt, speculative)
-    same = first_difference(speculative.tokens, plain.tokens)
-    shared = len(plain.tokens) if same is None else same + 1  # also the row where they part
+    plain = plain or run_plain(setup, prompt)
+    differs_at = first_difference(speculative.tokens, plain.tokens)
+    clean = plain.clean if differs_at is None else _clean_columns(setup, prompt, speculative)
+    shared = len(plain.tokens) if differs_at is None else differs_at + 1  # the row of the difference included
     bits = list(zip(speculative.digests[:shared], plain.digests[:shared], strict=False))
     return GreedyResult(
         prompt=name,
@@ -211,33 +177,26 @@ def check_greedy(
         else compare_outputs(setup, prompt, speculative, reference, dtype),
         compared_with_transformers=reference is not None,
         violations=(*speculative.violations, *plain.violations),
-        deviations=_deviations(speculative, clean),
-        plain_deviations=_deviations(plain, plainly.clean),
+        deviations=tuple(map(deviation, speculative.columns, clean)),
+        plain_deviations=tuple(map(deviation, plain.columns, plain.clean)),
         bitwise_rows=len(bits),
         bitwise_equal=sum(first == second for first, second in bits),
     )
 
 
-def _clean_columns(setup: DecodingSetup, prompt: Sequence[int], output: Output) -> tuple[torch.Tensor, ...]:
-    rows = clean_rows(setup.target, prompt, output.tokens)
-    return tuple(Columns.of(len(row)).take(row) for row in rows)
-
-
-def _deviations(output: Output, clean: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """Of an output's rows from those of a clean pass."""
-    return tuple(deviation(*pair) for pair in zip(output.columns, clean, strict=False))
+def _clean_columns(setup: DecodingSetup, prompt: Sequence[int], output: GreedyOutput) -> list[torch.Tensor]:
+    return list(map(sample_columns, clean_rows(setup.target, prompt, output.tokens)))
 
 
 def _digest(row: torch.Tensor) -> bytes:
-    return hashlib.blake2b(
-        row.contiguous().view(torch.uint8).cpu().numpy().tobytes(), digest_size=16
-    ).digest()
+    data = row.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def compare_outputs(
-    setup: DecodingSetup, prompt: Sequence[int], first: Output, second: Output, dtype: torch.dtype
+    setup: DecodingSetup, prompt: Sequence[int], first: GreedyOutput, second: GreedyOutput, dtype: torch.dtype
 ) -> Difference | None:
-    """The first difference of two outputs, judged by a clean pass and by what both runs saw there.
+    """Return the first difference of two outputs, judged by a clean forward and by the logits of both runs.
 
     It is a tie only if all three have both tokens within ``tie_units`` of their best logit.
     """
@@ -253,8 +212,8 @@ def compare_outputs(
     )
     scores = setup.transforms(prompt, greedy=True).scores(logits, context)[0]
     difference = difference_at(position, (tokens[0], tokens[1]), scores, dtype)
-    seen = [output.top(position) for output in (first, second)]
-    explained = difference.numerical_tie and all(
-        top is not None and top.allows(tokens, dtype) for top in seen
+    tie = difference.numerical_tie and all(
+        position < len(output.tops) and output.tops[position].allow_tie(tokens, dtype)
+        for output in (first, second)
     )
-    return replace(difference, numerical_tie=explained)
+    return replace(difference, numerical_tie=tie)

@@ -1,17 +1,17 @@
-"""What must hold in every step, whatever the models say. docs/check.md lists it by the same names.
+"""Check the invariants of every step, which hold for all models. docs/check.md lists them by the same names.
 
-Each function takes what was observed and returns complaints, none if all is well. Nothing here runs a model.
+Functions take observations and yield complaints. Nothing here runs a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from specbench.check.observe import DecodingSetup, Drawn, Observation, Proposal, Tested
+from specbench.check.observe import DecodingSetup, DrawEvent, Observation, Proposal
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
 from specbench.decoding.request import DraftPlan
@@ -23,16 +23,16 @@ from specbench.specs.verification import VerificationName
 Invariant = Literal["position", "draft", "pass", "cache", "count", "choice", "chance", "stop"]
 
 _SAME = 1e-6
-"""Float32 numbers between 0 and 1 that were computed in two ways."""
+"""Tolerance for float32 numbers between 0 and 1 that are computed in two ways."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Something that does not hold.
+    """A violated invariant.
 
     Attributes:
         invariant: Its name in docs/check.md.
-        step: Index of the step; ``None`` in the first-target pass, or where the whole run is at fault.
+        step: Index of the step; ``None`` for the prefill or the whole run.
         message: What was found.
     """
 
@@ -41,106 +41,79 @@ class Violation:
     message: str
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a run was told.
+class RunRules:
+    """What a run of ``observe`` has to keep to.
 
     Attributes:
-        prompt: Its length.
-        sampling: The transforms it decoded with.
-        max_new_tokens, end_ids, stop, tokenizer: See ``DecodingSetup``.
-        context_limit: Of the target; ``None`` for no limit.
-        method: How drafts are verified above temperature 0.
+        sampling: The transforms.
+        method: Verification above temperature 0.
+        max_length: Largest length of prompt and output.
     """
 
-    prompt: int
-    sampling: Sampling
-    max_new_tokens: int
-    end_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
-    tokenizer: Any = None
-    context_limit: int | None = None
-    method: VerificationName = "residual"
+    def __init__(self, setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool) -> None:
+        self._setup, self._prompt = setup, len(prompt)
+        self.sampling = setup.transforms(prompt, greedy=greedy)
+        self.method: VerificationName = DraftPlan.of(setup.policy).method(setup.drafter)
+        end, limit = len(prompt) + setup.max_new_tokens, setup.target.context_limit
+        self.max_length = end if limit is None else min(end, limit)
 
-    @classmethod
-    def of(cls, setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool) -> Rules:
-        """Those of a run of ``observe``."""
-        return cls(
-            prompt=len(prompt),
-            sampling=setup.transforms(prompt, greedy=greedy),
-            max_new_tokens=setup.max_new_tokens,
-            end_ids=frozenset(setup.end_ids),
-            stop=setup.stop,
-            tokenizer=setup.tokenizer,
-            context_limit=setup.target.context_limit,
-            method=DraftPlan.of(setup.policy).method(setup.drafter),
-        )
-
-    def tests_a_chain(self, seen: Observation) -> bool:
-        """Whether all drafts of a step were tested at once, each with min(1, p/q)."""
+    def is_chain_test(self, seen: Observation) -> bool:
+        """Return whether a step tests all its drafted tokens in one event, each with min(1, p/q)."""
         return self.method in ("rejection", "residual") and seen.draft.candidates is None
 
-    @property
-    def longest(self) -> int:
-        """The most tokens that prompt and output may have."""
-        end = self.prompt + self.max_new_tokens
-        return end if self.context_limit is None else min(end, self.context_limit)
-
     def finish_reason(self, output: Sequence[int]) -> FinishReason | None:
-        """Why an output ends with its last token; ``None`` if it should go on. Written without ``StopRules``."""
-        if output and output[-1] in self.end_ids:
+        """Return why an output ends with its last token; ``None`` if it should not. Independent of ``StopRules``."""
+        if output and output[-1] in self._setup.end_ids:
             return "eos"
         if self._has_stop_string(output):
             return "stop-string"
-        if len(output) >= self.max_new_tokens:
+        if len(output) >= self._setup.max_new_tokens:
             return "length"
-        full = self.context_limit is not None and self.prompt + len(output) >= self.context_limit
-        return "context-limit" if full else None
+        return "context-limit" if self._prompt + len(output) >= self.max_length else None
 
     def _has_stop_string(self, output: Sequence[int]) -> bool:
-        if not self.stop:
+        stops, tokenizer = self._setup.stop, self._setup.tokenizer
+        if not stops:
             return False
-        text = self.tokenizer.decode(
-            list(output), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        specials = special_tokens(self.tokenizer)
-        return any(stop in text or specials.get(stop) in output for stop in self.stop)
+        text = tokenizer.decode(list(output), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        specials = special_tokens(tokenizer)
+        return any(stop in text or specials.get(stop) in output for stop in stops)
 
-    def went_on(self, output: Sequence[int]) -> str | None:
-        """What an output went on behind; ``None`` if it did not."""
-        at = next((i for i, token in enumerate(output[:-1]) if token in self.end_ids), None)
+    def overrun(self, output: Sequence[int]) -> str | None:
+        """Return what an output continues after; ``None`` if it ends in time."""
+        at = next((i for i, token in enumerate(output[:-1]) if token in self._setup.end_ids), None)
         if at is not None:
             return f"the end token at position {at} of the output"
         if self._has_stop_string(output[:-1]):
             return "a stop string"
-        if len(output) > self.max_new_tokens:
-            return f"the limit of {self.max_new_tokens} tokens"
-        if self.prompt + len(output) > self.longest:
-            return f"the target's context of {self.context_limit} tokens"
+        if len(output) > self._setup.max_new_tokens:
+            return f"the limit of {self._setup.max_new_tokens} tokens"
+        if self._prompt + len(output) > self.max_length:
+            return f"the target's context of {self._setup.target.context_limit} tokens"
         return None
 
 
-def check_observation(seen: Observation, before: Observation | None, rules: Rules) -> list[Violation]:
-    """What does not hold in a record.
+def check_observation(seen: Observation, before: Observation | None, rules: RunRules) -> list[Violation]:
+    """Return the violations in a record.
 
     Args:
-        seen: The record and what happened until it came.
-        before: The one before it, ``None`` if it is the first.
-        rules: What the run was told.
+        seen: The record and what happened before it.
+        before: The previous one; ``None`` for the first.
+        rules: Of the run.
     """
     step = seen.record.index if isinstance(seen.record, Step) else None
-    complaints: list[tuple[Invariant, str]] = [*_positions(seen, before), *_caches(seen, before)]
+    complaints: list[tuple[Invariant, str]] = [*_check_position(seen, before), *_check_caches(seen, before)]
     if isinstance(seen.record, Step):
-        complaints += [*_drafts(seen, rules), *_passes(seen), *_counts(seen.record)]
-    if seen.passes:
-        complaints += _choices(seen, rules) if rules.sampling.greedy else _chances(seen, rules)
+        complaints += [*_check_draft(seen, rules), *_check_forward(seen), *_check_counts(seen.record)]
+    if seen.forwards:
+        complaints += _check_choices(seen, rules) if rules.sampling.greedy else _check_chances(seen, rules)
     return [Violation(invariant, step, message) for invariant, message in complaints]
 
 
 Complaints = Iterator[tuple[Invariant, str]]
 
 
-def _positions(seen: Observation, before: Observation | None) -> Complaints:
+def _check_position(seen: Observation, before: Observation | None) -> Complaints:
     record = seen.record
     if before is None or isinstance(record, Prefill):
         if not (before is None and isinstance(record, Prefill)):
@@ -148,61 +121,59 @@ def _positions(seen: Observation, before: Observation | None) -> Complaints:
         return
     expected = before.record.index + 1 if isinstance(before.record, Step) else 0
     if record.index != expected:
-        yield "position", f"step {record.index} comes where step {expected} should"
+        yield "position", f"its index is {record.index} instead of {expected}"
     if record.position != len(seen.context):
-        yield "position", f"it says it began at {record.position}, the context had {len(seen.context)} tokens"
+        yield "position", f"its position is {record.position}, but the context has {len(seen.context)} tokens"
     if before.record.finish_reason is not None:
-        yield "stop", f"it comes behind the end of the output ({before.record.finish_reason})"
+        yield "stop", f"it comes after the end of the output ({before.record.finish_reason})"
 
 
-def _caches(seen: Observation, before: Observation | None) -> Complaints:
+def _check_caches(seen: Observation, before: Observation | None) -> Complaints:
+    if not seen.forwards:
+        return
     after = len(seen.context) + len(seen.tokens) - 1
-    fed = bool(seen.passes)
-    if seen.target_cache is not None and fed and seen.target_cache != after:
-        yield "cache", f"the target's cache holds {seen.target_cache} tokens, and should hold {after}"
-    for held in seen.drafter_caches:
-        if fed and held > after:
-            yield "cache", f"the drafter's cache holds {held} tokens, and may hold {after} at most"
+    if seen.target_cache is not None and seen.target_cache != after:
+        yield "cache", f"the target's cache has {seen.target_cache} tokens instead of {after}"
+    for cached_len in seen.drafter_caches:
+        if cached_len > after:
+            yield "cache", f"the drafter's cache has {cached_len} tokens, more than {after}"
     if seen.target_cache is None:
         return
-    for each in seen.passes:
-        held = 0 if before is None else before.target_cache or 0
-        if each.cached != held:
-            yield (
-                "cache",
-                f"the target verified on a cache of {each.cached} tokens, of which {held} are verified",
-            )
+    verified = 0 if before is None else before.target_cache or 0
+    for each in seen.forwards:
+        if each.cached_len != verified:
+            yield "cache", f"the target's cache has {each.cached_len} tokens, {verified} of them verified"
 
 
-def _drafts(seen: Observation, rules: Rules) -> Complaints:
+def _check_draft(seen: Observation, rules: RunRules) -> Complaints:
     assert isinstance(seen.record, Step)
     if len(seen.proposals) != 1:
-        yield "draft", f"the drafter was asked {len(seen.proposals)} times"
+        yield "draft", f"the drafter was called {len(seen.proposals)} times"
         return
     proposal = seen.proposals[0]
-    draft, room = proposal.draft, rules.longest - len(seen.context) - 1
+    draft, limit = proposal.draft, rules.max_length - len(seen.context) - 1
     parents = None if draft.parents is None else tuple(draft.parents)
     if (tuple(draft.tokens), parents) != (seen.record.drafted, seen.record.parents):
-        yield "draft", "the record's drafts are not those that were proposed"
-    if (depth := depth_of(len(draft.tokens), parents)) > room:
-        yield "draft", f"{depth} tokens were drafted with room for {room}"
+        yield "draft", "the recorded draft is not the proposed one"
+    if (depth := depth_of(len(draft.tokens), parents)) > limit:
+        yield "draft", f"{depth} tokens were drafted, more than {limit}"
     if draft.q is not None and len(draft.q) != len(draft.tokens):
         yield "draft", f"{len(draft.tokens)} tokens were drafted from {len(draft.q)} distributions"
-    elif (complaint := _unlike_draws(proposal)) is not None:
+    elif (complaint := _compare_draws(proposal)) is not None:
         yield "chance", complaint
 
 
-def _unlike_draws(proposal: Proposal) -> str | None:
-    """Whether the drafts are the draws, in order, and no draw was thrown away: that would change q.
+def _compare_draws(proposal: Proposal) -> str | None:
+    """Check that the draft consists of the draws, in order, and that none was discarded: that would change q.
 
-    A token that is certain in q may have been drawn or not.
+    A token that is certain in q need not have been drawn.
     """
     draft = proposal.draft
-    draws = [event for event in proposal.events if isinstance(event, Drawn)]
+    draws = [event for event in proposal.events if isinstance(event, DrawEvent)]
     if len(draws) != len(proposal.events):
         return "something was tested while drafting"
     if draft.candidates is not None:
-        return _unlike_candidates(draft, draws)
+        return _compare_candidates(draft, draws)
     at = 0
     for i, token in enumerate(draft.tokens):
         q = None if draft.q is None else draft.q[i]
@@ -210,12 +181,12 @@ def _unlike_draws(proposal: Proposal) -> str | None:
         if drawn and q is not None and torch.equal(draws[at].distribution, q):
             at += 1
         elif q is not None and float(q[token]) != float(q.sum()):
-            return f"draft {i} is not what was drawn from its q"
-    return f"{len(draws) - at} drawn tokens were thrown away" if at < len(draws) else None
+            return f"drafted token {i} was not drawn from its q"
+    return f"{len(draws) - at} drawn tokens were discarded" if at < len(draws) else None
 
 
-def _unlike_candidates(draft: Draft, draws: Sequence[Drawn]) -> str | None:
-    """The same of a tree: each candidate that is not certain has a draw of its own, from what was left of its q."""
+def _compare_candidates(draft: Draft, draws: Sequence[DrawEvent]) -> str | None:
+    """Check that each candidate of a tree that is not certain was drawn from what was left of its q."""
     assert draft.candidates is not None
     places = draft.candidates.items()
     drawn = [(node, tokens, q) for node, groups in places for tokens, q in groups if q is not None]
@@ -225,45 +196,45 @@ def _unlike_candidates(draft: Draft, draws: Sequence[Drawn]) -> str | None:
     for node, tokens, q in drawn:
         left = q.double()
         for token in tokens:
-            # Several drafters draw one after the other what stands beside each other.
+            # Several drafters may draw siblings, one after the other.
             fits = (
                 i for i, each in enumerate(unused) if each.token == token and _alike(each.distribution, left)
             )
             at = next(fits, None)
             if at is None:
-                return f"node {draft.child(node, token)} is not what was drawn from its q"
+                return f"node {draft.child(node, token)} was not drawn from its q"
             del unused[at]
             left[token] = 0.0
     return None
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two distributions, [vocab], are the same but for rounding and their sums."""
+    """Return whether two distributions, [vocab], are the same up to rounding and their sums."""
     first, second = first.double(), second.double()
     return float((first / first.sum() - second / second.sum()).abs().max()) < _SAME
 
 
-def _passes(seen: Observation) -> Complaints:
+def _check_forward(seen: Observation) -> Complaints:
     assert isinstance(seen.record, Step)
-    if len(seen.passes) != 1:
-        yield "pass", f"the target was asked {len(seen.passes)} times"
+    if len(seen.forwards) != 1:
+        yield "pass", f"the target ran {len(seen.forwards)} forwards"
         return
-    given = seen.passes[0]
+    given = seen.forwards[0]
     if given.context != seen.context:
-        yield "pass", "the target was not given the context"
+        yield "pass", "the forward is not over the context"
     nodes = len(seen.record.drafted)
     parents = tuple(range(-1, len(given.tokens) - 1)) if given.parents is None else given.parents
     drafted = tuple(range(-1, nodes - 1)) if seen.record.parents is None else seen.record.parents
     if (given.tokens[:nodes], parents[:nodes]) != (seen.record.drafted, drafted):
-        yield "pass", "the target was not given the drafts"
-    beside = zip(parents[nodes:], given.tokens[nodes:], strict=True)
-    if tuple((parent + 1, token) for parent, token in beside) != seen.record.siblings:
-        yield "pass", "the target was not given the siblings"
+        yield "pass", "the forward is not over the draft"
+    siblings = zip(parents[nodes:], given.tokens[nodes:], strict=True)
+    if tuple((parent + 1, token) for parent, token in siblings) != seen.record.siblings:
+        yield "pass", "the forward is not over the siblings"
     if len(given.logits) != seen.record.verified:
         yield "pass", f"{len(given.logits)} rows of logits for {seen.record.verified} tokens to verify"
 
 
-def _counts(step: Step) -> Complaints:
+def _check_counts(step: Step) -> Complaints:
     gamma, accepted = step.gamma, step.accepted
     if not 0 <= accepted <= step.tested <= gamma:
         yield "count", f"{accepted} accepted, {step.tested} tested, {gamma} drafted"
@@ -271,94 +242,88 @@ def _counts(step: Step) -> Complaints:
     if not 0 <= step.gained <= bool(known and step.closing == "corrected"):
         yield "count", f"{len(step.tokens)} tokens for {accepted} accepted, closed by {step.closing}"
     if any(not 0 <= place < gamma or step.drafted[place] == token for place, token in step.siblings):
-        yield "count", "there are siblings of no draft, or the drafts themselves"
+        yield "count", "a sibling has no drafted token, or equals it"
     parents = tuple(range(-1, len(step.drafted) - 1)) if step.parents is None else step.parents
     path = range(min(accepted, gamma)) if step.parents is None else step.path
     if not {*path} <= {*range(len(parents))}:
-        yield "count", "what was kept was not drafted"
+        yield "count", "an accepted node was not drafted"
         return
     if tuple(parents[node] for node in path) != (-1, *path)[:-1]:
-        yield "count", "the accepted drafts do not stand behind each other"
+        yield "count", "the accepted nodes are no path"
     if step.tokens[:accepted] != tuple(step.drafted[node] for node in path[:accepted]):
         yield "count", "the accepted tokens are not the drafted ones"
     if step.closing is None:
         if step.finish_reason not in ("eos", "stop-string"):
-            yield "count", "no closing token, though nothing stopped the step"
+            yield "count", "there is no closing token, but nothing stopped the step"
     elif step.closing != (closing := _closing(step, (-1, *path)[-1] in parents)):
-        yield (
-            "count",
-            f"closed by {step.closing}, though {accepted} of {gamma} drafts were accepted ({closing})",
-        )
+        yield "count", f"closed by {step.closing} instead of {closing}: {accepted} of {gamma} were accepted"
     elif step.tested != accepted + (closing == "corrected"):
         yield "count", f"{step.tested} tested with {accepted} of {gamma} accepted"
     if len(step.expected_acceptance) != step.tested:
-        yield "count", f"{len(step.expected_acceptance)} terms of α for {step.tested} tested drafts"
+        yield "count", f"{len(step.expected_acceptance)} terms of α for {step.tested} tested tokens"
 
 
-def _closing(step: Step, open_end: bool) -> str:
-    """Where the closing token has to come from; ``open_end``: drafts stand behind the last accepted one."""
-    return "corrected" if open_end else "bonus" if step.drafted else "target"
+def _closing(step: Step, has_children: bool) -> str:
+    """Return the kind of the closing token; ``has_children``: whether the last accepted node has drafted children."""
+    return "corrected" if has_children else "bonus" if step.drafted else "target"
 
 
-def _choices(seen: Observation, rules: Rules) -> Complaints:
-    """Greedy: every token has the largest logit of its own row, and nothing was left to chance."""
+def _check_choices(seen: Observation, rules: RunRules) -> Complaints:
+    """Check greedy decoding: every token has the largest logit of its row, and there are no random events."""
     if seen.events or any(proposal.events for proposal in seen.proposals):
         yield "choice", "greedy decoding drew a random number"
-    for i, (token, row) in enumerate(zip(seen.tokens, seen.deciding, strict=False)):
+    for i, (token, row) in enumerate(zip(seen.tokens, seen.decision_logits, strict=False)):
         scores = rules.sampling.scores(row.unsqueeze(0), [*seen.context, *seen.tokens[:i]])[0]
         if float(scores[token]) != float(scores.max()):
             yield (
                 "choice",
-                f"token {i} of the step is {token}, the largest logit is that of {int(scores.argmax())}",
+                f"token {i} of the step is {token}, but {int(scores.argmax())} has the largest logit",
             )
 
 
-def _chances(seen: Observation, rules: Rules) -> Complaints:
-    """Sampling: drafts are tested with min(1, p/q), and what is emitted is what was tested and drawn.
+def _check_chances(seen: Observation, rules: RunRules) -> Complaints:
+    """Check sampling: drafted tokens are tested with min(1, p/q), and emitted tokens were accepted or drawn.
 
-    Of other ways to verify what is emitted is looked at here, and how likely it is in ``specbench.check.exact``.
+    For other verification methods only the emitted tokens are checked here; see ``specbench.check.exact``.
     """
-    if not rules.tests_a_chain(seen):
-        yield from _draw_behind_the_path(seen)
+    if not rules.is_chain_test(seen):
+        yield from _check_last_draw(seen)
         return
     drafted = seen.record.drafted if isinstance(seen.record, Step) else ()
     siblings = seen.record.siblings if isinstance(seen.record, Step) else ()
-    tests = [event for event in seen.events if isinstance(event, Tested)]
-    draws = [event for event in seen.events if isinstance(event, Drawn)]
+    tests, draws = seen.tests, seen.draws
     accepted = tests[0].accepted if tests else 0
     known = bool(draws) and (accepted, draws[0].token) in siblings
     if len(tests) != (len(drafted) > 0) or len(draws) != 1 + known:
-        yield "chance", f"{len(tests)} tests and {len(draws)} draws for {len(drafted)} drafts"
+        yield "chance", f"{len(tests)} tests and {len(draws)} draws for {len(drafted)} drafted tokens"
         return
     if tests:
         test = tests[0]
         if len(test.acceptance) != len(drafted):
-            yield "chance", f"{len(test.acceptance)} drafts were tested of {len(drafted)}"
+            yield "chance", f"{len(test.acceptance)} of {len(drafted)} drafted tokens were tested"
             return
         expected = acceptance_probabilities(seen.draft, target_distributions(seen, rules.sampling))
         off = (test.acceptance - expected.to(test.acceptance.device)).abs()
         if float(off.max()) > _SAME:
             i = int(off.argmax())
-            yield (
-                "chance",
-                f"draft {i} was tested with {float(test.acceptance[i]):.6g}, min(1, p/q) is {float(expected[i]):.6g}",
-            )
+            used, right = float(test.acceptance[i]), float(expected[i])
+            yield "chance", f"drafted token {i} was tested with {used:.6g}, but min(1, p/q) is {right:.6g}"
     emitted = (*drafted[:accepted], *(draw.token for draw in draws))
     if seen.tokens != emitted[: len(seen.tokens)]:
-        yield "chance", "what was emitted is not what was accepted and drawn"
+        yield "chance", "the emitted tokens are not those accepted and drawn"
 
 
-def _draw_behind_the_path(seen: Observation) -> Complaints:
+def _check_last_draw(seen: Observation) -> Complaints:
     last = seen.events[-1] if seen.events else None
-    if not isinstance(last, Drawn):
-        yield "chance", "no token was drawn behind the accepted ones"
+    if not isinstance(last, DrawEvent):
+        yield "chance", "no token was drawn after the accepted ones"
     elif (isinstance(seen.record, Prefill) or seen.record.closing) and seen.tokens[-1:] != (last.token,):
-        yield "chance", "what was emitted is not what was drawn"
+        yield "chance", "the emitted token is not the one drawn"
 
 
 def target_distributions(seen: Observation, sampling: Sampling) -> torch.Tensor:
-    """p of every position of a pass, float32 [rows, vocab], each computed by itself in the context it belongs to."""
-    logits, verified = seen.passes[0].logits, seen.verified
+    """Return p at every position of a forward, float32 [rows, vocab], each computed separately in its own context."""
+    logits, verified = seen.forwards[0].logits, seen.verified
     rows = [
         sampling.probabilities(logits[i : i + 1], [*seen.context, *verified.branch(i - 1)])
         for i in range(len(logits))
@@ -366,18 +331,13 @@ def target_distributions(seen: Observation, sampling: Sampling) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def check_run(output: Sequence[int], finish_reason: str | None, rules: Rules) -> list[Violation]:
-    """What does not hold in a finished run as a whole: where and why it ended."""
+def check_run(output: Sequence[int], finish_reason: str | None, rules: RunRules) -> list[Violation]:
+    """Return the violations of a finished run as a whole: where and why it ended."""
     found = []
-    if (what := rules.went_on(output)) is not None:
-        found.append(Violation("stop", None, f"the output goes on behind {what}"))
+    if (what := rules.overrun(output)) is not None:
+        found.append(Violation("stop", None, f"the output continues after {what}"))
     expected = rules.finish_reason(output)
     if finish_reason != expected:
-        found.append(
-            Violation(
-                "stop",
-                None,
-                f"the output ended by {finish_reason or 'nothing'}, and should by {expected or 'nothing'}",
-            )
-        )
+        reasons = f"{finish_reason or 'nothing'} instead of {expected or 'nothing'}"
+        found.append(Violation("stop", None, f"the output was ended by {reasons}"))
     return found

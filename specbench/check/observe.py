@@ -1,5 +1,6 @@
-"""Drive the decoding loop and keep what it did in every step: what was proposed, fed, drawn and tested, and how long
-the caches were. The loop runs as it always does; the passes it asks for are noted, its drafter and its dice watched.
+"""Run the decoding loop and record what it does in every step: drafts, forwards, random events and cache lengths.
+
+The loop runs as always; its forwards are recorded by the caller, its drafter and its randomness by wrappers.
 """
 
 from __future__ import annotations
@@ -41,21 +42,20 @@ Decoder = Callable[[Request, Stopwatch], Decoding]
 
 @dataclass(frozen=True)
 class DecodingSetup:
-    """What is checked: everything that decides an output, but for the prompt.
+    """Everything that decides an output, except the prompt.
 
     Attributes:
-        target: The model whose output is kept.
-        drafter: What proposes.
-        policy: How much it proposes.
-        sampling: As asked for; greedy runs keep its repetition penalty and the model's own settings only.
+        target: The target.
+        drafter: The drafter.
+        policy: How much it drafts.
+        sampling: The transforms; greedy runs keep only its repetition penalty and the model's own settings.
         max_new_tokens: Longest output.
         end_ids: Tokens that end an output.
-        stop: Texts that do; they need the tokenizer.
+        stop: Stop strings; they need the tokenizer.
         tokenizer: The target's, or ``None``.
-        first_target: See ``decode_steps``.
-        residual_adjustment: See ``decode_steps``.
-        seed: Of every random draw.
-        decoder: The loop; another one in tests of the check itself.
+        first_target, residual_adjustment: See ``Request``.
+        seed: Of sampling.
+        decoder: The loop; tests of the check replace it.
     """
 
     target: Scorer
@@ -71,111 +71,111 @@ class DecodingSetup:
     seed: int = 0
     decoder: Decoder = decode
 
-    @property
-    def greedy(self) -> Sampling:
-        """The transforms of greedy decoding."""
-        return self.sampling.greedily()
-
     def transforms(self, prompt: Sequence[int], *, greedy: bool) -> Sampling:
-        """The transforms of the output of a prompt."""
-        asked = len(prompt) + self.max_new_tokens
-        return (self.greedy if greedy else self.sampling).at(len(prompt), asked, self.end_ids)
+        """Return the transforms for the output of a prompt."""
+        sampling = self.sampling.greedily() if greedy else self.sampling
+        return sampling.at(len(prompt), len(prompt) + self.max_new_tokens, self.end_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A token drawn from a distribution, [vocab], that need not sum to 1."""
+class DrawEvent:
+    """A token drawn from a distribution, [vocab], not necessarily of sum 1."""
 
     distribution: torch.Tensor
     token: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
-    """Drafts tested in order.
+class AcceptanceEvent:
+    """A test of drafted tokens in order.
 
     Attributes:
-        acceptance: The chance each had, float32 [γ].
-        accepted: How many passed before one failed.
-        r: The γ uniform numbers.
-        forced: Whether the outcome was prescribed, to see a place that chance seldom leads to.
+        acceptance: Acceptance probabilities, float32 [γ].
+        accepted: Tokens accepted before the first rejection.
     """
 
     acceptance: torch.Tensor
     accepted: int
-    r: tuple[float, ...]
-    forced: bool
+
+
+Event = DrawEvent | AcceptanceEvent
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A call of the drafter: the context's length, the room it was given, its draft, and what was drawn meanwhile."""
+    """A call of the drafter: its draft, and the random events meanwhile."""
 
-    context: int
-    room: int
     draft: Draft
-    events: tuple[Drawn | Tested, ...]
+    events: tuple[Event, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class MadePass:
-    """A target pass.
+class TargetForward:
+    """A forward of the target.
 
     Attributes:
-        context, tokens, parents: What was asked for, see ``Pass``.
-        cached: Length of the target's cache before it.
+        context, tokens, parents: See ``Pass``.
+        cached_len: Length of the target's cache before it.
         logits: [rows, vocab].
     """
 
     context: tuple[int, ...]
     tokens: tuple[int, ...]
     parents: tuple[int, ...] | None
-    cached: int
+    cached_len: int
     logits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One record of the loop and what happened until it came.
+    """One record of the loop and what happened since the one before.
 
     Attributes:
         record: ``Prefill`` or ``Step``.
         context: Prompt and output before it.
-        proposals, passes: Calls of the drafter and of the target.
-        events: Random events that were not the drafter's.
-        target_cache: Length of the target's cache when the record came; ``None`` if it keeps no cache.
-        drafter_caches: The same of each model that drafts.
+        proposals, forwards: Calls of the drafter and of the target.
+        events: Random events outside the drafter.
+        target_cache: Length of the target's cache at the record; ``None`` without a cache.
+        drafter_caches: The same for each drafting model.
     """
 
     record: Prefill | Step
     context: tuple[int, ...]
     proposals: tuple[Proposal, ...]
-    passes: tuple[MadePass, ...]
-    events: tuple[Drawn | Tested, ...]
+    forwards: tuple[TargetForward, ...]
+    events: tuple[Event, ...]
     target_cache: int | None
     drafter_caches: tuple[int, ...]
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What was emitted."""
+        """Emitted tokens."""
         if isinstance(self.record, Step):
             return self.record.tokens
         return () if self.record.token is None else (self.record.token,)
 
     @property
     def draft(self) -> Draft:
-        """What was proposed; nothing in the first-target pass."""
+        """The draft; empty in the prefill."""
         return self.proposals[0].draft if self.proposals else Draft()
 
     @property
     def verified(self) -> Draft:
-        """What the target's last pass was given behind the context."""
-        return Draft(list(self.passes[-1].tokens), parents=self.passes[-1].parents)
+        """The tokens that the target's last forward verified."""
+        return Draft(list(self.forwards[-1].tokens), parents=self.forwards[-1].parents)
+
+    @property
+    def draws(self) -> list[DrawEvent]:
+        return [event for event in self.events if isinstance(event, DrawEvent)]
+
+    @property
+    def tests(self) -> list[AcceptanceEvent]:
+        return [event for event in self.events if isinstance(event, AcceptanceEvent)]
 
     @property
     def nodes(self) -> list[int]:
-        """The node that each emitted token follows, -1 for the context, as far as the target's pass has rows."""
-        if not self.passes or not self.tokens:
+        """The node that each emitted token follows, -1 for the context, as far as the target's forward has rows."""
+        if not self.forwards or not self.tokens:
             return []
         verified, nodes = self.verified, [-1]
         for token in self.tokens[:-1]:
@@ -186,9 +186,9 @@ class Observation:
         return nodes
 
     @property
-    def deciding(self) -> list[torch.Tensor]:
-        """The logits before every emitted token, [vocab] each, as far as the target's pass has them."""
-        return [self.passes[-1].logits[node + 1] for node in self.nodes]
+    def decision_logits(self) -> list[torch.Tensor]:
+        """The logits before every emitted token, [vocab] each, as far as the target's forward has them."""
+        return [self.forwards[-1].logits[node + 1] for node in self.nodes]
 
 
 @dataclass(slots=True)
@@ -196,16 +196,13 @@ class _Log:
     """What happened since the last record."""
 
     proposals: list[Proposal] = field(default_factory=list)
-    passes: list[MadePass] = field(default_factory=list)
-    events: list[Drawn | Tested] = field(default_factory=list)
+    forwards: list[TargetForward] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     drafting: bool = False
 
-    def clear(self) -> None:
-        self.proposals, self.passes, self.events = [], [], []
 
-
-class _WatchedDrafter:
-    """A drafter, its proposals noted. Random events within them are moved there from the log's own."""
+class _RecordingDrafter:
+    """A drafter whose proposals are recorded, with the random events within them."""
 
     def __init__(self, drafter: Drafter, log: _Log) -> None:
         self._drafter, self._log = drafter, log
@@ -214,8 +211,8 @@ class _WatchedDrafter:
         self.begin, self.resume, self.update = drafter.begin, drafter.resume, drafter.update
         self.layers = drafter.layers
 
-    def fork(self, scorer_like: ScorerLike) -> _WatchedDrafter:
-        return _WatchedDrafter(self._drafter.fork(scorer_like), self._log)
+    def fork(self, scorer_like: ScorerLike) -> _RecordingDrafter:
+        return _RecordingDrafter(self._drafter.fork(scorer_like), self._log)
 
     @property
     def epoch(self) -> object:
@@ -234,25 +231,21 @@ class _WatchedDrafter:
         random: Randomness,
         drawing: Drawing = top,
     ) -> Asking[Draft]:
-        asking = self._drafter.propose(context, room, policy, sampling, random, drawing)
-        return (yield from self._noted(context, room, asking))
-
-    def _noted(self, context: Sequence[int], room: int, asking: Asking[Draft]) -> Asking[Draft]:
         before = len(self._log.events)
         self._log.drafting = True
-        draft = yield from asking
+        draft = yield from self._drafter.propose(context, room, policy, sampling, random, drawing)
         self._log.drafting = False
         events = tuple(self._log.events[before:])
         del self._log.events[before:]
-        self._log.proposals.append(Proposal(len(context), room, draft, events))
+        self._log.proposals.append(Proposal(draft, events))
         return draft
 
 
-class _WatchedRandomness(Randomness):
-    """Notes every event. With ``forcing``, every other test has an outcome of our choice among the possible ones.
+class _RecordingRandomness(Randomness):
+    """Records every event. With ``forcing``, every other test gets a random one of its possible outcomes.
 
-    What a step emits is computed from its distributions, not from how the dice fell: forcing only leads to rejections
-    at all positions, also where nearly everything is accepted.
+    What a step emits is computed from its distributions, not from its outcome: forcing only leads to rejections at all
+    positions, also where nearly everything is accepted.
     """
 
     def __init__(self, seed: int, device: torch.device | str, log: _Log, *, forcing: bool) -> None:
@@ -262,21 +255,20 @@ class _WatchedRandomness(Randomness):
 
     def draw(self, probabilities: torch.Tensor) -> int:
         token = super().draw(probabilities)
-        self._log.events.append(Drawn(probabilities, token))
+        self._log.events.append(DrawEvent(probabilities, token))
         return token
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
         accepted, r = super().test(acceptance)
-        forced = self._choices is not None and self._choices.random() < 0.5
-        if forced and self._choices is not None:
+        if self._choices is not None and self._choices.random() < 0.5:
             accepted = self._choices.choice(_possible_outcomes(acceptance.tolist()))
             r = [0.0] * accepted + [1.0] * (len(r) - accepted)
-        self._log.events.append(Tested(acceptance, accepted, tuple(r), forced))
+        self._log.events.append(AcceptanceEvent(acceptance, accepted))
         return accepted, r
 
 
 def _possible_outcomes(acceptance: Sequence[float]) -> list[int]:
-    """The numbers of accepted drafts that have a chance."""
+    """Return the numbers of accepted tokens with a probability above 0."""
     outcomes = []
     for position, chance in enumerate(acceptance):
         if chance < 1.0:
@@ -287,7 +279,7 @@ def _possible_outcomes(acceptance: Sequence[float]) -> list[int]:
 
 
 def scorers_of(drafter: Drafter) -> list[Scorer]:
-    """The models that a drafter drafts with, as far as they read the target's tokens."""
+    """Return the scorers of a drafter's models, as far as these use the target's vocabulary."""
     return [model.scorer for model in models_of(drafter) if not isinstance(model, TranslatingDrafter)]
 
 
@@ -306,9 +298,9 @@ def observe(
         setup: What decodes.
         prompt: Token ids.
         greedy: Decode greedily, whatever the setup's temperature.
-        plain: Without the drafter.
-        forcing: Prescribe half of the outcomes of tests, see ``Tested``.
-        seed: Instead of the setup's.
+        plain: Decode without the drafter.
+        forcing: Force half of the outcomes of tests, see ``_RecordingRandomness``.
+        seed: In place of the setup's.
     """
     log = _Log()
     target = setup.target
@@ -316,10 +308,12 @@ def observe(
     request = Request(
         prompt=prompt,
         target=target,
-        drafter=_WatchedDrafter(drafter, log),
+        drafter=_RecordingDrafter(drafter, log),
         policy=DraftPlan.of(FixedLength(1) if plain else setup.policy),
-        sampling=setup.greedy if greedy else setup.sampling,
-        random=_WatchedRandomness(setup.seed if seed is None else seed, target.device, log, forcing=forcing),
+        sampling=setup.sampling.greedily() if greedy else setup.sampling,
+        random=_RecordingRandomness(
+            setup.seed if seed is None else seed, target.device, log, forcing=forcing
+        ),
         max_new_tokens=setup.max_new_tokens,
         stops=StopRules(setup.end_ids, setup.stop, setup.tokenizer),
         first_target=setup.first_target,
@@ -331,26 +325,27 @@ def observe(
     context = list(prompt)
     for each in decoding:
         while isinstance(each, Pass):
-            each = decoding.send(_made(each, target, log))
+            each = decoding.send(_run_forward(each, target, log))
         observation = Observation(
             each,
             tuple(context),
             tuple(log.proposals),
-            tuple(log.passes),
+            tuple(log.forwards),
             tuple(log.events),
             target.cache.length if keeps_cache else None,
             tuple(scorer.cached_len for scorer in models),
         )
-        log.clear()
+        log.proposals, log.forwards, log.events = [], [], []
         context += observation.tokens
         yield observation
 
 
-def _made(asked: Pass, target: Scorer, log: _Log) -> Rows:
-    """The rows of a pass, noted if it is the target's."""
-    cached = target.cache.length
-    rows = asked.scorer.score(asked)
+def _run_forward(request: Pass, target: Scorer, log: _Log) -> Rows:
+    """Run a forward, and record it if it is the target's."""
+    cached_len = target.cache.length
+    output = request.scorer.score(request)
     if not log.drafting:
-        parents = None if asked.parents is None else tuple(asked.parents)
-        log.passes.append(MadePass(tuple(asked.context), tuple(asked.tokens), parents, cached, rows.logits))
-    return rows
+        parents = None if request.parents is None else tuple(request.parents)
+        context, tokens = tuple(request.context), tuple(request.tokens)
+        log.forwards.append(TargetForward(context, tokens, parents, cached_len, output.logits))
+    return output

@@ -1,16 +1,16 @@
-"""Greedy outputs that were made elsewhere: are their tokens the target's own choices?
+"""Check greedy outputs of other engines: whether their tokens are the target's own choices.
 
-The format is one JSON object per line, described in docs/check.md. Reading needs no model; scoring takes one pass per
-line.
+The format is one JSON object per line (docs/check.md). Reading needs no model; scoring takes one forward per line.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import codecs
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import msgspec
 import torch
 
 from specbench.backends.torch.parity import tie_units, units_below
@@ -21,14 +21,14 @@ from specbench.decoding.sampling import Sampling
 
 
 @dataclass(frozen=True)
-class GivenOutput:
+class ExternalOutput:
     """A line of the file.
 
     Attributes:
         line: Its number, from 1.
-        id: Its "id", or its line number as text.
-        prompt: Text, or token ids.
-        token_ids: The output; never empty.
+        id: Its "id", or the line number as text.
+        prompt: Text or token ids.
+        token_ids: The output; not empty.
     """
 
     line: int
@@ -38,8 +38,8 @@ class GivenOutput:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A line that cannot be checked, and why."""
+class RejectedLine:
+    """A line that cannot be checked, and the reason."""
 
     line: int
     reason: str
@@ -51,9 +51,9 @@ class Mismatch:
 
     Attributes:
         position: In the output.
-        token, best: It, and what the target prefers.
-        logits: Of the two, after the repetition penalty.
-        gap: Their distance.
+        token, best: The token, and the target's choice.
+        logits: Of both, after the repetition penalty.
+        gap: Their difference.
         gap_units: The same in units of the dtype's rounding.
         numerical_tie: Whether the gap is within ``tie_units``.
     """
@@ -69,15 +69,15 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class OutputResult:
-    """What came of a line.
+    """The result for a line.
 
     Attributes:
-        line, id: Which.
-        tokens: How many there are.
+        line, id: See ``ExternalOutput``.
+        tokens: Length of the output.
         first: The first token that is not the target's choice; ``None`` if all are.
         first_wrong: The first of these that is no tie.
-        ties, wrong: How many of each. Every token is judged behind the output's own tokens before it.
-        behind_end: Position of an end token that the output goes on behind; ``None`` if it does not.
+        ties, wrong: Numbers of each. Every token is judged after the output's own tokens before it.
+        after_end: Position of an end token that the output continues after; ``None`` for none.
     """
 
     line: int
@@ -87,108 +87,92 @@ class OutputResult:
     first_wrong: Mismatch | None
     ties: int
     wrong: int
-    behind_end: int | None
+    after_end: int | None
 
     @property
     def verdict(self) -> Literal["identical", "numerical tie", "wrong"]:
-        if self.wrong or self.behind_end is not None:
+        if self.wrong or self.after_end is not None:
             return "wrong"
         return "numerical tie" if self.ties else "identical"
 
 
-def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> Iterator[GivenOutput | Refused]:
-    """The lines of a file. Empty ones are skipped; one that breaks the format is refused, the others are not.
+def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> Iterator[ExternalOutput | RejectedLine]:
+    """Read the lines of a file. Empty ones are skipped, invalid ones rejected.
 
     Args:
-        lines: As they stand in the file.
-        limit: Only so many lines that are not empty; ``None`` for all.
+        lines: Of the file.
+        limit: Largest number of lines that are not empty; ``None`` for all.
     """
     given = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     for count, (number, line) in enumerate(given):
         if count == limit:
             return
         try:
-            yield _parsed(number, line)
+            yield _parse_line(number, line)
         except UsageError as error:
-            yield Refused(number, error.message)
+            yield RejectedLine(number, error.message)
 
 
-def _parsed(number: int, line: bytes) -> GivenOutput:
+class _Line(msgspec.Struct):
+    prompt: str | tuple[int, ...]
+    token_ids: tuple[int, ...]
+    id: str | int | None = None
+
+
+def _parse_line(number: int, line: bytes) -> ExternalOutput:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise UsageError("It is not UTF-8.") from None
-    except json.JSONDecodeError as error:
-        raise UsageError(f"It is not JSON: {error.msg} at column {error.colno}.") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of nested lists
-        raise UsageError("It is not JSON that can be read.") from None
-    if not isinstance(fields, dict):
-        raise UsageError("It is not a JSON object.")
-    identity = fields.get("id", number)
-    if isinstance(identity, bool) or not isinstance(identity, str | int):
-        raise UsageError('Its "id" is neither a string nor a whole number.')
-    return GivenOutput(number, str(identity), _prompt(fields), _ids(fields, "token_ids"))
+        fields = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=_Line)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"The line does not have the format: {error}.") from None
+    except (ValueError, RecursionError) as error:  # syntax, encoding, thousands of nested lists
+        raise UsageError(f"The line is not JSON: {error}.") from None
+    for name in ("prompt", "token_ids"):
+        value = getattr(fields, name)
+        if not (value.strip() if isinstance(value, str) else value):
+            raise UsageError(f'"{name}" is empty.')
+    identity = str(number if fields.id is None else fields.id)
+    return ExternalOutput(number, identity, fields.prompt, fields.token_ids)
 
 
-def _prompt(fields: Mapping[str, Any]) -> str | tuple[int, ...]:
-    prompt = fields.get("prompt")
-    if not isinstance(prompt, str):
-        return _ids(fields, "prompt", "a text or a list of token ids")
-    if not prompt.strip():
-        raise UsageError('Its "prompt" is empty.')
-    return prompt
-
-
-def _ids(fields: Mapping[str, Any], key: str, called: str = "a list of token ids") -> tuple[int, ...]:
-    if key not in fields:
-        raise UsageError(f'It has no "{key}".')
-    ids = fields[key]
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise UsageError(f'Its "{key}" is not {called}.')
-    if not ids:
-        raise UsageError(f'Its "{key}" is empty.')
-    return tuple(ids)
-
-
-def misfit(prompt: Sequence[int], output: Sequence[int], vocab_size: int, limit: int | None) -> str | None:
-    """Why the target cannot score an output; ``None`` if it can.
+def find_misfit(
+    prompt: Sequence[int], output: Sequence[int], vocab_size: int, limit: int | None
+) -> str | None:
+    """Return why the target cannot score an output; ``None`` if it can.
 
     Args:
         prompt, output: Token ids.
         vocab_size: Width of the target's logits.
-        limit: Its longest context, ``None`` for no limit.
+        limit: Its context limit; ``None`` for none.
     """
     for what, ids in (("prompt", prompt), ("token_ids", output)):
         unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
-            return f'Its "{what}" holds {unknown}, and the target has the tokens 0 to {vocab_size - 1}.'
+            return f'"{what}" contains {unknown}, but the target has the tokens 0 to {vocab_size - 1}.'
     if limit is not None and len(prompt) + len(output) - 1 > limit:
-        return (
-            f"Prompt and output have {len(prompt) + len(output)} tokens, the target's context holds {limit}."
-        )
+        return f"Prompt and output have {len(prompt) + len(output)} tokens, more than the target's context ({limit})."
     return None
 
 
 def check_output(
     target: Scorer,
-    given: GivenOutput,
+    given: ExternalOutput,
     prompt: Sequence[int],
     sampling: Sampling,
     end_ids: Sequence[int] = (),
     dtype: torch.dtype | None = None,
 ) -> OutputResult:
-    """Score an output under the target and compare every token with the largest logit.
+    """Score an output with the target and compare every token with the largest logit.
 
     Args:
-        target: Makes one pass over prompt and output (more where the rows of a long output would not fit at once).
+        target: Runs one forward over prompt and output, see ``clean_rows``.
         given: The output.
         prompt: Token ids of its prompt.
-        sampling: Its repetition penalty and the model's own settings apply (no forced end: nobody knows the limit).
-        end_ids: Tokens behind which nothing may come; none if the outputs ignore them.
-        dtype: Whose rounding is the unit of a gap; ``None`` for the logits' own.
+        sampling: Its repetition penalty and the model's own settings apply, but no forced end: the limit is unknown.
+        end_ids: Tokens that end an output; none if the outputs ignore them.
+        dtype: Whose rounding is the unit of a gap; ``None`` for that of the logits.
 
     Raises:
-        RunError: The logits hold NaN.
+        RunError: The logits contain NaN.
     """
     first = first_wrong = None
     ties = wrong = 0
@@ -210,13 +194,13 @@ def check_output(
             wrong += 1
             first_wrong = first_wrong or found
     ends = set(end_ids)
-    behind = next((i for i, token in enumerate(output[:-1]) if token in ends), None)
-    return OutputResult(given.line, given.id, len(output), first, first_wrong, ties, wrong, behind)
+    after_end = next((i for i, token in enumerate(output[:-1]) if token in ends), None)
+    return OutputResult(given.line, given.id, len(output), first, first_wrong, ties, wrong, after_end)
 
 
 def _mismatch(position: int, token: int, best: int, low: float, high: float, dtype: torch.dtype) -> Mismatch:
     units = units_below(low, high, dtype)
     largest = torch.finfo(torch.float32).max
-    low = max(low, -largest)  # -inf has no place in JSON
+    low = max(low, -largest)  # JSON has no -inf
     gap = min(high - low, largest)
     return Mismatch(position, token, best, (low, high), gap, units, units <= tie_units(dtype))

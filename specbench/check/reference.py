@@ -1,90 +1,80 @@
-"""What ``transformers`` itself answers greedily, under the check's own limits."""
+"""Greedy outputs of ``transformers`` itself, under the check's own limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbench.base.progress import quiet_transformers
-from specbench.check.greedy import Output, Top
+from specbench.check.greedy import GreedyOutput, TopLogits
 from specbench.decoding.stops import StopRules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class ReferenceSettings:
-    """What ``generate`` is told: those of ``DecodingSetup``, which needs the packed target and so comes later.
+def reference_output(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    end_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Any = None,
+    repetition_penalty: float = 1.0,
+    context_rules: Mapping[str, Any] | None = None,
+    context_limit: int | None = None,
+) -> GreedyOutput:
+    """Return the output of ``generate(do_sample=False)`` with the given settings only.
 
-    Attributes:
-        repetition_penalty: 1 for none.
-        context_rules: What else is applied by the context alone (``DecodingOptions.context_rules``).
-        context_limit: Longest prompt and output together; ``None`` for no limit.
-    """
-
-    max_new_tokens: int
-    end_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    tokenizer: Any = None
-    repetition_penalty: float = 1.0
-    context_rules: Mapping[str, Any] = field(default_factory=dict)
-    context_limit: int | None = None
-
-
-def reference_output(model: PreTrainedModel, prompt: Sequence[int], settings: ReferenceSettings) -> Output:
-    """What ``generate(do_sample=False)`` answers, with the check's end tokens, settings and limits and no others.
-
-    Stop strings cut it afterwards, by the rule of the decoding loop: ``generate`` matches them in its own way.
+    Stop strings are cut afterwards as in the decoding loop, because ``generate`` matches them differently.
 
     Args:
-        model: As ``transformers`` loads it; its own generation settings are put aside meanwhile.
+        model: As ``transformers`` loads it; its own generation settings are removed meanwhile.
         prompt: Token ids.
-        settings: The limits.
+        max_new_tokens, end_ids, stop, tokenizer: See ``DecodingSetup``.
+        repetition_penalty: 1 for none.
+        context_rules: See ``DecodingOptions.context_rules``.
+        context_limit: Of the target; ``None`` for no limit.
     """
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-    room = settings.max_new_tokens
-    if settings.context_limit is not None:
-        room = min(room, settings.context_limit - len(prompt))
-    if room < 1:
-        return Output((), ())
-    defaults = {**settings.context_rules, "repetition_penalty": settings.repetition_penalty}
-    if room < settings.max_new_tokens:  # an end is forced behind the tokens asked for, which are not reached
-        defaults.pop("forced_eos_token_id", None)
-    tops: list[Top] = []
+    limit = max_new_tokens if context_limit is None else min(max_new_tokens, context_limit - len(prompt))
+    if limit < 1:
+        return GreedyOutput()
+    rules = {**(context_rules or {}), "repetition_penalty": repetition_penalty}
+    if limit < max_new_tokens:  # the forced end comes after max_new_tokens
+        rules.pop("forced_eos_token_id", None)
+    tops: list[TopLogits] = []
 
     class Note(LogitsProcessor):
         def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            tops.append(Top.of(scores[0]))
+            tops.append(TopLogits.from_row(scores[0]))
             return scores
 
     untyped: Any = model
     ids = torch.tensor([list(prompt)], device=untyped.get_input_embeddings().weight.device)
-    asked = GenerationConfig(
+    config = GenerationConfig(
         do_sample=False,
-        max_new_tokens=room,
-        eos_token_id=list(settings.end_ids) or None,
-        pad_token_id=next(iter(settings.end_ids), 0),
-        **defaults,
+        max_new_tokens=limit,
+        eos_token_id=list(end_ids) or None,
+        pad_token_id=next(iter(end_ids), 0),
+        **rules,
     )
     own = untyped.generation_config
-    untyped.generation_config = (
-        GenerationConfig()
-    )  # what the call leaves unset would come from the model's file
+    untyped.generation_config = GenerationConfig()  # the default of everything that the call leaves unset
     try:
         with torch.inference_mode(), quiet_transformers():
             output = untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
                 logits_processor=LogitsProcessorList([Note()]),
-                generation_config=asked,
+                generation_config=config,
             )
     finally:
         untyped.generation_config = own
     tokens = output[0, len(prompt) :].tolist()
-    kept, _ = StopRules(settings.end_ids, settings.stop, settings.tokenizer).cut(tokens)
-    return Output(tuple(tokens[:kept]), tuple(tops[:kept]))
+    kept, _ = StopRules(end_ids, stop, tokenizer).cut(tokens)
+    return GreedyOutput(tokens[:kept], tops[:kept])

@@ -1,99 +1,127 @@
-"""A check's result as tables for a terminal. The texts of tokens and the ids of prompts are data and are made safe."""
+"""A check's result as parts of a document."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
-from specbench.base.textsafe import counted, terminal_safe, visible
+from specbench.base.textsafe import counted, visible
 from specbench.check.greedy import verdict_of
-from specbench.check.results import CheckResult, OutputsResult, Piece, worst
+from specbench.check.results import Against, CheckResult, OutputsResult, Piece, worst
+from specbench.show.document import Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from specbench.backends.torch.parity import Difference
-    from specbench.check.greedy import Verdict
-    from specbench.check.outputs import Mismatch
+    from specbench.check.sampled import SampledTest
 
-_MOST_SHOWN = 20
-_SHORT = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
-"""Columns of ``show_checks``."""
-
-_NARROW = ("checked", "against", "token", "line", "verdict", *_SHORT)
+_MAX_SHOWN = 20
 _STYLES = {"identical": "green", "sound": "green", "numerical tie": "yellow", "wrong": "bold red"}
-_SENTENCES = {
-    "identical": "lossless as far as this check sees",
-    "numerical tie": "lossless as far as this check sees; outputs part only where rounding decides",
-    "wrong": "WRONG: this configuration does not keep the target's output",
-}
+_INTERRUPTED = Paragraph("Interrupted: these are the results so far.")
+_count = partial(counted, form=",")
 
 
-def show_check(result: CheckResult, console: Console, *, dtype: str, piece: Piece | None) -> None:
-    """Print what a check found.
+def check_parts(
+    results: Sequence[tuple[str, CheckResult]],
+    target: str,
+    *,
+    dtype: str,
+    piece: Piece | None,
+    encoding: str,
+    verbose: bool,
+) -> list[Part]:
+    """Return the answer of a check, and its findings by configuration.
 
     Args:
-        result: What it found.
-        console: Where to.
+        results: Labels of configurations and their results.
+        target: The target and its cache, in words.
         dtype: Name of the dtype whose rounding is the unit of gaps.
-        piece: A token's own text; ``None`` shows ids alone.
+        piece: Returns a token's text; ``None`` shows ids alone.
+        encoding: Of the terminal.
+        verbose: Whether to show all findings, not only those that are wrong.
     """
-    table = _table("checked", "on", "found", "verdict")
-    for row in _rows(result):
-        _add(table, console, row)
-    console.print(table)
-    _show_details(result, console, dtype, piece)
-    _show_missed([result], console)
-    if not result.complete:
-        _line(console, "Interrupted: this is what was checked until then.", "yellow")
-    if result.verdict == "wrong" or result.greedy:
-        _line(console, f"Verdict: {_SENTENCES[result.verdict]}.", _STYLES[result.verdict])
-
-
-def show_checks(
-    results: Sequence[tuple[str, CheckResult]], console: Console, *, dtype: str, piece: Piece | None
-) -> None:
-    """Print what checks of several configurations found: a row for each, then what is not as it should be.
-
-    Args:
-        results: Names and what was found.
-        console, dtype, piece: See ``show_check``.
-    """
-    columns = [name for name in _SHORT if any(name in _short_row(result) for _, result in results)]
-    table = _table("configuration", *columns, "verdict")
+    parts: list[Part] = [Paragraph(_headline(results), "bold")]
+    if not all(result.complete for _, result in results):
+        parts.append(_INTERRUPTED)
+    label, first = results[0]
+    if len(results) > 1:
+        parts += [Paragraph(f"Target: {target}."), _comparison_table(results)]
+    elif verbose:
+        rows = [list(row) for row in _findings(first)]
+        parts += [Paragraph(f"Target: {target}."), _table(["checked", "on", "found", "verdict"], rows)]
+    else:
+        parts += map(Paragraph, [f"Target: {target}.", *_summary(first)])
     for label, result in results:
-        cells = _short_row(result)
-        shown = [cells.get(column, "–") for column in columns]
-        _add(table, console, (label, *shown, result.verdict if result.complete else "interrupted"))
-    console.print(table)
-    for label, result in results:
-        if result.verdict != "identical":
-            console.print()
-            _line(console, label, "bold")
-            _show_details(result, console, dtype, piece)
-    _show_missed([result for _, result in results], console)
+        if result.verdict == "wrong" or (verbose and result.verdict != "identical"):
+            details = [*_details(result, dtype, piece, encoding)]
+            parts += [Paragraph(label, "bold"), *details] if len(results) > 1 else details
+    if verbose or len(results) > 1:
+        parts += [Paragraph(_power([each for _, each in results]))] if _sampled(results) else []
+    return parts
+
+
+def _headline(results: Sequence[tuple[str, CheckResult]]) -> str:
     prompts = max(len(result.greedy) for _, result in results)
     tokens = max(sum(each.tokens for each in result.greedy) for _, result in results)
+    on = f"({_count(prompts, 'prompt')}, {_count(tokens, 'token')})"
     verdict = worst([result.verdict for _, result in results])
-    if not all(result.complete for _, result in results):
-        _line(console, "Interrupted: this is what was checked until then.", "yellow")
-    number = [result.verdict for _, result in results].count("wrong")
-    sentence = (
-        f"WRONG: {number} of {len(results)} configurations do not keep the target's output"
-        if number
-        else f"all {len(results)} {_SENTENCES[verdict]}"
-    )
-    console.print()
-    on = f"{_count(prompts, 'prompt')}, {_count(tokens, 'token')}"
-    _line(console, f"Verdict on {on}: {sentence}.", _STYLES[verdict])
+    label, several = results[0][0], len(results) > 1
+    if verdict == "wrong":
+        number = sum(result.verdict == "wrong" for _, result in results)
+        what = f"{number} of {len(results)} configurations" if several else label
+        return f"NOT lossless: {what} {'do' if several else 'does'} not keep the target's output {on}."
+    what = f"all {len(results)} configurations keep" if several else f"{label} keeps"
+    tie = ", except for ties that rounding decides" if verdict == "numerical tie" else ""
+    return f"Lossless in this check: {what} the target's output{tie} {on}."
 
 
-def _short_row(result: CheckResult) -> dict[str, str]:
-    """A configuration's findings in a few words each."""
+def _summary(result: CheckResult) -> Iterator[str]:
+    """Yield the findings on one configuration, a line each."""
+    greedy = [f"{_outcomes(result, 'plain')} to plain decoding"]
+    if result.no_transformers is None:
+        greedy.append(f"{_outcomes(result, 'transformers')} to transformers")
+    if result.deviations is not None:
+        greedy.append(f"logits {_sound(result.deviations.sound)}")
+    if result.bit_exact:
+        rows, equal = result.bitwise
+        greedy.append(
+            "logits equal bit for bit" if rows == equal else f"{rows - equal:,} rows of logits differ"
+        )
+    yield f"Greedy outputs: {'; '.join(greedy)}."
+    broken = len(result.violations)
+    steps = f"{_count(broken, 'violation')} of invariants" if broken else "all invariants hold"
+    yield f"Steps: {result.steps:,} checked, {steps}{_exact_summary(result)}."
+    if result.sampled is not None:
+        yield _power([result])
+
+
+def _exact_summary(result: CheckResult) -> str:
+    positions = sum(len(case.positions) for case in result.exact)
+    if not positions:
+        return ""
+    return f"; distributions within {result.largest_error:.0e} of the target's at {_count(positions, 'position')}"
+
+
+def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
+    """Return a row for each configuration."""
+    found = [_cells(result) for _, result in results]
+    columns = [name for name in _COLUMNS if any(name in cells for cells in found)]
+    rows = [
+        [
+            label,
+            *(cells.get(column, "–") for column in columns),
+            result.verdict if result.complete else "interrupted",
+        ]
+        for (label, result), cells in zip(results, found, strict=True)
+    ]
+    return _table(["configuration", *columns, "verdict"], rows)
+
+
+_COLUMNS = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
+
+
+def _cells(result: CheckResult) -> dict[str, str]:
+    """Return the findings on a configuration by column."""
     cells = {"plain": _differing(result, "plain")}
     if result.no_transformers is None:
         cells["transformers"] = _differing(result, "transformers")
@@ -111,108 +139,114 @@ def _short_row(result: CheckResult) -> dict[str, str]:
     return cells
 
 
-def _show_details(result: CheckResult, console: Console, dtype: str, piece: Piece | None) -> None:
-    _show_differences(result, console, dtype, piece)
-    _list(console, "Invariants that do not hold", list(_violations(result)))
-    _list(console, "Distributions that are not the target's", list(_biases(result)))
-
-
-def _rows(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
+def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the findings on one configuration as rows: what was checked, on what, the finding, the verdict."""
     on = f"{_count(len(result.greedy), 'prompt')}, {_count(sum(r.tokens for r in result.greedy), 'token')}"
-    yield ("greedy, plain", on, *_comparison(result, "plain"))
+    yield ("plain", on, _outcomes(result, "plain"), result.verdict_against("plain"))
     if result.no_transformers is None:
-        yield ("greedy, transformers", on, *_comparison(result, "transformers"))
+        found = _outcomes(result, "transformers")
+        yield ("transformers", on, found, result.verdict_against("transformers"))
     else:
-        yield ("greedy, transformers", "not compared", result.no_transformers, "–")
+        yield ("transformers", "not compared", result.no_transformers, "–")
     if (each := result.deviations) is not None:
-        found = f"{_percent(each.largest)} off (plain {_percent(each.plain_largest)})"
+        found = f"{100 * each.largest:.2g}% off (plain {100 * each.plain_largest:.2g}%)"
         yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))
     if result.bit_exact:
         rows, equal = result.bitwise
-        yield ("bits of the logits", _count(rows, "row"), f"{equal:,} bitwise equal", _sound(rows == equal))
+        yield ("bits", _count(rows, "row"), f"{equal:,} equal", _sound(rows == equal))
     broken = len(result.violations)
     found = _count(broken, "violation") if broken else "all invariants hold"
-    yield ("every step", _count(result.steps, "step"), found, _sound(not broken))
+    yield ("steps", _count(result.steps, "step"), found, _sound(not broken))
     if result.exact:
         places = sum(len(case.positions) for case in result.exact)
         error = f"total variation {result.largest_error:.0e}"
         sound = _sound(all(case.sound for case in result.exact))
-        yield ("exact distribution", _count(places, "position"), error, sound if places else "–")
+        yield ("exact", _count(places, "position"), error, sound if places else "–")
     if (test := result.sampled) is not None:
-        on = f"{_count(test.tokens, 'token')} in {test.seconds:.0f} s"
-        found = f"p-value {test.p_value:.2g}" if test.freedom or test.impossible else "too few to test"
-        yield ("sampled", on, found, _sound(test.sound) if test.freedom or test.impossible else "–")
+        on, tested = f"{_count(test.tokens, 'token')} in {test.seconds:.0f} s", _is_tested(test)
+        found = f"p-value {test.p_value:.2g}" if tested else "too few to test"
+        yield ("sampled", on, found, _sound(test.sound) if tested else "–")
 
 
-def _comparison(result: CheckResult, against: str) -> tuple[str, str]:
-    differences = result.differences("plain" if against == "plain" else "transformers")
-    verdicts = [verdict_of(each) for each in differences]
+def _is_tested(test: SampledTest) -> bool:
+    return bool(test.freedom or test.impossible)
+
+
+def _outcomes(result: CheckResult, against: Against) -> str:
+    verdicts = [verdict_of(each) for each in result.differences(against)]
     parts = [f"{verdicts.count('identical')} identical"]
     if ties := verdicts.count("numerical tie"):
         parts.append(_count(ties, "numerical tie"))
     if wrong := verdicts.count("wrong"):
         parts.append(f"{wrong} wrong")
-    return ", ".join(parts), result.verdict_against("plain" if against == "plain" else "transformers")
+    return ", ".join(parts)
 
 
-def _differing(result: CheckResult, against: Literal["plain", "transformers"]) -> str:
-    """How many outputs differ, if any."""
+def _differing(result: CheckResult, against: Against) -> str:
+    """Return how many outputs differ, if any."""
     verdicts = [verdict_of(each) for each in result.differences(against)]
     ties, wrong = verdicts.count("numerical tie"), verdicts.count("wrong")
     parts = ([f"{wrong} wrong"] if wrong else []) + ([_count(ties, "tie")] if ties else [])
     return ", ".join(parts) or "identical"
 
 
-def _show_missed(results: Sequence[CheckResult], console: Console) -> None:
-    """What the samples can have missed: of several configurations, those of the one that shows least."""
-    smallest = [result.sampled.smallest for result in results if result.sampled and result.sampled.sound]
-    if not smallest:
-        return
-    console.print()
+def _sampled(results: Sequence[tuple[str, CheckResult]]) -> bool:
+    return any(result.sampled is not None and result.sampled.sound for _, result in results)
+
+
+def _power(results: Sequence[CheckResult]) -> str:
+    """Return what the samples show, and which bias would have been found: the largest of all configurations."""
+    tests = [result.sampled for result in results if result.sampled is not None]
+    tokens = _count(sum(test.tokens for test in tests), "token")
+    p_value = f", p-value {tests[0].p_value:.2g}" if len(tests) == 1 and _is_tested(tests[0]) else ""
+    smallest = [test.smallest for test in tests if test.sound]
     found = [share for share in smallest if share is not None]
-    if len(found) < len(smallest):
-        _line(console, "So few tokens were sampled that no bias would have been found: allow more --minutes.")
-        return
-    _line(
-        console,
-        f"Samples: a bias that shifts {max(found):.1%} of the tokens between the most probable, the likely (2% or more)"
-        " and the unlikely ones, or towards what the drafter prefers, would have been found in 95 of 100 checks."
-        " They can have missed a smaller one, one within such a group, and one on other prompts.",
+    if not found or len(found) < len(smallest):
+        few = "" if not smallest else "; too few to find any bias: allow more --minutes"
+        return f"Samples: {tokens}{p_value}{few}."
+    return (
+        f"Samples: {tokens}{p_value}; a bias that moves {max(found):.1%} of the tokens, to less probable or"
+        " preferred ones, would have been found in 95 of 100 checks."
     )
 
 
-def _show_differences(result: CheckResult, console: Console, dtype: str, piece: Piece | None) -> None:
+# -- details ---------------------------------------------------------------------------------------
+
+
+def _details(result: CheckResult, dtype: str, piece: Piece | None, encoding: str) -> Iterator[Part]:
+    """Yield differing outputs, violations and biases."""
     found: list[tuple[str, str, Difference]] = []
-    for each in result.greedy:
+    for case in result.greedy:
         for against, difference in (
-            ("plain", each.against_plain),
-            ("transformers", each.against_transformers),
+            ("plain", case.against_plain),
+            ("transformers", case.against_transformers),
         ):
             if difference is not None:
-                found.append((each.prompt, against, difference))
-    if not found:
-        return
-    found.sort(key=lambda row: row[2].numerical_tie)  # what is wrong comes first
-    table = _table("prompt", "against", "token", "this, other: logits", f"gap ({dtype} units)", "verdict")
-    for prompt, against, difference in found[:_MOST_SHOWN]:
-        cells = (
-            prompt,
-            against,
-            str(difference.position + 1),
-            _pair(difference.tokens, difference.logits, piece, console),
-            f"{difference.gap:.3g} ({difference.gap_units:.3g})",
-            verdict_of(difference),
-        )
-        _add(table, console, cells)
-    console.print()
-    console.print(table)
-    _more(console, len(found))
-
-
-def _violations(result: CheckResult) -> Iterator[str]:
-    for prompt, violation in result.violations:
-        where = "" if violation.step is None else f", step {violation.step}"
-        yield f"{violation.invariant}: {prompt}{where}: {violation.message}"
+                found.append((case.prompt, against, difference))
+    found.sort(key=lambda row: row[2].numerical_tie)  # wrong ones first
+    rows = [
+        [prompt, against, *_tokens(each.position, each.tokens, each.logits, piece, encoding),
+         _gap(each.gap, each.gap_units), verdict_of(each)]
+        for prompt, against, each in found[:_MAX_SHOWN]
+    ]  # fmt: skip
+    if rows:
+        headings = [
+            "prompt",
+            "against",
+            "position",
+            "this: logit",
+            "other: logit",
+            _gap_heading(dtype),
+            "verdict",
+        ]
+        yield _table(headings, rows, left=(1, 3, 4), more=len(found))
+    violations = [
+        f"{violation.invariant}: {prompt}{'' if violation.step is None else f', step {violation.step}'}:"
+        f" {violation.message}"
+        for prompt, violation in result.violations
+    ]
+    yield _list("Violated invariants", violations)
+    yield _list("Distributions that differ from the target's", list(_biases(result)))
 
 
 def _biases(result: CheckResult) -> Iterator[str]:
@@ -221,116 +255,106 @@ def _biases(result: CheckResult) -> Iterator[str]:
         step = "the first token" if place.step is None else f"step {place.step}, position {place.position}"
         yield f"exact: {place.prompt}, {step} ({place.kind}): total variation from p {place.error:.3g}"
     if (test := result.sampled) is not None and not test.sound:
-        yield (
-            f"sampled: {_count(test.impossible, 'token')} of probability 0"
-            if test.impossible
-            else f"sampled: p-value {test.p_value:.2g} (limit {test.limit:g}), about {test.observed:.1%} of"
-            f" {_count(test.tokens, 'token')} are off"
-        )
+        tokens = _count(test.tokens, "token")
+        if test.impossible:
+            yield f"sampled: {_count(test.impossible, 'token')} of probability 0"
+        else:
+            p_value = f"p-value {test.p_value:.2g} (limit {test.limit:g})"
+            yield f"sampled: {p_value}, about {test.observed:.1%} of {tokens} are off"
 
 
-def show_outputs(result: OutputsResult, console: Console, *, dtype: str, piece: Piece | None) -> None:
-    """Print what a check of outputs from elsewhere found. For the arguments see ``show_check``."""
-    differing = [each for each in result.outputs if each.verdict != "identical"]
-    if differing:
-        table = _table(
-            "line", "id", "token", "this, target's: logits", f"gap ({dtype} units)", "ties, wrong", "verdict"
-        )
-        for each in sorted(differing, key=lambda each: (each.verdict != "wrong", each.line))[:_MOST_SHOWN]:
-            shown = each.first_wrong or each.first
-            cells = (str(each.line), each.id, *_mismatch(shown, piece, console))
-            _add(table, console, (*cells, f"{each.ties}, {each.wrong}", each.verdict))
-        console.print(table)
-        _more(console, len(differing))
-    behind = [
-        f"line {each.line}: it goes on behind the end token at position {each.behind_end + 1}"
-        for each in result.outputs
-        if each.behind_end is not None
-    ]
-    _list(console, "Outputs that do not end", behind)
-    refused = [f"line {each.line}: {each.reason}" for each in result.refused]
-    _list(console, "Lines that cannot be checked", refused)
-    _list(console, "Lines whose scoring failed", [f"line {e.line}: {e.reason}" for e in result.failed])
+# -- outputs of other engines ----------------------------------------------------------------------
+
+
+def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None, encoding: str) -> list[Part]:
+    """Return the result of a check of outputs from elsewhere. For the arguments see ``check_parts``."""
     verdicts = [each.verdict for each in result.outputs]
-    counts = (
-        f"{verdicts.count('identical')} identical, {_count(verdicts.count('numerical tie'), 'numerical tie')}"
-    )
-    counts += f", {verdicts.count('wrong')} wrong"
+    ties = _count(verdicts.count("numerical tie"), "numerical tie")
+    counts = f"{verdicts.count('identical')} identical, {ties}, {verdicts.count('wrong')} wrong"
     tokens = _count(sum(each.tokens for each in result.outputs), "token")
-    line = f"{_count(len(result.outputs), 'output')} with {tokens}: {counts}."
-    _line(console, line, _STYLES[result.verdict] if result.outputs else "")
-    if not result.complete:
-        _line(console, "Interrupted: this is what was checked until then.", "yellow")
-
-
-def _mismatch(found: Mismatch | None, piece: Piece | None, console: Console) -> tuple[str, ...]:
-    if found is None:
-        return ("", "", "")
-    pair = _pair((found.token, found.best), found.logits, piece, console)
-    return str(found.position + 1), pair, f"{found.gap:.3g} ({found.gap_units:.3g})"
-
-
-def _pair(
-    tokens: Sequence[int | None], logits: Sequence[float], piece: Piece | None, console: Console
-) -> str:
-    """Two tokens with their logits, a line each."""
-    lines = [
-        f"{_token(token, piece, console)}: {value:.7g}" for token, value in zip(tokens, logits, strict=True)
+    parts: list[Part] = [
+        Paragraph(f"{_count(len(result.outputs), 'output')} with {tokens}: {counts}.", "bold")
     ]
-    return "\n".join(lines)
+    if not result.complete:
+        parts.append(_INTERRUPTED)
+    rows = []
+    differing = [each for each in result.outputs if each.verdict != "identical"]
+    for each in sorted(differing, key=lambda each: (each.verdict != "wrong", each.line))[:_MAX_SHOWN]:
+        shown = each.first_wrong or each.first
+        cells = ["", "", "", ""]
+        if shown is not None:
+            pair = (shown.token, shown.best)
+            cells = [
+                *_tokens(shown.position, pair, shown.logits, piece, encoding),
+                _gap(shown.gap, shown.gap_units),
+            ]
+        rows.append([str(each.line), each.id, *cells, f"{each.ties}, {each.wrong}", each.verdict])
+    if rows:
+        headings = [
+            "line",
+            "id",
+            "position",
+            "this: logit",
+            "target's: logit",
+            _gap_heading(dtype),
+            "ties, wrong",
+            "verdict",
+        ]
+        parts.append(_table(headings, rows, left=(1, 3, 4), more=len(differing)))
+    endless = [
+        f"line {each.line}: it continues after the end token at position {each.after_end + 1}"
+        for each in result.outputs
+        if each.after_end is not None
+    ]
+    rejected = [f"line {each.line}: {each.reason}" for each in result.rejected]
+    failed = [f"line {each.line}: {each.reason}" for each in result.failed]
+    parts += [
+        _list("Outputs that do not end", endless),
+        _list("Rejected lines", rejected),
+        _list("Lines whose scoring failed", failed),
+    ]
+    return parts
 
 
-# -- parts of the picture --------------------------------------------------------------------------
+# -- parts of both ---------------------------------------------------------------------------------
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        table.add_column(Text(name), overflow="fold", no_wrap=name in _NARROW)
-    return table
+def _table(
+    headings: list[str], rows: list[list[str]], *, left: Sequence[int] | None = None, more: int = 0
+) -> Sheet:
+    columns = range(len(headings)) if left is None else (*left, len(headings) - 1)
+    notes = [f"{more - _MAX_SHOWN} more rows: --json lists them."] if more > _MAX_SHOWN else []
+    gaps = [1 if "gap" in heading else 0 for heading in headings]
+    where = "in --json, or on a wider terminal"
+    return Sheet(
+        headings, rows, ranks=gaps, notes=notes, left=frozenset(columns), styles=_STYLES, elsewhere=where
+    )
 
 
-def _add(table: Table, console: Console, cells: Sequence[str]) -> None:
-    *texts, verdict = cells
-    shown = [Text("\n".join(_safe(line, console) for line in text.split("\n"))) for text in texts]
-    table.add_row(*shown, Text(_safe(verdict, console), _STYLES.get(verdict, "")))
+def _list(heading: str, lines: Sequence[str]) -> Items:
+    rest = len(lines) - _MAX_SHOWN
+    more = [f"and {rest} more (--json lists them)"] if rest > 0 else []
+    return Items([*lines[:_MAX_SHOWN], *more], f"{heading}:")
 
 
-def _list(console: Console, heading: str, lines: Sequence[str]) -> None:
-    if not lines:
-        return
-    _line(console, f"{heading}:", "bold")
-    for line in lines[:_MOST_SHOWN]:
-        _line(console, f"  {line}")
-    _more(console, len(lines))
+def _tokens(
+    position: int, tokens: Sequence[int | None], logits: Sequence[float], piece: Piece | None, encoding: str
+) -> list[str]:
+    """Return the cells of a position, counted from 1, and two tokens there."""
+    cells = [str(position + 1)]
+    for token, logit in zip(tokens, logits, strict=True):
+        text = "" if token is None or piece is None else f" '{visible(piece(token), encoding)}'"
+        cells.append(f"{'(end)' if token is None else token}{text}: {logit:.7g}")
+    return cells
 
 
-def _more(console: Console, number: int) -> None:
-    if number > _MOST_SHOWN:
-        _line(console, f"  and {number - _MOST_SHOWN} more (--json lists them)", "dim")
+def _gap_heading(dtype: str) -> str:
+    return f"gap ({dtype} units)"
 
 
-def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(_safe(text, console), style), soft_wrap=not console.is_terminal)
+def _gap(gap: float, units: float) -> str:
+    return f"{gap:.3g} ({units:.3g})"
 
 
-def _safe(text: str, console: Console) -> str:
-    indent = len(text) - len(text.lstrip(" "))
-    return " " * indent + " ".join(terminal_safe(text, console.encoding).split())
-
-
-def _token(token: int | None, piece: Piece | None, console: Console) -> str:
-    if token is None:
-        return "(end)"
-    return str(token) if piece is None else f"{token} '{visible(piece(token), console.encoding)}'"
-
-
-def _sound(sound: bool) -> Verdict | str:
+def _sound(sound: bool) -> str:
     return "sound" if sound else "wrong"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%"
-
-
-_count = functools.partial(counted, form=",")

@@ -1,4 +1,4 @@
-"""What a check found, as frozen records: verdicts, and everything ready for JSON."""
+"""The findings of a check as frozen records, with their verdicts and their JSON."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from specbench.check.chisquare import POWER
 from specbench.check.deviation import DeviationResult
 from specbench.check.greedy import GreedyResult, Verdict, verdict_of
 from specbench.check.invariants import Violation
-from specbench.check.outputs import OutputResult, Refused
+from specbench.check.outputs import OutputResult, RejectedLine
 from specbench.check.sampled import ExactCase, SampledTest
 
+Against = Literal["plain", "transformers"]
 Piece = Callable[[int], str]
-"""A token's own text."""
+"""Returns a token's own text."""
 
-_MOST_LISTED = 100
-"""Violations listed one by one; all are counted."""
+_MAX_LISTED = 100
+"""Violations listed in JSON; all are counted."""
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on several outputs together; ``identical`` if there are none."""
+    """Return the verdict on several outputs together; ``identical`` if there are none."""
     order: tuple[Verdict, ...] = ("wrong", "numerical tie")
     return next((verdict for verdict in order if verdict in verdicts), "identical")
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What the check of a configuration found so far.
+    """The findings on one configuration so far.
 
     Attributes:
         greedy: One result per prompt.
-        deviations: What their logits amount to; ``None`` before there are any.
-        exact: One result per prompt; empty in greedy decoding.
-        sampled: The test of sampled tokens; ``None`` if it was not requested or not finished.
+        deviations: Of their logits; ``None`` before there are any.
+        exact: One result per prompt; empty for greedy decoding.
+        sampled: The test of sampled tokens; ``None`` if not requested or not finished.
         no_transformers: Why there is no comparison with ``transformers``; ``None`` if there is one.
-        bit_exact: Whether plain and speculative logits have to be the same to the last bit.
+        bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
         complete: False if the check was interrupted.
     """
 
@@ -55,38 +56,38 @@ class CheckResult:
 
     @property
     def bitwise(self) -> tuple[int, int]:
-        """Rows of logits that plain and speculative decoding have in common, and how many are bitwise equal."""
+        """Rows of logits that plain and speculative decoding share, and those of them that are bitwise equal."""
         return sum(each.bitwise_rows for each in self.greedy), sum(each.bitwise_equal for each in self.greedy)
 
     @property
     def violations(self) -> list[tuple[str, Violation]]:
-        """All invariants that do not hold, with the prompt's id."""
-        found = [(each.prompt, violation) for each in self.greedy for violation in each.violations]
-        return found + [(each.prompt, violation) for each in self.exact for violation in each.violations]
+        """All violated invariants, with the prompt's id."""
+        results: list[GreedyResult | ExactCase] = [*self.greedy, *self.exact]
+        return [(each.prompt, found) for each in results for found in each.violations]
 
     @property
     def steps(self) -> int:
-        """Steps of speculative decoding that were looked at one by one."""
+        """Steps of speculative decoding that were checked."""
         return sum(each.steps for each in self.greedy) + sum(each.steps for each in self.exact)
 
     @property
     def largest_error(self) -> float:
         """Of all exact positions; 0 if there are none."""
-        return max((place.error for case in self.exact for place in case.positions), default=0.0)
+        return max((each.error for case in self.exact for each in case.positions), default=0.0)
 
-    def differences(self, against: Literal["plain", "transformers"]) -> list[Difference | None]:
-        """Of every prompt."""
+    def differences(self, against: Against) -> list[Difference | None]:
+        """Return the first difference of every prompt."""
         if against == "plain":
             return [each.against_plain for each in self.greedy]
         return [each.against_transformers for each in self.greedy if each.compared_with_transformers]
 
-    def verdict_against(self, against: Literal["plain", "transformers"]) -> Verdict:
-        """On the greedy outputs."""
+    def verdict_against(self, against: Against) -> Verdict:
+        """Return the verdict on the greedy outputs."""
         return worst([verdict_of(each) for each in self.differences(against)])
 
     @property
     def verdict(self) -> Verdict:
-        """On everything together: ``wrong`` if anything is, ``numerical tie`` if greedy outputs part in ties only."""
+        """``wrong`` if anything is, ``numerical tie`` if greedy outputs differ in ties only."""
         faulty = (
             bool(self.violations)
             or (self.deviations is not None and not self.deviations.sound)
@@ -99,9 +100,9 @@ class CheckResult:
         return worst([self.verdict_against("plain"), self.verdict_against("transformers")])
 
     def to_dict(self, piece: Piece | None) -> Json:
-        """What ``--json`` prints of it. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""
-        violations = self.violations
-        deviations = self.deviations
+        """Return the JSON object. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""
+        violations, deviations, sampled = self.violations, self.deviations, self.sampled
+        transformers = self._comparison("transformers", piece) if self.no_transformers is None else None
         return {
             "verdict": self.verdict,
             "complete": self.complete,
@@ -111,42 +112,32 @@ class CheckResult:
                 "drafted": sum(each.drafted for each in self.greedy),
                 "accepted": sum(each.accepted for each in self.greedy),
                 "against_plain": self._comparison("plain", piece),
-                "against_transformers": self._comparison("transformers", piece)
-                if self.no_transformers is None
-                else None,
+                "against_transformers": transformers,
                 "not_compared": self.no_transformers,
             },
-            "logits": None
-            if deviations is None
-            else {"sound": deviations.sound, **_finite(asdict(deviations))},
-            "bitwise": {"asked": self.bit_exact, "rows": self.bitwise[0], "equal": self.bitwise[1]},
-            "exact": self._exact(),
-            "sampled": self._sampled(),
+            "logits": deviations and {"sound": deviations.sound, **_finite(asdict(deviations))},
+            "bitwise": {"required": self.bit_exact, "rows": self.bitwise[0], "equal": self.bitwise[1]},
+            "exact": self._exact() if self.exact else None,
+            "sampled": sampled and {"sound": sampled.sound, "power": POWER, **asdict(sampled)},
             "invariants": {
                 "steps": self.steps,
                 "violated": dict(Counter(violation.invariant for _, violation in violations)),
                 "violations": [
-                    {"prompt": prompt, **asdict(violation)} for prompt, violation in violations[:_MOST_LISTED]
+                    {"prompt": prompt, **asdict(violation)} for prompt, violation in violations[:_MAX_LISTED]
                 ],
             },
         }
 
-    def _comparison(self, against: Literal["plain", "transformers"], piece: Piece | None) -> Json:
-        differences = self.differences(against)
-        verdicts = Counter(verdict_of(each) for each in differences)
-        found = [
-            {
-                "prompt": result.prompt,
-                "verdict": verdict_of(difference),
-                **_finite(asdict(difference)),
-                "texts": None
-                if piece is None
-                else [None if token is None else piece(token) for token in difference.tokens],
-            }
-            for result in self.greedy
-            for difference in [result.against_plain if against == "plain" else result.against_transformers]
-            if difference is not None
-        ]
+    def _comparison(self, against: Against, piece: Piece | None) -> Json:
+        verdicts = Counter(map(verdict_of, self.differences(against)))
+        found = []
+        for result in self.greedy:
+            difference = result.against_plain if against == "plain" else result.against_transformers
+            if difference is not None:
+                tokens = difference.tokens
+                texts = piece and [None if token is None else piece(token) for token in tokens]
+                verdict = {"prompt": result.prompt, "verdict": verdict_of(difference)}
+                found.append({**verdict, **_finite(asdict(difference)), "texts": texts})
         return {
             "verdict": self.verdict_against(against),
             "identical": verdicts["identical"],
@@ -155,41 +146,34 @@ class CheckResult:
             "differences": found,
         }
 
-    def _exact(self) -> Json | None:
-        if not self.exact:
-            return None
-        places = [place for case in self.exact for place in case.positions]
-        sharpest = max(places, key=lambda place: place.error, default=None)
+    def _exact(self) -> Json:
+        positions = [each for case in self.exact for each in case.positions]
+        worst_position = max(positions, key=lambda each: each.error, default=None)
         acceptances = [value for case in self.exact for value in case.acceptances]
         return {
             "sound": all(case.sound for case in self.exact),
             "steps": sum(case.steps for case in self.exact),
-            "positions": dict(Counter(place.kind for place in places)),
+            "positions": dict(Counter(each.kind for each in positions)),
             "largest_error": self.largest_error,
-            "at": None if sharpest is None else asdict(sharpest),
+            "at": worst_position and asdict(worst_position),
             "mean_acceptance": statistics.fmean(acceptances) if acceptances else None,
         }
-
-    def _sampled(self) -> Json | None:
-        if self.sampled is None:
-            return None
-        return {"sound": self.sampled.sound, "power": POWER, **asdict(self.sampled)}
 
 
 @dataclass(frozen=True)
 class OutputsResult:
-    """What the check of outputs from elsewhere found so far.
+    """The findings on outputs of another engine so far.
 
     Attributes:
-        outputs: One result per line that was scored.
-        refused: Lines that cannot be checked.
+        outputs: One result per scored line.
+        rejected: Lines that cannot be checked.
         failed: Lines whose scoring failed.
         complete: False if the check was interrupted.
     """
 
     outputs: tuple[OutputResult, ...] = ()
-    refused: tuple[Refused, ...] = ()
-    failed: tuple[Refused, ...] = ()
+    rejected: tuple[RejectedLine, ...] = ()
+    failed: tuple[RejectedLine, ...] = ()
     complete: bool = True
 
     @property
@@ -197,7 +181,7 @@ class OutputsResult:
         return worst([each.verdict for each in self.outputs])
 
     def to_dict(self, piece: Piece | None) -> Json:
-        """What ``--json`` prints of it. ``piece`` gives the texts of tokens; ``None`` leaves them out."""
+        """Return the JSON object. ``piece`` gives the texts of tokens; ``None`` leaves them out."""
 
         def shown(result: OutputResult) -> Json:
             fields = _finite(asdict(result))
@@ -215,13 +199,13 @@ class OutputsResult:
             "ties": verdicts["numerical tie"],
             "wrong": verdicts["wrong"],
             "outputs": [shown(each) for each in self.outputs],
-            "refused": [asdict(each) for each in self.refused],
+            "rejected": [asdict(each) for each in self.rejected],
             "failed": [asdict(each) for each in self.failed],
         }
 
 
 def _finite(fields: Mapping[str, Any]) -> Json:
-    """Infinities, which JSON lacks, as ``None``."""
+    """Replace infinities, which JSON lacks, by ``None``."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in fields.items()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbench.base.errors import UsageError
-from specbench.base.textsafe import counted, terminal_safe
+from specbench.base.textsafe import counted
 from specbench.cli import options as opt
 from specbench.cli.check_outputs import OutputsJob
 from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
-    from specbench.check.greedy import PlainRun
+    from specbench.check.greedy import GreedyOutput
     from specbench.check.results import CheckResult
     from specbench.check.run import DecodingCheck
     from specbench.models.load import LanguageModel
@@ -132,6 +133,7 @@ def check(
     caching: CacheOptions,
     sampling: SamplingOptions,
     json_output: opt.JsonOption = False,
+    verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes.")] = False,
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
@@ -154,6 +156,7 @@ def check(
             system,
             transforms,
             json_output,
+            verbose,
             quiet,
             progress.console,
         )
@@ -244,9 +247,11 @@ class _DecodingJob:
                     place = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
                     checking.progress = _Prefixed(progress, place)
                     checking.announce = None if number else self._announce
-                    checking.steps()
+                    checking.check_steps()
                     if self._samples:
-                        checking.sampled(bias=self._bias, seconds=60 * self._minutes / len(self._checks))
+                        checking.check_samples(
+                            bias=self._bias, seconds=60 * self._minutes / len(self._checks)
+                        )
             complete = True
         finally:  # an interrupt loses nothing of what is checked
             results = [
@@ -305,7 +310,7 @@ class _DecodingJob:
             for (name, ids), reference in zip(prompts, references, strict=True)
         ]
         decoding = request.recipe.decoding
-        plain_runs: dict[tuple[int, ...], PlainRun] = {}
+        plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
         chosen = [(each, policy) for each in loaded_drafters for policy in self._policies_for(each.spec)]
         for loaded_drafter, policy in chosen:
             plan, calibrated = policy.build(target, loaded_drafter, request.sampling)
@@ -330,7 +335,7 @@ class _DecodingJob:
                 dtype=target.scorer.rounding,
                 no_transformers=f"it has no such {rounded} model" if rounded else None,
                 bit_exact=request.recipe.caching.bit_exact or target.bit_exact,
-                plain_runs=plain_runs,
+                plain_outputs=plain_outputs,
             )
             self._checks.append((_label(loaded_drafter.name, setup.policy.name), checking))
         self._describe(target)
@@ -373,10 +378,12 @@ class _DecodingJob:
         prompts: Sequence[tuple[str, list[int]]],
         progress: Progress,
     ) -> list[Any]:
-        from specbench.check.reference import ReferenceSettings, reference_output
+        from specbench.check.reference import reference_output
 
         decoding = self.request.recipe.decoding
-        settings = ReferenceSettings(
+        answer = partial(
+            reference_output,
+            model.model,
             max_new_tokens=decoding.max_new_tokens,
             end_ids=decoding.end_ids(model.end_ids),
             stop=decoding.stop,
@@ -389,7 +396,7 @@ class _DecodingJob:
         began = time.monotonic()
         for done, (_, ids) in enumerate(prompts):
             progress.update("transformers' own answers", done, len(prompts))
-            answers.append(reference_output(model.model, ids, settings))
+            answers.append(answer(ids))
             if done == 0 and (seconds := (time.monotonic() - began) * (len(prompts) - 1)) >= _LONG_S:
                 self.request.note(f"The answers of transformers itself will take about {_about(seconds)}.")
         return answers
@@ -436,19 +443,20 @@ class _DecodingJob:
             return
         from rich.console import Console
 
-        from specbench.check.render import show_check, show_checks
+        from specbench.check.render import check_parts
+        from specbench.show.document import show
 
         console = Console(highlight=False)
-        line = f"{header['target']} ({header['dtype']})"
-        if len(self._checks) == 1:
-            line += f", drafter {names[0][0]}, {names[0][1]}"
-        line += f", cache {header['options']['cache']}"
-        console.print(terminal_safe(line, console.encoding), markup=False, soft_wrap=not console.is_terminal)
-        console.print()
-        if len(self._checks) == 1:
-            show_check(results[0][1], console, dtype=header["rounding"], piece=piece)
-        else:
-            show_checks(results, console, dtype=header["rounding"], piece=piece)
+        target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
+        parts = check_parts(
+            results,
+            target,
+            dtype=header["rounding"],
+            piece=piece,
+            encoding=console.encoding,
+            verbose=self.request.verbose,
+        )
+        show(console, *parts, wrap=console.is_terminal)
 
 
 def _label(drafter: str, policy: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.base.progress import Progress
-    from specbench.check.outputs import GivenOutput, Refused
+    from specbench.check.outputs import ExternalOutput, RejectedLine
     from specbench.models.target import Target
 
 
@@ -49,21 +49,22 @@ class OutputsJob:
             allow_pickle=request.recipe.models.allow_pickle,
         )
         request.apply_defaults(self._target.language_model)
-        self._given, self._refused = _fitting(request, self._target, self._lines)
+        self._given, self._rejected = _fitting(request, self._target, self._lines)
 
     def run(self) -> int:
         """Check, and print what was found; the exit code."""
         from rich.console import Console
 
-        from specbench.check.outputs import OutputResult, Refused, check_output
-        from specbench.check.render import show_outputs
+        from specbench.check.outputs import OutputResult, RejectedLine, check_output
+        from specbench.check.render import outputs_parts
         from specbench.check.results import OutputsResult
+        from specbench.show.document import show
 
         target = self._target
         rounding = rounding_of(target)
         end_ids = self.request.recipe.decoding.end_ids(target.end_ids)
         done: list[OutputResult] = []
-        failed: list[Refused] = []
+        failed: list[RejectedLine] = []
         complete = False
         try:
             with StageProgress(self.request.quiet) as progress:
@@ -77,10 +78,10 @@ class OutputsJob:
                             )
                         )
                     except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
-                        failed.append(Refused(each.line, _reason(error)))
+                        failed.append(RejectedLine(each.line, _reason(error)))
             complete = True
         finally:  # an interrupt loses nothing of what is checked
-            result = OutputsResult(tuple(done), tuple(self._refused), tuple(failed), complete)
+            result = OutputsResult(tuple(done), tuple(self._rejected), tuple(failed), complete)
             header = {
                 "check": "outputs",
                 "target": target.name,
@@ -91,17 +92,19 @@ class OutputsJob:
             if self.request.json_output:
                 self.request.write({**header, **result.to_dict(piece)})
             else:
-                show_outputs(result, Console(highlight=False), dtype=rounding, piece=piece)
+                console = Console(highlight=False)
+                parts = outputs_parts(result, dtype=rounding, piece=piece, encoding=console.encoding)
+                show(console, *parts, wrap=console.is_terminal)
         if result.verdict == "wrong" or failed:
             return 1
-        return 2 if self._refused else 0
+        return 2 if self._rejected else 0
 
 
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
 
 
-def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:
+def _read_lines(file: Path, limit: int | None) -> list[ExternalOutput | RejectedLine]:
     """All lines, read before any model is loaded."""
     from specbench.base.files import reason
     from specbench.check.outputs import read_outputs
@@ -120,16 +123,16 @@ def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:
 
 
 def _fitting(
-    request: CheckRequest, target: Target, lines: Sequence[GivenOutput | Refused]
-) -> tuple[list[tuple[GivenOutput, list[int]]], list[Refused]]:
+    request: CheckRequest, target: Target, lines: Sequence[ExternalOutput | RejectedLine]
+) -> tuple[list[tuple[ExternalOutput, list[int]]], list[RejectedLine]]:
     """The outputs this target can score, with their prompts' token ids, and the lines that it cannot."""
-    from specbench.check.outputs import Refused, misfit
+    from specbench.check.outputs import RejectedLine, find_misfit
 
-    fitting, refused = [], []
+    fitting, rejected = [], []
     vocab = min(target.vocab_size, target.scorer.embeddings)
     for each in lines:
-        if isinstance(each, Refused):
-            refused.append(each)
+        if isinstance(each, RejectedLine):
+            rejected.append(each)
             continue
         try:
             prompt = (
@@ -138,15 +141,15 @@ def _fitting(
                 else list(each.prompt)
             )
         except UsageError as error:
-            refused.append(Refused(each.line, error.message))
+            rejected.append(RejectedLine(each.line, error.message))
             continue
-        reason = misfit(prompt, each.token_ids, vocab, target.scorer.context_limit)
+        reason = find_misfit(prompt, each.token_ids, vocab, target.scorer.context_limit)
         if reason is None:
             fitting.append((each, prompt))
         else:
-            refused.append(Refused(each.line, reason))
-    if refused:
-        listed = ", ".join(str(each.line) for each in refused[:5])
-        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-        request.note(f"{counted(len(refused), 'line')} cannot be checked ({listed}{more}); the others are.")
-    return fitting, sorted(refused, key=lambda each: each.line)
+            rejected.append(RejectedLine(each.line, reason))
+    if rejected:
+        listed = ", ".join(str(each.line) for each in rejected[:5])
+        more = f" and {len(rejected) - 5} more" if len(rejected) > 5 else ""
+        request.note(f"{counted(len(rejected), 'line')} cannot be checked ({listed}{more}); the others are.")
+    return fitting, sorted(rejected, key=lambda each: each.line)

@@ -33,6 +33,7 @@ class CheckRequest:
     system: str | None
     sampling: Sampling
     json_output: bool
+    verbose: bool
     quiet: bool
     console: Console
 

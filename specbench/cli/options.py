@@ -349,6 +349,7 @@ ChatOption = Annotated[
 ]
 SystemOption = Annotated[str | None, prompt_option("--system", "TEXT", "System message.")]
 JsonOption = Annotated[bool, output("--json", None, "Print one JSON object.")]
+VerboseOption = Annotated[bool, output("--verbose -v", None, "Print all figures and notes.")]
 
 
 @dataclass(frozen=True)
