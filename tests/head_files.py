@@ -25,40 +25,43 @@ LAYER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def eagle_tensors(
-    seed: int = 0,
-    *,
-    vocab: int = VOCAB,
-    drafted: int | None = DRAFTED,
-    states: int = 3,
-    layers: int = 1,
-    spread: float = 0.3,
-) -> dict[str, torch.Tensor]:
-    """Of an EAGLE-3 head, its layers called ``layers.i``; ``None`` for a draft vocabulary of all tokens."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * spread
-
-    def norm(size: int) -> torch.Tensor:
-        return 0.5 + torch.rand(size, generator=generator)
-
-    layer = "layers.0."
-    tensors = {
-        "fc.weight": random(WIDTH, states * WIDTH),
-        layer + "input_layernorm.weight": norm(WIDTH),
-        layer + "hidden_norm.weight": norm(WIDTH),
-        layer + "post_attention_layernorm.weight": norm(WIDTH),
-        layer + "self_attn.q_proj.weight": random(HEADS * SIZE, 2 * WIDTH),
-        layer + "self_attn.k_proj.weight": random(SHARED * SIZE, 2 * WIDTH),
-        layer + "self_attn.v_proj.weight": random(SHARED * SIZE, 2 * WIDTH),
-        layer + "self_attn.o_proj.weight": random(WIDTH, HEADS * SIZE),
-        layer + "mlp.gate_proj.weight": random(INNER, WIDTH),
-        layer + "mlp.up_proj.weight": random(INNER, WIDTH),
-        layer + "mlp.down_proj.weight": random(WIDTH, INNER),
-        "norm.weight": norm(WIDTH),
-        "lm_head.weight": random(drafted or vocab, WIDTH),
+def attention(random: Any, width: int = WIDTH) -> dict[str, torch.Tensor]:
+    """Of a layer that reads vectors of ``width``, by the names of its modules."""
+    return {
+        "self_attn.q_proj": random(HEADS * SIZE, width),
+        "self_attn.k_proj": random(SHARED * SIZE, width),
+        "self_attn.v_proj": random(SHARED * SIZE, width),
+        "self_attn.o_proj": random(WIDTH, HEADS * SIZE),
+        "mlp.gate_proj": random(INNER, WIDTH),
+        "mlp.up_proj": random(INNER, WIDTH),
+        "mlp.down_proj": random(WIDTH, INNER),
     }
+
+
+def drawn(seed: int, spread: float) -> tuple[torch.Generator, Any, Any]:
+    """A generator, and what draws weights and norms from it."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        generator,
+        lambda *shape: torch.randn(shape, generator=generator) * spread,
+        lambda size: 0.5 + torch.rand(size, generator=generator),
+    )
+
+
+def layer_tensors(layer: int, modules: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"layers.{layer}.{name}.weight": tensor for name, tensor in modules.items()}
+
+
+def eagle_tensors(
+    seed: int = 0, *, vocab: int = VOCAB, drafted: int | None = DRAFTED, states: int = 3, layers: int = 1,
+    spread: float = 0.3,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Of an EAGLE-3 head, its layers called ``layers.i``; ``None`` for a draft vocabulary of all tokens."""
+    generator, random, norm = drawn(seed, spread)
+    tensors = {"fc.weight": random(WIDTH, states * WIDTH)}
+    norms = {name: norm(WIDTH) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    tensors |= layer_tensors(0, {**norms, **attention(random, 2 * WIDTH)})
+    tensors |= {"norm.weight": norm(WIDTH), "lm_head.weight": random(drafted or vocab, WIDTH)}
     if drafted is not None:
         places = torch.randperm(vocab, generator=generator)[:drafted].sort().values
         tensors["d2t"] = places - torch.arange(drafted)
@@ -94,24 +97,9 @@ def eagle_one_tensors(
     seed: int = 0, *, vocab: int = VOCAB, biased: bool = True, spread: float = 0.15
 ) -> dict[str, torch.Tensor]:
     """Of an EAGLE-1 head, as its authors call them; the head itself is the target's."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * spread
-
-    layer = "layers.0."
-    tensors = {
-        "embed_tokens.weight": random(vocab, WIDTH),
-        "fc.weight": random(WIDTH, 2 * WIDTH),
-        layer + "self_attn.q_proj.weight": random(HEADS * SIZE, WIDTH),
-        layer + "self_attn.k_proj.weight": random(SHARED * SIZE, WIDTH),
-        layer + "self_attn.v_proj.weight": random(SHARED * SIZE, WIDTH),
-        layer + "self_attn.o_proj.weight": random(WIDTH, HEADS * SIZE),
-        layer + "mlp.gate_proj.weight": random(INNER, WIDTH),
-        layer + "mlp.up_proj.weight": random(INNER, WIDTH),
-        layer + "mlp.down_proj.weight": random(WIDTH, INNER),
-        layer + "post_attention_layernorm.weight": 0.5 + torch.rand(WIDTH, generator=generator),
-    }
+    _, random, norm = drawn(seed, spread)
+    tensors = {"embed_tokens.weight": random(vocab, WIDTH), "fc.weight": random(WIDTH, 2 * WIDTH)}
+    tensors |= layer_tensors(0, {**attention(random), "post_attention_layernorm": norm(WIDTH)})
     return {**tensors, "fc.bias": random(WIDTH)} if biased else tensors
 
 
@@ -127,32 +115,14 @@ def block_tensors(
     seed: int = 0, *, vocab: int = VOCAB, drafted: int | None = None, layers: int = 2, spread: float = 0.3
 ) -> dict[str, torch.Tensor]:
     """Of a DFlash head that reads two states; the head itself is the target's, unless it has a draft vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * spread
-
-    def norm(size: int) -> torch.Tensor:
-        return 0.5 + torch.rand(size, generator=generator)
-
+    _, random, norm = drawn(seed, spread)
     tensors = {
         "fc.weight": random(WIDTH, 2 * WIDTH), "hidden_norm.weight": norm(WIDTH), "norm.weight": norm(WIDTH)
     }  # fmt: skip
     for layer in range(layers):
-        named = {
-            "self_attn.q_proj": random(HEADS * SIZE, WIDTH),
-            "self_attn.k_proj": random(SHARED * SIZE, WIDTH),
-            "self_attn.v_proj": random(SHARED * SIZE, WIDTH),
-            "self_attn.o_proj": random(WIDTH, HEADS * SIZE),
-            "self_attn.q_norm": norm(SIZE),
-            "self_attn.k_norm": norm(SIZE),
-            "mlp.gate_proj": random(INNER, WIDTH),
-            "mlp.up_proj": random(INNER, WIDTH),
-            "mlp.down_proj": random(WIDTH, INNER),
-            "input_layernorm": norm(WIDTH),
-            "post_attention_layernorm": norm(WIDTH),
-        }
-        tensors |= {f"layers.{layer}.{name}.weight": tensor for name, tensor in named.items()}
+        norms = {name: norm(SIZE) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+        norms |= {name: norm(WIDTH) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors |= layer_tensors(layer, {**attention(random), **norms})
     if drafted is not None:
         others = eagle_tensors(seed, vocab=vocab, drafted=drafted)
         tensors |= {name: others[name] for name in ("lm_head.weight", "d2t", "t2d")}
@@ -234,16 +204,12 @@ def medusa_tensors(
     spread: float = 0.3,
 ) -> dict[str, torch.Tensor]:
     """Of Medusa heads, as vLLM calls them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, random, _ = drawn(seed, spread)
     tensors: dict[str, torch.Tensor] = {}
     for head in range(heads):
         for block in range(blocks):
-            tensors[f"blocks.{head}.layers.{block}.weight"] = (
-                torch.randn(WIDTH, WIDTH, generator=generator) * spread
-            )
-        tensors[f"lm_heads.{head}.weight"] = (
-            torch.randn(drafted or vocab, WIDTH, generator=generator) * spread
-        )
+            tensors[f"blocks.{head}.layers.{block}.weight"] = random(WIDTH, WIDTH)
+        tensors[f"lm_heads.{head}.weight"] = random(drafted or vocab, WIDTH)
     if drafted is not None:
         tensors["token_map"] = torch.randperm(vocab, generator=generator)[:drafted]
     return tensors
@@ -266,18 +232,17 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
     """A drafter of such a target, made of a folder: of one of the kinds of heads."""
     if kind == "pass":
         settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": 9}
-        files = write_head(folder, settings, {"ahead": few_tokens().get_input_embeddings().weight[:3]})
-        return load_drafter(str(files), target, LoadOptions(dtype="float32"))
-    if kind == "medusa":
-        files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
+        tensors = {"ahead": few_tokens().get_input_embeddings().weight[:3]}
+    elif kind == "medusa":
+        settings, tensors = medusa_settings(9), medusa_tensors(vocab=9)
     elif kind == "dflash":
-        files = write_head(folder, block_settings(9), block_tensors(vocab=9))
+        settings, tensors = block_settings(9), block_tensors(vocab=9)
     elif kind == "peagle":
+        settings = parallel_settings(9, 2, draft_vocab_size=6)
         tensors = parallel_tensors(vocab=9, drafted=6, layers=2)
-        files = write_head(folder, parallel_settings(9, 2, draft_vocab_size=6), tensors)
     elif kind == "eagle-1":
-        files = write_head(folder, eagle_one_settings(9), eagle_one_tensors(vocab=9))
+        settings, tensors = eagle_one_settings(9), eagle_one_tensors(vocab=9)
     else:
+        settings = speculators_settings((1, 2, 0), 9, draft_vocab_size=6)
         tensors = eagle_tensors(2, vocab=9, drafted=6)
-        files = write_head(folder, speculators_settings((1, 2, 0), 9, draft_vocab_size=6), tensors)
-    return load_drafter(str(files), target, LoadOptions(dtype="float32"))
+    return load_drafter(str(write_head(folder, settings, tensors)), target, LoadOptions(dtype="float32"))

@@ -45,14 +45,8 @@ from tiny import save_tiny, tiny_language_model
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig
 
 from specbench.backends.torch.caches import CACHE_KINDS
-from specbench.backends.torch.head_scorers import (
-    EagleScorer,
-    HeadBatch,
-)
-from specbench.backends.torch.heads import (
-    EagleHead,
-    EagleShape,
-)
+from specbench.backends.torch.head_scorers import EagleScorer, HeadBatch
+from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.passes import time_passes
@@ -104,10 +98,10 @@ def drafter_of(folder: Path, target: Target, options: LoadOptions = PLAIN) -> He
     return drafter
 
 
-def target_states(tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+def target_states(tokens: Sequence[int], layers: Sequence[int], model: Any = None) -> torch.Tensor:
     """What ``transformers`` gives, [tokens, layers, width]."""
     with torch.inference_mode():
-        output = target_model()(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+        output = (model or target_model())(input_ids=torch.tensor([tokens]), output_hidden_states=True)
     return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
 
 
@@ -129,6 +123,32 @@ def turned(x: torch.Tensor, position: int) -> torch.Tensor:
     angles = position / LAYER["rope_theta"] ** (torch.arange(half) * 2 / SIZE)
     numbers = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(half), angles)
     return torch.cat((numbers.real, numbers.imag), dim=-1)
+
+
+def layer_of(tensors: Mapping[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
+    """A layer's tensors."""
+    named = f"layers.{layer}."
+    return {name.removeprefix(named): each for name, each in tensors.items() if name.startswith(named)}
+
+
+def attended(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Grouped attention of one query, [heads, size], to keys and values, [shared, size]."""
+    outs = []
+    for head in range(HEADS):
+        group = head // (HEADS // SHARED)
+        scores = torch.stack([query[head] @ key[group] for key in keys]) / SIZE**0.5
+        outs.append(sum(w * value[group] for w, value in zip(scores.softmax(0), values, strict=True)))
+    return torch.cat(outs)
+
+
+def mlp(part: Mapping[str, torch.Tensor], residual: torch.Tensor) -> torch.Tensor:
+    x = rms(residual, part["post_attention_layernorm.weight"])
+    gate = part["mlp.gate_proj.weight"] @ x
+    return residual + part["mlp.down_proj.weight"] @ (
+        gate * gate.sigmoid() * (part["mlp.up_proj.weight"] @ x)
+    )
 
 
 class Formulas:
@@ -153,11 +173,7 @@ class Formulas:
         return self.tensors["fc.weight"] @ wide + self.tensors.get("fc.bias", 0.0)
 
     def part(self, layer: int) -> dict[str, torch.Tensor]:
-        """A layer's tensors."""
-        named = f"layers.{layer}."
-        return {
-            name.removeprefix(named): each for name, each in self.tensors.items() if name.startswith(named)
-        }
+        return layer_of(self.tensors, layer)
 
     def embedded(self, token: int) -> torch.Tensor:
         embedding = self.tensors.get("embed_tokens.weight")
@@ -198,19 +214,8 @@ class Formulas:
         keys.append(turned(key, position))
         values.append(projected("v", SHARED))
         own = [*seen, len(keys) - 1]
-        query, attended = turned(query, position), []
-        for head in range(HEADS):
-            group = head // (HEADS // SHARED)
-            scores = torch.stack([query[head] @ keys[each][group] for each in own]) / SIZE**0.5
-            weights = scores.softmax(0)
-            attended.append(
-                sum(weight * values[each][group] for weight, each in zip(weights, own, strict=True))
-            )
-        residual = residual + part["self_attn.o_proj.weight"] @ torch.cat(attended)
-        x = rms(residual, part["post_attention_layernorm.weight"])
-        gate = part["mlp.gate_proj.weight"] @ x
-        gated = gate * gate.sigmoid() * (part["mlp.up_proj.weight"] @ x)
-        return residual + part["mlp.down_proj.weight"] @ gated
+        out = attended(turned(query, position), [keys[each] for each in own], [values[each] for each in own])
+        return mlp(part, residual + part["self_attn.o_proj.weight"] @ out)
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """Over the target's vocabulary."""
@@ -281,6 +286,10 @@ def biased(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors | {f"{name}.bias": torch.linspace(-1, 1, len(tensors[f"{name}.weight"])) for name in names}
 
 
+def without(tensors: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
 def more(tensors: dict[str, torch.Tensor], **added: torch.Tensor) -> dict[str, torch.Tensor]:
     return tensors | {name.replace("__", "."): tensor for name, tensor in added.items()}
 
@@ -322,10 +331,7 @@ LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]]]
             layers__0__self_attn__k_norm__weight=SCALE[-SIZE:],
         ),
     ),
-    "without a head": lambda: (
-        speculators_settings(),
-        {name: tensor for name, tensor in eagle_tensors().items() if name != "lm_head.weight"},
-    ),
+    "without a head": lambda: (speculators_settings(), without(eagle_tensors(), "lm_head.weight")),
 }
 
 
@@ -358,11 +364,11 @@ def plain_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return plain
 
 
-def rows_of(asked: Pass) -> torch.Tensor:
-    """A head's rows, over all tokens of its target."""
-    scorer: Any = asked.scorer
-    rows = scorer.score(asked).logits
-    return rows if scorer.vocabulary is None else scorer.vocabulary.spread(rows, -torch.inf)
+def assert_rows(scorer: Any, expected: torch.Tensor, *asked: Any, **more: Any) -> None:
+    """A head gives these rows, over all tokens of its target."""
+    rows = scorer.score(Pass(scorer, *asked, **more)).logits
+    found = rows if scorer.vocabulary is None else scorer.vocabulary.spread(rows, -torch.inf)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *FIRST_LAYOUTS])
@@ -379,16 +385,14 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path, layout):
         shorter = formulas(expected.tensors, settings).rows(CONTEXT[:5], [CONTEXT[5], 70], [-1, 0])
     scorer.begin()
     drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
-    close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT[:5], [CONTEXT[5], 70])), shorter, **close)
+    assert_rows(scorer, shorter, CONTEXT[:5], [CONTEXT[5], 70])
     drafter.update(outcome_of(CONTEXT, drafter.layers, 2))
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, rows=1)), chain[:1], **close)
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:1])), chain[:2], **close)
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT)), chain, **close)
+    assert_rows(scorer, chain[:1], CONTEXT, rows=1)
+    assert_rows(scorer, chain[:2], CONTEXT, DRAFT[:1])
+    assert_rows(scorer, chain, CONTEXT, DRAFT)
     drafter.update(StepOutcome(CONTEXT, 0, torch.empty(0)))
     assert scorer.cached_len == len(CONTEXT) - 1  # the last token is read again
-    found = rows_of(Pass(scorer, CONTEXT, DRAFT, parents))
-    torch.testing.assert_close(found, tree, **close)
+    assert_rows(scorer, tree, CONTEXT, DRAFT, parents)
 
 
 def test_a_trainer_gets_the_decoders_logits_at_all_positions_with_gradients():
@@ -433,19 +437,25 @@ def test_rows_of_p_eagle_are_those_of_the_formulas(tmp_path, layout):
         first, second = (
             ParallelFormulas(tensors, known).guesses(context, 3) for context in (CONTEXT[:5], CONTEXT)
         )
-    close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
+    assert_rows_of_blocks(drafter, first, second, longer=layout == "vLLM")
+
+
+def assert_rows_of_blocks(
+    drafter: HeadDrafter, first: torch.Tensor, second: torch.Tensor, *, longer: bool = False
+) -> None:
+    """A head that guesses two tokens (or ``longer``) gives these rows behind a part of the context and all of it."""
+    scorer = drafter.scorer
     scorer.begin()
     drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT[:5], DRAFT[:1])), first[:2], **close)
+    assert_rows(scorer, first[:2], CONTEXT[:5], DRAFT[:1])
     drafter.update(outcome_of(CONTEXT, drafter.layers))
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, rows=1)), second[:1], **close)
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:2])), second, **close)
+    assert_rows(scorer, second[:1], CONTEXT, rows=1)
+    assert_rows(scorer, second, CONTEXT, DRAFT[:2])
     drafter.update(StepOutcome(CONTEXT, 0, torch.empty(0)))
     assert scorer.cached_len == len(CONTEXT) - 1  # the last token is read again
-    tree = rows_of(Pass(scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=3))
-    torch.testing.assert_close(tree, second[[1, 1, 2]], **close)
+    assert_rows(scorer, second[[1, 1, 2]], CONTEXT, DRAFT, [-1, -1, 1], rows=3)
     assert drafter.can_read(CONTEXT, DRAFT[:2])
-    assert drafter.can_read(CONTEXT, DRAFT) == (layout == "vLLM")
+    assert drafter.can_read(CONTEXT, DRAFT) == longer
 
 
 def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
@@ -469,11 +479,7 @@ def test_rows_of_medusa_are_those_of_the_formula(tmp_path, shared):
     tensors = medusa_tensors(blocks=2, drafted=DRAFTED)
     settings = medusa_settings(num_hidden_layers=2, truncated_vocab_size=DRAFTED, original_lm_head=shared)
     if shared:
-        tensors = {
-            name: each
-            for name, each in tensors.items()
-            if name not in ("lm_heads.1.weight", "lm_heads.2.weight")
-        }
+        tensors = without(tensors, "lm_heads.1.weight", "lm_heads.2.weight")
     drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
     drafter.begin(CONTEXT)
     drafter.update(outcome_of(CONTEXT, (3,)))
@@ -486,10 +492,8 @@ def test_rows_of_medusa_are_those_of_the_formula(tmp_path, shared):
         whole = torch.full((VOCAB,), float("-inf"))
         whole[tensors["token_map"]] = tensors[f"lm_heads.{0 if shared else head}.weight"] @ x
         rows.append(whole)
-    found = rows_of(Pass(drafter.scorer, CONTEXT, DRAFT[:2]))
-    torch.testing.assert_close(found, torch.stack(rows), atol=1e-4, rtol=1e-4)
-    found = rows_of(Pass(drafter.scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=2))
-    torch.testing.assert_close(found, torch.stack([rows[1], rows[2]]), atol=1e-4, rtol=1e-4)
+    assert_rows(drafter.scorer, torch.stack(rows), CONTEXT, DRAFT[:2])
+    assert_rows(drafter.scorer, torch.stack([rows[1], rows[2]]), CONTEXT, DRAFT, [-1, -1, 1], rows=2)
     assert drafter.can_read(CONTEXT, DRAFT[:2])
     assert not drafter.can_read(CONTEXT, DRAFT)
 
@@ -506,31 +510,22 @@ def rows_of_blocks(
     embedding = target_model().get_input_embeddings().weight
     xs = [embedding[token] for token in (context[-1], *[MASK] * (BLOCK - 1))]
     for layer in range(2):
-        part = {
-            name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(f"layers.{layer}.")
-        }
-        normed = [rms(x, part["input_layernorm"]) for x in xs]
+        part = layer_of(tensors, layer)
+
+        def normed(
+            name: str, heads: int, read: torch.Tensor, part: Mapping[str, torch.Tensor] = part
+        ) -> torch.Tensor:
+            projected = (part[f"self_attn.{name}_proj.weight"] @ read).view(heads, SIZE)
+            return rms(projected, part[f"self_attn.{name}_norm.weight"])
+
+        inputs = [rms(x, part["input_layernorm.weight"]) for x in xs]
         keys, values = [], []
-        for position, read in enumerate([*features, *normed]):
-            key = rms((part["self_attn.k_proj"] @ read).view(SHARED, SIZE), part["self_attn.k_norm"])
-            keys.append(turned(key, position))
-            values.append((part["self_attn.v_proj"] @ read).view(SHARED, SIZE))
-        after = []
-        for place, (x, read) in enumerate(zip(xs, normed, strict=True)):
-            query = rms((part["self_attn.q_proj"] @ read).view(HEADS, SIZE), part["self_attn.q_norm"])
-            query, attended = turned(query, known + place), []
-            for head in range(HEADS):
-                group = head // (HEADS // SHARED)
-                scores = torch.stack([query[head] @ key[group] for key in keys]) / SIZE**0.5
-                pairs = zip(scores.softmax(0), values, strict=True)
-                attended.append(sum(weight * value[group] for weight, value in pairs))
-            x = x + part["self_attn.o_proj"] @ torch.cat(attended)
-            inner = rms(x, part["post_attention_layernorm"])
-            gate = part["mlp.gate_proj"] @ inner
-            after.append(x + part["mlp.down_proj"] @ (gate * gate.sigmoid() * (part["mlp.up_proj"] @ inner)))
-        xs = after
+        for position, read in enumerate([*features, *inputs]):
+            keys.append(turned(normed("k", SHARED, read), position))
+            values.append((part["self_attn.v_proj.weight"] @ read).view(SHARED, SIZE))
+        for place, read in enumerate(inputs):
+            out = attended(turned(normed("q", HEADS, read), known + place), keys, values)
+            xs[place] = mlp(part, xs[place] + part["self_attn.o_proj.weight"] @ out)
     outs = torch.stack([rms(x, tensors["norm.weight"]) for x in xs[1:]])
     if "d2t" not in tensors:
         return outs @ target_model().get_output_embeddings().weight.T
@@ -547,19 +542,9 @@ def test_rows_of_dflash_are_those_of_the_formulas(tmp_path, settings, drafted, l
     tensors = block_tensors(drafted=drafted)
     drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
     assert drafter.layers == layers
-    scorer = drafter.scorer
-    close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
     with torch.inference_mode():
         first, second = (rows_of_blocks(tensors, layers, context) for context in (CONTEXT[:5], CONTEXT))
-    scorer.begin()
-    drafter.update(outcome_of(CONTEXT[:5], layers))
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT[:5], DRAFT[:1])), first[:2], **close)
-    drafter.update(outcome_of(CONTEXT, layers))
-    torch.testing.assert_close(rows_of(Pass(scorer, CONTEXT, DRAFT[:2])), second, **close)
-    tree = rows_of(Pass(scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=3))
-    torch.testing.assert_close(tree, second[[1, 1, 2]], **close)
-    assert drafter.can_read(CONTEXT, DRAFT[:2])
-    assert not drafter.can_read(CONTEXT, DRAFT)
+    assert_rows_of_blocks(drafter, first, second)
 
 
 def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path):
@@ -592,26 +577,12 @@ PROMPT = [1, 2, 0]
 def outputs(
     target: Scorer, drafter: Drafter, policy: DraftPlan, **options: Any
 ) -> tuple[list[int], list[Step]]:
-    records = list(
-        decode_steps(
-            PROMPT,
-            target,
-            drafter,
-            policy=policy,
-            sampling=Greedy(),
-            random=Randomness(0),
-            max_new_tokens=40,
-            **options,
-        )
-    )
-    steps = [record for record in records if isinstance(record, Step)]
-    return [token for record in records for token in tokens_of(record)], steps
-
-
-def tokens_of(record: Prefill | Step) -> list[int]:
-    if isinstance(record, Prefill):
-        return [] if record.token is None else [record.token]
-    return list(record.tokens)
+    options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 40}
+    prefill, *steps = decode_steps(PROMPT, target, drafter, policy=policy, **options)
+    assert isinstance(prefill, Prefill)
+    found = [] if prefill.token is None else [prefill.token]
+    done = [step for step in steps if isinstance(step, Step)]
+    return [*found, *(token for step in done for token in step.tokens)], done
 
 
 @cache
@@ -728,12 +699,10 @@ def test_what_several_requests_want_of_a_head_is_made_in_one(tmp_path, kind, mon
     contexts = [[number % 9, *range(9), 4, 7, 1][: 4 + 3 * number] for number in range(4)]
     beside, alone = ([loaded.twin() for _ in contexts] for _ in range(2))
     for context, *scorers in zip(contexts, beside, alone, strict=True):
-        with torch.inference_mode():
-            output = few_tokens()(input_ids=torch.tensor([context[:-1]]), output_hidden_states=True)
+        states = target_states(context[:-1], loaded.layers, few_tokens())
         for scorer in scorers:
             scorer.begin()
-            states = [output.hidden_states[layer][0] for layer in loaded.layers]
-            scorer.take_states(len(context) - 1, torch.stack(states, dim=1))
+            scorer.take_states(len(context) - 1, states)
     made, calls = loaded.made, []
     monkeypatch.setattr(loaded, "made", lambda wanted: calls.append(len(wanted)) or made(wanted))
     drafts: list[tuple[list[int], list[int] | None]] = [
@@ -777,11 +746,8 @@ def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tre
     assert sum(step.accepted for step in steps) > 5
     assert len(firsts) > 2
     for context, row in firsts:
-        with torch.inference_mode():
-            output = few_tokens()(input_ids=torch.tensor([context[:-1]]), output_hidden_states=True)
-        states = torch.stack([output.hidden_states[layer][0] for layer in head.layers], dim=1)
         fresh.begin()
-        fresh.take_states(len(context) - 1, states)
+        fresh.take_states(len(context) - 1, target_states(context[:-1], head.layers, few_tokens()))
         torch.testing.assert_close(fresh.score(Pass(fresh, context)).logits[0], row, atol=1e-4, rtol=1e-4)
 
 
@@ -847,10 +813,6 @@ def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
 
 
 # -- files that are not what they should be ---------------------------------------------------------
-
-
-def without(tensors: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def changed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -76,13 +76,11 @@ def test_the_package_has_no_means_to_run_what_it_reads():
             if keyword.arg in ("shell", "trust_remote_code", "allow_dangerous_deserialization"):
                 assert ast.unparse(keyword.value) == "False", f"{file}: {ast.unparse(call)}"
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+                [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             )
-            if isinstance(node, ast.ImportFrom):
-                names.append(str(node.module))
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             assert not {name.split(".")[0] for name in names} & READS_CODE, path.name
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
@@ -102,25 +100,6 @@ def test_everything_that_could_run_a_models_code_is_told_not_to():
         told = any(keyword.arg == "trust_remote_code" for keyword in call.keywords)
         spread = any(keyword.arg is None for keyword in call.keywords)
         assert told or (spread and file == "gguf.py"), f"{file}: {ast.unparse(call)}"
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("which", ["config", "tokenizer"])
-def test_code_beside_a_model_is_not_run(tmp_path, which):
-    folder = save_tiny(tmp_path / "model")
-    mark = tmp_path / "ran"
-    (folder / "theirs.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Theirs: pass\n")
-    file = folder / ("config.json" if which == "config" else "tokenizer_config.json")
-    settings_of = json.loads(file.read_text())
-    settings_of["auto_map"] = dict.fromkeys(
-        ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "theirs.Theirs"
-    )
-    file.write_text(json.dumps(settings_of))
-    try:
-        load_model(str(folder), CPU)
-    except SpecbenchError:
-        assert which == "tokenizer"
-    assert not mark.exists()
 
 
 @pytest.mark.parametrize(
@@ -177,23 +156,9 @@ def save_gemma3(folder: Path) -> Path:
     """A tiny multimodal model: a configuration within a configuration."""
     import transformers as hf
 
-    text = hf.Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    vision = hf.SiglipVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = hf.Gemma3TextConfig(vocab_size=64, num_key_value_heads=1, head_dim=8, **sizes)
+    vision = hf.SiglipVisionConfig(image_size=28, patch_size=14, **sizes)
     config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     hf.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
     return folder
@@ -295,14 +260,6 @@ def test_a_file_that_a_model_names_stays_in_its_folder(name):
         assert os.path.commonpath([folder, whole]) == folder
 
 
-@pytest.mark.parametrize("shard", ["../secret", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "a\0b", ""])
-def test_an_index_that_would_leave_its_folder_is_refused(tmp_path, shard):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"w": shard}}))
-    with pytest.raises(UsageError, match="outside its own folder"):
-        shard_names(index, "mine")
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache folder of the test's own."""
@@ -379,13 +336,7 @@ def one_figure(monkeypatch):
         (SWEEP, ".lock"),
     ],
 )
-def test_nothing_is_written_through_a_link(
-    theirs,
-    monkeypatch,
-    capsys,
-    words,
-    name,
-):
+def test_nothing_is_written_through_a_link(theirs, monkeypatch, capsys, words, name):
     monkeypatch.chdir(theirs.parent)
     mine = theirs.parent / "mine"
     link = theirs / name
@@ -466,12 +417,9 @@ def hub_model(tmp_path, monkeypatch) -> Callable[[str], Path]:
     return lambda name: (snapshot / name).resolve()
 
 
-def test_an_intact_file_of_the_hubs_cache_is_used(hub_model):
-    assert load_model("org/name", CPU).fingerprint
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model, name):
+    assert load_model("org/name", CPU).fingerprint
     content = hub_model(name).read_bytes()
     middle = len(content) // 2
     changed = b"8" if content[middle : middle + 1] != b"8" else b"9"
@@ -504,15 +452,10 @@ def test_a_file_of_a_hub_that_names_files_otherwise_is_used(hub_model):
 @st.composite
 def edits(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     """Cuts, insertions and changes of single bytes."""
-    steps = draw(
-        st.lists(
-            st.tuples(
-                st.sampled_from(["cut", "put", "change"]), st.floats(0, 1), st.binary(min_size=1, max_size=9)
-            ),
-            min_size=1,
-            max_size=4,
-        )
+    step = st.tuples(
+        st.sampled_from(["cut", "put", "change"]), st.floats(0, 1), st.binary(min_size=1, max_size=9)
     )
+    steps = draw(st.lists(step, min_size=1, max_size=4))
 
     def edit(content: bytes) -> bytes:
         for what, where, data in steps:
@@ -554,12 +497,11 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, readable, tmp_pat
         # The interesting part is at the beginning, where the headers are.
         head = content[:4000]
         path.write_bytes(edit(head) + content[4000:])
+        message = ""
         try:
             read(path)
         except SpecbenchError as error:
             message = str(error)
-        else:
-            message = ""
         assert "\n" not in message
 
     check()
@@ -591,30 +533,9 @@ def measured(tmp_path, monkeypatch, capsys) -> Any:
     save_tiny(tmp_path / EVIL)
     line = {"id": f"@{EVIL}", "category": f"+{EVIL}", "turns": [f"-{EVIL}"], "system": None}
     (tmp_path / "evil.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    words = [
-        "sweep",
-        "--target",
-        f"./{EVIL}",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--prompts",
-        "./evil.jsonl",
-    ]
-    words += [
-        "-n",
-        "6",
-        "--gamma",
-        "2",
-        "--repeats",
-        "2",
-        "--drafter",
-        "lookup",
-        "--ignore-eos",
-        "--out",
-        "run",
-    ]
+    options = "--dtype float32 --device cpu --prompts ./evil.jsonl -n 6 --gamma 2 --repeats 2"
+    options += " --drafter lookup --ignore-eos --out run"
+    words = ["sweep", "--target", f"./{EVIL}", *options.split()]
     monkeypatch.setattr(sys, "argv", ["specbench", *words])
     code = run(words)
     said = capsys.readouterr()
@@ -673,14 +594,11 @@ FORMATS = r"{0.__class__}{x}{:d}{%s%(y)d%99999d%$\alpha$${z}{{ 7 * 7 }}\1\g<0>[r
 def strings_of(value: Any) -> list[str]:
     """Every text in JSON that is no name of a field."""
     if isinstance(value, dict):
-        return [text for name, each in value.items() for text in [*strings_of(each), *names_of_things(name)]]
+        names = [name for name in value if not name.isidentifier()]
+        return [*names, *(text for each in value.values() for text in strings_of(each))]
     if isinstance(value, list):
         return [text for each in value for text in strings_of(each)]
     return [value] if isinstance(value, str) else []
-
-
-def names_of_things(name: str) -> list[str]:
-    return [] if name.isidentifier() else [name]
 
 
 def with_formats(value: Any, chosen: set[str]) -> Any:

@@ -87,14 +87,9 @@ def tiny_llama(
     *,
     context: int = 512,
 ) -> PreTrainedModel:
-    """A random Llama: hidden size 32, four heads on two key/value heads.
+    """Make a random Llama: hidden size 32, four heads on two key/value heads; the global generator is left as it was.
 
-    Args:
-        seed: Of the weights; the global generator is left as it was.
-        layers: Decoder layers.
-        vocab_size: Width of the logits; ``None`` is `tiny_tokenizer`'s size.
-        dtype: Of the weights.
-        context: `max_position_embeddings`.
+    ``vocab_size`` is by default `tiny_tokenizer`'s, and ``context`` the `max_position_embeddings`.
     """
     config = LlamaConfig(
         vocab_size=len(tiny_tokenizer()) if vocab_size is None else vocab_size,
