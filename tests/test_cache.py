@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,11 +68,7 @@ def entries() -> list[Path]:
     return sorted(kept.iterdir()) if kept.exists() else []
 
 
-def int8_logits(folder: Path) -> torch.Tensor:
-    return logits(folder, INT8)
-
-
-def logits(folder: Path, options: LoadOptions) -> torch.Tensor:
+def int8_logits(folder: Path, options: LoadOptions = INT8) -> torch.Tensor:
     model: Any = load_target(str(folder), options).scorer.model
     with torch.inference_mode():
         found: torch.Tensor = model(TEXT).logits
@@ -111,10 +109,10 @@ def test_int4_layers_are_kept_too(folder, monkeypatch):
         return whole(weight)
 
     monkeypatch.setattr(native.Panels, "quantize_int4", counted)
-    first = logits(folder, INT4)
+    first = int8_logits(folder, INT4)
     made = len(packed)
     assert made == 2 * 4 + 1
-    assert torch.equal(logits(folder, INT4), first)
+    assert torch.equal(int8_logits(folder, INT4), first)
     load_drafter("self:int4", load_target(str(folder), CPU), CPU)
     load_drafter(str(folder), load_target(str(folder), CPU), INT4)
     assert len(packed) == made
@@ -133,7 +131,7 @@ def test_rows_and_panels_are_kept_side_by_side(folder, roundings, monkeypatch):
         without.setattr(native, "is_available", lambda: False)
         in_rows = int8_logits(folder)
         assert len(roundings) == 2 * made
-        logits(folder, INT4)
+        int8_logits(folder, INT4)
         assert len(entries()) == 2, "int4 is kept in panels alone"
         assert torch.equal(int8_logits(folder), in_rows)
     assert torch.equal(int8_logits(folder), in_panels)
@@ -166,47 +164,36 @@ def damage_a_byte(entry: Path) -> None:
     path.write_bytes(content)
 
 
-def cut(entry: Path) -> None:
-    path = next(iter(entry.glob("*.safetensors")))
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def remove_one(entry: Path) -> None:
-    next(iter(entry.glob("*.safetensors"))).unlink()
-
-
-def add_one(entry: Path) -> None:
-    (entry / "x.safetensors").write_bytes(b"")
-
-
-def spoil_manifest(entry: Path) -> None:
-    (entry / "manifest.json").write_text("[" * 100_000)
-
-
-def no_manifest(entry: Path) -> None:
-    (entry / "manifest.json").unlink()
-
-
-def another_format(entry: Path) -> None:
-    manifest = json.loads((entry / "manifest.json").read_text())
-    (entry / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-
-
 def link_one(entry: Path) -> None:
-    path = next(iter(entry.glob("*.safetensors")))
+    path = first_of(entry)
     elsewhere = entry.parents[1] / "elsewhere"
     shutil.move(path, elsewhere)
     path.symlink_to(elsewhere)
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [damage_a_byte, cut, remove_one, add_one, spoil_manifest, no_manifest, another_format, link_one],
-)
+def first_of(entry: Path) -> Path:
+    return next(iter(entry.glob("*.safetensors")))
+
+
+HARMS: dict[str, Callable[[Path], Any]] = {
+    "a byte": damage_a_byte,
+    "cut": lambda entry: first_of(entry).write_bytes(first_of(entry).read_bytes()[:100]),
+    "one less": lambda entry: first_of(entry).unlink(),
+    "one more": lambda entry: (entry / "x.safetensors").write_bytes(b""),
+    "no JSON": lambda entry: (entry / "manifest.json").write_text("[" * 100_000),
+    "no manifest": lambda entry: (entry / "manifest.json").unlink(),
+    "another format": lambda entry: (entry / "manifest.json").write_text(
+        json.dumps(json.loads((entry / "manifest.json").read_text()) | {"format": 1})
+    ),
+    "a link": link_one,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_what_is_damaged_is_made_anew_with_a_sentence(folder, harm, roundings):
     expected = int8_logits(folder)
     (entry,) = entries()
-    harm(entry)
+    HARMS[harm](entry)
     made = len(roundings)
     target = load_target(str(folder), INT8)
     assert len(roundings) == 2 * made
@@ -217,7 +204,7 @@ def test_what_is_damaged_is_made_anew_with_a_sentence(folder, harm, roundings):
     assert entries() == [entry]
 
 
-def test_files_that_have_changed_make_it_anew(folder, roundings):
+def test_files_that_have_changed_and_another_version_make_it_anew(folder, roundings, monkeypatch):
     int8_logits(folder)
     made, (old,) = len(roundings), entries()
     path = folder / "model.safetensors"
@@ -233,14 +220,9 @@ def test_files_that_have_changed_make_it_anew(folder, roundings):
     ]
     (new,) = entries()
     assert new != old
-
-
-def test_another_version_makes_it_anew(folder, roundings, monkeypatch):
-    int8_logits(folder)
-    made = len(roundings)
     monkeypatch.setattr(module, "__version__", "another")
     int8_logits(folder)
-    assert len(roundings) == 2 * made
+    assert len(roundings) == 3 * made
     assert len(entries()) == 1
 
 
@@ -292,16 +274,12 @@ def test_without_room_for_it_a_model_starts_as_before(folder, monkeypatch, probl
         shutil.rmtree(cache_folder(), ignore_errors=True)
         cache_folder().write_text("")
     else:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: _Full())
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     target = load_target(str(folder), INT8)
     assert target.dtype == "int8"
     assert target.language_model.notes == []
     assert torch.equal(int8_logits(folder), expected)
     assert problem == "a file" or entries() == []
-
-
-class _Full:
-    free = 0
 
 
 def test_a_start_that_fails_leaves_nothing(folder):
@@ -316,14 +294,11 @@ def test_a_start_that_fails_leaves_nothing(folder):
     assert entries() == []
 
 
-def test_models_that_came_of_no_file_keep_nothing(folder):
+def test_small_models_and_those_of_no_file_keep_nothing(folder, monkeypatch):
     model = load_model(str(folder), CPU)
     model.files = None
     with rounded_layers(model, "int8") as layers:
         assert layers is None
-
-
-def test_small_models_keep_nothing(folder, monkeypatch):
     monkeypatch.setattr(module, "_WORTH_KEEPING", 1 << 25)
     load_target(str(folder), INT8)
     assert entries() == []

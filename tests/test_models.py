@@ -113,10 +113,11 @@ PATHS = (
     "a/b/c",
     "model.gguf",
     "org/model.GGUF",
+    "org//x",
     "~nobody/x",
 )
 NO_NAMES = (
-    "", " ", "two words", "org/name@", "org/name@a b", "@rev", "a--b", "x\0y", "\x1b[31m", "org//x", "y" * 9999
+    "", " ", "two words", "org/name@", "org/name@a b", "@rev", "a--b", "x\0y", "\x1b[31m", "y" * 9999
 )  # fmt: skip
 
 
