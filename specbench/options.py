@@ -243,8 +243,8 @@ class DecodingOptions:
         """Return the rules that change logits by the context alone, by ``transformers``' names, given the model's."""
         rules = dict(own) if self.model_defaults else {}
         if self.min_new_tokens:  # in place of the model's own
-            policies["min_new_tokens"] = self.min_new_tokens
-        return policies
+            rules["min_new_tokens"] = self.min_new_tokens
+        return rules
 
     def with_changes(self, **changes: Unpack[DecodingKeywords]) -> DecodingOptions:
         """Return them with some changed."""

@@ -16,14 +16,7 @@ import pytest
 import torch
 from cli_runs import refusal
 from safetensors.torch import load_file, save_file
-from tiny import (
-    CHAT_TEMPLATE,
-    SPECIAL_TOKENS,
-    save_tiny,
-    tiny_language_model,
-    tiny_llama,
-    tiny_tokenizer,
-)
+from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,

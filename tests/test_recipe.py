@@ -127,13 +127,6 @@ def test_runs_of_the_first_version_get_recipes(drafter, words, dtype):
     )
 
 
-UNKNOWN = (
-    first_version("other:a|b"),
-    first_version("lookup", draft_policy="none-such"),
-    first_version("x", kind="server"),
-)
-
-
 def test_what_the_first_version_did_not_say_whole_has_no_recipe():
     for run in (
         first_version("other:a|b"),

@@ -89,10 +89,7 @@ def with_layers(family: str, source: Any, kept: tuple[int, ...]) -> Any:
     return built
 
 
-KEPT = {
-    "gemma2": [(0, 1, 4), (0, 1, 2, 4), (0, 1, 3)],
-    "gemma3": [(0, 1, 4), (0, 1, 3), (0, 1, 2, 4)],
-}
+KEPT = {"gemma2": [(0, 1, 4), (0, 1, 2, 4), (0, 1, 3)], "gemma3": [(0, 1, 4), (0, 1, 3), (0, 1, 2, 4)]}
 USUALLY_KEPT = [(0, 4), (0, 2, 3), (0, 1, 3, 4), (0,)]
 
 
@@ -266,13 +263,12 @@ def test_the_layers_that_are_used():
         ("self", "'self' does not say how the target drafts for itself."),
         ("self:int8=yes", "The option 'int8' of self takes no value, and was given 'yes'."),
         ("self:skip", "The option 'skip' of self needs a value."),
-        (
-            "self:skip=1-x",
-            "The option 'skip' of self is '1-x', which is no list of whole numbers with dashes between them.",
-        ),
-        (
-            "self:skip=1--2",
-            "The option 'skip' of self is '1--2', which is no list of whole numbers with dashes between them.",
+        *(
+            (
+                f"self:skip={text}",
+                f"The option 'skip' of self is '{text}', which is no list of whole numbers with dashes between them.",
+            )
+            for text in ("1-x", "1--2")
         ),
         ("self:layers=3,skip=1", "'self:layers=3,skip=1' names the first layers and some to be skipped."),
         ("self:calibrated,int8", "'self:calibrated,int8' asks for the calibrated form and for another one."),
