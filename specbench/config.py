@@ -182,7 +182,7 @@ def _check_model(text: str) -> None:
     if _PATH.search(text) or not _NAME.fullmatch(text):
         raise UsageError(
             f"{text!r} is no name of a model.",
-            "A configuration names models by hub id, built-in name or folder beside it; give a path as an option.",
+            "A configuration names models by hub id, built-in name or folder next to it; give a path as an option.",
         )
     parse_model(text)
 

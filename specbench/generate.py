@@ -206,7 +206,7 @@ class GenerationRun:
     def _decoded(self, after: GenerationRun | None) -> Iterator[Prefill | Step]:
         scorer, drafter = self.target.scorer, self.drafter
         if after is not None and after.target is self.target and after.drafter is drafter:
-            self.kept = after._held_of(self.prompt)
+            self.kept = after._common_with(self.prompt)
         yield from decode_steps(
             self.prompt,
             scorer,
@@ -217,20 +217,19 @@ class GenerationRun:
             **self._settings,
         )
 
-    def _held_of(self, prompt: Sequence[int]) -> int:
-        """How many of the first tokens of another prompt can be held of this context; not all, for one has to be read.
+    def _common_with(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of another prompt the caches have; at least one of it has to be read.
 
-        None where layers forget. Heads have read each token with the target's state at the one before it: the last
-        that is alike is read again, so that there is a state for the first that is not.
+        0 where layers forget. Heads have read each token with the target's state at the one before it: the last common
+        token is read again, to have a state for the next one.
         """
         scorer, drafter = self.target.scorer, self.drafter
         if self._begun != (scorer.epoch, drafter.epoch) or not scorer.reads_trees:
             return 0
-        held = [*self.prompt, *self._tokens()][: scorer.cached_len]
-        alike = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, prompt[:-1], strict=False))
-        )
-        return max(0, alike - 1) if drafter.layers else alike
+        cached = [*self.prompt, *self._tokens()][: scorer.cached_len]
+        pairs = zip(cached, prompt[:-1], strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return max(0, common - 1) if drafter.layers else common
 
     def as_request(
         self, factory: RequestFactory, load: Load | None = None, allowed: Callable[[], bool] | None = None

@@ -190,7 +190,9 @@ class DecodingOptions:
         UsageError: A stop string is empty, ``max_new_tokens`` is below 1, or ``min_new_tokens`` is negative.
     """
 
-    max_new_tokens: Annotated[int, _decoding("--max-new-tokens -n", "N", "Longest output, in tokens.", min=1)] = 256
+    max_new_tokens: Annotated[
+        int, _decoding("--max-new-tokens -n", "N", "Longest output, in tokens.", min=1)
+    ] = 256
     min_new_tokens: Annotated[
         int, _decoding("--min-new-tokens", "N", "No end token before N new tokens.", min=0)
     ] = 0

@@ -1,1 +1,1 @@
-"""What every other folder stands on: errors, files, records, safe text, progress."""
+"""The base of all other folders: errors, files, records, safe text, progress."""

@@ -1,8 +1,8 @@
-"""Chat templates are programs of a model's author: a process of its own renders them, with bounds on memory and time.
+"""Chat templates are programs by a model's author: a separate process renders them, with limits on memory and time.
 
 Jinja's sandbox keeps a template from files and modules, and bounds neither what `'a' * 10**9` takes nor how long nested
-loops run. The process is started once and takes one conversation after the other on its input. On Linux it is a fork,
-which takes some milliseconds; elsewhere a new interpreter, which takes a second and imports no torch.
+loops run. The process is started once and renders one conversation after the other. On Linux it is a fork, which takes
+milliseconds; elsewhere a new interpreter, which takes a second and imports no torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS = 10.0
-"""A template may take; what the process needs to start is apart."""
+"""Time limit for a template; starting the process does not count."""
 _STARTING = 120.0
 _MEMORY = 512 * 2**20
-"""Bytes beyond those of the process itself, where the system has such limits."""
+"""Memory limit in addition to the process's own, where the system has such limits."""
 _LONGEST = 2**24
-"""Characters of a rendered conversation: several times what the longest contexts hold."""
+"""Most characters of a rendered conversation: several times the longest contexts."""
 _WORDS = 1000
-"""Characters of a template's own message."""
+"""Most characters of a template's own message."""
 
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[1:]; from specbench.models.chat_templates import serve_renders;"
@@ -42,11 +42,11 @@ _MAIN = (
 
 
 class TemplateError(Exception):
-    """A chat template refuses a conversation, or takes more than it may; the message says which."""
+    """A chat template refuses a conversation, or exceeds a limit."""
 
 
 class _Renderer:
-    """The process, and the pipes to it; it ends when its input does."""
+    """The process and the pipes to it; it ends when its input does."""
 
     def __init__(self) -> None:
         try:
@@ -69,7 +69,7 @@ class _Renderer:
         return dict(json.loads(answer))
 
     def _read(self, seconds: float) -> bytes:
-        """The next line; empty if the process ends first, as it does after so many seconds."""
+        """Read the next line; empty if the process ends first, at the latest after ``seconds``."""
         timer = threading.Timer(seconds, self._kill)
         timer.daemon = True
         timer.start()
@@ -95,7 +95,7 @@ _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
 def _forked() -> tuple[int, BinaryIO, BinaryIO]:
-    """A fork's process id, where it reads requests, and where it writes answers."""
+    """Fork; return the process id and the pipes for requests and answers."""
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401 - what the fork imported itself, another thread could be importing now
     from transformers.utils import chat_template_utils  # noqa: F401
@@ -115,7 +115,7 @@ def _forked() -> tuple[int, BinaryIO, BinaryIO]:
 
 
 def _serve_and_exit(requests: int, answers: int) -> NoReturn:
-    """Of a fork: keep these two pipes of all that is open, and no handler of a signal."""
+    """Serve in the fork, with these two pipes alone open and no signal handlers."""
     try:
         gc.disable()  # nothing of the parent's is to be ended here
         os.setsid()  # Ctrl-C is for the terminal's program
@@ -133,7 +133,7 @@ def _serve_and_exit(requests: int, answers: int) -> NoReturn:
 
 
 def _spawned() -> tuple[int, BinaryIO, BinaryIO]:
-    """The same of an interpreter of its own."""
+    """Do the same with a new interpreter."""
     if not sys.executable:
         raise RunError("Python does not know its own program, which renders chat templates.", "Use --raw.")
     process = subprocess.Popen(
@@ -153,7 +153,7 @@ _renderer: _Renderer | None = None
 
 
 def start_renderer() -> None:
-    """Start the process if there is none, without waiting for it."""
+    """Start the process if there is none, without waiting."""
     with _lock:
         _started()
 
@@ -177,7 +177,7 @@ def _end() -> None:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool = False
 ) -> str:
-    """A conversation as `tokenizer.apply_chat_template` writes it.
+    """Render a conversation as `tokenizer.apply_chat_template` does.
 
     Args:
         tokenizer: With a chat template.
@@ -185,19 +185,19 @@ def render_chat(
         add_generation_prompt: End where the assistant's next answer begins.
 
     Raises:
-        TemplateError: The template refuses, or takes too much time, memory or room.
+        TemplateError: The template refuses, or takes too much time or memory.
     """
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # it has several, and none of them is the usual one
         raise TemplateError(excerpt(error)) from error
-    asked = {
+    request = {
         "conversations": [messages],
         "chat_template": template,
         "add_generation_prompt": add_generation_prompt,
         **tokenizer.special_tokens_map,
     }
-    line = json.dumps(asked).encode()
+    line = json.dumps(request).encode()
     with _lock:
         try:
             answer = _started().ask(line)
@@ -210,7 +210,7 @@ def render_chat(
 
 
 def serve_renders(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Of the process: answer requests, a line each, until there are no more."""
+    """Answer requests, one per line, until there are no more."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _bound_memory()

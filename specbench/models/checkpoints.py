@@ -1,4 +1,4 @@
-"""What can be told of a model before its weights are read: its kind, its files, and whether it fits."""
+"""Checks of a model before its weights are read: its kind, its files, and whether it fits into memory."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from specbench.base.textsafe import excerpt
 from specbench.models.memory import available_memory
 from specbench.options import QuantizedName
 
-# -- what a configuration tells --------------------------------------------------------------------
+# -- configurations --------------------------------------------------------------------------------
 
 MOST = 10_000
-"""Far more layers or labels than any model has; of both `transformers` makes lists, however long."""
+"""Far more layers or labels than any model has; `transformers` makes lists of both, however long."""
 
 
 Layers = Annotated[int, Meta(gt=0, lt=MOST)]
 Window = Annotated[int, Meta(ge=0, lt=2**31)] | bool
-"""So many tokens back that layers see; ``bool`` is how some say that they see all."""
+"""Size of the attention window; some configurations have a ``bool``."""
 
 
 class _Facts(Record):
-    """What is read in configurations of any kind, whose classes do not all look at it."""
+    """Settings that are read from configurations of any kind, and not checked by all of their classes."""
 
     architectures: list[str] | None
     num_hidden_layers: Layers | None
@@ -52,7 +52,7 @@ class _Facts(Record):
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """What stands in the config.json of a folder.
+    """Return the contents of a folder's config.json.
 
     Raises:
         UsageError: The folder is no model.
@@ -76,7 +76,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path, name: str) -> PreTrainedConfig:
-    """The configuration in a model folder.
+    """Read and check the configuration in a model folder.
 
     Raises:
         UsageError: The folder is no model, or holds one that cannot be decoded speculatively.
@@ -116,17 +116,15 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
 
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation", "fusion_config")
-"""Settings, whatever comes before or behind their names, by which `transformers` chooses code, from the hub too."""
+"""Parts of the names of settings by which `transformers` chooses code, from the hub too."""
 INNER_WORKINGS = ("attribute_map", "sub_configs", "configuration_files", "auto_map")
-"""Settings that would let others be reached under other names, be passed over, or be read from other files."""
+"""Settings that would rename others, skip them, or read them from other files."""
 OUTPUTS = ("return_dict", "output_hidden_states", "output_attentions")
-"""Settings by which a model hands its logits over without a name, or more than these."""
+"""Settings that change the form of a model's outputs."""
 
 
 def _facts_alone(raw: Any, name: str = "") -> Any:
-    """A configuration, parts within parts included, without what says by which code the model is to be computed.
-
-    Which code that is, is not a model's to choose: `transformers` takes its own default.
+    """Remove, at all levels, the settings that choose the code a model runs with: `transformers` takes its defaults.
 
     Raises:
         ValueError: A whole number is beyond 64 bits, or there are more layers or labels than any model has.
@@ -153,7 +151,7 @@ def custom_code(what: str) -> UsageError:
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
-    """Refuse what cannot be decoded speculatively, by configuration and class alone."""
+    """Refuse a model that cannot be decoded speculatively, by its configuration."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise _encoder_decoder(kind, name)
@@ -171,18 +169,18 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 
 UNLISTED_ENCODERS = ("bert-generation",)
 UNSUITABLE = {
-    "cpmant": "its cache counts positions of its own beside the tokens",
+    "cpmant": "its cache counts positions of its own",
     "minimax": "it keeps a recurrent state in a cache of its own",
     "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
     "reformer": "it keeps hash buckets in a cache of its own",
-    "xlnet": "it is no causal language model, for a token's logits depend on the tokens behind it",
+    "xlnet": "it is no causal language model, for a token's logits depend on later tokens",
 }
-"""Model types that `transformers` lists as causal language models with attention caches, and why they are none.
-Found with benchmarks/architectures.py; none of them says so itself."""
+"""Model types that `transformers` wrongly lists as causal language models with attention caches, and why.
+Found with benchmarks/architectures.py."""
 
 
 def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
-    """`check_config` for a model whose class is known, whatever its configuration calls it."""
+    """Refuse a model that cannot be decoded speculatively, by its class."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise _encoder_decoder(kind, name)
@@ -214,12 +212,12 @@ def _not_causal(kind: str, name: str) -> UsageError:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a multimodal configuration that describes the language model."""
+    """Return the part of a multimodal configuration that describes the language model."""
     text: PreTrainedConfig = config.get_text_config(decoder=True)
     return text
 
 
-# -- what the files tell ---------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -240,7 +238,7 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
 
 def weight_files(folder: Path, name: str, config: PreTrainedConfig, allow_pickle: bool) -> list[Path]:
-    """The files that hold the weights, looked for in the order of `transformers`; none of them is opened."""
+    """Find the files of the weights, in the order of `transformers`, without opening them."""
     for candidate in weight_candidates(config, allow_pickle):
         path = folder / plain_name(candidate, name)
         if not path.is_file():
@@ -282,7 +280,7 @@ def shard_names(index: Path, name: str) -> list[str]:
 
 
 def plain_name(file: object, name: str) -> str:
-    """``file`` if it stays inside the model's folder."""
+    """Return ``file``; raise ``UsageError`` if it leads out of the model's folder."""
     if not isinstance(file, str):
         raise TypeError("a file name is a string")
     path = PurePosixPath(file.replace("\\", "/"))
@@ -292,7 +290,7 @@ def plain_name(file: object, name: str) -> str:
 
 
 def safetensors_elements(path: Path) -> Counter[torch.dtype]:
-    """How many numbers of each dtype a safetensors file holds, read from its header.
+    """Return the number of weights of each dtype in a safetensors file, from its header.
 
     Raises:
         RunError: The file is damaged: its header does not describe exactly the bytes that follow.
@@ -302,7 +300,7 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
             size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(MAX_HEADER, size - 8):
-                raise ValueError("the header reaches behind the end")
+                raise ValueError("the header reaches beyond the end")
             header = json.loads(file.read(length))
         counts = Counter[torch.dtype]()
         end = 0
@@ -329,7 +327,7 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
 
 
 def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) -> str:
-    """A hash of a model's configuration, and of its safetensors files' names, sizes and headers: not of their values.
+    """Hash a model's configuration and its safetensors files' names, sizes and headers, but not their values.
 
     Args:
         folder: Holds the configuration.
@@ -349,7 +347,7 @@ def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) 
     return digest.hexdigest()
 
 
-# -- what the machine tells -------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def weight_memory(
@@ -360,7 +358,7 @@ def weight_memory(
     *,
     quantize: QuantizedName | None,
 ) -> tuple[int, int]:
-    """Bytes a model's weights take on a CPU in the end, and at most while they are loaded and packed.
+    """Return the bytes of a model's weights on a CPU in the end, and at most while they are loaded and packed.
 
     Weights that are loaded as they are stored stay in their file's pages until they are packed, and the system takes
     those back when it needs them; others are all converted first. Layers are packed one after another.

@@ -85,7 +85,7 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
         nonlocal at
         length: int = take("Q")
         if at + length > len(data):
-            raise ValueError("a string reaches behind the end")
+            raise ValueError("a string reaches beyond the end")
         at += length
         return data[at - length : at]
 
@@ -131,7 +131,7 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
     alignment = keys.get("general.alignment", 32)
     start = -(-at // alignment) * alignment
     if start + end > len(data):
-        raise ValueError("tensors reach behind the end")
+        raise ValueError("tensors reach beyond the end")
 
     architecture = str(keys["general.architecture"])
     if keys.get(f"{architecture}.block_count", 0) > tensor_count:  # modules would be made for all of them

@@ -300,21 +300,21 @@ class HeadFiles:
     def _ahead(self) -> int:
         """Return the number of tokens P-EAGLE drafts in a forward pass: its first proposal method's."""
         methods = self._part("speculators_config").get("proposal_methods") or [{}]
-        told = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
-        if type(told) is not int or told < 1:
+        number = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
+        if type(number) is not int or number < 1:
             raise RunError(
                 f"The config.json of {self.name} is damaged: its speculative_tokens is no whole number above 0."
             )
-        return told
+        return number
 
     def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
         """Make Medusa heads without weights: one per tensor, or as many as the configuration says."""
-        told = self.number("num_heads", self.number("medusa_num_heads", 1))
+        count = self.number("num_heads", self.number("medusa_num_heads", 1))
         heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
         projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
         with torch.device("meta"):
             return MedusaHeads(
-                1 + max(heads, default=told - 1),
+                1 + max(heads, default=count - 1),
                 self.number(
                     "medusa_num_layers" if "medusa_num_heads" in self.settings else "num_hidden_layers", 1
                 ),

@@ -1,4 +1,4 @@
-"""How much memory a machine has left for a model."""
+"""Free memory of devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def available_memory(device: torch.device | None = None) -> int:
-    """Bytes free on a device (``None``: the CPU), without swapping and within the container's limit."""
+    """Return the bytes free on a device (``None``: the CPU), without swapping and within the container's limit."""
     if device is not None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = int(psutil.virtual_memory().available)

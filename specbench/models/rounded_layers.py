@@ -82,7 +82,7 @@ def rounded_layers(
         return
     if entry.exists() or others:
         reason = "are damaged" if entry.exists() else "were of other files or another version"
-        model.notes.append(f"The {kind} layers kept of {model.name} {reason}: they are made anew.")
+        model.notes.append(f"The {kind} layers kept of {model.name} {reason}: they are made again.")
     for path in (entry, *others):
         shutil.rmtree(path, ignore_errors=True)
     try:

@@ -62,7 +62,7 @@ def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedT
                 raise custom_code(f"The tokenizer of {name}") from error
             raise RunError(
                 f"The tokenizer of {name} cannot be loaded: {excerpt(error).rstrip('.')}.",
-                "A model folder needs its tokenizer files beside the weights.",
+                "A model folder needs its tokenizer files in addition to the weights.",
             ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise RunError(f"The model {name} has no tokenizer.", "A model folder needs its tokenizer files.")

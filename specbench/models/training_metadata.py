@@ -103,7 +103,7 @@ def check_weights(folder: Path, name: str) -> None:
     if found != expected:
         raise RunError(
             f"The weights of {name} are not those that its {TRAINING_FILE} tells of.",
-            "Copy the whole folder again, or go on with its training.",
+            "Copy the whole folder again, or continue its training.",
         )
 
 
@@ -126,6 +126,6 @@ def packaged_folder(alias: str) -> Path:
     folder = _PACKAGED / alias
     if _hash_of_weights(folder) is None:
         raise RunError(
-            f"The {TRAINING_FILE} of {alias} is damaged.", "Install specbench anew, or name another drafter."
+            f"The {TRAINING_FILE} of {alias} is damaged.", "Reinstall specbench, or name another drafter."
         )
     return folder

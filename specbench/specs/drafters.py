@@ -194,7 +194,7 @@ class NGram(FreeSpec):
         4, "order=N", "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less", least=2, most=16
     )
     max: int | None = option(None, "max=TOKENS", "most tokens drafted in a step", least=1)
-    window: int | None = option(None, "window=TOKENS", "forget tokens that left the last so many", least=1)
+    window: int | None = option(None, "window=TOKENS", "forget tokens before the last TOKENS read", least=1)
     keep: bool = option(False, "keep", "keep the counts between prompts")
     top_k: int = option(
         1, "top-k=K", "also count the target's K most probable tokens at each verified position", least=1
@@ -219,7 +219,13 @@ class Suffix(FreeSpec):
     drafter = "suffix:SuffixDrafter"
     trees = True
 
-    n: int = option(16, "n=TOKENS", "longest match told from shorter ones (16)", least=1, most=_LONGEST_MATCH)
+    n: int = option(
+        16,
+        "n=TOKENS",
+        "longest match (16)",
+        least=1,
+        most=_LONGEST_MATCH,
+    )
     min: int = option(
         1, "min=TOKENS", "shortest match that counts", least=1, most=lambda spec: spec.n, before_model=2
     )
@@ -234,7 +240,7 @@ class Recycle(FreeSpec):
 
     word = "recycle"
     summary = (
-        "Token Recycling: the successors that the target last preferred behind each token; best as a tree."
+        "Token Recycling: the successors that the target last preferred after each token; best as a tree."
     )
     drafter = "recycle:RecycleDrafter"
     trees = True
@@ -352,7 +358,7 @@ class Cascade(DrafterSpec):
     front: FreeSpec
     back: SelfForm | SmallModel
     passes: int | None = option(
-        None, "passes=N", "an option of A then: most passes of B in a step, while A may go on", least=1
+        None, "passes=N", "an option of A then: most passes of B in a step, while A may continue", least=1
     )
 
     def __str__(self) -> str:
@@ -389,10 +395,10 @@ class Several(DrafterSpec):
 
     def __post_init__(self) -> None:
         if any(drafter.is_plain for drafter in self.drafters):
-            raise UsageError("The drafter none drafts nothing beside others.", "Leave it out.")
+            raise UsageError("The drafter none drafts nothing.", "Leave it out.")
         if len(set(self.drafters)) < len(self.drafters):
             raise UsageError(
-                "A drafter stands twice beside itself.", "For several drafts of one model use --tree chains."
+                "A drafter is given twice.", "For several drafts of one model use --tree chains."
             )
 
     def __str__(self) -> str:
@@ -482,7 +488,7 @@ def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
     if not isinstance(back, SelfForm | SmallModel):
         raise UsageError(
             f"The second drafter of a cascade, {second!r}, is no model.",
-            "Put self:... or a model behind the plus, as in lookup+self:int8.",
+            "Put self:... or a model after the plus, as in lookup+self:int8.",
         )
     return Cascade(front, back, passes)
 

@@ -14,7 +14,7 @@ VERIFICATIONS: Mapping[VerificationName, str] = {
     "block": "the whole chain together, never worse than rejection; chains",
     "traversal": "the tree from its leaves up; drafts without replacement",
     "naive": "a token of the target's is drawn and looked up among the drafts; the drafter's most probable tokens",
-    "residual": "one draft by p/q, then the corrected token is looked up among others beside it",
+    "residual": "one draft by p/q, then the corrected token is looked up among its siblings",
     "greedy-draft": "the drafter's most probable tokens and one from its tail",
     "recursive": "one draft after the other by what is left of p; drafts without replacement",
     "specinfer": "independent drafts in random order; several drafters",
@@ -29,5 +29,5 @@ def verification_name(text: str) -> VerificationName:
         ValueError: There is none like it.
     """
     if text not in VERIFICATIONS:
-        raise ValueError(f"no way to verify: {text}")
+        raise ValueError(f"no verification: {text}")
     return cast("VerificationName", text)
