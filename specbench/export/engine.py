@@ -31,7 +31,12 @@ HEAD_KINDS: Mapping[str, str] = {
 
 NO_SPECULATORS = "it does not read heads in the `speculators` format, which `specbench train` writes"
 NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it has"
-AUTHORS_FORMAT = "The head in the format of the authors of {}; the `speculators` format is not read."
+
+
+def in_format_of_authors(kind: str) -> str:
+    """Return the note that an engine reads heads of a kind in their authors' format alone."""
+    return f"The head in the format of the authors of {kind}; the `speculators` format is not read."
+
 
 GREEDY_DRAFTS = (
     "Above temperature 0 the draft is the drafter's top token, accepted with the target's probability of it. specbench"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from specbench.export import engine
-from specbench.export.engine import AUTHORS_FORMAT, NO_SPECULATORS, Heads, HeadSupport
+from specbench.export.engine import NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Setting
 from specbench.specs.drafters import Lookup, SmallModel, Suffix
 
@@ -19,10 +19,10 @@ class SGLang(engine.ExportEngine):
     drafters = (Lookup, Suffix, SmallModel)
     heads: ClassVar[Heads] = {
         "eagle": NO_SPECULATORS,
-        "eagle3": HeadSupport("EAGLE3", AUTHORS_FORMAT.format("EAGLE-3"), speculators=False),
+        "eagle3": HeadSupport("EAGLE3", in_format_of_authors("EAGLE-3"), speculators=False),
         "peagle": "its EAGLE3 drafts one token after the other, P-EAGLE all at once",
         "eagle-1": "it does not read EAGLE-1 heads whose config.json names LlamaForCausalLM, as the authors' does",
-        "dflash": HeadSupport("DFLASH", AUTHORS_FORMAT.format("DFlash"), speculators=False),
+        "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
     }
 
     def fill(self, setting: Setting, export: engine.Export) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import AUTHORS_FORMAT, NO_EAGLE_1, NO_SPECULATORS, Heads, HeadSupport
+from specbench.export.engine import NO_EAGLE_1, NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Setting
 from specbench.specs.drafters import Lookup, SmallModel
 
@@ -24,7 +24,7 @@ class TensorRTLLM(engine.ExportEngine):
     drafters = (Lookup, SmallModel)
     heads: ClassVar[Heads] = {
         "eagle": NO_SPECULATORS,
-        "eagle3": HeadSupport("Eagle3", AUTHORS_FORMAT.format("EAGLE-3"), speculators=False),
+        "eagle3": HeadSupport("Eagle3", in_format_of_authors("EAGLE-3"), speculators=False),
         "eagle-1": NO_EAGLE_1,
         "medusa": "trtllm-serve runs PyTorch by default, which has no Medusa heads",
     }
