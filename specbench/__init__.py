@@ -47,38 +47,12 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "FixedLength",
-    "Generation",
-    "GenerationRun",
-    "GenerationRuns",
-    "Greedy",
-    "LoadOptions",
-    "Multinomial",
-    "Nucleus",
-    "Prefill",
-    "Results",
-    "RunError",
-    "Sampling",
-    "SpecbenchError",
-    "Step",
-    "Target",
-    "TopK",
-    "TopKNucleus",
-    "UsageError",
-    "__version__",
-    "autoregressive_generate",
-    "decode_steps",
-    "encode_prompt",
-    "load_drafter",
-    "load_results",
-    "load_target",
-    "prune_legacy",
-    "speculative_generate",
-    "speculative_generate_many",
-    "summary",
-    "wrap_drafter",
-    "wrap_target",
-]
+    "FixedLength", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "LoadOptions", "Multinomial", "Nucleus",
+    "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target", "TopK", "TopKNucleus",
+    "UsageError", "__version__", "autoregressive_generate", "decode_steps", "encode_prompt", "load_drafter",
+    "load_results", "load_target", "prune_legacy", "speculative_generate", "speculative_generate_many", "summary",
+    "wrap_drafter", "wrap_target",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

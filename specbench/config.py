@@ -100,11 +100,7 @@ class Config:
 
 
 def config_of(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
-    """Return a recipe's configuration, and a note if it leaves out the target.
-
-    Raises:
-        UsageError: The drafter is a model that a configuration may not name.
-    """
+    """Return a recipe's configuration, and a note if it leaves out the target; may raise ``UsageError``."""
     policy, models = recipe.policy, recipe.models
     tree = policy is not None and policy.kind.tree
     target = written_model(recipe.target)
@@ -125,11 +121,7 @@ def config_of(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str
 
 
 def read_config(path: Path) -> Config:
-    """Read a configuration.
-
-    Raises:
-        UsageError: It cannot be read, is of another version, or holds what it may not.
-    """
+    """Read a configuration; raise ``UsageError`` if it is unreadable, of another version, or holds what it may not."""
     shown = visible(str(path))
     try:
         data = path.read_bytes()

@@ -145,11 +145,7 @@ def _changed(group: Any) -> dict[str, Any]:
 
 
 def options_of(kind: Any, data: Mapping[str, Any]) -> Any:
-    """Return a group of options from stored values, without those that this version does not know.
-
-    Raises:
-        UsageError: A value has another type than its field.
-    """
+    """Return a group of stored options, without unknown ones; raise ``UsageError`` for a value of another type."""
     values = {}
     for each in fields(kind):
         if each.name in data:

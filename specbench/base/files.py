@@ -39,11 +39,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file atomically: it holds the old or the new content, also after a power cut.
-
-    Raises:
-        UsageError: It is a symbolic link. OSError: It cannot be written, and is unchanged.
-    """
+    """Write a file atomically, also for power cuts; raise ``UsageError`` for a symbolic link, or ``OSError``."""
     path = Path(path)
     refuse_link(path)
     # An unpredictable name, and "x" follows no link; unlike mkstemp it leaves the permissions to the umask.

@@ -41,11 +41,7 @@ MANIFEST_FORMAT = 1  # 1: first release
 
 
 def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
-    """Return the folder of a built-in model, fetched and converted at its first use.
-
-    Raises:
-        RunError: It cannot be fetched, has the wrong hash, or the cache cannot be written.
-    """
+    """Return the folder of a built-in model, fetched and converted at its first use; may raise ``RunError``."""
     model = BUILTIN_MODELS[alias]
 
     def build(folder: Path, work: Path) -> None:

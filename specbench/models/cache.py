@@ -112,11 +112,7 @@ def remove_cached(name: str) -> int:
 
 
 def clear_derived() -> int:
-    """Remove what is made again in seconds, and return the bytes freed.
-
-    Raises:
-        RunError: The cache folder cannot be written.
-    """
+    """Remove what is made again in seconds, and return the bytes freed; raise ``RunError`` if that fails."""
     freed = 0
     for name in _DERIVED:
         folder = cache_folder() / name

@@ -8,7 +8,7 @@ import os
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -158,11 +158,9 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _not_causal(kind, name)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    causal = ("forcausallm", "lmheadmodel", model_class.__name__.lower())
     named = [str(architecture).lower() for architecture in config.architectures or ()]
-    if named and not any(
-        architecture.endswith(("forcausallm", "lmheadmodel")) or architecture == model_class.__name__.lower()
-        for architecture in named
-    ):
+    if named and not any(architecture.endswith(causal) for architecture in named):
         raise _not_causal(kind, name)
     check_class(model_class, config, name)
 
@@ -290,11 +288,7 @@ def plain_name(file: object, name: str) -> str:
 
 
 def safetensors_elements(path: Path) -> Counter[torch.dtype]:
-    """Return the number of weights of each dtype in a safetensors file, from its header.
-
-    Raises:
-        RunError: The file is damaged: its header does not describe exactly the bytes that follow.
-    """
+    """Return the number of weights of each dtype, from a safetensors header; raise ``RunError`` if it is damaged."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -329,13 +323,7 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
 def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) -> str:
     """Hash a model's configuration and its safetensors files' names, sizes and headers, but not their values.
 
-    Args:
-        folder: Holds the configuration.
-        files: The weights; their headers were found to be sound.
-        times: Hash also when they were last changed.
-
-    Raises:
-        OSError: One of them cannot be read.
+    With ``times`` the times of the last change count too. A file that cannot be read raises ``OSError``.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in files:
@@ -345,6 +333,26 @@ def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) 
             digest.update(f"{path.name}\0{state.st_size}\0{changed}\0".encode())
             digest.update(file.read(int.from_bytes(file.read(8), "little")))
     return digest.hexdigest()
+
+
+def fingerprint(
+    facts: str, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+) -> str:
+    """Return 16 hex digits over facts and each tensor's name, shape, dtype, first and last 64 values.
+
+    Args:
+        facts: The configuration.
+        tensors: By name; of one without values (meta) the rest counts.
+        dtype: Converts the values first; ``None`` for each tensor's own.
+    """
+    digest = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        digest.update(f"{name} {tuple(tensor.shape)} {dtype or tensor.dtype}".encode())
+        if tensor.device.type != "meta":
+            flat = tensor.detach().reshape(-1)
+            sample = torch.cat((flat[:64], flat[-64:])).to("cpu", dtype or tensor.dtype).contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -364,11 +372,11 @@ def weight_memory(
     those back when it needs them; others are all converted first. Layers are packed one after another.
 
     Args:
-        config: The model's.
-        numbers: How many numbers the weights are.
+        config: The model's configuration.
+        numbers: Number of weights.
         stored: Their dtype in the file; ``None`` if there are several, or it is not known.
         loaded: Their dtype in memory.
-        quantize: What the linear layers are rounded to; ``None`` for nothing.
+        quantize: The dtype the linear layers are quantized to.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
@@ -383,17 +391,7 @@ def weight_memory(
 def check_memory(
     needed: int, *, name: str, device: torch.device | None = None, available: int | None = None
 ) -> None:
-    """Refuse weights that do not fit.
-
-    Args:
-        needed: Bytes that loading them takes at most.
-        name: The model's name, for the message.
-        device: Where they go; ``None`` is the CPU.
-        available: Bytes there are, if known; ``None`` asks the device.
-
-    Raises:
-        RunError: Fewer bytes are available.
-    """
+    """Raise ``RunError`` if loading a model takes more bytes than are available (``None``: on the device)."""
     if available is None:
         available = available_memory(device)
     if needed > available:

@@ -18,11 +18,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_options(options: LoadOptions) -> None:
-    """Check options before anything is read.
-
-    Raises:
-        UsageError: Unknown dtype or device, a device this machine lacks, an invalid device map, or both of these.
-    """
+    """Raise ``UsageError`` for a dtype, device or device map that does not exist, or for both of the latter."""
     if options.dtype not in DTYPES:
         raise UsageError(f"Unknown dtype {options.dtype!r}.", f"Choose one of {', '.join(DTYPES)}.")
     if options.device_map is None:
@@ -34,11 +30,7 @@ def check_options(options: LoadOptions) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device for "auto", "cpu", "cuda", "cuda:N" or "mps" on this machine.
-
-    Raises:
-        UsageError: There is no such device here.
-    """
+    """Return the device for auto, cpu, cuda, cuda:N or mps; raise ``UsageError`` if this machine lacks it."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())

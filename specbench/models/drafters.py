@@ -56,11 +56,7 @@ from specbench.specs.models import ModelSpec
 
 
 def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | None = None) -> None:
-    """Check a drafter against the target's configuration.
-
-    Raises:
-        UsageError: It cannot draft for this target.
-    """
+    """Raise ``UsageError`` if a drafter cannot draft for the target, by the configurations of both."""
     for part in spec.parts:
         form = part.model_part
         if isinstance(form, SmallModel):
@@ -82,11 +78,7 @@ def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None)
 
 
 def refuse_keep(spec: DrafterSpec) -> None:
-    """Refuse the option ``keep`` where prompts are decoded again to be timed.
-
-    Raises:
-        UsageError: The drafter has it.
-    """
+    """Raise ``UsageError`` for the option ``keep``, where prompts are decoded again to be timed."""
     if spec.keeps_state:
         raise UsageError(
             f"The drafter {spec} carries counts from one generation to the next, so what is measured would be how"
@@ -452,11 +444,7 @@ def _head_of(target: Target) -> torch.Tensor:
 
 
 def require_states(target: Target, layers: Sequence[int]) -> None:
-    """Refuse a target that does not give one hidden state of its width for each token and layer.
-
-    Raises:
-        UsageError: It does not.
-    """
+    """Raise ``UsageError`` if a target does not give one hidden state of its width for each token and layer."""
     scorer, width = target.scorer, text_config(target.language_model.model.config).hidden_size
     tokens = [0, 0]
     scorer.begin()

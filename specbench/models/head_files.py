@@ -118,11 +118,7 @@ class HeadFiles:
         return sum(parameter.numel() for parameter in module.parameters())
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of its configuration.
-
-        Raises:
-            RunError: It is something else, or missing without a default.
-        """
+        """Return a whole number of its configuration; raise ``RunError`` for anything else."""
         value = self.settings.get(key)
         value = self.layer_settings.get(key, default) if value is None else value
         if type(value) is not int or value < 1:

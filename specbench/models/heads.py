@@ -9,7 +9,6 @@ DFlash as its authors and ``speculators`` do, Medusa as vLLM and its authors do,
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specbench.backends.torch.heads import LookAheadEmbedding, MedusaHeads
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import check_memory, safetensors_elements, weight_files
+from specbench.models.checkpoints import check_memory, fingerprint, safetensors_elements, weight_files
 from specbench.models.head_files import HeadFiles
 from specbench.models.training_metadata import check_weights
 
@@ -147,13 +146,15 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         found |= _read(path, files.name)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _widened(found, files.name).items():
-        own = {"medusa": _medusa_name, "dflash": _block_name}.get(files.kind, _eagle_name)(name)
+        own = _medusa_name(name) if files.kind == "medusa" else _eagle_name(name)
         if own not in _UNUSED:
             tensors[own] = tensor.flatten() if own == "mask_hidden" else tensor
     places = None
-    if files.kind != "pass":
-        places = (_medusa_places if files.kind == "medusa" else _eagle_places)(files, tensors)
-    return TrainedHead(files, tensors, places, _fingerprint(files, tensors))
+    if files.kind == "medusa":
+        places = _medusa_places(files, tensors)
+    elif files.kind != "pass":
+        places = _eagle_places(files, tensors)
+    return TrainedHead(files, tensors, places, fingerprint(f"{files.kind} {files.settings}", tensors.items()))
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -199,10 +200,6 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
 def _eagle_name(name: str) -> str:
     name = re.sub(r"^fusion_fc\.", "fc.", name.removeprefix("model."))
     return re.sub(r"^(midlayer|transformer)\.", "layers.0.", name)
-
-
-def _block_name(name: str) -> str:
-    return name.removeprefix("model.")
 
 
 def _medusa_name(name: str) -> str:
@@ -275,14 +272,3 @@ def _places(
             _FETCH_AGAIN,
         )
     return places
-
-
-def _fingerprint(files: HeadFiles, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return 16 hex digits over the kind and each tensor's name, shape, dtype, first and last 64 values."""
-    digest = hashlib.sha256(f"{files.kind} {files.settings}".encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.reshape(-1)
-        sample = torch.cat((flat[:64], flat[-64:])).contiguous()
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -69,22 +69,14 @@ class JsonStore(Generic[T]):
             ) from None
 
     def require(self, name: str, missing: str) -> T:
-        """Return an entry.
-
-        Raises:
-            UsageError: There is none (message ``missing``), or the file is damaged. RunError: It cannot be read.
-        """
+        """Return an entry; raise ``UsageError`` (``missing``) if there is none, see ``read``."""
         found = self.read(name)
         if found is None:
             raise UsageError(missing, self.hint)
         return found
 
     def write(self, name: str, value: T) -> None:
-        """Store an entry, replacing an earlier one atomically.
-
-        Raises:
-            RunError: The cache folder cannot be written. UsageError: The file is a symbolic link.
-        """
+        """Store an entry atomically; raise ``RunError`` if the cache cannot be written, ``UsageError`` for a link."""
         text = json.dumps({"format": 1, **asdict(value)}) + "\n"
         with file_errors(
             f"The cache folder {str(cache_folder())!r} cannot be written",

@@ -30,6 +30,7 @@ from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepar
 from specbench.models.checkpoints import (
     check_class,
     check_memory,
+    fingerprint,
     headers_digest,
     read_config,
     safetensors_elements,
@@ -224,11 +225,7 @@ def wrap_model(
 
 
 def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer alone; a built-in model or GGUF file is prepared if need be.
-
-    Raises:
-        RunError: It cannot be loaded.
-    """
+    """Load a model's tokenizer alone, preparing a built-in model or GGUF file; raise ``RunError`` if that fails."""
     spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
@@ -332,11 +329,7 @@ def _read_weights(
     safetensors: bool,
     progress: Progress | None,
 ) -> PreTrainedModel:
-    """Load a model with its weights.
-
-    Raises:
-        RunError: They are damaged, incomplete, or too large.
-    """
+    """Load a model with its weights; raise ``RunError`` if they are damaged, incomplete or too large."""
     loader: Any = AutoModelForCausalLM  # typed as if it returned no loading report
     with quiet_transformers(progress, f"loading {name}"):
         try:
@@ -469,19 +462,8 @@ def _input_device(model: PreTrainedModel) -> torch.device:
 _UNSTABLE_SETTINGS = ("_name_or_path", "architectures", "transformers_version", "dtype", "use_cache")
 
 
-def _fingerprint(model: PreTrainedModel, rounded: torch.dtype | None = None) -> str:
-    """Return 16 hex digits over the configuration and each tensor's name, shape, dtype, first and last 64 values.
-
-    The weights are not packed or quantized yet; ``rounded`` is the dtype to convert the samples to.
-    """
-    config = {
-        key: value for key, value in model.config.to_diff_dict().items() if key not in _UNSTABLE_SETTINGS
-    }
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(tensor.shape)} {rounded or tensor.dtype}".encode())
-        if tensor.device.type != "meta":
-            flat = tensor.detach().reshape(-1)
-            sample = torch.cat((flat[:64], flat[-64:])).to("cpu", rounded or tensor.dtype).contiguous()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _fingerprint(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
+    """Return the fingerprint of a model whose weights are not packed or quantized yet."""
+    settings = model.config.to_diff_dict()
+    config = {key: value for key, value in settings.items() if key not in _UNSTABLE_SETTINGS}
+    return fingerprint(json.dumps(config, sort_keys=True, default=str), model.named_parameters(), dtype)

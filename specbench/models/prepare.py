@@ -42,11 +42,7 @@ class LoadedDrafter:
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter.
-
-        Raises:
-            RunError: It could not be loaded.
-        """
+        """The drafter; raises ``RunError`` if it could not be loaded."""
         if isinstance(self.outcome, RunError):
             raise self.outcome
         return self.outcome
@@ -69,11 +65,7 @@ def check_models(
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Check devices, dtypes and drafters before any weights are loaded.
-
-    Raises:
-        UsageError: There is no such device or dtype, or a drafter cannot draft for this target.
-    """
+    """Raise ``UsageError`` for a device, dtype or drafter that will not do, before any weights are loaded."""
     check_options(options.target)
     check_options(options.drafter)
     for spec in drafters:

@@ -90,11 +90,7 @@ def _hash_of_weights(folder: Path) -> str | None:
 
 
 def check_weights(folder: Path, name: str) -> None:
-    """Refuse weights whose hash is not the one in the ``training.json`` beside them, if it has one.
-
-    Raises:
-        RunError: They differ, or cannot be read.
-    """
+    """Raise ``RunError`` for weights whose hash is not the one in their ``training.json``, if it has one."""
     expected = _hash_of_weights(folder)
     if expected is None:
         return

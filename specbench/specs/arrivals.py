@@ -45,11 +45,7 @@ Arrivals = Closed | Poisson
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Parse ``closed:N`` or ``poisson:RATE``.
-
-    Raises:
-        UsageError: It is neither, or a number is out of its range.
-    """
+    """Parse ``closed:N`` or ``poisson:RATE``; raise ``UsageError`` for anything else."""
     word, _, value = text.strip().partition(":")
     if word == "closed" and re.fullmatch(r"\d{1,9}", value, re.ASCII):
         clients = int(value)

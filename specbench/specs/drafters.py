@@ -379,11 +379,7 @@ class Cascade(DrafterSpec):
 
 @dataclass(frozen=True)
 class Several(DrafterSpec):
-    """At least two drafters whose chains are merged into one tree.
-
-    Raises:
-        UsageError: One of them is plain or given twice.
-    """
+    """Drafters whose chains are merged into one tree; raises ``UsageError`` if one is plain or given twice."""
 
     word = "A|B"
     summary = (

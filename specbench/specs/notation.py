@@ -64,11 +64,7 @@ class Option:
         return self.written.partition("=")[0]
 
     def read(self, value: str | bool, word: str, hint: str) -> Any:
-        """Parse its value in the spec of ``word``.
-
-        Raises:
-            UsageError: It is missing or invalid; ``hint`` lists the options.
-        """
+        """Parse its value in the spec of ``word``; raise ``UsageError`` with ``hint`` if it is missing or invalid."""
         if "=" not in self.written:
             if value is True:
                 return True
@@ -94,11 +90,7 @@ class Option:
         return f"{self.key}={next(iter(names), Dashed(value) if isinstance(value, tuple) else value)}"
 
     def check(self, value: Any, word: str, values: Any) -> None:
-        """Refuse a value outside its range; ``values`` has those of all options.
-
-        Raises:
-            UsageError: It is outside.
-        """
+        """Raise ``UsageError`` for a value outside its range; ``values`` has those of all options."""
         if not isinstance(value, int | float):
             return
         most = self.most(values) if callable(self.most) else self.most

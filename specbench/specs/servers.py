@@ -70,11 +70,7 @@ def parse_server(text: str) -> ServerSpec:
 
 
 def parse_servers(texts: Sequence[str]) -> tuple[ServerSpec, ...]:
-    """Parse servers, the first of which is the baseline.
-
-    Raises:
-        UsageError: One of them is invalid, or two have the same name.
-    """
+    """Parse servers, the first of which is the baseline; raise ``UsageError`` if two have the same name."""
     servers = tuple(map(parse_server, texts))
     variables = Counter(each.key_variable for each in servers)
     alike = [each.name for each in servers if variables[each.key_variable] > 1]

@@ -23,11 +23,7 @@ VERIFICATIONS: Mapping[VerificationName, str] = {
 
 
 def verification_name(text: str) -> VerificationName:
-    """The name as such.
-
-    Raises:
-        ValueError: There is none like it.
-    """
+    """Return the name, typed; raise ``ValueError`` if there is no such verification."""
     if text not in VERIFICATIONS:
         raise ValueError(f"no verification: {text}")
     return cast("VerificationName", text)
