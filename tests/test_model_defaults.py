@@ -190,15 +190,10 @@ def test_sampled_outputs_are_exact(drafter):
 def test_the_checks_reference_has_them_too(name):
     model = model_with(SETTINGS[name])
     known = wrap_model(model, None)
-    reference = reference_output(
-        model,
-        PROMPT,
-        NEW,
-        end_ids=known.end_ids,
-        repetition_penalty=known.defaults.applied.get("repetition_penalty", 1.0),
-        context_rules=known.defaults.applied,
-    )
-    assert reference.tokens == answer(model, PROMPT)
+    rules = known.defaults.applied
+    penalty = rules.get("repetition_penalty", 1.0)
+    options = {"end_ids": known.end_ids, "repetition_penalty": penalty, "context_rules": rules}
+    assert reference_output(model, PROMPT, NEW, **options).tokens == answer(model, PROMPT)
 
 
 # -- what is told, and what is refused -------------------------------------------------------------
@@ -293,8 +288,7 @@ def test_the_command_line_applies_them_and_can_leave_them_out(folder, tmp_path, 
 
 def test_a_special_token_as_a_stop_string(folder, capsys):
     """Behind the first token the model says it; end tokens are ignored."""
-    words = ["--target", str(folder), "--dtype", "float32", "--device", "cpu", "--ignore-eos", "-n", "16"]
-    words += ["--drafter", "self:layers=1", "--stop", TURN_END, "--json"]
+    words = ["--target", str(folder), *COMMON, "--drafter", "self:layers=1", "--stop", TURN_END, "--json"]
     special, newline = tiny_tokenizer().convert_tokens_to_ids([TURN_END, "Ċ"])  # with which prompts end
     bias = [[[token, special], 99.0] for token in range(special) if token != newline]
     (folder / "generation_config.json").write_text(json.dumps({"sequence_bias": bias}))

@@ -23,16 +23,9 @@ from specbench.bench.prompts import prompt_sets
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "prompts", "specbench", "tests")
 FILES = (
-    ".ci/run",
-    "CHANGELOG.md",
-    "LICENSE",
-    "NOTICE",
-    "README.md",
-    "constraints.txt",
-    "hatch_build.py",
-    "mkdocs.yml",
+    ".ci/run", "CHANGELOG.md", "LICENSE", "NOTICE", "README.md", "constraints.txt", "hatch_build.py", "mkdocs.yml",
     "pyproject.toml",
-)
+)  # fmt: skip
 LIBRARY = "specbench/backends/torch/kernels/_native.so"
 
 

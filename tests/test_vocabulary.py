@@ -108,13 +108,8 @@ def test_counts_are_kept_and_damage_is_noticed(tmp_path):
     COUNTS.write("f", counts)
     assert COUNTS.require("f", not_counted("t")) == counts
     file = next((tmp_path / "cache").rglob("f.json"))
-    for text in (
-        "{",
-        "[]",
-        '{"format": 1}',
-        file.read_text().replace("[1, 5]", "[]"),
-        file.read_text().replace("3", "-3"),
-    ):
+    whole = file.read_text()
+    for text in ("{", "[]", '{"format": 1}', whole.replace("[1, 5]", "[]"), whole.replace("3", "-3")):
         file.write_text(text)
         with pytest.raises(UsageError, match="damaged"):
             COUNTS.require("f", not_counted("t"))
@@ -234,12 +229,8 @@ def test_one_model_with_several_vocabularies(tmp_path):
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     loaded = prepare(parse_model(str(folders[0])), [], ModelOptions(dtype="float32"))[0]
     counted(loaded)
-    words = [
-        f"{folders[1]}",
-        f"{folders[1]}:vocab=5",
-        f"lookup+{folders[1]}:vocab=5",
-        f"{folders[1]}:vocab=8",
-    ]
+    small = folders[1]
+    words = [f"{small}", f"{small}:vocab=5", f"lookup+{small}:vocab=5", f"{small}:vocab=8"]
     _, loaded_drafters = prepare(
         parse_model(str(folders[0])), list(map(parse_drafter, words)), ModelOptions(dtype="float32")
     )
@@ -260,13 +251,9 @@ def test_from_the_command_line(tmp_path, capsys):
         *models,
         "--drafter",
         f"{folders[1]}:vocab=40",
-        "-n",
-        "12",
-        "--gamma",
-        "3",
+        *["-n", "12", "--gamma", "3"],
         "the thing",
     ]
-    capsys.readouterr()
     assert run(generate) == 2
     refused = capsys.readouterr().err
     assert "were not counted yet" in refused

@@ -104,15 +104,8 @@ def talkative(name: str) -> tuple[Any, dict[str, list[int]]]:
 
 
 def decode(target: Target, prompt: Sequence[int], drafter: Any, gamma: int, first_target: bool) -> list[int]:
-    run = GenerationRun(
-        prompt,
-        target,
-        drafter,
-        policy=FixedLength(gamma),
-        max_new_tokens=NEW,
-        ignore_eos=True,
-        first_target=first_target,
-    )
+    options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "first_target": first_target}
+    run = GenerationRun(prompt, target, drafter, policy=FixedLength(gamma), **options)
     drafted = sum(len(record.drafted) for record in run if hasattr(record, "drafted"))
     assert drafted > 0 or drafter is None, "nothing was drafted: the comparison shows nothing"
     return list(run.result().token_ids)
@@ -120,8 +113,7 @@ def decode(target: Target, prompt: Sequence[int], drafter: Any, gamma: int, firs
 
 def matrix(name: str, target: Target, cache: CacheKind, expected: dict[str, list[int]]) -> list[str]:
     """Every combination whose tokens are not those of `generate`."""
-    model = target.language_model.model
-    twin = int8_copy(model)
+    twin = int8_copy(target.language_model.model)
 
     def guesses(gamma: int) -> Any:
         return survey.Guesses(BEYOND, expected["beyond"], gamma)
@@ -240,11 +232,8 @@ def test_a_context_that_yarn_has_lengthened(cache):
     expected = survey.generated(model, prompt)
     target = wrap_target(model, name="long", cache=cache, pack=False)
     assert len(prompt) + len(expected) > 32
-    for drafter, gamma in (
-        (None, 1),
-        (survey.Guesses(prompt, expected, 2), 4),
-        (load_drafter("self:int8", target), 3),
-    ):
+    guesses, int8 = survey.Guesses(prompt, expected, 2), load_drafter("self:int8", target)
+    for drafter, gamma in ((None, 1), (guesses, 4), (int8, 3)):
         assert decode(target, prompt, drafter, gamma, True) == expected
     whole = autoregressive_generate(prompt, target, max_new_tokens=200, ignore_eos=True)
     assert (len(whole.token_ids), whole.finish_reason) == (128 - 28, "context-limit")
@@ -268,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "t5": (lambda: hf.T5Config(vocab_size=VOCABULARY), "encoder-decoder"),
     "bert": (lambda: hf.BertConfig(**USUAL), "no causal language model"),
     "bert-generation": (lambda: hf.BertGenerationConfig(**USUAL), "no causal language model"),
-    "xlnet": (lambda: hf.XLNetConfig(vocab_size=VOCABULARY), "depend on the tokens behind"),
+    "xlnet": (lambda: hf.XLNetConfig(vocab_size=VOCABULARY), "depend on later tokens"),
     "cpmant": (lambda: hf.CpmAntConfig(vocab_size=VOCABULARY), "positions of its own"),
     "moshi": (lambda: hf.MoshiConfig(), "frames of sound"),
     "reformer": (lambda: hf.ReformerConfig(vocab_size=VOCABULARY, is_decoder=True), "hash buckets"),
