@@ -18,7 +18,7 @@ from specbench.base.errors import UsageError
 from specbench.base.files import reason, write_text
 from specbench.base.textsafe import one_line, visible
 from specbench.options import CacheName, DtypeName
-from specbench.recipe import Recipe, written_drafter, written_model
+from specbench.recipe import Recipe, drafter_argument, model_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import PolicySpec, parse_policy, parse_tree
@@ -99,13 +99,13 @@ class Config:
         return "".join(f"{line}\n" for line in lines)
 
 
-def config_of(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
+def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
     """Return a recipe's configuration, and a note if it leaves out the target; may raise ``UsageError``."""
     policy, models = recipe.policy, recipe.models
     tree = policy is not None and policy.kind.tree
-    target = written_model(recipe.target)
+    target = model_argument(recipe.target)
     config = Config(
-        drafter=written_drafter(recipe.drafter),
+        drafter=drafter_argument(recipe.drafter),
         draft_policy=None if policy is None or tree else str(policy),
         tree=str(policy).replace("-tree", "", 1) if tree else None,
         cache=recipe.caching.cache,

@@ -76,17 +76,17 @@ def require(group: Any, **needed: str) -> None:
             raise UsageError(f"{given} is given without {missing}.", f"Add {missing}, or leave {given} out.")
 
 
-def words_of(group: Any) -> list[str]:
+def arguments_of(group: Any) -> list[str]:
     """Return a group of options as command-line arguments, without those at their defaults."""
-    words: list[str] = []
+    found: list[str] = []
     for each in fields(group):
         value = getattr(group, each.name)
         if value == each.default:
             continue
         written = flag(type(group), each.name, on=value is not False)
         for one in value if isinstance(value, tuple) else (value,):
-            words += [written] if isinstance(one, bool) else [written, str(one).removesuffix(".0")]
-    return words
+            found += [written] if isinstance(one, bool) else [written, str(one).removesuffix(".0")]
+    return found
 
 
 def _declare(panel: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
-from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions, words_of
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions, arguments_of
 from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import PolicySpec, parse_policy
@@ -52,20 +52,20 @@ class Recipe:
         models = ModelOptions(own.dtype, own.device, own.device_map, allow_pickle=own.allow_pickle)
         return replace(self, drafter=Plain(), policy=None, costs=None, models=models)
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return arguments of ``specbench generate``, without options at their defaults."""
-        words = ["--drafter", written_drafter(self.drafter)]
+        found = ["--drafter", drafter_argument(self.drafter)]
         if self.policy is not None and self.policy.word == "fixed":
             rest = replace(
                 self.policy, options={k: v for k, v in self.policy.options.items() if k != "gamma"}
             )
-            words += [] if str(rest) == "fixed" else ["--draft-policy", str(rest)]
-            words += ["--gamma", str(self.policy.options.get("gamma", 5))]
+            found += [] if str(rest) == "fixed" else ["--draft-policy", str(rest)]
+            found += ["--gamma", str(self.policy.options.get("gamma", 5))]
         elif self.policy is not None:
-            words += ["--draft-policy", str(self.policy)]
-        words += [] if self.costs is None else ["--costs", str(self.costs)]
-        words += ["--target", written_model(self.target)]
-        return [*words, *(word for name in _GROUPS for word in words_of(getattr(self, name)))]
+            found += ["--draft-policy", str(self.policy)]
+        found += [] if self.costs is None else ["--costs", str(self.costs)]
+        found += ["--target", model_argument(self.target)]
+        return [*found, *(word for name in _GROUPS for word in arguments_of(getattr(self, name)))]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``run.json`` stores it: without paths, and without options at their defaults."""
@@ -111,14 +111,14 @@ def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) 
     return replace(drafter, model=change(drafter.model)) if isinstance(drafter, SmallModel) else drafter
 
 
-def written_model(model: ModelSpec) -> str:
+def model_argument(model: ModelSpec) -> str:
     """Return a model as the command line takes it."""
     return model.source if model.kind in ("folder", "gguf") else model.name
 
 
-def written_drafter(drafter: DrafterSpec) -> str:
+def drafter_argument(drafter: DrafterSpec) -> str:
     """Return a drafter as the command line takes it; results show the last names of its models."""
-    return str(with_models(drafter, lambda model: ModelSpec("hub", written_model(model))))
+    return str(with_models(drafter, lambda model: ModelSpec("hub", model_argument(model))))
 
 
 def _model_json(model: ModelSpec) -> dict[str, Any]:

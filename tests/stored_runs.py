@@ -29,7 +29,7 @@ TOKENS = 1 + 2 * STEPS  # one by the prefill, two in every step
 # -- their parts -------------------------------------------------------------------------------------
 
 
-def config_of(name: str, **changed: Any) -> dict[str, Any]:
+def config_from_recipe(name: str, **changed: Any) -> dict[str, Any]:
     """A configuration called ``drafter@gamma``, ``plain``, or what ``transformers`` does."""
     drafter, _, gamma = name.partition("@")
     kind = name if name in ("plain", "transformers") else "speculative"
@@ -214,7 +214,7 @@ def write_exact(
     for name in dict.fromkeys(name for prompts in speeds.values() for name in prompts):
         turns[name.partition("#")[0]] = turns.get(name.partition("#")[0], 0) + 1
     facts = described(
-        [config_of(name, **(configs or {}).get(name, {})) for name in speeds],
+        [config_from_recipe(name, **(configs or {}).get(name, {})) for name in speeds],
         [prompt_of(name, turns=count, fingerprint=(texts or {}).get(name)) for name, count in turns.items()],
         run_id=path.name,
         repeats=max(len(each) for prompts in speeds.values() for each in prompts.values()),
@@ -290,15 +290,17 @@ def write_run(
     """Write a run folder; every generation emits ``tokens`` tokens, the first of them by the prefill."""
     rng = np.random.default_rng(seed)
     hot = {"temperature": temperature}
-    configs = [config_of("plain", **hot)]
+    configs = [config_from_recipe("plain", **hot)]
     configs += [
-        config_of(f"{each.name}@{g}", id=f"{each.name}-g{g}", **hot) for each in drafters for g in gammas
+        config_from_recipe(f"{each.name}@{g}", id=f"{each.name}-g{g}", **hot)
+        for each in drafters
+        for g in gammas
     ]
     for name in ("egag",) * entropy_policy + policies:
         who = drafters[0].name
-        configs.append(config_of(name, label=f"{who} {name}", drafter=who, draft_policy=name, **hot))
+        configs.append(config_from_recipe(name, label=f"{who} {name}", drafter=who, draft_policy=name, **hot))
     if transformers_row:
-        configs.append(config_of("transformers", id="hf", **hot))
+        configs.append(config_from_recipe("transformers", id="hf", **hot))
     by_name = {drafter.name: drafter for drafter in drafters}
     prompts = [f"{category}-{i + 1:02d}" for category in categories for i in range(prompts_per_category)]
     tilt = dict(zip(categories, np.linspace(-1.2, 1.2, len(categories)), strict=True))

@@ -257,7 +257,7 @@ def decode(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Outcome:
     return engine.generate(config, prompt, decoding, seed=seed)
 
 
-def config_of(drafter: str, rule: str, temperature: float = 0.0) -> SweepConfig:
+def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> SweepConfig:
     options = SweepOptions(policies=(rule,), gammas=(3,), temperatures=(temperature,))
     return build_configs(options, specs_of(drafter))[1]
 
@@ -268,13 +268,13 @@ def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule
     if not parse_policy(rule).applies(specs_of(drafter)[drafter]):
         assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
         return
-    outcome = decode(engine, config_of(drafter, rule))
+    outcome = decode(engine, config_from_recipe(drafter, rule))
     assert outcome.token_ids == plain
     assert drafter == "ngram:sample" or sum(step.gamma for step in outcome.steps) > 0
 
 
 def test_notes_of_every_step_stand_in_the_results(engine):
-    outcome = decode(engine, config_of("small", "egag:scale=1,beta=0.5"))
+    outcome = decode(engine, config_from_recipe("small", "egag:scale=1,beta=0.5"))
     notes = StepLists.of(outcome.steps).policy
     assert set(notes) == {"H_norm", "H_ema", "gamma"}
     drafted = [step.gamma for step in outcome.steps]
@@ -309,7 +309,7 @@ def test_a_result_holds_the_times_that_auto_took(engine, tmp_path, monkeypatch):
     """A sampled generation whose γ hung on the clock can be repeated with a line of the results."""
     seeds = iter(range(1, 100))
     monkeypatch.setattr(specbench.generate, "clock_for", lambda device: UnsteadyClock(next(seeds), 30))
-    config = config_of("small", "auto", temperature=1.0)
+    config = config_from_recipe("small", "auto", temperature=1.0)
 
     def lengths(outcome: Outcome) -> list[int]:
         return [step.gamma for step in outcome.steps]
@@ -332,13 +332,13 @@ def test_given_costs_are_those_of_the_drafter(engine):
         "drafter_pass_s": {"small": 50.0, "self:layers=1": 1e-6},
     }
     given = ModelEngine(engine.target, engine.drafters, costs=costs)
-    slow, fast = (decode(given, config_of(name, "auto")) for name in ("small", "self:layers=1"))
+    slow, fast = (decode(given, config_from_recipe(name, "auto")) for name in ("small", "self:layers=1"))
     assert sum(step.gamma for step in slow.steps) <= 2  # a look now and then
     assert sum(step.gamma for step in fast.steps) > 20
     assert set(fast.steps[0].policy) == {"rate", "survival", "probe"}
     with pytest.raises(UsageError, match="not of lookup"):
-        decode(given, config_of("lookup", "auto"))
-    assert decode(given, config_of("lookup", "fixed")).token_ids == fast.token_ids
+        decode(given, config_from_recipe("lookup", "auto"))
+    assert decode(given, config_from_recipe("lookup", "fixed")).token_ids == fast.token_ids
 
 
 @pytest.mark.parametrize("found", [{}, {"steps": {}}, {"steps": {"policy": {}}}, {"steps": 3}, [1]])
@@ -358,7 +358,7 @@ def test_nothing_is_carried_to_the_next_prompt_unless_asked(rule, monkeypatch):
         monkeypatch.setattr(module, "clock_for", lambda device: clock)
 
     def courses(**options: Any) -> list[Any]:
-        engine, config = make_engine(**options), config_of("small", rule)
+        engine, config = make_engine(**options), config_from_recipe("small", rule)
         outcomes = [decode(engine, config, prompt=prompt) for prompt in (PROMPT, [9, 8, 7], PROMPT)]
         return [[(step.drafted, step.policy) for step in outcome.steps] for outcome in outcomes]
 
@@ -373,9 +373,9 @@ def test_nothing_is_carried_to_the_next_prompt_unless_asked(rule, monkeypatch):
 def test_the_state_of_one_configuration_is_not_that_of_another():
     engine = make_engine(keep_policy_state=True)
     for _ in range(3):
-        decode(engine, config_of("self:int8", "heuristic"))
-    fresh = decode(make_engine(), config_of("self:layers=1", "heuristic"))
-    assert [s.gamma for s in decode(engine, config_of("self:layers=1", "heuristic")).steps] == [
+        decode(engine, config_from_recipe("self:int8", "heuristic"))
+    fresh = decode(make_engine(), config_from_recipe("self:layers=1", "heuristic"))
+    assert [s.gamma for s in decode(engine, config_from_recipe("self:layers=1", "heuristic")).steps] == [
         s.gamma for s in fresh.steps
     ]
 

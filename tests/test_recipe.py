@@ -14,7 +14,7 @@ from stored_runs import run_of
 
 from specbench.base.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
-from specbench.recipe import Recipe, written_drafter
+from specbench.recipe import Recipe, drafter_argument
 from specbench.results.run import VERSION, Run, StoredRecipe, stored_recipes
 from specbench.results.upgrade import upgraded
 from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
@@ -55,9 +55,9 @@ def test_what_is_stored_is_read_again_without_paths(name):
 
 
 def test_words():
-    assert RECIPES["plain"].words() == ["--drafter", "none", "--target", "smollm2-135m"]
+    assert RECIPES["plain"].arguments() == ["--drafter", "none", "--target", "smollm2-135m"]
     drafter = "lookup:n=4,passes=2+/secret/place/small:vocab=9|org/other@v1|self:int8"
-    assert RECIPES["folders"].words() == [
+    assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:siblings=2", "--gamma", "4",
         "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",
         "--device-map", "/secret/place/map.json", "--drafter-dtype", "int4", "--allow-pickle",
@@ -65,7 +65,7 @@ def test_words():
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
     ]  # fmt: skip
     stored = Recipe.from_json(RECIPES["folders"].to_json())
-    assert written_drafter(stored.drafter) == drafter.replace("/secret/place/", "/path/to/")
+    assert drafter_argument(stored.drafter) == drafter.replace("/secret/place/", "/path/to/")
 
 
 def test_plainly():
@@ -117,12 +117,12 @@ def test_runs_of_the_first_version_get_recipes(drafter, words, dtype):
     assert (run.schema, config.drafter_dtype) == (VERSION, dtype)
     recipe = stored_recipes(run)["x"]
     if words is not None:
-        assert written_drafter(recipe.drafter) == words
+        assert drafter_argument(recipe.drafter) == words
     assert recipe.models.drafter_dtype == ("int4" if dtype == "int4" else "auto")
     rest = replace(
         recipe, drafter=parse_drafter("lookup"), models=replace(recipe.models, drafter_dtype="auto")
     )
-    assert " ".join(rest.words()) == (
+    assert " ".join(rest.arguments()) == (
         "--drafter lookup --draft-policy auto --target org/big@v2 --dtype float32 --bit-exact --max-new-tokens 48"
     )
 

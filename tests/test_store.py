@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from msgspec import structs
-from stored_runs import config_of, finished, line_of, measurement, run_json, run_of, steps_of
+from stored_runs import config_from_recipe, finished, line_of, measurement, run_json, run_of, steps_of
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import write_text
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.smoke
 
 FIELDS: dict[str, Any] = {
     "run_id": "abc", "options": {}, "environment": {}, "target": {"name": "tiny"},
-    "configs": [config_of("plain"), config_of("d@2")], "prompts": [],
+    "configs": [config_from_recipe("plain"), config_from_recipe("d@2")], "prompts": [],
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import find_differences
 from specbench.config import Config as Configuration
-from specbench.config import config_of
+from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.export.setting import setting_of_run, with_replaced
@@ -473,7 +473,7 @@ def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path):
     assert found.race.verdict == "plain"
     assert answer.headline.startswith("Speculation does not pay here: the best drafter is d with ")
     assert answer.winner.kind == "plain"
-    config, note = config_of(Recipe(parse_model("smollm2-135m")).plain)
+    config, note = config_from_recipe(Recipe(parse_model("smollm2-135m")).plain)
     assert (config, note) == (Configuration(target="smollm2-135m", drafter="none", cache="dynamic"), "")
 
 
@@ -515,7 +515,7 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
         r"d with auto-tree, [\d.]+ × \[.*\] over plain decoding: the best so far", answer.headline
     )
     assert any("--resume --overwrite" in each for each in answer.details)
-    config, _ = config_of(RECIPE, provisional=answer.provisional)
+    config, _ = config_from_recipe(RECIPE, provisional=answer.provisional)
     assert config.provisional
     assert run_json(tmp_path)["finished"] is None
 
@@ -743,7 +743,7 @@ def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
     ],
 )
 def test_a_configuration_says_how_to_decode(rule, says):
-    config, note = config_of(recipe_of("lookup:n=4+Org/small", rule))
+    config, note = config_from_recipe(recipe_of("lookup:n=4+Org/small", rule))
     assert note == ""
     assert config.given == {
         "target": "Org/big",
@@ -766,8 +766,8 @@ def test_a_recipe_has_the_dtype_that_won_unless_it_is_the_usual_one(actual, dtyp
 
 def test_a_configuration_says_dtypes_and_no_paths():
     recipe = recipe_of("suffix", "auto", dtype="float32", drafter_dtype="bfloat16")
-    config, note = config_of(replace(recipe, target=ModelSpec("folder", "/home/me/big")))
+    config, note = config_from_recipe(replace(recipe, target=ModelSpec("folder", "/home/me/big")))
     assert (config.target, config.dtype, config.drafter_dtype) == (None, "float32", "bfloat16")
     assert note == "It says nothing of the target, which is named by a path: add --target /home/me/big."
     with pytest.raises(UsageError, match="is no name of a model"):
-        config_of(replace(RECIPE, drafter=SmallModel(ModelSpec("folder", "/home/me/small"))))
+        config_from_recipe(replace(RECIPE, drafter=SmallModel(ModelSpec("folder", "/home/me/small"))))

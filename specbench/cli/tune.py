@@ -404,13 +404,13 @@ class _Job(RunJob):
     def _write_configuration(self, answer: TuneAnswer, out: Path, cache: str | None) -> bool:
         """The configuration, if one can say the answer; what it cannot say is told."""
         from specbench.base.files import reason
-        from specbench.config import config_of, write_config
+        from specbench.config import config_from_recipe, write_config
 
         recipe = answer.winner.recipe
         assert recipe is not None
         usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
         try:
-            config, note = config_of(recipe, provisional=answer.provisional)
+            config, note = config_from_recipe(recipe, provisional=answer.provisional)
         except UsageError as error:
             self.say(f"note: {out} is not written: {error}")
             return False
