@@ -21,7 +21,7 @@ QuantizedName = Literal["int8", "int4"]
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
-PROMPT, MODELS, LENGTH, DECODING = "Prompt", "Models", "Draft length", "Decoding"
+PROMPT, MODELS, POLICY, DECODING = "Prompt", "Models", "Draft policy", "Decoding"
 SAMPLING, OUTPUT = "Sampling", "Output"
 """Headings of the help."""
 
@@ -98,7 +98,7 @@ def _declare(panel: str) -> Callable[..., Any]:
     return option
 
 
-_model, _policy = _declare(MODELS), _declare(LENGTH)
+_model, _policy = _declare(MODELS), _declare(POLICY)
 _decoding, _sampling = _declare(DECODING), _declare(SAMPLING)
 
 
@@ -148,7 +148,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class LengthOptions:
+class SharedPolicyOptions:
     """Options that all draft policies share; those of one alone are part of its spec."""
 
     siblings: Annotated[

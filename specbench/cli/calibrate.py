@@ -11,7 +11,7 @@ from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.console import write_json, write_lines
 from specbench.cli.progress import StageProgress, starting
-from specbench.options import DECODING, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import DECODING, ModelOptions, SamplingOptions, SharedPolicyOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
@@ -94,7 +94,7 @@ def calibrate(
     ],
     search: _Search,
     sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
-    length: Annotated[LengthOptions, opt.Fields("verification")],
+    length: Annotated[SharedPolicyOptions, opt.Fields("verification")],
     json_output: opt.JsonOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:

@@ -15,7 +15,13 @@ from specbench.cli import options as opt
 from specbench.cli.progress import starting
 from specbench.cli.signals import CtrlC, terminated
 from specbench.cli.watchers import StreamedText
-from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import (
+    CacheOptions,
+    DecodingOptions,
+    ModelOptions,
+    SamplingOptions,
+    SharedPolicyOptions,
+)
 
 if TYPE_CHECKING:
     from specbench.conversation import Conversation
@@ -37,7 +43,7 @@ def chat(
     system: opt.SystemOption = None,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length: LengthOptions,
+    length: SharedPolicyOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,

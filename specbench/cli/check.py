@@ -21,9 +21,9 @@ from specbench.options import (
     MODELS,
     CacheOptions,
     DecodingOptions,
-    LengthOptions,
     ModelOptions,
     SamplingOptions,
+    SharedPolicyOptions,
     quantized,
 )
 from specbench.recipe import Recipe
@@ -119,7 +119,7 @@ def check(
     drafter: Annotated[list[str] | None, opt.drafters_option(MODELS)] = None,
     models: ModelOptions,
     drafting: opt.PoliciesOptions,
-    length: LengthOptions,
+    length: SharedPolicyOptions,
     decoding: Annotated[
         DecodingOptions,
         opt.Fields(
@@ -178,7 +178,7 @@ def check(
 
 
 def _requested_policies(
-    drafting: opt.PoliciesOptions, length: LengthOptions, recipe: Recipe
+    drafting: opt.PoliciesOptions, length: SharedPolicyOptions, recipe: Recipe
 ) -> list[RequestedPolicy]:
     """The draft policies to check with."""
     from specbench.bench.axes import parse_gammas

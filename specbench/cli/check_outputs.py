@@ -10,7 +10,7 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.textsafe import counted, excerpt, visible
 from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
 from specbench.cli.progress import StageProgress
-from specbench.options import LengthOptions
+from specbench.options import SharedPolicyOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ class OutputsJob:
         self.request = request
         if without := request.given(
             "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "draft_policy", "gamma",
-            LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
+            SharedPolicyOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
         ):  # fmt: skip
             verb = "has" if len(without) == 1 else "have"

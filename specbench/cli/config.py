@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.cli.console import say
-from specbench.options import LengthOptions
+from specbench.options import SharedPolicyOptions
 
 if TYPE_CHECKING:
     from specbench.config import Config
 
 _RULE = ("draft_policy", "tree")
-_LENGTH = {*_RULE, "gamma", *(field.name for field in fields(LengthOptions))}
+_LENGTH = {*_RULE, "gamma", *(field.name for field in fields(SharedPolicyOptions))}
 
 
 def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:

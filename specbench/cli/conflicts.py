@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.options import LengthOptions
+from specbench.options import SharedPolicyOptions
 
 if TYPE_CHECKING:
     import typer
@@ -45,7 +45,7 @@ EXCLUDE = (
     Row(
         "sweep",
         ("drafter", "baseline", "assisted", "gamma", "draft_policy", "tree", "keep_policy_state", "cache",
-         "bit_exact", "compiled", LengthOptions, "min_new_tokens"),
+         "bit_exact", "compiled", SharedPolicyOptions, "min_new_tokens"),
         "server",
         "servers decode in their own way",
     ),

@@ -23,9 +23,9 @@ from specbench.cli.watchers import StreamedText, TraceOutput, Tracer, WholeText,
 from specbench.options import (
     CacheOptions,
     DecodingOptions,
-    LengthOptions,
     ModelOptions,
     SamplingOptions,
+    SharedPolicyOptions,
 )
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
@@ -98,7 +98,7 @@ def generate(
     chat: opt.ChatOption = None,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length: LengthOptions,
+    length: SharedPolicyOptions,
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,
@@ -287,7 +287,7 @@ def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling
     lines = []
     if sampling.greedy and (what := unused("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
-    lengths = ("draft_policy", "tree", "gamma", LengthOptions)
+    lengths = ("draft_policy", "tree", "gamma", SharedPolicyOptions)
     if drafter.is_plain and (what := unused(*lengths, "first_target")):
         lines.append(f"{what} with the drafter none.")
     load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")

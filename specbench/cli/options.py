@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given, refuse_conflicts
-from specbench.options import LENGTH, MODELS, OUTPUT, PROMPT, CacheOptions, ModelOptions, quantized
+from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, CacheOptions, ModelOptions, quantized
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.policies import policy_words
 
@@ -241,7 +241,7 @@ def panel(heading: str) -> Callable[..., Any]:
     return option
 
 
-prompt_option, model_option, length_option = panel(PROMPT), panel(MODELS), panel(LENGTH)
+prompt_option, model_option, policy_option = panel(PROMPT), panel(MODELS), panel(POLICY)
 output = panel(OUTPUT)
 
 _DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
@@ -291,7 +291,7 @@ class PoliciesOptions:
 
     gamma: Annotated[
         str | None,
-        length_option(
+        policy_option(
             "--gamma -g",
             "RANGE",
             f"Draft lengths γ of fixed (5), and of the first step of heuristic: {_RANGE}.",
@@ -299,14 +299,14 @@ class PoliciesOptions:
     ] = None
     draft_policy: Annotated[
         tuple[str, ...],
-        length_option(
+        policy_option(
             "--draft-policy",
             "RULE",
             "Draft policy, as `generate` takes it; repeatable.",
             autocompletion=complete_policies,
         ),
     ] = ()
-    tree: Annotated[tuple[str, ...], length_option("--tree", "TREE", f"{_TREES} Repeatable.")] = ()
+    tree: Annotated[tuple[str, ...], policy_option("--tree", "TREE", f"{_TREES} Repeatable.")] = ()
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class DraftingOptions:
     drafter: DrafterOption = DEFAULT_DRAFTER
     draft_policy: Annotated[
         str | None,
-        length_option(
+        policy_option(
             "--draft-policy",
             "RULE",
             "Draft policy: auto, fixed, egag, confidence, entropy-bound, svip or heuristic; options follow a colon:"
@@ -326,10 +326,10 @@ class DraftingOptions:
             autocompletion=complete_policies,
         ),
     ] = None
-    tree: Annotated[str | None, length_option("--tree", "TREE", _TREES)] = None
+    tree: Annotated[str | None, policy_option("--tree", "TREE", _TREES)] = None
     gamma: Annotated[
         int | None,
-        length_option(
+        policy_option(
             "--gamma -g",
             "N",
             "Draft length γ: tokens drafted in each step (fixed), or in the first one (heuristic). Default: 5.",

@@ -17,7 +17,13 @@ from specbench.base.textsafe import counted
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
 from specbench.cli.progress import starting
-from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import (
+    CacheOptions,
+    DecodingOptions,
+    ModelOptions,
+    SamplingOptions,
+    SharedPolicyOptions,
+)
 
 if TYPE_CHECKING:
     from specbench.cli.setting import LoadedRecipe
@@ -65,7 +71,7 @@ def serve(
     server: _ServerOptions,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length: LengthOptions,
+    length: SharedPolicyOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,

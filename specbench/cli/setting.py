@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from specbench.decoding.request import DraftPlan
     from specbench.decoding.sampling import Sampling
     from specbench.models.target import Target
-    from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
+    from specbench.options import (
+        CacheOptions,
+        DecodingOptions,
+        ModelOptions,
+        SamplingOptions,
+        SharedPolicyOptions,
+    )
     from specbench.recipe import Recipe
 
 
@@ -51,7 +57,7 @@ def parse_recipe(
     ctx: typer.Context,
     drafting: DraftingOptions,
     models: ModelOptions,
-    length: LengthOptions,
+    length: SharedPolicyOptions,
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,

@@ -29,7 +29,7 @@ from specbench.cli.sweep_run import (
     show_dry_run,
 )
 from specbench.cli.sweep_servers import sweep_servers
-from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -62,10 +62,10 @@ def sweep(
             gamma="1..8",
         ),
     ],
-    length: LengthOptions,
+    length: SharedPolicyOptions,
     keep_policy_state: Annotated[
         bool,
-        opt.length_option(
+        opt.policy_option(
             "--keep-policy-state", None, "Draft policies keep what they have learned from earlier prompts."
         ),
     ] = False,
@@ -127,7 +127,7 @@ def _compared_models(
     compared: ComparedOptions,
     experiment: ExperimentOptions,
     drafting: opt.PoliciesOptions,
-    length: LengthOptions,
+    length: SharedPolicyOptions,
     base: Recipe,
     *,
     keep_policy_state: bool,
