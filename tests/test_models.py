@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from specbench.backends.torch.kernels import native
 from specbench.base.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.models import checkpoints, load, memory
+from specbench.models import checkpoints, devices, load
 from specbench.models.devices import check_options
 from specbench.models.drafters import wrap_drafter
 from specbench.models.load import load_config, load_model, wrap_model
@@ -513,9 +513,9 @@ def test_memory_that_runs_out_in_the_middle(folder, monkeypatch):
 def test_a_container_may_leave_less_memory_than_the_machine_has(monkeypatch):
     group = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 500\ninactive_file 100\n"}
     monkeypatch.setattr(Path, "read_text", lambda self, *_: group[self.name])
-    assert memory.available_memory() == 400
+    assert devices.available_memory() == 400
     group["memory.max"] = "max"
-    assert memory.available_memory() > 1000
+    assert devices.available_memory() > 1000
 
 
 # -- what a loaded model tells -------------------------------------------------------------------

@@ -106,8 +106,7 @@ def estimate_memory(
     Raises:
         UsageError: A model that cannot be.
     """
-    from specbench.models.devices import resolve_device
-    from specbench.models.memory import available_memory
+    from specbench.models.devices import available_memory, resolve_device
 
     device = resolve_device(base.models.device)
     target = _size(base.target, progress)

@@ -28,7 +28,7 @@ from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
-from specbench.models.memory import available_memory
+from specbench.models.devices import available_memory
 from specbench.options import QuantizedName
 
 # -- configurations --------------------------------------------------------------------------------

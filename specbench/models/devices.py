@@ -1,4 +1,4 @@
-"""Checks of the devices and dtypes that models are loaded with."""
+"""Devices: checks of those that models are loaded on, and their free memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+import psutil
 import torch
 
 from specbench.base.errors import UsageError
@@ -36,16 +37,12 @@ def resolve_device(name: str) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if _has_mps() else "cpu")
     kind, colon, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (
-        colon and (kind != "cuda" or not re.fullmatch("[0-9]+", index))
-    ):
+    if not re.fullmatch("cpu|mps|cuda(:[0-9]+)?", name):
         raise UsageError(f"Unknown device {name!r}.", "Choose auto, cpu, cuda, cuda:N or mps.")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind == "mps":
-        if not _has_mps():
-            raise UsageError("The device mps is not available on this machine.", "Use --device cpu.")
-        return torch.device("mps")
+    if kind == "mps" and not _has_mps():
+        raise UsageError("The device mps is not available on this machine.", "Use --device cpu.")
+    if kind != "cuda":
+        return torch.device(kind)
     if not torch.cuda.is_available():
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
         raise UsageError(f"The device {name} is not available: {reason}.", "Use --device cpu.")
@@ -87,3 +84,19 @@ def read_device_map(text: str) -> str | dict[str, Any]:
             )
         resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
     return places
+
+
+def available_memory(device: torch.device | None = None) -> int:
+    """Return the bytes free on a device (``None``: the CPU), without swapping and within the container's limit."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = int(psutil.virtual_memory().available)
+    try:  # a container's limit: the kernel kills without a word at this one
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(statistics["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # no such limit ("max"), or not this kind of system
+        pass
+    return max(available, 0)

@@ -38,7 +38,7 @@ from specbench.models.checkpoints import (
     weight_files,
     weight_memory,
 )
-from specbench.models.devices import check_options, read_device_map, resolve_device
+from specbench.models.devices import available_memory, check_options, read_device_map, resolve_device
 from specbench.models.dtypes import (
     DtypeChoice,
     dtype_key,
@@ -49,7 +49,6 @@ from specbench.models.dtypes import (
     write_dtype,
 )
 from specbench.models.hub import HubModel
-from specbench.models.memory import available_memory
 from specbench.models.tokenizers import TEMPLATE, end_ids_of, make_tokenizer, tokenizer_digest
 from specbench.options import LoadOptions, QuantizedName, quantized
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from specbench.base.errors import UsageError
 from specbench.decoding.stops import special_tokens
 from specbench.drafters.translate import Translation, longest_matches
@@ -108,14 +110,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     return {number: text for number, text in found.items() if text}
 
 
-def _alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for bytes: printable ones as they are, the others as 256 and up in turn."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_ALPHABET = _alphabet()
+_ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
+"""GPT-2's characters for bytes."""
 
 
 def _byte_level(piece: str) -> bytes | None:
