@@ -51,6 +51,13 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def own_cache(tmp_path, monkeypatch) -> Path:
+    """The cache folder, which is the test's own."""
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def cli(capsys, monkeypatch) -> Cli:
     """``cli("sweep", "--gamma", 2)``: a command in this process, its exit code and what it printed."""
     from specbench.cli import run

@@ -22,7 +22,6 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from specbench.backends.torch.kernels.attention import FOLDED
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
-from specbench.cli import run
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, expected_tokens, predicted_speedup
@@ -42,9 +41,7 @@ from specbench.tune.calibrate import Agreement, CalibrationSettings, Candidate, 
 PROMPTS = [[5, 17, 200, 33], [7, 8, 9, 10, 11], [41, 3, 41], [60, 61, 62], [90, 12, 90, 12]]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def target_of(layers: int = 4, **options: Any) -> Target:
@@ -451,21 +448,19 @@ def arguments(tmp_path) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_the_command_stores_what_it_says(arguments, capsys):
-    assert run(arguments) == 0
-    shown = capsys.readouterr()
+def test_the_command_stores_what_it_says(arguments, cli):
+    shown = cli(*arguments)
+    assert (shown.code, shown.err) == (0, "")
     assert "--drafter self:calibrated" in shown.out
     assert "predicted" in shown.out
-    assert shown.err == ""
     assert FORMS.names()
-    assert run([*arguments, "--json", "--no-int8"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = cli(*arguments, "--json", "--no-int8").json()
     assert data["complete"] is True
     assert not any(form["drafter"].startswith("self:int8") for form in data["path"])
     assert data["choice"]["drafter"] in [form["drafter"] for form in data["path"]]
     generate = ["generate", "--target", arguments[2], "--dtype", "float32", "--drafter", "self:calibrated"]
-    assert run([*generate, "--max-new-tokens", "4", "--json", "the"]) == 0
-    assert json.loads(capsys.readouterr().out)["drafter"] == data["choice"]["drafter"]
+    found = cli(*generate, "--max-new-tokens", 4, "--json", "the").json()
+    assert found["drafter"] == data["choice"]["drafter"]
 
 
 @pytest.mark.parametrize(
@@ -476,7 +471,7 @@ def test_the_command_stores_what_it_says(arguments, capsys):
         (1.3, None),
     ],
 )
-def test_a_choice_that_does_not_pay_is_kept_with_a_word(arguments, capsys, monkeypatch, speedup, said):
+def test_a_choice_that_does_not_pay_is_kept_with_a_word(arguments, cli, monkeypatch, speedup, said):
     original = calibration.calibrate
 
     def found(*given: Any, **options: Any) -> Any:
@@ -484,19 +479,19 @@ def test_a_choice_that_does_not_pay_is_kept_with_a_word(arguments, capsys, monke
         return replace(result, choice=replace(result.choice, speedup=speedup))
 
     monkeypatch.setattr(calibration, "calibrate", found)
-    assert run(arguments) == 0
-    out = capsys.readouterr().out
+    shown = cli(*arguments)
+    assert shown.code == 0
     if said is None:
-        assert "try --drafter" not in out
-        assert "\nKept for" in out
+        assert "try --drafter" not in shown.out
+        assert "\nKept for" in shown.out
     else:
-        assert f"{said} --drafter lookup, or lookup+self:calibrated." in out
-        assert "\nKept all the same for" in out
-    assert out.endswith(" in float32 on cpu: --drafter self:calibrated\n")
+        assert f"{said} --drafter lookup, or lookup+self:calibrated." in shown.out
+        assert "\nKept all the same for" in shown.out
+    assert shown.out.endswith(" in float32 on cpu: --drafter self:calibrated\n")
 
 
-def test_an_interrupt_leaves_the_earlier_choice(arguments, capsys, monkeypatch):
-    assert run([*arguments, "--quiet"]) == 0
+def test_an_interrupt_leaves_the_earlier_choice(arguments, cli, monkeypatch):
+    assert cli(*arguments, "--quiet").code == 0
     (path,) = (Path(arguments[2]).parent / "cache" / "calibrations").iterdir()
     before = path.read_text()
     original = calibration._agreement
@@ -509,11 +504,7 @@ def test_an_interrupt_leaves_the_earlier_choice(arguments, capsys, monkeypatch):
         return original(*given)
 
     monkeypatch.setattr(calibration, "_agreement", interrupted)
-    capsys.readouterr()
-    assert run(arguments) == 130
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == "specbench: interrupted.\n"
+    assert cli(*arguments) == (130, "", "specbench: interrupted.\n")
     assert path.read_text() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -529,15 +520,11 @@ def test_an_interrupt_leaves_the_earlier_choice(arguments, capsys, monkeypatch):
         (["--device", "tpu"], "Unknown device 'tpu'."),
     ],
 )
-def test_refusals(arguments, change, message, capsys):
-    assert run([*arguments, *change]) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.err.count("\n") == 1
+def test_refusals(arguments, change, message, cli):
+    cli(*arguments, *change).refused(2, message)
     assert not FORMS.names()
 
 
-def test_an_int8_target_is_calibrated_as_it_is(arguments, capsys):
-    assert run([*arguments, "--dtype", "int8", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+def test_an_int8_target_is_calibrated_as_it_is(arguments, cli):
+    data = cli(*arguments, "--dtype", "int8", "--json").json()
     assert all(form["drafter"].startswith("self:skip=") for form in data["path"])

@@ -16,7 +16,6 @@ from specbench.base.errors import UsageError
 from specbench.check.observe import DecodingSetup
 from specbench.check.reference import reference_output
 from specbench.check.sampled import check_exact
-from specbench.cli import run
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
 from specbench.generate import speculative_generate
@@ -265,57 +264,37 @@ def folder(tmp_path) -> Path:
 COMMON = ["--dtype", "float32", "--device", "cpu", "--ignore-eos", "-n", "16"]
 
 
-def test_the_command_line_applies_them_and_can_leave_them_out(folder, tmp_path, capsys):
-    words = ["generate", "the and the", "--target", str(folder), *COMMON, "--drafter", "lookup", "--json"]
-
-    def tokens(*more: str) -> tuple[list[int], dict[str, Any], str]:
-        assert run([*words, *more]) == 0
-        said = capsys.readouterr()
-        figures = json.loads(said.out)
-        return figures["token_ids"], figures["options"], said.err
-
-    applied, options, said = tokens()
+def test_the_command_line_applies_them_and_can_leave_them_out(folder, cli):
+    words = ["generate", "the and the", "--target", folder, *COMMON, "--drafter", "lookup", "--json"]
+    applied = cli(*words)
+    options = applied.json()["options"]
     assert options["model_defaults"] == {"no_repeat_ngram_size": 1, "suppress_tokens": [SECOND, THIRD]}
-    assert "settings are applied: no_repeat_ngram_size 1, suppress_tokens" in said
-    assert "settings are not used: top_k 7." in said
-    plain, options, said = tokens("--no-model-defaults")
-    assert options["model_defaults"] is None
-    assert "not used: no_repeat_ngram_size 1, suppress_tokens, top_k 7." in said
-    assert applied != plain
+    assert "settings are applied: no_repeat_ngram_size 1, suppress_tokens" in applied.err
+    assert "settings are not used: top_k 7." in applied.err
+    plain = cli(*words, "--no-model-defaults")
+    assert plain.json()["options"]["model_defaults"] is None
+    assert "not used: no_repeat_ngram_size 1, suppress_tokens, top_k 7." in plain.err
+    assert applied.json()["token_ids"] != plain.json()["token_ids"]
     (folder / "generation_config.json").write_text("{}")
-    assert tokens()[0] == plain
+    assert cli(*words).json()["token_ids"] == plain.json()["token_ids"]
 
 
-def test_a_special_token_as_a_stop_string(folder, capsys):
+def test_a_special_token_as_a_stop_string(folder, cli):
     """Behind the first token the model says it; end tokens are ignored."""
-    words = ["--target", str(folder), *COMMON, "--drafter", "self:layers=1", "--stop", TURN_END, "--json"]
+    words = ["--target", folder, *COMMON, "--drafter", "self:layers=1", "--stop", TURN_END, "--json"]
     special, newline = tiny_tokenizer().convert_tokens_to_ids([TURN_END, "Ċ"])  # with which prompts end
     bias = [[[token, special], 99.0] for token in range(special) if token != newline]
     (folder / "generation_config.json").write_text(json.dumps({"sequence_bias": bias}))
-    assert run(["generate", "the", *words]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    figures = cli("generate", "the", *words).json()
     first, last = figures["token_ids"]
     assert (last, figures["finish_reason"]) == (special, "stop-string")
     assert figures["text"] == tiny_tokenizer().decode([first])
-    assert run(["check", "--limit", "1", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"] == "identical"
-    assert run(["generate", "the", *words, "--stop", f"{TURN_END}\n"]) == 2
-    assert "joins the special token" in capsys.readouterr().err
+    assert cli("check", "--limit", 1, *words).json()["verdict"] == "identical"
+    cli("generate", "the", *words, "--stop", f"{TURN_END}\n").refused(2, "joins the special token")
 
 
-def test_check_compares_with_generate_under_them(folder, capsys):
-    words = [
-        "check",
-        "--target",
-        str(folder),
-        *COMMON,
-        "--limit",
-        "1",
-        "--drafter",
-        "self:layers=1",
-        "--json",
-    ]
-    assert run(words) == 0
-    figures = json.loads(capsys.readouterr().out)
+def test_check_compares_with_generate_under_them(folder, cli):
+    words = ["--target", folder, *COMMON, "--limit", 1, "--drafter", "self:layers=1", "--json"]
+    figures = cli("check", *words).json()
     assert figures["options"]["model_defaults"]["no_repeat_ngram_size"] == 1
     assert figures["verdict"] == "identical"

@@ -13,7 +13,6 @@ from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
 from specbench.bench.manifest import changes
-from specbench.cli import run
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
@@ -33,9 +32,7 @@ KEY = TreeKey("f" * 16, "float32", "cpu", "small (int8)", "e" * 16, 0.7, "traver
 CHOICE = TreeChoice("a model", "small (int8)", 0.7, "traversal", (60, 20, 5), 400, 9, 4, 1.25)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def pair(seed: int = 1) -> tuple[Target, ModelDrafter]:
@@ -242,40 +239,33 @@ def test_a_sweep_does_not_go_on_with_another_tree():
 # -- the command line --------------------------------------------------------------------------------
 
 
-def words(text: str) -> str:
-    return " ".join(text.split())
-
-
-def test_from_the_command_line(tmp_path, capsys):
+def test_from_the_command_line(tmp_path, cli):
     folders = [save_tiny(tmp_path / name, seed) for seed, name in enumerate(("target", "small"))]
-    models = ["--target", str(folders[0]), "--drafter", str(folders[1]), "--dtype", "float32"]
-    asked = ["calibrate", *models, "--tree", "--limit", "2", "--tokens", "6", "--quiet"]
-    assert run([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["choice"]["drafter"] == "small (int8)"
+    models = ["--target", folders[0], "--drafter", folders[1], "--dtype", "float32"]
+    asked = ["calibrate", *models, "--tree", "--limit", 2, "--tokens", 6, "--quiet"]
+    found = cli(*asked, "--json").json()
+    choice, counts = found["choice"], found["counts"]
+    assert choice["drafter"] == "small (int8)"
     assert found["complete"]
-    assert (
-        sum(each["tested"] for each in found["counts"] if each["rank"] == 0) == found["choice"]["tested"] > 0
-    )
-    tree = found["choice"]["tree"]
+    assert sum(each["tested"] for each in counts if each["rank"] == 0) == choice["tested"] > 0
+    tree = choice["tree"]
     assert "ranks=" in tree
-    generate = ["generate", *models, "-n", "8", "the thing"]
-    assert run([*generate, "--tree", "static", "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["options"]["draft_policy"] == tree
-    assert f"The tree is the one calibrated for small (int8) at temperature 0: {tree}." in words(said.err)
-    assert run([*generate, "--tree", "static:ranks=50-20", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["options"]["draft_policy"] == "static-tree:ranks=50-20"
-    assert run([*generate, "--drafter", "none", "--tree", "static"]) == 0
-    assert "calibrated" not in capsys.readouterr().err
-    sweep = ["sweep", *models, "--tree", "static", "--temperature", "0", "--temperature", "1", "--limit", "1"]
-    assert run([*sweep, "-n", "4", "-r", "1", "--out", str(tmp_path / "run"), "--quiet"]) == 0
-    said = capsys.readouterr()
+    generate = ["generate", *models, "-n", 8, "the thing", "--json", "--tree"]
+    said = cli(*generate, "static")
+    assert said.json()["options"]["draft_policy"] == tree
+    note = f"The tree is the one calibrated for small (int8) at temperature 0: {tree}."
+    assert note in " ".join(said.err.split())
+    given = cli(*generate, "static:ranks=50-20").json()
+    assert given["options"]["draft_policy"] == "static-tree:ranks=50-20"
+    assert "calibrated" not in cli(*generate, "static", "--drafter", "none").err
+    sweep = ["sweep", *models, "--tree", "static", "--temperature", 0, "--temperature", 1, "--limit", 1]
+    said = cli(*sweep, "-n", 4, "-r", 1, "--out", tmp_path / "run", "--quiet")
+    assert said.code == 0
     configs = [each["id"] for each in json.loads((tmp_path / "run" / "run.json").read_text())["configs"]]
     assert configs == ["plain", f"small (int8)@{tree}", "plain,t=1", "small (int8)@static-tree,t=1"]
-    assert "and none for small (int8) at temperature 1 by traversal" in words(said.err)
-    assert run([*asked, "--temperature", "1", "--verification", "naive"]) == 0
-    assert "and small (int8) at temperature 1 by naive: --tree static" in words(capsys.readouterr().out)
+    assert "and none for small (int8) at temperature 1 by traversal" in " ".join(said.err.split())
+    out = cli(*asked, "--temperature", 1, "--verification", "naive").out
+    assert "and small (int8) at temperature 1 by naive: --tree static" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
@@ -283,18 +273,19 @@ def test_from_the_command_line(tmp_path, capsys):
     [
         (["--drafter", "self:int8"], "--drafter is given without --tree"),
         (["--temperature", "1"], "--temperature is given without --tree"),
+        (["--tree", "--vocab", "3"], "--tree and --vocab are both given"),
         (["--tree", "--drafter", "lookup"], "The drafter lookup drafts chains only"),
         (["--tree", "--drafter", "suffix+self:int8"], "The drafter suffix+self:int8 drafts chains only"),
         (["--tree", "--minutes", "0"], "--minutes is 0"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(arguments, message, capsys):
-    assert run(["calibrate", *arguments]) == 2
-    assert message in words(capsys.readouterr().err)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(arguments, message, cli):
+    cli("calibrate", *arguments).refused(2, message)
 
 
-def test_a_way_to_verify_that_takes_no_trees(tmp_path, capsys):
-    folder = str(save_tiny(tmp_path / "target", 0))
-    asked = ["calibrate", "--tree", "--target", folder, "--drafter", "self:int8", "--temperature", "1"]
-    assert run([*asked, "--limit", "2", "--tokens", "3", "--verification", "block"]) == 2
-    assert "block verifies chains only, and the draft is a tree" in words(capsys.readouterr().err)
+def test_a_way_to_verify_that_takes_no_trees(tmp_path, cli):
+    folder = save_tiny(tmp_path / "target", 0)
+    asked = ["calibrate", "--tree", "--target", folder, "--drafter", "self:int8", "--temperature", 1]
+    said = cli(*asked, "--limit", 2, "--tokens", 3, "--verification", "block")
+    assert said.code == 2
+    assert "block verifies chains only, and the draft is a tree" in " ".join(said.err.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
-from specbench.cli import run
 from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.prospects import Scores
 from specbench.decoding.sampling import Multinomial
@@ -30,9 +28,7 @@ from specbench.tune.vocabulary import count_tokens, ranked_tokens
 KEPT = (0, 5, 17, 64, 65, 101, 200, 280)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def counted(target: Target, ranked: tuple[int, ...] = KEPT) -> None:
@@ -243,33 +239,17 @@ def test_one_model_with_several_vocabularies(tmp_path):
 # -- the command line --------------------------------------------------------------------------------
 
 
-def test_from_the_command_line(tmp_path, capsys):
+def test_from_the_command_line(tmp_path, cli):
     folders = [save_tiny(tmp_path / name, seed) for seed, name in enumerate(("target", "small"))]
-    models = ["--target", str(folders[0]), "--dtype", "float32"]
-    generate = [
-        "generate",
-        *models,
-        "--drafter",
-        f"{folders[1]}:vocab=40",
-        *["-n", "12", "--gamma", "3"],
-        "the thing",
-    ]
-    assert run(generate) == 2
-    refused = capsys.readouterr().err
-    assert "were not counted yet" in refused
-    assert "specbench calibrate --vocab 16000" in " ".join(refused.split())
-    count = ["calibrate", *models, "--vocab", "40", "--limit", "4", "--tokens", "4", "--quiet"]
-    assert run([*count, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    models = ["--target", folders[0], "--dtype", "float32"]
+    generate = ["generate", *models, "-n", 12, "--gamma", 3, "the thing", "--drafter"]
+    drafter = f"{folders[1]}:vocab=40"
+    cli(*generate, drafter).refused(2, "were not counted yet", "specbench calibrate --vocab 16000")
+    count = ["calibrate", *models, "--vocab", 40, "--limit", 4, "--tokens", 4, "--quiet"]
+    figures = cli(*count, "--json").json()
     assert (figures["vocab"], figures["tested"]) == (40, 4)
-    assert run(count) == 0
-    assert (
-        f"40 tokens cover {figures['coverage']:.1%} of 4 tokens of other answers." in capsys.readouterr().out
-    )
-    assert run([*generate, "--json", "--quiet"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert run([*generate[:5], "--drafter", "none", *generate[7:], "--json", "--quiet"]) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert found["token_ids"] == plain["token_ids"]
+    assert f"40 tokens cover {figures['coverage']:.1%} of 4 tokens of other answers." in cli(*count).out
+    found = cli(*generate, drafter, "--json").json()
+    assert found["token_ids"] == cli(*generate, "none", "--json").json()["token_ids"]
     assert 0 <= found["draftable_share"] <= 1
     assert found["drafter"] == "small:vocab=40 (int8)"
