@@ -75,7 +75,6 @@ class Config:
 
     @property
     def given(self) -> dict[str, str]:
-        """The options it holds."""
         return {name: value for name, value in vars(self).items() if isinstance(value, str)}
 
     @property
@@ -88,7 +87,6 @@ class Config:
         return policy if policy is None or tree is None else policy.with_options({"siblings": tree})
 
     def without(self, *names: str) -> Config:
-        """Return it without some options."""
         less: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **less)
 

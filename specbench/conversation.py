@@ -64,9 +64,7 @@ class Conversation:
         return self._last
 
     def add(self, text: str, answer: str) -> None:
-        """Add a message and its answer to the conversation."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def clear(self) -> None:
-        """Begin a new conversation with the same system message."""
         self.messages.clear()

@@ -268,7 +268,6 @@ class GenerationRun:
         return record
 
     def take(self, record: Prefill | Step) -> None:
-        """Add the next record."""
         if isinstance(record, Prefill):
             self._prefill = record
         else:

@@ -129,7 +129,6 @@ class GenerationRuns:
         return [(i, self._took(i, event)) for i, event in self._scheduler.step()]
 
     def close(self) -> None:
-        """End all runs and release their memory."""
         self._scheduler.close()
         if self.factory is not None:
             self.factory.release()
@@ -176,7 +175,6 @@ class GenerationRuns:
                 self.close()
 
     def cancel(self, index: int) -> None:
-        """End a run."""
         self._scheduler.cancel(index)
 
     def result(self, index: int) -> Generation | Exception:

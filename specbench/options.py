@@ -136,12 +136,10 @@ class ModelOptions:
 
     @property
     def target(self) -> LoadOptions:
-        """The target's options."""
         return LoadOptions(self.dtype, self.device, self.device_map)
 
     @property
     def drafter(self) -> LoadOptions:
-        """The options of a drafter's own model."""
         return LoadOptions(
             self.drafter_dtype, self.drafter_device, self.drafter_device_map, any_target=self.any_target
         )
@@ -249,7 +247,6 @@ class DecodingOptions:
         return rules
 
     def with_changes(self, **changes: Unpack[DecodingKeywords]) -> DecodingOptions:
-        """Return them with some changed."""
         return replace(self, **changes)  # type: ignore[arg-type] # `stop` may be one text
 
 
@@ -303,7 +300,6 @@ class CacheOptions:
         return "compiled" if self.compiled else self.cache
 
     def with_kind(self, kind: Any) -> CacheOptions:
-        """Return it with another kind."""
         compiled = kind == "compiled"
         return replace(self, cache="static" if compiled else kind, compiled=compiled or self.compiled)
 

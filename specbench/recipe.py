@@ -47,7 +47,6 @@ class Recipe:
 
     @property
     def plain(self) -> Recipe:
-        """The recipe of its baseline."""
         own = self.models
         models = ModelOptions(own.dtype, own.device, own.device_map, allow_pickle=own.allow_pickle)
         return replace(self, drafter=Plain(), policy=None, costs=None, models=models)

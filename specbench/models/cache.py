@@ -74,7 +74,6 @@ class Kind:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(entry.size for entry in self.entries)
 
 

@@ -245,7 +245,6 @@ class TokenCounts:
         return sorted([*seen, *sorted(rest)][:number])
 
     def coverage(self, kept: Collection[int]) -> float:
-        """Return the share of held-out tokens that are kept."""
         kept = frozenset(kept)
         return sum(token in kept for token in self.held_out) / len(self.held_out)
 

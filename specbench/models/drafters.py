@@ -222,7 +222,6 @@ def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
 
 
 def _free_drafter(spec: DrafterSpec) -> Any:
-    """Build a drafter without a model."""
     if spec.drafter is None:
         return NoDraft()
     module, _, name = spec.drafter.partition(":")

@@ -49,7 +49,6 @@ class GgufHeader:
 
     @property
     def stored_itemsize(self) -> int:
-        """Bytes per number of the converted copy."""
         return 4 if self.dtype == "float32" else 2
 
 

@@ -81,7 +81,6 @@ class HeadFiles:
 
     @property
     def is_eagle(self) -> bool:
-        """Whether it is one of EAGLE's kinds."""
         return self.kind in ("eagle", "eagle3", "peagle")
 
     @property
@@ -224,11 +223,9 @@ class HeadFiles:
         return part if isinstance(part, dict) else {}
 
     def _width(self, default: int | None = None) -> int:
-        """Return the width of the target's hidden states."""
         return self.number("target_hidden_size", self.number("hidden_size", default))
 
     def _check_layer(self) -> None:
-        """Refuse an unsupported layer."""
         given, odd = {**self.layer_settings}, None
         self.layer  # noqa: B018 - or the refusal
         if given.get("num_hidden_layers", 1) != 1 and self.kind == "eagle":

@@ -55,7 +55,6 @@ class TrainedHead:
         return self.files.name
 
     def without_weights(self) -> TrainedHead:
-        """Return it without tensors, once a drafter has them."""
         return replace(self, tensors={})
 
     def with_layers(self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]) -> Any:

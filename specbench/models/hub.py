@@ -211,7 +211,6 @@ def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[
 
 
 def _discard(path: Path, name: str) -> None:
-    """Take a damaged file out of the hub's cache."""
     blob = path.resolve()
     with file_errors(
         f"The hub's cache holds a damaged {path.name!r} of {name} that cannot be replaced",

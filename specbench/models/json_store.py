@@ -45,7 +45,6 @@ class JsonStore(Generic[T]):
         return cache_folder() / self.folder
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of all entries, sorted."""
         return sorted(path.stem for path in self._path.glob("*.json") if path.name.startswith(prefix))
 
     def read(self, name: str) -> T | None:

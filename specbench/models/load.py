@@ -117,7 +117,6 @@ class LanguageModel:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
         return int(text_config(self.model.config).num_hidden_layers)
 
 

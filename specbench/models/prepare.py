@@ -42,7 +42,6 @@ class LoadedDrafter:
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter; raises ``RunError`` if it could not be loaded."""
         if isinstance(self.outcome, RunError):
             raise self.outcome
         return self.outcome

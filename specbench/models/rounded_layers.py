@@ -183,7 +183,6 @@ class _Made:
             self.hashes = None
 
     def finish(self, entry: Path) -> None:
-        """Move the complete entry into place."""
         if not self.hashes:
             return
         manifest = {"format": _FORMAT, "source": {"name": self.name}, "files": self.hashes}

@@ -69,7 +69,6 @@ class DrafterSpec:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """Return the options that may follow its word."""
         return options_of(cls)
 
     @property
@@ -84,7 +83,6 @@ class DrafterSpec:
 
     @property
     def model_specs(self) -> tuple[ModelSpec, ...]:
-        """All models loaded for it."""
         return () if self.model_spec is None else (self.model_spec,)
 
     @property
@@ -163,7 +161,6 @@ class Lookup(FreeSpec):
 
     @property
     def longest(self) -> int:
-        """The longest match in tokens."""
         return self.n or _LONGEST_MATCH
 
 
@@ -300,7 +297,6 @@ class SelfForm(DrafterSpec):
         return form
 
     def kept(self, total: int) -> tuple[int, ...]:
-        """Return the layers it uses, of ``total``."""
         return tuple(i for i in range(total if self.layers is None else self.layers) if i not in self.skip)
 
 

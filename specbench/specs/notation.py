@@ -60,7 +60,6 @@ class Option:
 
     @property
     def key(self) -> str:
-        """The part before the equals sign."""
         return self.written.partition("=")[0]
 
     def read(self, value: str | bool, word: str, hint: str) -> Any:

@@ -34,7 +34,6 @@ class ServerSpec:
 
     @property
     def key_variable(self) -> str:
-        """The environment variable that holds its key."""
         return KEY_PREFIX + re.sub(r"\W", "_", self.name).upper()
 
 
