@@ -61,12 +61,12 @@ def test_ways_for_requests_to_come():
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ("closed", "no way for requests to come"),
-        ("closed:-1", "no way for requests to come"),
-        ("closed:1.5", "no way for requests to come"),
-        ("poisson:nan", "no way for requests to come"),
-        ("poisson:1e3", "no way for requests to come"),
-        ("uniform:3", "no way for requests to come"),
+        ("closed", "names no arrivals"),
+        ("closed:-1", "names no arrivals"),
+        ("closed:1.5", "names no arrivals"),
+        ("poisson:nan", "names no arrivals"),
+        ("poisson:1e3", "names no arrivals"),
+        ("uniform:3", "names no arrivals"),
         ("closed:0", "0 clients"),
         ("closed:100000", "100000 clients"),
         ("poisson:0", "0 requests per second"),

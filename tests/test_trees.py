@@ -182,7 +182,7 @@ def test_several_are_written_with_a_bar():
     assert str(spec) == "lookup:n=any|lookup+self:int8|org/small"
     assert [str(model) for model in spec.model_specs] == ["org/small"]
     for text, message in (
-        ("lookup|none", "drafts nothing beside others"),
+        ("lookup|none", "The drafter none drafts nothing."),
         ("lookup|lookup", "twice"),
         ("lookup|", "names no model"),
     ):
