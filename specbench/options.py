@@ -67,15 +67,6 @@ def flag(group: Any, name: str, *, on: bool = True) -> str:
     return switches_on if on else switches_off
 
 
-def require(group: Any, **needed: str) -> None:
-    """Raise ``UsageError`` for a field that is given without the one it needs."""
-    usual = {each.name: each.default for each in fields(group)}
-    for name, other in needed.items():
-        if getattr(group, name) != usual[name] and getattr(group, other) == usual[other]:
-            given, missing = flag(type(group), name), flag(type(group), other)
-            raise UsageError(f"{given} is given without {missing}.", f"Add {missing}, or leave {given} out.")
-
-
 def arguments_of(group: Any) -> list[str]:
     """Return a group of options as command-line arguments, without those at their defaults."""
     found: list[str] = []

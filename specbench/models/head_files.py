@@ -246,8 +246,8 @@ class HeadFiles:
         if odd is not None:
             raise UsageError(f"The head {self.name} is of a kind that is not read: {odd}.", _READ)
 
-    def eagle_shape(self, names: Sequence[str] = (), states: int = _STATES) -> EagleShape:
-        """Return the shape of a head of decoder layers.
+    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | DFlashHead:
+        """Make a head of decoder layers without weights.
 
         Args:
             names: Names of its tensors.
@@ -258,7 +258,8 @@ class HeadFiles:
         for key, linear in (("attention_bias", ("q_proj", "k_proj", "v_proj")), ("mlp_bias", _MLP)):
             if getattr(layer, key):
                 biases |= {*linear}
-        return EagleShape(
+        norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        shape = EagleShape(
             states=states,
             width=self._width(),
             vocab=self.number("draft_vocab_size", layer.vocab_size),
@@ -267,22 +268,15 @@ class HeadFiles:
             embeds="embed_tokens.weight" in names,
             biases=frozenset(biases),
             head_norms=any("q_norm" in name for name in names),
-            norm_before_residual=bool(settings.get("norm_before_residual")),
-            norm_before_fc=bool(settings.get("norm_before_fc")),
-            fc_norm=bool(settings.get("fc_norm")),
-            norm_output=bool(settings.get("norm_output")),
+            **{name: bool(settings.get(name)) for name in norms},
         )
-
-    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | DFlashHead:
-        """Make a head of decoder layers without weights; for the arguments see ``eagle_shape``."""
-        shape = self.eagle_shape(names, states)
         with torch.device("meta"):
             if self.kind == "dflash":
                 mask = self._token("mask_token_id", self._of_block("mask_token_id"))
                 return DFlashHead(shape, shape.layers, self.number("block_size"), mask)
             if self.kind == "peagle":
-                key = next((key for key in _MASKS if key in self.settings), _MASKS[0])
-                return ParallelEagleHead(shape, self._ahead(), self._token(key, self.settings.get(key)))
+                key = next((key for key in _MASKS if key in settings), _MASKS[0])
+                return ParallelEagleHead(shape, self._ahead(), self._token(key, settings.get(key)))
             return EagleHead(shape) if self.kind == "eagle3" else Eagle1Head(shape)
 
     def _token(self, key: str, value: Any) -> int:

@@ -58,13 +58,11 @@ class WeightFiles(NamedTuple):
     """The safetensors files of a model.
 
     Attributes:
-        paths: Where they are.
         place: Digest of their folder's path.
         digest: Digest of their names, sizes, times and headers.
         numbers: Total number of weights.
     """
 
-    paths: tuple[Path, ...]
     place: str
     digest: str
     numbers: int
@@ -305,7 +303,7 @@ def _load_folder(
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)
-        loaded.files = WeightFiles(tuple(files), where, digest, sum(counts.values()))
+        loaded.files = WeightFiles(where, digest, sum(counts.values()))
     return loaded
 
 
