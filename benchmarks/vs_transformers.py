@@ -221,7 +221,7 @@ def measure(
     for name in order:
         with quiet_transformers():
             taken[name] = ways[name](prompt, tokens)
-    expected = taken[GENERATE if target.rounded is None else PLAIN].tokens
+    expected = taken[GENERATE if target.quantization is None else PLAIN].tokens
     rows = {}
     for name, mine in taken.items():
         difference = find_difference(target.scorer, prompt, mine.tokens, expected, Greedy())

@@ -43,7 +43,7 @@ def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
 def rounded_target(model: Any, rounded: QuantizedName = "int8") -> Target:
     """The model in int8 or int4, as ``load_target`` makes a target of it."""
     loaded = wrap_model(model, None, "tiny", quantize=rounded)
-    return prepare_target(loaded, default_cache(model.config, rounded=True))
+    return prepare_target(loaded, default_cache(model.config, quantized=True))
 
 
 def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> Scorer:
@@ -104,7 +104,7 @@ def test_a_rounded_target_is_bit_exact_or_says_why_not(rounded, monkeypatch):
     if not can_pack(torch.float32, "cpu") or (rounded == "int4" and not native.is_available()):
         pytest.skip("no packed layers here, or no native ones")
     target = rounded_target(tiny_llama(), rounded)
-    assert target.dtype == target.rounded == rounded
+    assert target.dtype == target.quantization == rounded
     assert target.bit_exact
     assert target.widths_differ is None
     assert target.scorer.rounding == torch.int8
@@ -125,9 +125,9 @@ def test_a_rounded_target_is_bit_exact_or_says_why_not(rounded, monkeypatch):
 
 def test_a_cache_that_cannot_hold_the_layers_is_no_default():
     config = Lfm2Config(hidden_size=32, num_hidden_layers=2, layer_types=["conv", "full_attention"])
-    assert default_cache(config, rounded=True) == "dynamic"
-    assert default_cache(tiny_llama().config, rounded=True) == "preallocated"
-    assert default_cache(tiny_llama().config, rounded=False) == "dynamic"
+    assert default_cache(config, quantized=True) == "dynamic"
+    assert default_cache(tiny_llama().config, quantized=True) == "preallocated"
+    assert default_cache(tiny_llama().config, quantized=False) == "dynamic"
 
 
 @pytest.mark.usefixtures("few_operators")

@@ -762,7 +762,7 @@ def test_what_takes_long_behind_the_weights_has_stages_of_its_own(tmp_path):
         "loading model",
         "packing model",
         "trying out passes of model",
-        "rounding model to int8",
+        "quantizing model to int8",
     ]
     behind = seen[max(i for i, (stage, *_) in enumerate(seen) if stage == "loading model") + 1 :]
     assert {total for _, _, total in behind} == {None}, "a share of a stage of unknown length"

@@ -580,7 +580,7 @@ def rounded_target(kind: str, bits: int, dtype: torch.dtype = torch.float32, **m
     """A model in int8 or int4 as ``load_target`` makes a target of it."""
     model = build(kind, dtype, **more)
     loaded = wrap_model(model, None, "tiny", quantize="int8" if bits == 8 else "int4")
-    return prepare_target(loaded, default_cache(model.config, rounded=True))
+    return prepare_target(loaded, default_cache(model.config, quantized=True))
 
 
 @pytest.mark.parametrize("pool", ["slotted", "paged"])

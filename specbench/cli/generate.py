@@ -337,7 +337,7 @@ def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, policy: PolicyS
     if job.sampling.greedy and policy.word != "auto":
         found["policy"] = "--draft-policy auto"
     # A copy costs next to nothing, a model drafts where there is nothing to copy.
-    can_quantize = job.target.rounded is None and job.target.scorer.device.type == "cpu"
+    can_quantize = job.target.quantization is None and job.target.scorer.device.type == "cpu"
     if isinstance(drafter, Cascade):
         other = "lookup"
     elif drafter.model_spec is not None:

@@ -431,7 +431,7 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
         from specbench.models.load import load_config
         from specbench.models.target import default_cache
 
-        return default_cache(load_config(target), rounded=True)
+        return default_cache(load_config(target), quantized=True)
     return caching.cache
 
 

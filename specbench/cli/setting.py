@@ -119,7 +119,7 @@ def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[s
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if (parting := widths_differ(target)) is not None:
         lines.append(parting)
-    if not target.packed and target.rounded is None and target.scorer.device.type == "cpu":
+    if not target.packed and target.quantization is None and target.scorer.device.type == "cpu":
         lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
     for what, scorer in (("Decoding", target.scorer), ("Drafting", _own_scorer(drafter))):
         if (reason := _without_native_products(scorer)) is not None:

@@ -14,7 +14,7 @@ from specbench.base.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from specbench.backends.torch.kernels.surgery import RoundedLayers
+    from specbench.backends.torch.kernels.surgery import QuantizedLayers
     from specbench.specs.drafters import SelfForm
 
 
@@ -72,7 +72,7 @@ def cheaper_form(
     model: PreTrainedModel,
     kept: Sequence[int],
     int8: bool,
-    layers: RoundedLayers | None = None,
+    layers: QuantizedLayers | None = None,
     *,
     int4: bool = False,
 ) -> PreTrainedModel:

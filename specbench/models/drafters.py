@@ -46,7 +46,7 @@ from specbench.models.head_files import find_head
 from specbench.models.heads import TrainedHead, load_head
 from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
 from specbench.models.pairing import translation_of
-from specbench.models.rounded_layers import rounded_layers
+from specbench.models.quantized_layers import quantized_layers
 from specbench.models.target import Target, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, Several, SmallModel, parse_drafter
@@ -328,16 +328,16 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     if form.calibrated:
         form = calibrated_form(target)
     check_form(form, target.language_model.model.config)
-    if (form.int8 or form.int4) and target.rounded is not None:
+    if (form.int8 or form.int4) and target.quantization is not None:
         raise UsageError(
-            f"The target is {target.rounded} already: {form} would need the weights that it was made of.",
+            f"The target is {target.quantization} already: {form} would need the weights that it was made of.",
             "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
         )
     model, kept = target.language_model, form.kept(target.language_model.layers)
     rounded: QuantizedName | None = "int8" if form.int8 else "int4" if form.int4 else None
     whole = rounded is not None and len(kept) == model.layers
     try:
-        with rounded_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
+        with quantized_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
             cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
     except ValueError as error:
         raise UsageError(

@@ -102,7 +102,7 @@ def prepare(
         target, options.target, progress=progress, allow_pickle=options.allow_pickle, measure=True
     )
     config = language_model.model.config
-    kind = cache or default_cache(config, rounded=language_model.quantize is not None)
+    kind = cache or default_cache(config, quantized=language_model.quantize is not None)
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}
     if before_packing is not None:
         make_cache(kind, config)  # refuses what it cannot hold

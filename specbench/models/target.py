@@ -22,7 +22,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.models.load import LanguageModel, load_model, wrap_model
-from specbench.models.rounded_layers import rounded_layers
+from specbench.models.quantized_layers import quantized_layers
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ModelSpec
 
@@ -61,7 +61,7 @@ class Target:
         return self.language_model.name
 
     @property
-    def rounded(self) -> QuantizedName | None:
+    def quantization(self) -> QuantizedName | None:
         """The dtype its linear layers are quantized to; ``None`` if they are not."""
         return quantized(self.dtype)
 
@@ -100,17 +100,17 @@ def load_target(
         UsageError, RunError: See ``specbench.models.load.load_model``.
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
-    config, rounded = language_model.model.config, language_model.quantize is not None
-    return prepare_target(language_model, cache or default_cache(config, rounded=rounded), progress=progress)
+    kind = cache or default_cache(language_model.model.config, quantized=language_model.quantize is not None)
+    return prepare_target(language_model, kind, progress=progress)
 
 
-def default_cache(config: PretrainedConfig, *, rounded: bool) -> CacheKind:
+def default_cache(config: PretrainedConfig, *, quantized: bool) -> CacheKind:
     """Return the kind of a target's cache where none is asked for: "dynamic", or "preallocated" if quantized.
 
-    Rounding activations to bytes amplifies a last bit, so an int8 or int4 target (``rounded``) needs bit-exact forward
-    passes, and these need the preallocated kind. A model which that cannot hold gets the dynamic kind.
+    Rounding activations to bytes amplifies a last bit, so a quantized target needs bit-exact forward passes, and these
+    need the preallocated kind. A model which that cannot hold gets the dynamic kind.
     """
-    if rounded:
+    if quantized:
         with suppress(UsageError):
             make_cache("preallocated", config)
             return "preallocated"
@@ -165,14 +165,14 @@ def prepare_target(
 
 def quantize(
     language_model: LanguageModel,
-    rounded: QuantizedName,
+    dtype: QuantizedName,
     *,
     row_invariant: bool = True,
     progress: Progress | None,
 ) -> None:
     """Quantize a model's linear layers in place, or use the stored ones; for ``row_invariant`` see ``Int8Linear``."""
-    with rounded_layers(language_model, rounded, progress) as layers:
-        if rounded == "int8":
+    with quantized_layers(language_model, dtype, progress) as layers:
+        if dtype == "int8":
             quantize_linears(language_model.model, row_invariant=row_invariant, layers=layers)
         else:
             quantize_linears_int4(language_model.model, layers=layers)

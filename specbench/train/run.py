@@ -126,7 +126,7 @@ class Training:
         watch: Watch | None = None,
         saved_every_s: float = 60.0,
     ) -> None:
-        if target.rounded is not None:
+        if target.quantization is not None:
             raise UsageError(
                 f"A head is not trained on an {target.dtype} target.", f"Leave out --dtype {target.dtype}."
             )

@@ -216,9 +216,9 @@ def calibrate(
 def _possible(target: Target, settings: CalibrationSettings) -> tuple[tuple[bool, ...], tuple[int, ...]]:
     """Return the precisions to consider, and the layers that may be left out."""
     on_cpu = target.scorer.device.type == "cpu"
-    if settings.int8 and target.rounded is not None:
-        raise UsageError(f"The target is {target.rounded} already.", "Leave --int8 out.")
-    int8 = on_cpu and target.rounded is None if settings.int8 is None else settings.int8
+    if settings.int8 and target.quantization is not None:
+        raise UsageError(f"The target is {target.quantization} already.", "Leave --int8 out.")
+    int8 = on_cpu and target.quantization is None if settings.int8 is None else settings.int8
     model = target.language_model.model
     skippable = skippable_layers(model.config)
     try:

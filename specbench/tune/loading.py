@@ -87,8 +87,8 @@ def load_candidates(
     given = [*given, *_packaged_heads(target)]
     fitting, notes = _fitting(target, list(dict.fromkeys([*given, *own])), models, sweep, progress)
     loaded, _ = prepare(target, (), models, cache=cache, progress=progress)
-    rounded = loaded.rounded is not None
-    kind = cache or default_cache(loaded.language_model.model.config, rounded=rounded)
+    rounded = loaded.quantization is not None
+    kind = cache or default_cache(loaded.language_model.model.config, quantized=rounded)
     if cache is None and not rounded:
         tokenizer = loaded.tokenizer
         prompt = [] if tokenizer is None else encode_prompt(tokenizer, sweep.prompts[0].turns[0])

@@ -165,7 +165,7 @@ def pack_linears(model: PreTrainedModel) -> bool:
     return _replace(model, _packed)
 
 
-class RoundedLayers(Protocol):
+class QuantizedLayers(Protocol):
     """Weights of a model that were rounded at another time, by the places of its layers."""
 
     def find(self, place: str) -> QuantizedWeight | None:
@@ -176,7 +176,7 @@ class RoundedLayers(Protocol):
 
 
 def quantize_linears(
-    model: PreTrainedModel, *, row_invariant: bool = True, layers: RoundedLayers | None = None
+    model: PreTrainedModel, *, row_invariant: bool = True, layers: QuantizedLayers | None = None
 ) -> bool:
     """Replace the linear layers of a model by int8 ones in place: from then on the int8 model is the model.
 
@@ -197,7 +197,7 @@ def quantize_linears(
     return _replace(model, quantized)
 
 
-def quantize_linears_int4(model: PreTrainedModel, layers: RoundedLayers | None = None) -> bool:
+def quantize_linears_int4(model: PreTrainedModel, layers: QuantizedLayers | None = None) -> bool:
     """The same with int4 ones.
 
     Args:
@@ -253,7 +253,7 @@ def quantizes_activations(model: nn.Module) -> bool:
     return any(isinstance(product, QuantizedLinear) and product.quantizes_rows for product in products)
 
 
-def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
+def int8_copy(model: PreTrainedModel, layers: QuantizedLayers | None = None) -> PreTrainedModel:
     """A drafter with int8 linear layers that shares everything else with the given model, packed or not.
 
     Args:
@@ -265,7 +265,7 @@ def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> Pr
     return clone
 
 
-def int4_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
+def int4_copy(model: PreTrainedModel, layers: QuantizedLayers | None = None) -> PreTrainedModel:
     """The same with int4 linear layers."""
     clone = _structural_copy(model)
     quantize_linears_int4(clone, layers)

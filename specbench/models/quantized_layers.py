@@ -34,7 +34,7 @@ from specbench.base.progress import Progress, announce
 from specbench.models.cache import LAYERS_FOLDER, cache_folder, folder_size
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.kernels.surgery import RoundedLayers
+    from specbench.backends.torch.kernels.surgery import QuantizedLayers
     from specbench.models.load import LanguageModel, WeightFiles
     from specbench.options import QuantizedName
 
@@ -53,9 +53,9 @@ _ABANDONED_S = 86_400
 
 
 @contextmanager
-def rounded_layers(
+def quantized_layers(
     model: LanguageModel, kind: QuantizedName, progress: Progress | None = None
-) -> Iterator[RoundedLayers | None]:
+) -> Iterator[QuantizedLayers | None]:
     """Yield the store of a model's quantized weights, read or being written; ``None`` where they cannot be kept.
 
     The model gets a note about an entry that is replaced.
@@ -67,7 +67,7 @@ def rounded_layers(
         or model.model.device.type != "cpu"
         or (kind == "int4" and not panels)
     ):
-        announce(progress, f"rounding {model.name} to {kind}")
+        announce(progress, f"quantizing {model.name} to {kind}")
         yield None
         return
     parent = cache_folder() / LAYERS_FOLDER
@@ -89,11 +89,11 @@ def rounded_layers(
         parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".", dir=parent))
     except OSError:  # read-only, or full: it starts as it would without a cache
-        announce(progress, f"rounding {model.name} to {kind}")
+        announce(progress, f"quantizing {model.name} to {kind}")
         yield None
         return
     try:
-        announce(progress, f"rounding {model.name} to {kind}, which later starts need not")
+        announce(progress, f"quantizing {model.name} to {kind}, which later starts need not")
         made = _Made(work, parent, f"{model.name} in {kind}")
         yield made
         made.finish(entry)
