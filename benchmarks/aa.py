@@ -51,7 +51,7 @@ from specbench.specs.models import parse_model
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
     from specbench.decoding.drafts import Draft, StepOutcome
-    from specbench.decoding.protocols import Asking, Drafter
+    from specbench.decoding.protocols import Decoding, Drafter
 
 PLAIN, X, ITSELF, SLOWED = "plain", "x", "itself", "slowed"
 COVERED, SLOWER = 17 / 20, 18 / 20
@@ -72,7 +72,7 @@ class Slowed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
 
-    def propose(self, *arguments: Any) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Decoding[Draft]:
         self._began = time.perf_counter()  # the loop asks for a proposal first
         return self.drafter.propose(*arguments)
 

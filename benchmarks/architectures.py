@@ -35,7 +35,7 @@ from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Asking
+from specbench.decoding.protocols import Decoding
 from specbench.drafters.base import BaseDrafter
 from specbench.generate import GenerationRun
 from specbench.models.checkpoints import check_config
@@ -102,7 +102,7 @@ class Guesses(BaseDrafter):
         self.text = [*prompt, *answer]
         self.random = Random(seed)
 
-    def propose(self, context: Any, room: int, policy: Any, *_: Any) -> Asking[Draft]:
+    def propose(self, context: Any, room: int, policy: Any, *_: Any) -> Decoding[Draft]:
         yield from ()
         rest = self.text[len(context) : len(context) + policy.begin(room)]
         return Draft([t if self.random.random() < 0.75 else (t + 1) % VOCABULARY for t in rest])

@@ -26,7 +26,7 @@ from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.passes import time_in_turn
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 from specbench.models.target import load_target
 from specbench.options import LoadOptions
 
@@ -34,7 +34,9 @@ WIDTHS = (1, 5)
 
 
 def timed(
-    scorers: Sequence[Scorer], passes: Sequence[Pass], score: Callable[[Sequence[Pass]], object]
+    scorers: Sequence[Scorer],
+    passes: Sequence[ForwardRequest],
+    score: Callable[[Sequence[ForwardRequest]], object],
 ) -> float:
     """Seconds of these passes; they leave nothing behind."""
     began = time.perf_counter()
@@ -45,7 +47,7 @@ def timed(
     return took
 
 
-def one_by_one(passes: Sequence[Pass]) -> None:
+def one_by_one(passes: Sequence[ForwardRequest]) -> None:
     """As drivers of one request each make them."""
     for each in passes:
         each.scorer.score(each)
@@ -60,7 +62,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         for requests in given.requests:
             lengths = [context // 2 + context * i // (2 * max(1, requests - 1)) for i in range(requests)]
             texts = [[choice.randrange(target.vocab_size) for _ in range(length + 5)] for length in lengths]
-            ways: dict[str, tuple[list[Scorer], Callable[[Sequence[Pass]], object]]] = {
+            ways: dict[str, tuple[list[Scorer], Callable[[Sequence[ForwardRequest]], object]]] = {
                 "separate": ([Scorer(loaded.model, given.cache) for _ in texts], one_by_one)
             }
             for kind in get_args(PoolKind):
@@ -71,10 +73,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 ways[kind] = ([batch.open() for _ in texts], batch.score)
             jobs: dict[tuple[str, int], Callable[[], float]] = {}
             for way, (scorers, score) in ways.items():
-                one_by_one([Pass(scorer, text[:-5]) for scorer, text in zip(scorers, texts, strict=True)])
+                one_by_one(
+                    [ForwardRequest(scorer, text[:-5]) for scorer, text in zip(scorers, texts, strict=True)]
+                )
                 for width in WIDTHS:
                     passes = [
-                        Pass(scorer, text[:-4], text[-4:][: width - 1])
+                        ForwardRequest(scorer, text[:-4], text[-4:][: width - 1])
                         for scorer, text in zip(scorers, texts, strict=True)
                     ]
                     jobs[way, width] = lambda s=scorers, p=passes, f=score: timed(s, p, f)  # type: ignore[misc]

@@ -27,7 +27,7 @@ import parts  # noqa: F401 - before torch
 import torch
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, DraftPolicy, Pass, Rows
+from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Randomness, Sampling
@@ -87,10 +87,10 @@ class TableScorer:
     def begin(self) -> None:
         self.cache.reset()
 
-    def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
+    def reserve(self, asked: ForwardRequest) -> bool:  # noqa: ARG002
         return True
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         self.cache.length = len(asked.context) + len(asked.tokens)
         end = len(asked.tokens) + 1
         if asked.parents is not None:
@@ -100,8 +100,8 @@ class TableScorer:
             places = tuple(depths[0 if asked.rows is None else end - asked.rows :])
             if places not in self._of_trees:  # copying rows would be work of a model
                 self._of_trees[places] = self.table[list(places)]
-            return Rows(self._of_trees[places])
-        return Rows(self.table[0 if asked.rows is None else end - asked.rows : end])
+            return ForwardOutput(self._of_trees[places])
+        return ForwardOutput(self.table[0 if asked.rows is None else end - asked.rows : end])
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self.cache.rollback(length)

@@ -28,7 +28,7 @@ from specbench.cli.options import DEFAULT_TARGET
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode
-from specbench.decoding.protocols import Asking, Pass
+from specbench.decoding.protocols import Decoding, ForwardRequest
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.generate import encode_prompt
@@ -39,7 +39,7 @@ from specbench.policies import build_policy
 from specbench.results.stats import mean_interval
 
 TINY = torch.finfo(torch.float32).tiny
-Rows = Callable[[int], torch.Tensor]
+TargetRows = Callable[[int], torch.Tensor]
 WAYS = {"chain": ("rejection", "block", "naive"), "tree": ("recursive", "traversal", "naive")}
 
 
@@ -57,7 +57,7 @@ def node_of(draft: Draft, parent: int, token: int) -> int:
     return node
 
 
-def kept_naive(draft: Draft, p: Rows, node: int = -1) -> float:
+def kept_naive(draft: Draft, p: TargetRows, node: int = -1) -> float:
     """Each node is kept with p of it, if the one before it is."""
     return sum(
         float(p(node)[token]) * (1 + kept_naive(draft, p, node_of(draft, node, token)))
@@ -65,7 +65,7 @@ def kept_naive(draft: Draft, p: Rows, node: int = -1) -> float:
     )
 
 
-def kept_in_turn(draft: Draft, p: Rows, node: int = -1) -> float:
+def kept_in_turn(draft: Draft, p: TargetRows, node: int = -1) -> float:
     """Rejection, and of several candidates recursive rejection."""
     candidates = draws_of(draft, node)
     here, left, expected = p(node) if candidates else None, 1.0, 0.0
@@ -81,7 +81,7 @@ def kept_in_turn(draft: Draft, p: Rows, node: int = -1) -> float:
     return expected
 
 
-def kept_from_below(draft: Draft, p: Rows, node: int = -1, chance: float = 1.0) -> tuple[float, float]:
+def kept_from_below(draft: Draft, p: TargetRows, node: int = -1, chance: float = 1.0) -> tuple[float, float]:
     """Block and traversal verification.
 
     Returns:
@@ -118,7 +118,7 @@ def _without(q: torch.Tensor, token: int) -> torch.Tensor:
     return _normalized(rest, rest)
 
 
-KEPT: dict[str, Callable[[Draft, Rows], float]] = {
+KEPT: dict[str, Callable[[Draft, TargetRows], float]] = {
     "naive": kept_naive,
     "rejection": kept_in_turn,
     "recursive": kept_in_turn,
@@ -140,16 +140,16 @@ class Noted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def propose(self, *arguments: Any) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Decoding[Draft]:
         self.latest = yield from self._drafter.propose(*arguments)
         return self.latest
 
 
-def judged(request: Request, drafter: Noted) -> Iterator[tuple[Draft, Rows]]:
+def judged(request: Request, drafter: Noted) -> Iterator[tuple[Draft, TargetRows]]:
     """Every step's draft with the rows that judge it."""
     decoding = decode(request, Stopwatch(None))
     for each in decoding:
-        while isinstance(each, Pass):
+        while isinstance(each, ForwardRequest):
             rows = each.scorer.score(each)
             if each.scorer is request.target and each.tokens:
                 p = request.sampling.probabilities(rows.logits, each.context)

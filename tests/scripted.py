@@ -13,7 +13,7 @@ import torch
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import DraftVocabulary
-from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verify import Verdict, verification_of
 
@@ -76,7 +76,7 @@ class ScriptedScorer:
     def cached_len(self) -> int:
         return self.cache.length
 
-    def reserve(self, asked: Pass) -> bool:
+    def reserve(self, asked: ForwardRequest) -> bool:
         return True
 
     def begin(self) -> None:
@@ -87,9 +87,9 @@ class ScriptedScorer:
         self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
     ) -> torch.Tensor:
         """The logits of a pass over a chain."""
-        return self.score(Pass(self, context, drafted, rows=rows)).logits
+        return self.score(ForwardRequest(self, context, drafted, rows=rows)).logits
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
         rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
         self.root = len(asked.context)
@@ -110,12 +110,12 @@ class ScriptedScorer:
             assert max(map(len, behind)) <= self.context_limit, "fed beyond the context limit"
         logits = torch.stack([self.function(each) for each in behind[-rows:]])
         if not asked.layers:
-            return Rows(logits)
+            return ForwardOutput(logits)
         assert self.states is not None
         last = behind[len(behind) - len(parents) :]
         fed_now = [fed[: place + 1] for place in range(held, self.root)] + last
         every = torch.stack([self.states(each) for each in fed_now[-len(fresh) :]])
-        return Rows(logits, every[:, [*asked.layers]])
+        return ForwardOutput(logits, every[:, [*asked.layers]])
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         held = [node for node in path if self.root + node < self.cache.length]

@@ -20,7 +20,7 @@ from specbench.backends.torch.kernels import attention
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, quantize_linears
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter, Pass
+from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -76,7 +76,7 @@ def test_every_request_gets_the_rows_it_gets_alone(name, kind):
             parents = None
             if drafted and scorer.takes_trees and choice.random() < 0.5:
                 parents = [choice.randrange(-1, node) for node in range(len(drafted))]
-            asked.append(Pass(scorer, context, drafted, parents))
+            asked.append(ForwardRequest(scorer, context, drafted, parents))
         chosen = choice.sample(range(5), choice.randrange(2, 6))
         for i, rows in zip(chosen, batch.score([asked[i] for i in chosen]), strict=True):
             each = asked[i]
@@ -92,14 +92,14 @@ def test_every_request_gets_the_rows_it_gets_alone(name, kind):
             assert scorers[i].cached_len == len(contexts[i]) - 1
 
 
-def path_to(asked: Pass, node: int) -> list[int]:
+def path_to(asked: ForwardRequest, node: int) -> list[int]:
     if node < 0:
         return []
     parent = node - 1 if asked.parents is None else asked.parents[node]
     return [*path_to(asked, parent), node]
 
 
-def branch(asked: Pass, node: int) -> list[int]:
+def branch(asked: ForwardRequest, node: int) -> list[int]:
     return [asked.tokens[each] for each in path_to(asked, node)]
 
 
@@ -114,19 +114,19 @@ def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     first, second, third = batch.open(), batch.open(), others.open()
     contexts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     rows = batch.score([
-        Pass(first, contexts[0], [4, 5], layers=(2, 0)), Pass(second, contexts[1], layers=(1,)),
+        ForwardRequest(first, contexts[0], [4, 5], layers=(2, 0)), ForwardRequest(second, contexts[1], layers=(1,)),
     ])  # fmt: skip
     alone = [Scorer(scorer.model) for _ in range(2)]
     expected = [
-        alone[0].score(Pass(alone[0], contexts[0], [4, 5], layers=(2, 0))),
-        alone[1].score(Pass(alone[1], contexts[1], layers=(1,))),
+        alone[0].score(ForwardRequest(alone[0], contexts[0], [4, 5], layers=(2, 0))),
+        alone[1].score(ForwardRequest(alone[1], contexts[1], layers=(1,))),
     ]
     for found, known in zip(rows, expected, strict=True):
         assert torch.allclose(found.logits, known.logits, atol=1e-4)
         assert found.hidden is not None
         assert known.hidden is not None
         assert torch.allclose(found.hidden, known.hidden, atol=1e-4)
-    found = others.score([Pass(third, contexts[2], rows=1)])[0].logits
+    found = others.score([ForwardRequest(third, contexts[2], rows=1)])[0].logits
     assert torch.allclose(found, Scorer(scorer.model).logits(contexts[2]), atol=1e-4)
     assert third.vocabulary is not None
     assert third.vocabulary.ids == places.tolist()
@@ -139,7 +139,9 @@ def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind):
     long, short = batch.open(), batch.open()
     prompt, context = tokens_of(choice, 110), tokens_of(choice, 6)
     for end in (50, 100, 110):  # the first and later parts are longer than a short pass
-        part, chain = batch.score([Pass(long, prompt[:end], rows=1), Pass(short, context, [1, 2])])
+        part, chain = batch.score(
+            [ForwardRequest(long, prompt[:end], rows=1), ForwardRequest(short, context, [1, 2])]
+        )
         assert torch.allclose(part.logits, Scorer(scorer.model, "none").logits(prompt[:end]), atol=1e-3)
         assert torch.allclose(chain.logits, Scorer(scorer.model, "none").logits(context, [1, 2]), atol=1e-3)
         short.rollback(len(context) - 1)
@@ -157,11 +159,16 @@ def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch):
 
     scorers = [batch.open() for _ in range(6)]
     lengths = (10, 12, 11, 90, 12, 13)
-    batch.score([Pass(scorer, [1] * length) for scorer, length in zip(scorers, lengths, strict=True)])
+    batch.score(
+        [ForwardRequest(scorer, [1] * length) for scorer, length in zip(scorers, lengths, strict=True)]
+    )
     monkeypatch.setattr(attention, "attend", counted)
     monkeypatch.setattr(pools, "supports_attention", lambda *_: False)
     batch.score(
-        [Pass(scorer, [1] * (length + 1), [2]) for scorer, length in zip(scorers, lengths, strict=True)]
+        [
+            ForwardRequest(scorer, [1] * (length + 1), [2])
+            for scorer, length in zip(scorers, lengths, strict=True)
+        ]
     )
     # Beside one of 90 tokens, short contexts are read as if they had as many, and so not many of them are.
     assert calls == [3, 2, 1] * scorer.model.config.num_hidden_layers
@@ -180,9 +187,9 @@ def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(scorer.model.lm_head, "forward", broken)
         with pytest.raises(RuntimeError, match="no memory"):
-            batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
+            batch.score([ForwardRequest(first, [1, 2, 3]), ForwardRequest(second, [4, 5])])
     assert (first.cached_len, second.cached_len) == (2, 0)
-    rows = batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
+    rows = batch.score([ForwardRequest(first, [1, 2, 3]), ForwardRequest(second, [4, 5])])
     assert torch.allclose(rows[0].logits, Scorer(scorer.model, "none").logits([1, 2, 3]), atol=1e-4)
     assert torch.allclose(rows[1].logits, Scorer(scorer.model, "none").logits([4, 5]), atol=1e-4)
 
@@ -194,7 +201,7 @@ def test_a_hook_sees_every_row(monkeypatch):
     seen: list[int] = []
     handle = model.model.layers[0].register_forward_hook(lambda *given: seen.append(given[1][0].shape[1]))
     first, second = batch.open(), batch.open()
-    batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
+    batch.score([ForwardRequest(first, [1, 2, 3]), ForwardRequest(second, [4, 5])])
     assert seen == [5]
     handle.remove()
 

@@ -36,7 +36,7 @@ from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
 from specbench.decoding.prospects import Scores
-from specbench.decoding.protocols import answered
+from specbench.decoding.protocols import run_to_end
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.verdicts import METHODS, Method, without_replacement
 from specbench.drafters.plain import NoDraft
@@ -255,7 +255,7 @@ def test_the_pause_is_a_share_of_the_step(monkeypatch):
     monkeypatch.setattr(aa, "time", SimpleNamespace(perf_counter=tick, sleep=sleep))
     slowed = aa.Slowed(NoDraft(), 0.1)
     slowed.begin([1])
-    answered(slowed.propose([1], 4, FixedLength(2), Greedy(), Randomness(0)))
+    run_to_end(slowed.propose([1], 4, FixedLength(2), Greedy(), Randomness(0)))
     began = clock.t
     clock.t += 5.0
     slowed.update(StepOutcome([1], 0, torch.empty(0)))

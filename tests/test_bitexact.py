@@ -17,7 +17,7 @@ from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Generation
 from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun, speculative_generate
@@ -200,9 +200,9 @@ def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it():
     for length in range(LONGEST_PASS + 1, LONGEST_PASS + 30):
         context = [7 * place % 100 for place in range(length)]
         scorer.begin()
-        alone = scorer.score(Pass(scorer, context)).logits
+        alone = scorer.score(ForwardRequest(scorer, context)).logits
         scorer.begin()
-        rows = scorer.score(Pass(scorer, context, [1, 2, 3], (-1, -1, 0))).logits
+        rows = scorer.score(ForwardRequest(scorer, context, [1, 2, 3], (-1, -1, 0))).logits
         assert rows.shape[0] == 4
         assert torch.equal(rows[:1], alone), length
 
@@ -217,7 +217,7 @@ def test_a_tree_wider_than_a_short_pass_is_read_in_parts():
     scorer.begin()
     alone = [scorer.logits([*context, *chain[:end]])[0] for end in range(len(chain) + 1)]
     scorer.begin()
-    rows = scorer.score(Pass(scorer, context, tokens, parents)).logits
+    rows = scorer.score(ForwardRequest(scorer, context, tokens, parents)).logits
     found = rows[[0, 1, *range(4, len(chain) + 3)]]
     assert all(map(torch.equal, found, alone))
 
@@ -284,9 +284,9 @@ def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded):
     asked: tuple[tuple[int, ...], ...] = ((), (0, 1), (2,), (1, 1, 2), (2, 0, 2))
     for layers in asked:
         scorer.begin()
-        scorer.score(Pass(scorer, context, layers=layers))
+        scorer.score(ForwardRequest(scorer, context, layers=layers))
         for drafted in ([5], [6, 7, 8]):
-            found.append(scorer.score(Pass(scorer, [*context, 3], drafted, layers=layers)).logits)
+            found.append(scorer.score(ForwardRequest(scorer, [*context, 3], drafted, layers=layers)).logits)
             scorer.rollback(len(context))
     for logits, expected in zip(found, found[:2] * len(asked), strict=True):
         assert torch.equal(logits, expected)

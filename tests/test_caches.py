@@ -19,7 +19,7 @@ from specbench.backends.torch.caches import make_cache, prune_legacy
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
-from specbench.decoding.protocols import answered
+from specbench.decoding.protocols import run_to_end
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.model import SelfDrafter
@@ -456,7 +456,9 @@ def test_a_self_drafter_leaves_no_trace(family, kind, form, first_target):
         if first_target:
             walk.step(0)
         for gamma in (1, 4, 9, 2):
-            draft = answered(drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
+            draft = run_to_end(
+                drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0))
+            )
             assert len(draft.tokens) == gamma
             assert_close(
                 target.logits(walk.context, draft.tokens), whole(target.model, walk.context, draft.tokens)
@@ -494,7 +496,7 @@ def test_self_drafts_are_those_of_the_cheaper_model():
     target.logits(context)
     context.append(9)
     target.rollback(5)
-    draft = answered(drafter.propose(context, 100, FixedLength(6), Greedy(), Randomness(0)))
+    draft = run_to_end(drafter.propose(context, 100, FixedLength(6), Greedy(), Randomness(0)))
     expected: list[int] = []
     for _ in range(6):
         # The target's own keys and values, which the first layer of both computes alike.

@@ -22,7 +22,7 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from specbench.backends.torch.kernels.attention import FOLDED
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
-from specbench.decoding.protocols import answered
+from specbench.decoding.protocols import run_to_end
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, expected_tokens, predicted_speedup
 from specbench.drafters.layers import cheaper_form
@@ -61,7 +61,7 @@ def drafted_one_by_one(target: Target, form: Any, tokens: Sequence[int], count: 
         if end > 1:
             target.scorer.logits(tokens[: end - 1])
             target.scorer.rollback(end - 1)
-        draft = answered(drafter.propose(tokens[:end], 1, FixedLength(1), Greedy(), Randomness(0)))
+        draft = run_to_end(drafter.propose(tokens[:end], 1, FixedLength(1), Greedy(), Randomness(0)))
         drafts += draft.tokens
     return drafts
 

@@ -20,7 +20,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, DraftPolicy, Pass, Rows, answered
+from specbench.decoding.protocols import Decoding, DraftPolicy, ForwardOutput, ForwardRequest, run_to_end
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -53,7 +53,7 @@ class Watched(CascadeDrafter):
         super().__init__(*arguments)
         self.drafts: list[Draft] = []
 
-    def propose(self, *arguments: Any) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Decoding[Draft]:
         self.drafts.append((yield from super().propose(*arguments)))
         return self.drafts[-1]
 
@@ -61,7 +61,7 @@ class Watched(CascadeDrafter):
 class Careful(ScriptedScorer):
     """Holds nothing but the very tokens of context and draft after every pass, each fed once."""
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         rows = super().score(asked)
         assert [token for token, _ in self.cache.entries] == [*asked.context, *asked.tokens]
         return rows
@@ -111,7 +111,7 @@ def propose(
     room: int = 99,
 ) -> Draft:
     drafter.begin(context)
-    draft: Draft = answered(
+    draft: Draft = run_to_end(
         drafter.propose(context, room, policy or FixedLength(6), sampling or Greedy(), Randomness(0))
     )
     return draft
@@ -225,7 +225,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec, cache, gammas):
     drafts: list[Draft] = []
     original = drafter.propose
 
-    def propose(*arguments: Any) -> Asking[Draft]:
+    def propose(*arguments: Any) -> Decoding[Draft]:
         drafts.append((yield from original(*arguments)))
         return drafts[-1]
 
@@ -269,7 +269,7 @@ def test_a_cache_that_follows_lazily_is_right_for_every_family(family, kind):
     checked = []
     original = lazy.score
 
-    def score(asked: Pass) -> Rows:
+    def score(asked: ForwardRequest) -> ForwardOutput:
         held = lazy.cache.length
         found = original(asked)
         text = [*asked.context, *asked.tokens]
@@ -287,7 +287,7 @@ def test_a_cache_that_follows_lazily_is_right_for_every_family(family, kind):
     context = [*prompt, answer[0]]
     drafter.begin(prompt)
     while len(context) < len(prompt) + len(answer) - 6:
-        draft = answered(drafter.propose(context, 5, FixedLength(5), Greedy(), Randomness(0)))
+        draft = run_to_end(drafter.propose(context, 5, FixedLength(5), Greedy(), Randomness(0)))
         expected = answer[len(context) - len(prompt) :]
         kept = 0
         while kept < len(draft.tokens) and draft.tokens[kept] == expected[kept]:
@@ -431,7 +431,7 @@ def test_counts_that_are_drawn_from_keep_their_distribution():
     drafter = CascadeDrafter(free, ModelDrafter(scripted([5], 9), "model"))
     drafter.begin(context)
     drafter.update(StepOutcome(context, 1, torch.zeros(1, VOCAB)))  # tells how large the vocabulary is
-    draft = answered(drafter.propose(context, 9, FixedLength(2), Multinomial(1.0), Randomness(0)))
+    draft = run_to_end(drafter.propose(context, 9, FixedLength(2), Multinomial(1.0), Randomness(0)))
     assert draft.q is not None
     assert draft.q[0, [3, 4]].tolist() == [0.5, 0.5]
     assert draft.logits is not None
@@ -620,13 +620,13 @@ def test_catching_up_with_a_long_stretch_is_timed_apart():
     drafter.begin(context)
     read = []
     for length in (4, 5, 8, 16):
-        draft = answered(drafter.propose(context[:length], 99, FixedLength(2), Greedy(), Randomness(0)))
+        draft = run_to_end(drafter.propose(context[:length], 99, FixedLength(2), Greedy(), Randomness(0)))
         drafter.update(StepOutcome(context[: length + 1], 0, torch.empty(0)))
         read.append(draft.prefill_s)
     assert drafter.scorer.passes == [4, 1, 1, 1, 3, 1, 8, 1]
     assert read == [1.0, 0.0, 0.0, 0.0]
     drafter.update(StepOutcome(context[:7], 0, torch.empty(0)))
-    assert answered(drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0))).prefill_s == 1.0
+    assert run_to_end(drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0))).prefill_s == 1.0
 
 
 def test_a_new_prompt_starts_afresh():

@@ -48,8 +48,8 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.check.sampled import SampledTest, check_exact, sample
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import Draft
-from specbench.decoding.loop import Decoding, decode
-from specbench.decoding.protocols import Asking, Pass, Rows
+from specbench.decoding.loop import DecodingLoop, decode
+from specbench.decoding.protocols import Decoding, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling, TopK
@@ -257,7 +257,7 @@ def decoder_with(**changed: Any) -> Decoder:
 def with_records(change: Callable[[Step], Step]) -> Decoder:
     """The loop with other steps in its records than there were."""
 
-    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
         decoding, rows = decode(request, watch), None
         with suppress(StopIteration):
             while True:
@@ -320,14 +320,14 @@ class Proxy:
 
 @pytest.mark.parametrize("surplus", [1, 2])
 def test_a_rejected_token_left_in_the_cache_is_found(surplus):
-    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
         return decode(replace(request, target=Proxy(request.target, surplus)), watch)
 
     def forgiving(target: ScriptedScorer) -> ScriptedScorer:
         """Like a real model, it computes on whatever its cache holds."""
         whole = target.score
 
-        def score(asked: Pass) -> Rows:
+        def score(asked: ForwardRequest) -> ForwardOutput:
             if target.cache.length > len(asked.context) - 1:
                 target.cache.rollback(len(asked.context) - 1)
                 target.cache.entries[-1:] = [(0, target)]  # what was rejected, in the place of what was kept
@@ -351,9 +351,9 @@ def test_the_deviation_of_logits_shows_what_the_tokens_do_not():
         return row
 
     class Spoilt(ScriptedScorer):
-        def score(self, asked: Pass) -> Rows:
+        def score(self, asked: ForwardRequest) -> ForwardOutput:
             found = super().score(asked)
-            return Rows(found.logits + 0.3 * DRAFT([*asked.context])) if len(asked.tokens) else found
+            return ForwardOutput(found.logits + 0.3 * DRAFT([*asked.context])) if len(asked.tokens) else found
 
     target = Spoilt(logits, VOCAB)
     setup = setup_of(
@@ -370,7 +370,7 @@ def test_the_deviation_of_logits_shows_what_the_tokens_do_not():
 class Discarding(ModelDrafter):
     """Throws a drafted token away because it was improbable: that changes q."""
 
-    def propose(self, *arguments: Any) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Decoding[Draft]:
         draft = yield from super().propose(*arguments)
         if draft.q is not None and float(draft.q[-1, draft.tokens[-1]]) < 0.3:
             draft.tokens.pop()
@@ -389,7 +389,7 @@ def test_a_dropped_unlikely_draft_is_found():
 class Peeking(ModelDrafter):
     """Says that its tokens came from another distribution than they did."""
 
-    def propose(self, *arguments: Any) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Decoding[Draft]:
         draft = yield from super().propose(*arguments)
         if draft.q is not None:
             draft.q = draft.q.sqrt() / draft.q.sqrt().sum(dim=-1, keepdim=True)
@@ -402,7 +402,7 @@ def test_a_q_that_is_not_what_was_drawn_from_is_found():
 
 
 def test_greedy_decoding_that_draws_is_found():
-    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
         def draw(step: Step) -> Step:
             request.random.draw(torch.ones(3))
             return step
@@ -433,7 +433,7 @@ def test_a_record_that_does_not_say_what_was_is_found(change, invariant):
 
 
 def test_records_behind_the_end_are_found():
-    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
         last: list[Step] = []
         yield from with_records(lambda step: last.append(step) or step)(request, watch)  # type: ignore[func-returns-value]
         yield replace(last[-1], index=last[-1].index + 1)
@@ -596,7 +596,7 @@ def test_dice_that_are_loaded_are_found(monkeypatch):
 
 
 def test_impossible_tokens_are_found_however_few():
-    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
         return decode(replace(request, sampling=replace(request.sampling, top_k=0)), watch)
 
     test = sampled(setup_of(sampling=Sampling(1.0, top_k=7), decoder=decoder))  # all but the least probable
@@ -714,8 +714,8 @@ def test_bits_of_logits_are_compared_where_the_texts_are_the_same():
     assert sound.bitwise == (2 * NEW, 2 * NEW)
 
     class Rounded(ScriptedScorer):
-        def score(self, asked: Pass) -> Rows:
-            return Rows(super().score(asked).logits * (1 + 1e-6 * len(asked.tokens)))
+        def score(self, asked: ForwardRequest) -> ForwardOutput:
+            return ForwardOutput(super().score(asked).logits * (1 + 1e-6 * len(asked.tokens)))
 
     setup = setup_of(target=Rounded(TARGET, VOCAB), sampling=Greedy())
     result = result_of(setup)

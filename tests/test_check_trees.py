@@ -18,7 +18,7 @@ from specbench.check.sampled import SampledTest, sample
 from specbench.decoding import verdicts
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode
-from specbench.decoding.protocols import Asking, DraftPolicy
+from specbench.decoding.protocols import Decoding, DraftPolicy
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, TopK
@@ -183,7 +183,7 @@ def not_clamped(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Te
     return (p - q).abs()
 
 
-def ended_early(draft: Draft, p: verdicts.Rows, random: Any) -> verdicts.Walked:
+def ended_early(draft: Draft, p: verdicts.TargetRows, random: Any) -> verdicts.Walked:
     """Traversal whose first failure ends a branch: a node whose drafts all failed is not looked at again."""
     path: list[int] = []
     node, chance = -1, 1.0
@@ -244,7 +244,7 @@ class Tampering(ModelDrafter):
         super().__init__(ScriptedScorer(DRAFT, VOCAB), "tampering")
         self._change = change
 
-    def propose(self, *arguments: Any) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Decoding[Draft]:
         draft = yield from super().propose(*arguments)
         return self._change(draft) if draft.tokens else draft
 

@@ -17,7 +17,7 @@ from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
 from specbench.bench.serving import BenchRequest, Workload
-from specbench.decoding.protocols import Rows
+from specbench.decoding.protocols import ForwardOutput
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -268,7 +268,7 @@ def test_passes_are_timed_at_the_widths_asked_for(engine, monkeypatch):
     widths: list[tuple[int, int]] = []
     forward = engine.target.scorer._forward
 
-    def noted(tokens: Sequence[int], rows: int, *rest: Any) -> Rows:
+    def noted(tokens: Sequence[int], rows: int, *rest: Any) -> ForwardOutput:
         widths.append((len(tokens), rows))
         return forward(tokens, rows, *rest)
 

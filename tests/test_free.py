@@ -18,7 +18,7 @@ from tiny import tiny_llama
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import DraftPolicy, answered
+from specbench.decoding.protocols import DraftPolicy, run_to_end
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -55,11 +55,11 @@ def drafted(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -
 
 
 def chain(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> Draft:
-    return answered(drafter.propose(context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
+    return run_to_end(drafter.propose(context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
 
 
 def tree(drafter: CandidateDrafter, context: Sequence[int], policy: DraftPolicy, room: int = 100) -> Draft:
-    return answered(drafter.propose(context, room, policy, Greedy(), Randomness(0)))
+    return run_to_end(drafter.propose(context, room, policy, Greedy(), Randomness(0)))
 
 
 def rows(*ranked: Sequence[int], vocab: int = 10) -> torch.Tensor:

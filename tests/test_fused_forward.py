@@ -21,7 +21,7 @@ from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
 from specbench.backends.torch.kernels.llama_layers import fused_layers
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter, Pass
+from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.target import Target, wrap_target
@@ -281,7 +281,7 @@ def trees(scorer: Scorer) -> torch.Tensor:
     scorer.begin()
     scorer.logits(CONTEXT)
     scorer.rollback(len(CONTEXT) - 1)
-    return scorer.score(Pass(scorer, CONTEXT, [3, 4, 5, 6, 7], (-1, 0, 1, 0, -1))).logits
+    return scorer.score(ForwardRequest(scorer, CONTEXT, [3, 4, 5, 6, 7], (-1, 0, 1, 0, -1))).logits
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])

@@ -55,7 +55,7 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Drafter, DraftPolicy, Pass, answered
+from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Generation, Prefill, SharedPass, Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
@@ -366,7 +366,7 @@ def plain_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def assert_rows(scorer: Any, expected: torch.Tensor, *asked: Any, **more: Any) -> None:
     """A head gives these rows, over all tokens of its target."""
-    rows = scorer.score(Pass(scorer, *asked, **more)).logits
+    rows = scorer.score(ForwardRequest(scorer, *asked, **more)).logits
     found = rows if scorer.vocabulary is None else scorer.vocabulary.spread(rows, -torch.inf)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -408,7 +408,7 @@ def test_a_trainer_gets_the_decoders_logits_at_all_positions_with_gradients():
     for length in (2, 5, len(CONTEXT)):
         scorer.begin()
         scorer.take_states(length - 1, states[: length - 1])
-        found = scorer.score(Pass(scorer, CONTEXT[:length])).logits[0]
+        found = scorer.score(ForwardRequest(scorer, CONTEXT[:length])).logits[0]
         torch.testing.assert_close(logits[0, length - 2].detach(), found, atol=1e-5, rtol=1e-4)
     logits.logsumexp(-1).sum().backward()
     assert all(each.grad is not None and each.grad.any() for each in head.parameters())
@@ -467,10 +467,10 @@ def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(scorer.head, "read", lambda *given: passes.append(given[0].shape[1]) or read(*given))
     drafter.begin(CONTEXT[:5])
     drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
-    draft = answered(drafter.propose(CONTEXT[:5], 9, FixedLength(9), Multinomial(1.0), Randomness(0)))
+    draft = run_to_end(drafter.propose(CONTEXT[:5], 9, FixedLength(9), Multinomial(1.0), Randomness(0)))
     assert len(draft.tokens) == 3
     drafter.update(outcome_of(CONTEXT, drafter.layers, 4))
-    answered(drafter.propose(CONTEXT, 9, FixedLength(2), Greedy(), Randomness(0)))
+    run_to_end(drafter.propose(CONTEXT, 9, FixedLength(2), Greedy(), Randomness(0)))
     assert passes == [4 + 2, 3 + 2]  # tokens that are new, and masks
 
 
@@ -553,7 +553,7 @@ def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path):
     target = tiny_target()
     drafter = load_drafter(str(write_head(tmp_path / "head", settings, {"ahead": ahead})), target, PLAIN)
     target.scorer.begin()
-    draft = answered(
+    draft = run_to_end(
         drafter.propose(CONTEXT, 9, FixedLength(9), Multinomial(1.0), Randomness(0))  # four at most
     )
     with torch.inference_mode():
@@ -714,7 +714,7 @@ def test_what_several_requests_want_of_a_head_is_made_in_one(tmp_path, kind, mon
     for drafted in ([([], None)] * 4, drafts):
         asked = [
             [
-                Pass(scorer, *parts)
+                ForwardRequest(scorer, *parts)
                 for scorer, *parts in zip(scorers, contexts, *zip(*drafted, strict=True), strict=True)
             ]
             for scorers in (beside, alone)
@@ -733,7 +733,7 @@ def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tre
     fresh = few_head(tmp_path / "other", "eagle", target).scorer
     score, firsts = head.scorer.score, []
 
-    def noted(asked: Pass) -> Any:
+    def noted(asked: ForwardRequest) -> Any:
         rows = score(asked)
         if not asked.tokens:
             firsts.append((list(asked.context), rows.logits[-1].clone()))
@@ -748,7 +748,9 @@ def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tre
     for context, row in firsts:
         fresh.begin()
         fresh.take_states(len(context) - 1, target_states(context[:-1], head.layers, few_tokens()))
-        torch.testing.assert_close(fresh.score(Pass(fresh, context)).logits[0], row, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            fresh.score(ForwardRequest(fresh, context)).logits[0], row, atol=1e-4, rtol=1e-4
+        )
 
 
 def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path):
@@ -763,7 +765,7 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path):
     for drafter in (quick, exact):
         drafter.begin(CONTEXT)
         drafter.update(outcome_of(CONTEXT, drafter.layers))
-        rows.append(drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT)).logits)
+        rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, CONTEXT, DRAFT)).logits)
     assert rows[0].shape == (4, DRAFTED)
     assert (rows[0] - rows[1]).norm() < 0.05 * rows[1].norm()
 
@@ -796,7 +798,7 @@ def check_setup(drafter: Drafter) -> DecodingSetup:
 class Flattering(HeadDrafter):
     """Says that it drew from something flatter than it did."""
 
-    def propose(self, *arguments: Any) -> Asking[Draft]:
+    def propose(self, *arguments: Any) -> Decoding[Draft]:
         draft = yield from super().propose(*arguments)
         if draft.q is not None:
             draft.q = (draft.q + 0.3) / (draft.q + 0.3).sum(-1, keepdim=True)
@@ -1017,7 +1019,7 @@ def test_medusa_as_its_authors_write_it(tmp_path):
         assert drafter.scorer.longest == 3
         drafter.begin(CONTEXT)
         drafter.update(outcome_of(CONTEXT, (3,)))
-        rows.append(drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT[:2])).logits)
+        rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, CONTEXT, DRAFT[:2])).logits)
     torch.testing.assert_close(*rows)
 
 

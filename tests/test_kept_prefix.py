@@ -16,7 +16,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from specbench import GenerationRun, Multinomial, UsageError, load_drafter, wrap_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter, Pass, Rows
+from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.models.drafters import join_cascade
 from specbench.models.load import wrap_model
@@ -77,7 +77,7 @@ def fed(monkeypatch) -> list[int]:
     found: list[int] = []
     whole = Scorer.score
 
-    def score(self: Scorer, asked: Pass) -> Rows:
+    def score(self: Scorer, asked: ForwardRequest) -> ForwardOutput:
         found.append(len(asked.context) + len(asked.tokens) - self.cached_len)
         return whole(self, asked)
 
@@ -200,9 +200,9 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch):
     records: Iterator[Any] = iter(first)
     next(records)
     whole = Scorer.score
-    passes: list[Pass] = []
+    passes: list[ForwardRequest] = []
 
-    def broken(self: Scorer, asked: Pass) -> Rows:
+    def broken(self: Scorer, asked: ForwardRequest) -> ForwardOutput:
         passes.append(asked)
         rows = whole(self, asked)
         if len(passes) == 2:  # in the middle of a draft

@@ -13,7 +13,7 @@ import pytest
 from scripted import Logits, ScriptedScorer, enumerate_outcomes, random_table
 
 from specbench.decoding.clocks import Clock
-from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import SharedPass, Step, StepTimes
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -62,7 +62,7 @@ class Model:
     def loaded(self) -> object:
         return self
 
-    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+    def score(self, asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         rows = [len(each.context) + len(each.tokens) - each.scorer.cached_len for each in asked]
         self.clock.time += self.seconds(sum(rows)) + (self.uneven_s if len(set(rows)) > 1 else 0.0)
         return [ScriptedScorer.score(each.scorer, each) for each in asked]  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class Seat(ScriptedScorer):
         super().__init__(model.logits, VOCAB)
         self.batch = model  # type: ignore[assignment]
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         return self.batch.score([asked])[0]  # type: ignore[attr-defined, no-any-return]
 
 
@@ -514,7 +514,7 @@ class Pair:
     def loaded(self) -> object:
         return self
 
-    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+    def score(self, asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         return [each.scorer.score(each) for each in asked]
 
     def seat(self, logits: Logits) -> ScriptedScorer:

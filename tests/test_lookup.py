@@ -12,7 +12,7 @@ from scripted import Ticking
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.protocols import answered
+from specbench.decoding.protocols import run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.policies import FixedLength
@@ -21,7 +21,7 @@ from specbench.specs.notation import join_spec
 
 
 def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:
-    return answered(drafter.propose(context, room, FixedLength(gamma), Sampling(), Randomness(0)))
+    return run_to_end(drafter.propose(context, room, FixedLength(gamma), Sampling(), Randomness(0)))
 
 
 def drafted(
@@ -93,7 +93,7 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
     drafter = LookupDrafter()
     drafter.begin([1, 1, 1])
     policy = Noting(7)
-    assert answered(drafter.propose([1, 1, 1], 9, policy, Sampling(), Randomness(0))).tokens == [1, 1]
+    assert run_to_end(drafter.propose([1, 1, 1], 9, policy, Sampling(), Randomness(0))).tokens == [1, 1]
     assert rooms == [9]
     assert asked == [0, 1, 2]
 
@@ -108,7 +108,7 @@ def test_what_the_rule_did_not_want_is_told(stop):
     drafter = LookupDrafter()
     drafter.begin([1, 2, 3, 4, 1])
     asking = drafter.propose([1, 2, 3, 4, 1], 9, Stopping(7), Sampling(), Randomness(0))
-    found = answered(asking)
+    found = run_to_end(asking)
     assert found.tokens == [2, 3][:stop]
     assert found.declined == [2, 3, 4][stop]
 

@@ -45,7 +45,7 @@ from specbench.backends.torch.kernels.surgery import (
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Generation
 from specbench.decoding.tree import tree_mask
 from specbench.drafters.plain import NoDraft
@@ -381,11 +381,11 @@ def test_hidden_states_are_those_of_the_model(kind, dtype, level):
     for scorer in (chosen(model), scorer_of(model, ways.HFForward), Scorer(exact)):
         scorer.begin()
         scorer.logits(CONTEXT)
-        hidden = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden
+        hidden = scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden
         assert hidden is not None
         found.append(hidden)
         scorer.rollback(len(CONTEXT))
-        again = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(0, 3, 0, 1, 3))).hidden
+        again = scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], [6, 7], layers=(0, 3, 0, 1, 3))).hidden
         assert again is not None
         assert torch.equal(again, hidden[:, [1, 0, 1, 2, 0]])
     assert found[0].shape == (3, 3, 48)
@@ -472,19 +472,21 @@ def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, dtype,
     together, alone = ([batch.open() for _ in contexts] for _ in range(2))
     for end in range(1, 65, 16):
         some = [i for i, context in enumerate(contexts) if end < len(context)]
-        batch.score([Pass(together[i], contexts[i][:end], rows=1) for i in choice.sample(some, len(some))])
+        batch.score(
+            [ForwardRequest(together[i], contexts[i][:end], rows=1) for i in choice.sample(some, len(some))]
+        )
         for i in some:
-            batch.score([Pass(alone[i], contexts[i][:end], rows=1)])
+            batch.score([ForwardRequest(alone[i], contexts[i][:end], rows=1)])
     order = choice.sample(range(4), 4)
-    asked = [Pass(together[i], contexts[i], *drafts[i], layers=(3, 1)) for i in order]
+    asked = [ForwardRequest(together[i], contexts[i], *drafts[i], layers=(3, 1)) for i in order]
     for i, found in zip(order, batch.score(asked), strict=True):
-        known = batch.score([Pass(alone[i], contexts[i], *drafts[i], layers=(3, 1))])[0]
+        known = batch.score([ForwardRequest(alone[i], contexts[i], *drafts[i], layers=(3, 1))])[0]
         assert torch.equal(found.logits, known.logits)
         assert torch.equal(cast("torch.Tensor", found.hidden), cast("torch.Tensor", known.hidden))
         own = chosen(scorer.model)
-        own.score(Pass(own, contexts[i][:-1], rows=1))
+        own.score(ForwardRequest(own, contexts[i][:-1], rows=1))
         limit = 1e-4 if dtype == torch.float32 else 0.1
-        assert relative(found.logits, own.score(Pass(own, contexts[i], *drafts[i])).logits) < limit
+        assert relative(found.logits, own.score(ForwardRequest(own, contexts[i], *drafts[i])).logits) < limit
     assert all(seen)
 
 
@@ -495,11 +497,13 @@ def test_drafters_read_several_requests_in_one_call(pool, monkeypatch):
     batch = BatchedModel(scorer, KVPool(copy.config, pool, 512, 2), exact=False)
     seats, alone = [batch.open() for _ in range(2)], [chosen(copy) for _ in range(2)]
     seen = in_one_call(monkeypatch)
-    batch.score([Pass(seat, CONTEXT[:3], rows=1) for seat in seats])
-    found = batch.score([Pass(seat, CONTEXT[: 5 + i], [1, 2]) for i, seat in enumerate(seats)])
+    batch.score([ForwardRequest(seat, CONTEXT[:3], rows=1) for seat in seats])
+    found = batch.score([ForwardRequest(seat, CONTEXT[: 5 + i], [1, 2]) for i, seat in enumerate(seats)])
     for i, own in enumerate(alone):
-        own.score(Pass(own, CONTEXT[:3], rows=1))
-        assert relative(found[i].logits, own.score(Pass(own, CONTEXT[: 5 + i], [1, 2])).logits) < 0.05
+        own.score(ForwardRequest(own, CONTEXT[:3], rows=1))
+        assert (
+            relative(found[i].logits, own.score(ForwardRequest(own, CONTEXT[: 5 + i], [1, 2])).logits) < 0.05
+        )
     assert seen == [True, True]
 
 
@@ -507,9 +511,9 @@ def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch):
     scorer = chosen(target_of("Llama", torch.float32))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, "paged", 1024))
     seats = [batch.open() for _ in range(2)]
-    batch.score([Pass(seat, CONTEXT[:2]) for seat in seats])
+    batch.score([ForwardRequest(seat, CONTEXT[:2]) for seat in seats])
     seen = in_one_call(monkeypatch)
-    rows = batch.score([Pass(seat, CONTEXT[: 80 - i], rows=1) for i, seat in enumerate(seats)])
+    rows = batch.score([ForwardRequest(seat, CONTEXT[: 80 - i], rows=1) for i, seat in enumerate(seats)])
     assert seen == [False]
     for i, found in enumerate(rows):
         expected = Scorer(scorer.model, "none").logits(CONTEXT[: 80 - i])
@@ -554,7 +558,7 @@ def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, mo
         ([7, 8, 9], [-1, 0, 0]),
         ([4], None),
     ]
-    batch.score([Pass(seats[i], contexts[i][:-1], rows=1) for i in (0, 2, 3)])
+    batch.score([ForwardRequest(seats[i], contexts[i][:-1], rows=1) for i in (0, 2, 3)])
     rows, real = list[int](), native.Attention.__call__
 
     def noticed(self: native.Attention, query: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -563,14 +567,14 @@ def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, mo
 
     monkeypatch.setattr(native.Attention, "__call__", noticed)
     found = batch.score([
-        Pass(seat, context, *drafted) for seat, context, drafted in zip(seats, contexts, drafts, strict=True)
+        ForwardRequest(seat, context, *drafted) for seat, context, drafted in zip(seats, contexts, drafts, strict=True)
     ])  # fmt: skip
     assert sum(rows) == 3 * (3 + 4 + 2), "a layer's calls take all but those of the long part"
     limit = 1e-4 if dtype == torch.float32 else 0.1
     for i, each in enumerate(found):
         own = scorer_of(scorer.model, ways.HFForward)
-        own.score(Pass(own, contexts[i][:-1], rows=1))
-        assert relative(each.logits, own.score(Pass(own, contexts[i], *drafts[i])).logits) < limit
+        own.score(ForwardRequest(own, contexts[i][:-1], rows=1))
+        assert relative(each.logits, own.score(ForwardRequest(own, contexts[i], *drafts[i])).logits) < limit
 
 
 # -- of several requests over rounded weights --------------------------------------------------------
@@ -599,10 +603,12 @@ def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(kind, bits, 
         asked = []
         for i, end in enumerate(ends):
             drafted = [choice.randrange(301) for _ in range(3)] if end == len(contexts[i]) else []
-            asked.append(Pass(seats[i], contexts[i][:end], drafted, rows=len(drafted) + 1, layers=(1, 3)))
+            asked.append(
+                ForwardRequest(seats[i], contexts[i][:end], drafted, rows=len(drafted) + 1, layers=(1, 3))
+            )
         for i, found in enumerate(batch.score(asked)):
             own = scorer.twin(make_cache("preallocated", scorer.model.config))
-            known = own.score(Pass(own, asked[i].context, asked[i].tokens, layers=(1, 3)))
+            known = own.score(ForwardRequest(own, asked[i].context, asked[i].tokens, layers=(1, 3)))
             assert torch.equal(found.logits, known.logits)
             if known.hidden is not None:
                 assert torch.equal(cast("torch.Tensor", found.hidden), known.hidden[held[i] :])
@@ -652,7 +658,7 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, m
         monkeypatch.setattr(ways, "_AT_ONCE", most)
         for rows in (1, 70, 150):
             scorer.begin()
-            found = scorer.score(Pass(scorer, CONTEXT, rows=rows, layers=(0, 3)))
+            found = scorer.score(ForwardRequest(scorer, CONTEXT, rows=rows, layers=(0, 3)))
             assert torch.equal(found.logits, expected[-rows:])
             assert found.hidden is not None
             assert found.hidden.shape == (150, 2, 48)
@@ -758,7 +764,7 @@ def test_trees_attend_along_their_branches(kind, copied, cache, level):
         tokens = [choice.randrange(301) for _ in range(count)]
         scorer.begin()
         scorer.logits(CONTEXT[:-1])
-        tree = scorer.score(Pass(scorer, CONTEXT, tokens, parents)).logits[1:]
+        tree = scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents)).logits[1:]
         for node in range(count):
             branch, at = [], node
             while at >= 0:
@@ -775,7 +781,7 @@ def test_hidden_states_of_copies_are_given_too():
     for each in (scorer, short):
         each.begin()
         each.logits(CONTEXT)
-        found.append(each.score(Pass(each, [*CONTEXT, 5], layers=(1, 3))).hidden)
+        found.append(each.score(ForwardRequest(each, [*CONTEXT, 5], layers=(1, 3))).hidden)
     assert found[0] is not None
     assert found[0].shape == found[1].shape
     assert relative(*found) < 0.1

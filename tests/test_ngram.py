@@ -13,7 +13,7 @@ from scripted import Ticking
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.protocols import Drafter, answered
+from specbench.decoding.protocols import Drafter, run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import FixedLength
@@ -65,7 +65,7 @@ def draft(
     sampling: Sampling = GREEDY,
     random: Randomness | None = None,
 ) -> Draft:
-    return answered(drafter.propose(context, room, FixedLength(gamma), sampling, random or Scripted()))
+    return run_to_end(drafter.propose(context, room, FixedLength(gamma), sampling, random or Scripted()))
 
 
 def drafted(drafter: Drafter, context: Sequence[int], **options: Any) -> list[int]:
@@ -156,7 +156,7 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
     policy = Stubborn(stop=2)
     drafter = NGramDrafter()
     drafter.begin([1, 1, 1])
-    assert answered(drafter.propose([1, 1, 1], 9, policy, GREEDY, Scripted())).tokens == [1, 1]
+    assert run_to_end(drafter.propose([1, 1, 1], 9, policy, GREEDY, Scripted())).tokens == [1, 1]
     assert policy.rooms == [9]
     assert policy.asked == [0, 1, 2]
 

@@ -20,7 +20,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, DraftPolicy, answered
+from specbench.decoding.protocols import Decoding, DraftPolicy, run_to_end
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -177,7 +177,7 @@ def gap(found: dict[tuple[int, ...], float]) -> float:
 class Discarding(ModelDrafter):
     """The tempting mistake: a draft that turns out to be improbable is not worth verifying, so it is thrown away."""
 
-    def propose(self, *arguments) -> Asking[Draft]:
+    def propose(self, *arguments) -> Decoding[Draft]:
         draft = yield from super().propose(*arguments)
         weak = next((i for i in range(len(draft.tokens)) if confidence(draft, i) < 0.4), None)
         if weak is not None:
@@ -289,7 +289,7 @@ def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule):
             return getattr(self.policy, name)
 
     class Cutting(ModelDrafter):
-        def propose(self, *arguments) -> Asking[Draft]:
+        def propose(self, *arguments) -> Decoding[Draft]:
             draft = yield from super().propose(*arguments)
             draft.q = draft.q[: len(draft.tokens)] if draft.tokens else None
             return draft
@@ -412,7 +412,7 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
             return (1,)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
-    draft = answered(drafter.propose([1, 2, 3], 9, Noting(7), Greedy(), Randomness(0)))
+    draft = run_to_end(drafter.propose([1, 2, 3], 9, Noting(7), Greedy(), Randomness(0)))
     assert draft.tokens == [4, 5]
     assert events == [
         ("another", [], 0),
@@ -429,7 +429,7 @@ def test_a_rule_may_stop_before_the_draw():
             return (int(expected[0].best(1) != [6]),)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
-    assert answered(drafter.propose([1, 2, 3], 9, Reluctant(7), Greedy(), Randomness(0))).tokens == [4, 5]
+    assert run_to_end(drafter.propose([1, 2, 3], 9, Reluctant(7), Greedy(), Randomness(0))).tokens == [4, 5]
 
 
 # -- what rules read ---------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ def test_confidence_is_the_probability_of_the_token_that_was_drawn():
 
 def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
     drafter.begin(context)
-    return answered(drafter.propose(context, 99, FixedLength(length), Greedy(), Randomness(0)))
+    return run_to_end(drafter.propose(context, 99, FixedLength(length), Greedy(), Randomness(0)))
 
 
 def test_lookup_knows_how_long_its_match_is():
@@ -553,7 +553,7 @@ def test_egag_without_logits_drafts_its_maximum():
 def evidence_of_policy(drafter: Any, policy: DraftPolicy) -> list[int]:
     context = [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
-    return answered(drafter.propose(context, 99, policy, Greedy(), Randomness(0))).tokens
+    return run_to_end(drafter.propose(context, 99, policy, Greedy(), Randomness(0))).tokens
 
 
 def test_confidence():

@@ -19,7 +19,7 @@ from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.pools import PAGE, KVPool, PoolKind, bytes_per_token
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 
@@ -240,7 +240,7 @@ def test_a_slot_holds_a_tree_and_keeps_a_path_of_it():
     scorer = Scorer(model(), pool("paged").slot())
     assert scorer.takes_trees
     context, nodes, parents = CONTEXT[:18], [4, 5, 6, 7, 8], (-1, -1, 1, 1, 3)
-    found = scorer.score(Pass(scorer, context, nodes, parents)).logits
+    found = scorer.score(ForwardRequest(scorer, context, nodes, parents)).logits
     assert close(found[[0, 2, 4, 5]], alone([*context, 5, 7, 8], 4))
     context = [*context, 5, 7, 8, 9]
     scorer.rollback(len(context) - 1, [1, 3, 4])
@@ -254,12 +254,14 @@ def test_requests_that_begin_alike_share_blocks_until_they_part():
     prompt = CONTEXT[: 2 * PAGE + 5]
     first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
     first.logits(prompt)
-    asked = Pass(second, prompt)
+    asked = ForwardRequest(second, prompt)
     assert second.reserve(asked)
     assert second.cached_len == 2 * PAGE
     assert held.use.shared == 2
     assert close(second.score(asked).logits, alone(prompt, 1))
-    assert third.reserve(Pass(third, prompt[: 2 * PAGE]))  # its last token has to be read for its row
+    assert third.reserve(
+        ForwardRequest(third, prompt[: 2 * PAGE])
+    )  # its last token has to be read for its row
     assert third.cached_len == PAGE
     third.rollback(0)
     # The second goes back into what is shared, and writes something else there: the first keeps its own.
@@ -280,7 +282,7 @@ def test_what_all_tokens_states_are_wanted_of_is_not_shared():
     held = pool("paged")
     first, second = (Scorer(model(), held.slot()) for _ in range(2))
     first.logits(CONTEXT)
-    hidden = second.score(Pass(second, CONTEXT, layers=(1,))).hidden
+    hidden = second.score(ForwardRequest(second, CONTEXT, layers=(1,))).hidden
     assert hidden is not None
     assert len(hidden) == len(CONTEXT)
 
@@ -299,7 +301,7 @@ def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
     cheap.rollback(len(prompt))
     assert target.cached_len == 0
     other = Scorer(model(), held.slot())
-    assert other.reserve(Pass(other, [*prompt, 5]))
+    assert other.reserve(ForwardRequest(other, [*prompt, 5]))
     assert other.cached_len == 0
     assert close(target.logits([*prompt, 5]), alone([*prompt, 5], 1))
 
@@ -310,14 +312,14 @@ def test_a_full_pool_changes_nothing_and_says_so(kind):
     first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
     first.logits(CONTEXT[:20])
     second.logits(CONTEXT[20:50])
-    asked = Pass(third, CONTEXT[30:50])
+    asked = ForwardRequest(third, CONTEXT[30:50])
     before = held.use
     assert not third.reserve(asked)
     assert held.use == before
     with pytest.raises(UsageError, match="full"):
         third.score(asked)
     with pytest.raises(UsageError, match="more than the pool has for one"):
-        third.reserve(Pass(third, [*CONTEXT, *CONTEXT]))
+        third.reserve(ForwardRequest(third, [*CONTEXT, *CONTEXT]))
     assert held.use == before
     first.rollback(0)
     assert third.reserve(asked)

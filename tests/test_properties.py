@@ -29,7 +29,7 @@ from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking
+from specbench.decoding.protocols import Decoding
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -334,7 +334,7 @@ class Guesser(BaseDrafter):
         super().__init__("guesser")
         self.tokens = list(tokens)
 
-    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Asking[Draft]:
+    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Decoding[Draft]:
         yield from ()
         at = len(context)
         return Draft([self.tokens[(at + i) % len(self.tokens)] for i in range(policy.begin(room))])

@@ -15,8 +15,8 @@ from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_tabl
 from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.loop import decode, driven
-from specbench.decoding.protocols import Drafter, Pass, Rows
+from specbench.decoding.loop import decode, run_decoding
+from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -60,7 +60,7 @@ class Together:
     def loaded(self) -> object:
         return self
 
-    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+    def score(self, asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         assert len({each.scorer for each in asked}) == len(asked)
         for each in asked:
             each.scorer.refuse()
@@ -88,7 +88,7 @@ class Member(ScriptedScorer):
     def refuse(self) -> None:
         """Raise what speaks against a pass, before any is made."""
 
-    def reserve(self, asked: Pass) -> bool:
+    def reserve(self, asked: ForwardRequest) -> bool:
         wanted = len(asked.context) + len(asked.tokens)
         if wanted > self.room.tokens:
             raise UsageError(f"The pool holds {self.room.tokens} tokens.", "Give it more.")
@@ -102,7 +102,7 @@ class Member(ScriptedScorer):
         super().begin()
         self.room.reserved.pop(self.cache, None)
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         self.refuse()
         if self.room.tokens < 10**6:
             assert self.room.reserved[self.cache] >= len(asked.context) + len(asked.tokens), (
@@ -177,7 +177,7 @@ class Case:
         )
 
     def alone(self) -> list[Any]:
-        return [told(record) for record in driven(decode(self.request(House()), Stopwatch(Ticking())))]
+        return [told(record) for record in run_decoding(decode(self.request(House()), Stopwatch(Ticking())))]
 
 
 CHAINS = ("fixed:gamma=1", "fixed:gamma=3", "fixed:gamma=7", "egag", "svip", "heuristic", "fixed:siblings=2")
@@ -440,7 +440,7 @@ class Failing(Member):
 class Breaking(Member):
     """Breaks in its third pass."""
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         if len(self.passes) == 2:
             raise RuntimeError("broken")
         return super().score(asked)
@@ -591,7 +591,7 @@ def test_states_of_other_shapes_in_its_parts_end_that_one():
         target, sizes = Member(TARGET, house.room, house.target, states=last_token), iter((1, 2, 3))
         honest = target.score
 
-        def score(asked: Pass) -> Rows:
+        def score(asked: ForwardRequest) -> ForwardOutput:
             rows = honest(asked)
             assert rows.hidden is not None
             size = next(sizes)
@@ -663,7 +663,7 @@ def test_times_are_those_of_the_batch_without_the_consumer_s():
     clock, house = Set(), House()
     honest = house.target.score
 
-    def slow(asked: Sequence[Pass]) -> list[Rows]:
+    def slow(asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         clock.time += 1
         return honest(asked)
 

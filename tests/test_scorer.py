@@ -12,7 +12,7 @@ from specbench.backends.torch.forward import FusedForward
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 
 CONTEXT, DRAFT, LAYERS = [5, 9, 2, 7, 11, 3], [4, 8, 6], (0, 1, 2)
 
@@ -38,14 +38,14 @@ def test_a_chain(cache, short):
     scorer.begin()
     held = 0 if cache == "none" else 4
     scorer.logits(CONTEXT[:4])
-    found = scorer.score(Pass(scorer, CONTEXT, DRAFT, layers=LAYERS))
+    found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT, layers=LAYERS))
     assert found.hidden is not None
     torch.testing.assert_close(found.hidden, expected[held:], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.logits, Scorer(model, "none").logits(CONTEXT, DRAFT))
     scorer.rollback(len(CONTEXT))
-    assert scorer.score(Pass(scorer, CONTEXT, DRAFT, rows=2)).hidden is None
+    assert scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT, rows=2)).hidden is None
     scorer.begin()
-    found = scorer.score(Pass(scorer, CONTEXT, rows=1, layers=(1,)))
+    found = scorer.score(ForwardRequest(scorer, CONTEXT, rows=1, layers=(1,)))
     assert found.logits.shape[0] == 1
     assert found.hidden is not None
     torch.testing.assert_close(found.hidden, expected[: len(CONTEXT), 1:2], atol=1e-5, rtol=1e-4)
@@ -56,7 +56,9 @@ def test_a_tree():
     scorer = Scorer(model)
     assert scorer.takes_trees
     scorer.begin()
-    found = scorer.score(Pass(scorer, CONTEXT, [4, 8, 6], parents=[-1, 0, -1], layers=LAYERS)).hidden
+    found = scorer.score(
+        ForwardRequest(scorer, CONTEXT, [4, 8, 6], parents=[-1, 0, -1], layers=LAYERS)
+    ).hidden
     assert found is not None
     torch.testing.assert_close(found[:-1], states(model, [*CONTEXT, 4, 8], 8))
     torch.testing.assert_close(found[-1:], states(model, [*CONTEXT, 6], 1))

@@ -19,7 +19,7 @@ from specbench.backends.torch.kernels.linear import Int8Linear
 from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
-from specbench.decoding.protocols import answered
+from specbench.decoding.protocols import run_to_end
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.layers import cheaper_form, check_form, skippable_layers
 from specbench.drafters.model import SelfDrafter
@@ -197,7 +197,9 @@ def test_it_leaves_no_trace(family, kind, kept, int8, first_target):
         if first_target:
             walk.step(0)
         for gamma in (1, 4, 2):
-            draft = answered(drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
+            draft = run_to_end(
+                drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0))
+            )
             assert len(draft.tokens) == draft.passes == gamma
             assert_close(target.logits(walk.context, draft.tokens), whole(model, walk.context, draft.tokens))
             walk.rollback(draft.tokens)

@@ -19,7 +19,7 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, DraftPolicy, Pass
+from specbench.decoding.protocols import Decoding, DraftPolicy, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -345,13 +345,13 @@ def test_a_pass_over_a_tree_is_the_separate_passes(cache, fold, tree):
         scorer.begin()
         if fresh < len(CONTEXT):
             scorer.logits(CONTEXT[:-fresh])
-        found = scorer.score(Pass(scorer, CONTEXT, tokens, parents)).logits
+        found = scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents)).logits
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
     # Whatever branch was right, or the beginning of one: the context goes on behind it.
     for path in paths:
         for kept in range(len(path) + 1):
             scorer.rollback(len(CONTEXT) - 1)
-            scorer.score(Pass(scorer, CONTEXT, tokens, parents))
+            scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents))
             scorer.rollback(len(CONTEXT) + kept, path)
             assert scorer.cache.length == len(CONTEXT) + kept
             text = [*CONTEXT, *(tokens[node] for node in path[:kept]), 7]
@@ -378,7 +378,7 @@ class Planted(BaseDrafter):
     def __init__(self) -> None:
         super().__init__("planted")
 
-    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Asking[Draft]:
+    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Decoding[Draft]:
         yield from ()
         right = list(context)
         for _ in range(policy.begin(room)):

@@ -18,7 +18,7 @@ from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.graphs import COMPILERS, cuda_capture
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.base.errors import RunError, UsageError
-from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Sampling
 from specbench.generate import GenerationRun
@@ -33,12 +33,12 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def repeated(run: Callable[[], Rows]) -> tuple[Callable[[], None], Rows]:
+def repeated(run: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
     """Stands in for a CUDA graph: does the same once more, with what the buffers hold then, into the same output."""
     CAPTURES.append(1)
     given = run()
     hidden = None if given.hidden is None else torch.full_like(given.hidden, float("nan"))
-    output = Rows(torch.full_like(given.logits, float("nan")), hidden)
+    output = ForwardOutput(torch.full_like(given.logits, float("nan")), hidden)
 
     def replay() -> None:
         for buffer, value in zip(output, run(), strict=True):
@@ -124,7 +124,7 @@ def test_siblings_are_verified_in_it(captured):
         each.logits(CONTEXT)
         each.rollback(len(CONTEXT) - 1)
     tree = (CONTEXT, [3, 4, 6, 12], (-1, 0, 0, -1))
-    found, expected = (each.score(Pass(each, *tree)).logits for each in (scorer, other))
+    found, expected = (each.score(ForwardRequest(each, *tree)).logits for each in (scorer, other))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for each in (scorer, other):
         each.rollback(len(CONTEXT) + 1, [3])
@@ -233,7 +233,7 @@ def test_nothing_is_read_before_the_target_has_verified(read_late, monkeypatch):
     seen: list[Any] = []
     original = Scorer.score
 
-    def watched(self: Scorer, asked: Pass) -> Rows:
+    def watched(self: Scorer, asked: ForwardRequest) -> ForwardOutput:
         found = original(self, asked)
         if isinstance(asked.tokens, DeviceTokens):
             seen.append(asked.tokens._read)

@@ -26,7 +26,7 @@ from specbench.backends.torch.scorer import FittedLogits
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.head_files import find_head
@@ -150,7 +150,7 @@ def decoders_rows(
         scorer = MedusaScorer(heads, 3, torch.float32, torch.device("cpu"), fitted, 290)
     scorer.begin()
     scorer.take_states(len(context) - 1, states_of(model, context[:-1], student.layers))
-    return scorer.score(Pass(scorer, context, draft)).logits
+    return scorer.score(ForwardRequest(scorer, context, draft)).logits
 
 
 @pytest.mark.smoke
@@ -815,7 +815,7 @@ def test_a_compact_head_drafts_like_the_whole_one(model, target, tmp_path):
             drafter.begin([1, 2, 3, 4])
             states = states_of(model, [1, 2, 3], drafter.layers)
             drafter.update(StepOutcome([1, 2, 3, 4], 1, torch.empty(0), states=states))
-            rows.append(drafter.scorer.score(Pass(drafter.scorer, [1, 2, 3, 4], [8])).logits)
+            rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, [1, 2, 3, 4], [8])).logits)
         close = rows[0][rows[0].isfinite()], rows[1][rows[1].isfinite()]
         torch.testing.assert_close(*close, atol=0.25, rtol=0.05)
         sizes = [

@@ -19,7 +19,7 @@ from specbench.cli import run
 from specbench.cli.setting import facts, tokenizer_notes
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.logits import DraftVocabulary
-from specbench.decoding.protocols import answered
+from specbench.decoding.protocols import run_to_end
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
@@ -321,7 +321,7 @@ def test_whatever_is_emitted_the_cache_follows():
         drafter.begin(PROMPT)
         context = list(PROMPT)
         for _ in range(3):
-            draft = answered(drafter.propose(context, 3, FixedLength(3), Greedy(), Randomness(0)))
+            draft = run_to_end(drafter.propose(context, 3, FixedLength(3), Greedy(), Randomness(0)))
             assert len(draft.tokens) == 3
             context += emitted
             drafter.update(StepOutcome(context, len(emitted), torch.empty(0), draft.tokens, (0, 1)))

@@ -19,7 +19,7 @@ from specbench.decoding import prospects, verdicts, verify
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Prospects, Scores, largest
-from specbench.decoding.protocols import DraftPolicy, Pass, answered
+from specbench.decoding.protocols import DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
@@ -239,7 +239,7 @@ def test_a_q_that_keeps_what_was_drawn_is_a_bias(method, monkeypatch):
 
 
 def test_an_early_end_of_block_verification_is_a_bias(monkeypatch):
-    def from_the_root(draft: Draft, p: verdicts.Rows, random: Randomness) -> verdicts.Walked:
+    def from_the_root(draft: Draft, p: verdicts.TargetRows, random: Randomness) -> verdicts.Walked:
         """The chances of block verification, tossed from the front until one fails."""
         path: list[int] = []
         chance, last = 1.0, p(-1)
@@ -344,11 +344,15 @@ def test_greedy_outputs_are_the_targets_own(cache, penalty):
 def test_a_tree_may_be_read_depth_by_depth(cache):
     context, tokens, parents = [3, 9, 4, 1], [5, 6, 7, 8, 2, 3], [-1, -1, 0, 1, 1, 3]
     scorer = Scorer(tiny_llama(), cache)
-    whole = scorer.score(Pass(scorer, context, tokens, parents)).logits
+    whole = scorer.score(ForwardRequest(scorer, context, tokens, parents)).logits
     scorer.begin()
-    rows = [scorer.score(Pass(scorer, context, (), rows=1)).logits]
+    rows = [scorer.score(ForwardRequest(scorer, context, (), rows=1)).logits]
     for first, end in ((0, 2), (2, 5), (5, 6)):
-        rows.append(scorer.score(Pass(scorer, context, tokens[:end], parents[:end], rows=end - first)).logits)
+        rows.append(
+            scorer.score(
+                ForwardRequest(scorer, context, tokens[:end], parents[:end], rows=end - first)
+            ).logits
+        )
     torch.testing.assert_close(torch.cat(rows), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -357,7 +361,7 @@ def test_a_drafter_keeps_what_it_has_read_of_the_path():
     drafter = ModelDrafter(scorer, "model")
     drafter.begin(PROMPT)
     shape = StaticTree.shaped((-1, -1, 0, 1))
-    draft = answered(drafter.propose(PROMPT, 3, shape, Greedy(), Randomness(0)))
+    draft = run_to_end(drafter.propose(PROMPT, 3, shape, Greedy(), Randomness(0)))
     kept = [draft.tokens[1], draft.tokens[3], 0]
     # The second branch, whose leaf it has not read.
     drafter.update(StepOutcome([*PROMPT, *kept], 3, torch.empty(0), draft.tokens, (1, 3)))

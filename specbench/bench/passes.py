@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import Asking, Drafter, Pass, Rows
+    from specbench.decoding.protocols import Decoding, Drafter, ForwardOutput, ForwardRequest
     from specbench.models.target import Target
 
 _CONTEXT = 256  # tokens of context at which passes are timed
@@ -204,7 +204,7 @@ def time_passes(
         progress: Told how many rounds are done.
         abreast: How many nodes of a tree drafters are to read at once, those that draft trees.
     """
-    from specbench.decoding.protocols import Pass, answered
+    from specbench.decoding.protocols import ForwardRequest, run_to_end
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.policies import FixedLength
     from specbench.policies.trees import StaticTree
@@ -224,7 +224,7 @@ def time_passes(
 
     def drafter_pass(drafter: Drafter) -> float:
         began = clock.now()
-        answered(drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, device)))
+        run_to_end(drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, device)))
         took = clock.now() - began
         drafter.update(_nothing_emitted(context))
         return took
@@ -232,7 +232,7 @@ def time_passes(
     def tree(drafter: Drafter, nodes: int) -> float:
         shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes)))
         began = clock.now()
-        answered(drafter.propose(context, 2, shape, Greedy(), Randomness(0, device)))
+        run_to_end(drafter.propose(context, 2, shape, Greedy(), Randomness(0, device)))
         took = clock.now() - began
         drafter.update(_nothing_emitted(context))
         return took
@@ -243,7 +243,7 @@ def time_passes(
         drafter.begin(context)
         if drafter.layers:
             scorer.begin()
-            states = scorer.score(Pass(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
+            states = scorer.score(ForwardRequest(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
             assert states is not None
             drafter.update(_nothing_emitted(context, states))
         drafter_pass(drafter)  # reads it too, if it keeps anything
@@ -289,7 +289,7 @@ def time_shared_passes(
         clock, rounds, order: See ``time_passes``.
     """
     from specbench.backends.torch.batch import RequestFactory
-    from specbench.decoding.protocols import Pass
+    from specbench.decoding.protocols import ForwardRequest
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.drafters.plain import NoDraft
     from specbench.policies import FixedLength
@@ -304,7 +304,9 @@ def time_shared_passes(
     factory = RequestFactory(target.scorer, tokens, places, "slotted")
 
     def target_pass(scorers: Sequence[Scorer], n: int) -> float:
-        passes = [Pass(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)]
+        passes = [
+            ForwardRequest(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)
+        ]
         began = clock.now()
         _made(passes)
         took = clock.now() - began
@@ -339,7 +341,7 @@ def time_shared_passes(
         for (scorer, own), text in zip(opened, contexts, strict=True):
             own.begin(text)
             if own.layers:
-                states = scorer.score(Pass(scorer, text[:-1], rows=1, layers=own.layers)).hidden
+                states = scorer.score(ForwardRequest(scorer, text[:-1], rows=1, layers=own.layers)).hidden
                 assert states is not None
                 own.update(_nothing_emitted(text, states))
         used += [scorer for scorer, _ in opened]
@@ -363,15 +365,15 @@ def _nothing_emitted(context: Sequence[int], states: torch.Tensor | None = None)
     return StepOutcome(context, 0, torch.empty(1, 1), states=states)
 
 
-def _made(passes: Sequence[Pass]) -> Sequence[Rows]:
+def _made(passes: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
     """The rows of passes of one model, in one pass where that can be."""
     batch = passes[0].scorer.batch
     return [each.scorer.score(each) for each in passes] if batch is None else batch.score(passes)
 
 
-def _answered_together(asking: Sequence[Asking[Any]]) -> None:
+def _answered_together(asking: Sequence[Decoding[Any]]) -> None:
     """Let all come to their end, those that wait for the same model by one pass."""
-    waiting: dict[int, Pass] = {}
+    waiting: dict[int, ForwardRequest] = {}
     for place, each in enumerate(asking):
         with suppress(StopIteration):
             waiting[place] = next(each)

@@ -16,14 +16,14 @@ from specbench.backends.torch.caches import NoKVCache
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
-from specbench.decoding.loop import Decoding, decode
+from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.protocols import (
-    Asking,
+    Decoding,
     Drafter,
     DraftPolicy,
     Drawing,
-    Pass,
-    Rows,
+    ForwardOutput,
+    ForwardRequest,
     ScorerLike,
 )
 from specbench.decoding.records import Prefill, Step
@@ -36,7 +36,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.policies import FixedLength
 
-Decoder = Callable[[Request, Stopwatch], Decoding]
+Decoder = Callable[[Request, Stopwatch], DecodingLoop]
 """Something like ``decode``."""
 
 
@@ -114,7 +114,7 @@ class TargetForward:
     """A forward of the target.
 
     Attributes:
-        context, tokens, parents: See ``Pass``.
+        context, tokens, parents: See ``ForwardRequest``.
         cached_len: Length of the target's cache before it.
         logits: [rows, vocab].
     """
@@ -230,7 +230,7 @@ class _RecordingDrafter:
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         before = len(self._log.events)
         self._log.drafting = True
         draft = yield from self._drafter.propose(context, room, policy, sampling, random, drawing)
@@ -324,7 +324,7 @@ def observe(
     models = scorers_of(drafter)
     context = list(prompt)
     for each in decoding:
-        while isinstance(each, Pass):
+        while isinstance(each, ForwardRequest):
             each = decoding.send(_run_forward(each, target, log))
         observation = Observation(
             each,
@@ -340,7 +340,7 @@ def observe(
         yield observation
 
 
-def _run_forward(request: Pass, target: Scorer, log: _Log) -> Rows:
+def _run_forward(request: ForwardRequest, target: Scorer, log: _Log) -> ForwardOutput:
     """Run a forward, and record it if it is the target's."""
     cached_len = target.cache.length
     output = request.scorer.score(request)

@@ -15,7 +15,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
-from specbench.decoding.protocols import Drafter, DraftPolicy, Pass, Rows, Scorer
+from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -26,7 +26,7 @@ from specbench.decoding.verify import verification_of
 if TYPE_CHECKING:
     import torch
 
-Decoding: TypeAlias = Generator[Pass | Prefill | Step, Rows, None]
+DecodingLoop: TypeAlias = Generator[ForwardRequest | Prefill | Step, ForwardOutput, None]
 """An output in progress: asks for passes, and hands out records in between."""
 
 
@@ -82,18 +82,18 @@ def decode_steps(
         trace=trace,
         kept=kept,
     )
-    yield from driven(decode(request, Stopwatch(clock)))
+    yield from run_decoding(decode(request, Stopwatch(clock)))
 
 
-def driven(decoding: Decoding) -> Iterator[Prefill | Step]:
+def run_decoding(decoding: DecodingLoop) -> Iterator[Prefill | Step]:
     """The records of one request; every pass is made as soon as it is asked for."""
     for each in decoding:
-        while isinstance(each, Pass):
+        while isinstance(each, ForwardRequest):
             each = decoding.send(each.scorer.score(each))
         yield each
 
 
-def decode(request: Request, watch: Stopwatch) -> Decoding:
+def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     """Decode a request, see ``decode_steps``.
 
     Args:
@@ -139,7 +139,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
             room = limit - position - 1
             draft = yield from plan.propose(drafter, context, room, sampling, random, verification.drawing)
         watch.lap("draft")
-        logits, hidden = yield Pass(target, context, draft.tokens, draft.parents, layers=layers)
+        logits, hidden = yield ForwardRequest(target, context, draft.tokens, draft.parents, layers=layers)
         watch.lap("verify")
         verdict = verification.judge(draft, logits, context, sampling, random)
         kept, reason = stops.cut(verdict.tokens)

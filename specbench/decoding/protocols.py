@@ -1,7 +1,7 @@
 """What the decoding loop asks of others: a drafter, a draft policy, a scorer.
 
-Whoever needs a pass of a model *asks* for it: it yields a ``Pass`` and is sent its ``Rows``. Nobody here makes one. So
-who makes them, when, and together with whose, is up to whoever drives the loop.
+Code that needs a forward pass yields a ``ForwardRequest`` and is sent a ``ForwardOutput``. Its caller runs the pass, so
+it decides when, and together with which other requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Pass(NamedTuple):
+class ForwardRequest(NamedTuple):
     """A pass of a model that somebody asks for.
 
     Attributes:
@@ -41,7 +41,7 @@ class Pass(NamedTuple):
     layers: Sequence[int] = ()
 
 
-class Rows(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What a pass gives, by position: the first row stands behind the context, and row i + 1 behind draft token i.
 
     Attributes:
@@ -54,11 +54,11 @@ class Rows(NamedTuple):
     hidden: torch.Tensor | None = None
 
 
-Asking: TypeAlias = Generator[Pass, Rows, T]
+Decoding: TypeAlias = Generator[ForwardRequest, ForwardOutput, T]
 """Something under way that asks for passes, and returns a T in the end."""
 
 
-def answered(asking: Asking[T]) -> T:
+def run_to_end(asking: Decoding[T]) -> T:
     """What comes of it if every pass is made at once."""
     try:
         asked = next(asking)
@@ -208,7 +208,7 @@ class Scorer(Protocol):
         """Start on a new context whose first ``kept`` tokens are the last one's: what is held of them may stay."""
         ...
 
-    def reserve(self, asked: Pass) -> bool:
+    def reserve(self, asked: ForwardRequest) -> bool:
         """Make room for a pass among what others hold; what it holds already of others' work may grow ``cached_len``.
 
         Returns:
@@ -219,7 +219,7 @@ class Scorer(Protocol):
         """
         ...
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         """Make a pass: feed what is lacking of the context, and the draft.
 
         Raises:
@@ -252,7 +252,7 @@ class Batch(Protocol):
         """The model that was loaded for it: the same for others that make its passes later."""
         ...
 
-    def score(self, asked: Sequence[Pass]) -> Sequence[Rows]:
+    def score(self, asked: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
         """Make one pass of all that is asked, of no scorer more than once; every one gets its rows.
 
         Whatever it raises, each scorer then holds what it held before, and may be asked again by itself.
@@ -302,7 +302,7 @@ class Drafter(Protocol):
 
     @property
     def layers(self) -> Sequence[int]:
-        """Of which of the target's layers it takes the hidden states, see ``Pass``."""
+        """Of which of the target's layers it takes the hidden states, see ``ForwardRequest``."""
         ...
 
     def fork(self, scorer_like: ScorerLike) -> Drafter:
@@ -329,7 +329,7 @@ class Drafter(Protocol):
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = ...,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         """Draft what continues ``context``.
 
         Args:

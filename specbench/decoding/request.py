@@ -9,7 +9,7 @@ from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Asking, Drafter, DraftPolicy, Drawing, Scorer
+from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, Drawing, Scorer
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -84,13 +84,13 @@ class DraftPlan:
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         """What a drafter drafts by this policy, with its siblings; for the arguments see ``Drafter``."""
         room = room if self.allowed() else 0
         asking = drafter.propose(context, room, self.policy, sampling, random, drawing)
         return self._with_siblings(asking) if self.siblings.most else asking
 
-    def _with_siblings(self, asking: Asking[Draft]) -> Asking[Draft]:
+    def _with_siblings(self, asking: Decoding[Draft]) -> Decoding[Draft]:
         return self.siblings.widen((yield from asking))
 
 

@@ -20,8 +20,8 @@ import torch
 
 from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Clock, PausedClock, Stopwatch
-from specbench.decoding.loop import Decoding, decode
-from specbench.decoding.protocols import Pass, Rows, Scorer
+from specbench.decoding.loop import DecodingLoop, decode
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest, Scorer
 from specbench.decoding.records import Prefill, SharedPass, Step
 from specbench.decoding.request import Request
 
@@ -56,8 +56,8 @@ class _Job:
     start: Callable[[], Request]
     arrived: float
     request: Request | None = None
-    decoding: Decoding | None = None
-    asked: Pass | None = None
+    decoding: DecodingLoop | None = None
+    asked: ForwardRequest | None = None
     since: int = 0
     queued_s: float = 0.0
     reading: bool = False
@@ -67,7 +67,7 @@ class _Job:
     verified: int = 0
     scorers: set[Scorer] = field(default_factory=set)
 
-    def waits_for(self, asked: Pass, now: int) -> None:
+    def waits_for(self, asked: ForwardRequest, now: int) -> None:
         """It goes on with this pass."""
         assert self.request is not None
         target = self.request.target
@@ -78,7 +78,7 @@ class _Job:
         self.asked, self.since, self.reading = asked, now, False
         self.scorers.add(asked.scorer)
 
-    def with_states(self, rows: Rows) -> Rows:
+    def with_states(self, rows: ForwardOutput) -> ForwardOutput:
         """The last rows that it waits for, with the states of the parts read before."""
         if rows.hidden is None or not self.states:
             return rows
@@ -86,13 +86,13 @@ class _Job:
         return rows._replace(hidden=torch.cat(states))
 
     @property
-    def due(self) -> Pass:
+    def due(self) -> ForwardRequest:
         """The pass to make next: what it waits for, once its target holds again what the draft was begun on."""
         assert self.request is not None
         assert self.asked is not None
         target = self.request.target
         if self.asked.scorer is not target and target.cached_len < self.verified:
-            return Pass(target, self.context[: self.verified], rows=1)
+            return ForwardRequest(target, self.context[: self.verified], rows=1)
         return self.asked
 
     @property
@@ -216,7 +216,7 @@ class Scheduler:
         self._make(parts, events)
         return events
 
-    def _make(self, parts: Sequence[tuple[_Job, Pass]], events: list[tuple[int, Event]]) -> None:
+    def _make(self, parts: Sequence[tuple[_Job, ForwardRequest]], events: list[tuple[int, Event]]) -> None:
         """Make one pass, and let everybody go on from it."""
         fed = tuple(_lack(part) for _, part in parts)
         began = 0.0 if self._watch is None else self._clock.now()
@@ -247,7 +247,7 @@ class Scheduler:
                 job.states.append(rows.hidden)
             job.since, job.reading = self._passes, True
 
-    def _tell(self, parts: Sequence[tuple[_Job, Pass]], fed: tuple[int, ...], began: float) -> None:
+    def _tell(self, parts: Sequence[tuple[_Job, ForwardRequest]], fed: tuple[int, ...], began: float) -> None:
         if self._watch is None:
             return
         job, part = parts[0]
@@ -299,7 +299,7 @@ class Scheduler:
         self._go_on(job, None, events)
         return job.asked is not None
 
-    def _chosen(self, events: list[tuple[int, Event]]) -> list[tuple[_Job, Pass]]:
+    def _chosen(self, events: list[tuple[int, Event]]) -> list[tuple[_Job, ForwardRequest]]:
         """Who takes part in the next pass, each with its share: what it waits for, or a part of what it lacks."""
         while self._active:
             candidates = self._active
@@ -341,10 +341,10 @@ class Scheduler:
         self._waiting.insert(len(self._waiting) if place is None else place, job)
         self._full = True
 
-    def _shares(self, group: Sequence[_Job]) -> list[tuple[_Job, Pass]]:
+    def _shares(self, group: Sequence[_Job]) -> list[tuple[_Job, ForwardRequest]]:
         """What each has read in this pass: first those who lack little, then parts of what the others lack."""
         left = self.max_tokens_per_pass
-        found: list[tuple[_Job, Pass]] = []
+        found: list[tuple[_Job, ForwardRequest]] = []
         for job in sorted(group, key=_turn):
             part = job.due
             lack = _lack(part)
@@ -359,13 +359,13 @@ class Scheduler:
 
     # -- what comes of it --------------------------------------------------------------------------------
 
-    def _go_on(self, job: _Job, rows: Rows | None, events: list[tuple[int, Event]]) -> None:
+    def _go_on(self, job: _Job, rows: ForwardOutput | None, events: list[tuple[int, Event]]) -> None:
         """Let a request go on to its next pass, or to its end."""
         decoding = job.decoding
         assert decoding is not None
         try:
             each = next(decoding) if rows is None else decoding.send(rows)
-            while not isinstance(each, Pass):
+            while not isinstance(each, ForwardRequest):
                 if isinstance(each, Prefill):
                     each = replace(each, queued_s=job.queued_s)
                 events.append((job.number, each))
@@ -413,7 +413,7 @@ def loaded_of(scorer: Scorer) -> object:
     return scorer if scorer.batch is None else scorer.batch.loaded
 
 
-def _lack(asked: Pass) -> int:
+def _lack(asked: ForwardRequest) -> int:
     """How many tokens a pass feeds."""
     return len(asked.context) + len(asked.tokens) - asked.scorer.cached_len
 
@@ -422,7 +422,7 @@ def _turn(job: _Job) -> tuple[bool, int, int, int]:
     return not job.passed_over, _lack(job.due), job.since, job.number
 
 
-def _beginning(asked: Pass, most: int) -> Pass:
+def _beginning(asked: ForwardRequest, most: int) -> ForwardRequest:
     """A pass over the next so many tokens that the scorer lacks; the rows that are wanted have to come in one."""
     held = asked.scorer.cached_len
     rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
@@ -432,7 +432,7 @@ def _beginning(asked: Pass, most: int) -> Pass:
     )
 
 
-def _answers(passes: Sequence[Pass]) -> Sequence[Rows]:
+def _answers(passes: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
     """The rows of each, made in one pass where that can be."""
     batch = passes[0].scorer.batch
     if batch is None or len(passes) == 1:

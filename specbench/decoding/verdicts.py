@@ -26,7 +26,7 @@ from specbench.decoding.sampling import Randomness
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
-Rows: TypeAlias = Callable[[int], torch.Tensor]
+TargetRows: TypeAlias = Callable[[int], torch.Tensor]
 """p behind a node (-1: behind the context), float32 [vocab]."""
 
 
@@ -44,7 +44,7 @@ class Walked(NamedTuple):
     distribution: torch.Tensor
 
 
-Walk: TypeAlias = Callable[[Draft, Rows, Randomness], Walked]
+Walk: TypeAlias = Callable[[Draft, TargetRows, Randomness], Walked]
 
 
 class _Ruling(NamedTuple):
@@ -163,7 +163,7 @@ def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
 def _walked(rule: _Rule) -> Walk:
     """From the context to a leaf, or to where no candidate is kept."""
 
-    def walk(draft: Draft, p: Rows, random: Randomness) -> Walked:
+    def walk(draft: Draft, p: TargetRows, random: Randomness) -> Walked:
         path: list[int] = []
         node = -1
         while candidates := draft.draws(node):
@@ -183,7 +183,7 @@ def _walked(rule: _Rule) -> Walk:
 # -- deciding over paths ---------------------------------------------------------------------------
 
 
-def traverse(draft: Draft, p: Rows, random: Randomness) -> Walked:
+def traverse(draft: Draft, p: TargetRows, random: Randomness) -> Walked:
     """Traversal verification of candidates without replacement (Weng et al. 2025); on a chain, block verification
     (Sun et al. 2024).
 

@@ -25,7 +25,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
+    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -80,7 +80,7 @@ class CascadeDrafter(BaseDrafter):
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         mixed = _MixedDraft(self.free.read(context))
         draft = mixed.draft
         limit = policy.begin(room)

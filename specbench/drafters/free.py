@@ -15,7 +15,7 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
+    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -92,7 +92,7 @@ class FreeDrafter(BaseDrafter):
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         """Draft guess after guess until a miss."""
         yield from ()  # no passes
         draft = Draft(evidence=[], prefill_s=self.read(context))
@@ -138,7 +138,7 @@ class CandidateDrafter(FreeDrafter):
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         """Draft the likeliest candidates. They are certain, so any way to verify is right for trees of them."""
         if not policy.branches:
             return (yield from super().propose(context, room, policy, sampling, random, drawing))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 from specbench.drafters.model import SelfDrafter
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specbench.backends.torch.scorer import Scorer
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import Draft, GrowingTree
-    from specbench.decoding.protocols import Asking, ScorerLike
+    from specbench.decoding.protocols import Decoding, ScorerLike
 
 
 class LookAheadDrafter(SelfDrafter):
@@ -57,7 +57,7 @@ class LookAheadDrafter(SelfDrafter):
         with super().drafting():
             yield
 
-    def _next_logits(self, context: Sequence[int], draft: Draft) -> Asking[torch.Tensor]:
+    def _next_logits(self, context: Sequence[int], draft: Draft) -> Decoding[torch.Tensor]:
         place = len(draft.tokens)
         if self._guesses is None or place - self._first >= len(self._guesses):
             if self._guesses is not None:
@@ -65,10 +65,14 @@ class LookAheadDrafter(SelfDrafter):
             self._first = place
             draft.passes = (draft.passes or 0) + 1
             tokens = [*draft.tokens, *self._ahead]
-            self._guesses = (yield Pass(self.scorer, context, tokens, rows=len(self._ahead) + 1)).logits
+            self._guesses = (
+                yield ForwardRequest(self.scorer, context, tokens, rows=len(self._ahead) + 1)
+            ).logits
         return self._guesses[place - self._first][None]
 
-    def _frontier_logits(self, context: Sequence[int], tree: GrowingTree, rows: int) -> Asking[torch.Tensor]:
+    def _frontier_logits(
+        self, context: Sequence[int], tree: GrowingTree, rows: int
+    ) -> Decoding[torch.Tensor]:
         if not self._read_nodes:
             return (yield from self._next_logits(context, tree))
         assert self._guesses is not None

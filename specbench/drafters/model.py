@@ -16,13 +16,13 @@ from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.prospects import Scores
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
+    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 _READ_LATE = ("cuda",)
@@ -95,7 +95,7 @@ class ModelDrafter(BaseDrafter):
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks.
 
         A tree takes one pass for each depth: of the nodes that are read, each beside the others of its depth. In greedy
@@ -131,7 +131,7 @@ class ModelDrafter(BaseDrafter):
         drawing: Drawing,
         sampling: Sampling,
         random: Randomness,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         tree = GrowingTree(passes=0)
         with self.drafting():
             while nodes := policy.expand(tree):
@@ -147,15 +147,18 @@ class ModelDrafter(BaseDrafter):
         self._read_nodes = [place.get(node, _DROPPED) for node in self._read_nodes]
         return tree.pruned(kept)
 
-    def _frontier_logits(self, context: Sequence[int], tree: GrowingTree, rows: int) -> Asking[torch.Tensor]:
-        """Logits after the nodes that were chosen last, see ``Rows``; after the context if none has been yet."""
+    def _frontier_logits(
+        self, context: Sequence[int], tree: GrowingTree, rows: int
+    ) -> Decoding[torch.Tensor]:
+        """Logits after the nodes that were chosen last, see ``ForwardOutput``; after the
+        context if none has been yet."""
         if not self._read_nodes:
             return (yield from self._next_logits(context, tree))
         tree.passes = (tree.passes or 0) + 1
         place = {-1: -1} | {node: i for i, node in enumerate(self._read_nodes)}
         tokens = [tree.tokens[node] for node in self._read_nodes]
         parents = [place[tree.parents[node]] for node in self._read_nodes]
-        return (yield Pass(self.scorer, context, tokens, parents, rows=rows)).logits
+        return (yield ForwardRequest(self.scorer, context, tokens, parents, rows=rows)).logits
 
     def _prospects(
         self,
@@ -165,7 +168,7 @@ class ModelDrafter(BaseDrafter):
         nodes: Sequence[int],
         sampling: Sampling,
     ) -> dict[int, Scores]:
-        """Return by node what the model expects after it, of the nodes that were read last; for logits see ``Rows``.
+        """Return by node what the model expects after it, for the nodes read last (logits: see ``ForwardOutput``).
 
         A node after which every token is ruled out is left out.
         """
@@ -212,7 +215,7 @@ class ModelDrafter(BaseDrafter):
             self._distributions[: held.shape[0]] = held
         return self._distributions[place:end]
 
-    def _propose_unread(self, context: Sequence[int], length: int) -> Asking[Draft]:
+    def _propose_unread(self, context: Sequence[int], length: int) -> Decoding[Draft]:
         """So many tokens, greedily, and not one of them is read before the target has verified them."""
         tokens, vocabulary = DeviceTokens(), self.scorer.vocabulary
         draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
@@ -236,7 +239,7 @@ class ModelDrafter(BaseDrafter):
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
-    ) -> Asking[Drawn | None]:
+    ) -> Decoding[Drawn | None]:
         """One pass, and the token behind ``context + draft.tokens``; ``None`` if the policy has seen enough, or every
         token is ruled out there.
 
@@ -262,8 +265,8 @@ class ModelDrafter(BaseDrafter):
             q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
         return Drawn(random.draw(q), known, q)
 
-    def _next_logits(self, context: Sequence[int], draft: Draft) -> Asking[torch.Tensor]:
-        """Logits behind context and draft, one row, see ``Rows``."""
+    def _next_logits(self, context: Sequence[int], draft: Draft) -> Decoding[torch.Tensor]:
+        """Logits behind context and draft, one row, see ``ForwardOutput``."""
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
         held = self.scorer.cached_len
@@ -276,9 +279,9 @@ class ModelDrafter(BaseDrafter):
         draft.prefill_s += self._clock.now() - began
         return logits
 
-    def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> Pass:
+    def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> ForwardRequest:
         """The pass that gives the distribution behind them."""
-        return Pass(self.scorer, context, drafted, rows=1)
+        return ForwardRequest(self.scorer, context, drafted, rows=1)
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         """Whether the model can draft a token behind ``context + drafted``."""

@@ -10,7 +10,7 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, DraftPolicy, Drawing, ScorerLike
+    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -31,6 +31,6 @@ class NoDraft(BaseDrafter):
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         yield from ()  # no passes
         return Draft()

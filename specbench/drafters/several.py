@@ -12,7 +12,7 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drafter, DraftPolicy, Drawing, ScorerLike
+    from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
@@ -61,7 +61,7 @@ class SeveralDrafters(BaseDrafter):
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing = top,
-    ) -> Asking[Draft]:
+    ) -> Decoding[Draft]:
         """Draft chain after chain.
 
         Raises:

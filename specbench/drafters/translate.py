@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Clock
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import Pass, ScorerLike
+from specbench.decoding.protocols import ForwardRequest, ScorerLike
 from specbench.drafters.model import ModelDrafter
 
 
@@ -120,11 +120,11 @@ class TranslatingDrafter(ModelDrafter):
                 self._read = place + 1
                 return
 
-    def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> Pass:
+    def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> ForwardRequest:
         ids = self._ids(context, drafted)
         self._roll_back(min(self._common(ids), len(ids) - 1))
         self._fed, self._agreed = ids, len(self._settled)
-        return Pass(self.scorer, ids, rows=1)
+        return ForwardRequest(self.scorer, ids, rows=1)
 
     def _common(self, ids: Sequence[int]) -> int:
         """How many of the first of these ids are those that were fed."""

@@ -29,7 +29,7 @@ from specbench.backends.torch.kernels.surgery import (
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
-from specbench.decoding.protocols import Drafter, Pass
+from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.layers import cheaper_form, check_form
@@ -448,7 +448,7 @@ def require_states(target: Target, layers: Sequence[int]) -> None:
     tokens = [0, 0]
     scorer.begin()
     try:
-        hidden = scorer.score(Pass(scorer, tokens, layers=layers)).hidden
+        hidden = scorer.score(ForwardRequest(scorer, tokens, layers=layers)).hidden
         right = hidden is not None and hidden.shape == (len(tokens), len(layers), width)
     except (TypeError, IndexError, AttributeError, RuntimeError):
         right = False

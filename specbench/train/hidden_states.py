@@ -31,7 +31,7 @@ class StateListener(NoDraft):
     """Plain decoding of one request that hears the target's hidden states.
 
     Args:
-        layers: Whose, see ``Pass``.
+        layers: Whose, see ``ForwardRequest``.
         dtype: They are kept in.
     """
 

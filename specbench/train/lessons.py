@@ -138,7 +138,7 @@ class Teacher:
 
         Args:
             batch: The texts.
-            layers: Whose hidden states are wanted, see ``Pass``.
+            layers: Whose hidden states are wanted, see ``ForwardRequest``.
             keeps_cache: Whether keys and values are wanted.
         """
         wanted = self._wanted(batch)

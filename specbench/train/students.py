@@ -54,7 +54,7 @@ class Student(Protocol):
     Attributes:
         kind: One of ``KINDS``.
         depth: Tokens it learns to draft.
-        layers: Of which of the target's layers it reads the states, see ``Pass``.
+        layers: Of which of the target's layers it reads the states, see ``ForwardRequest``.
         needs_cache: Whether it reads more with the target's keys and values.
         started_from: What of the target it was started from, in words; ``None`` for random numbers.
     """

@@ -25,7 +25,7 @@ from specbench.backends.torch.pools import (
     supports_pool,
 )
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.options import CacheKind
 
@@ -81,7 +81,7 @@ class BatchedModel:
         return self._scorer
 
     @torch.inference_mode()
-    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+    def score(self, asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         """One pass of all that is asked, see ``decoding.protocols.Batch``."""
         assert self.pool is not None
         scorers = [cast("Scorer", each.scorer) for each in asked]
@@ -112,7 +112,7 @@ class BatchedModel:
                 hidden = None
                 if each.layers and made.hidden is not None:
                     hidden = made.hidden[fed[i]][:, [layers.index(layer) for layer in each.layers]]
-                found.append(Rows(scorer.fit(made.logits[given[i]]), hidden))
+                found.append(ForwardOutput(scorer.fit(made.logits[given[i]]), hidden))
         except BaseException:
             for feed, length in zip(feeds, held, strict=True):
                 feed.part.slot.rollback(length)
@@ -130,7 +130,7 @@ class _Feed(NamedTuple):
     rows: int
 
 
-def _feed(scorer: Scorer, asked: Pass) -> _Feed:
+def _feed(scorer: Scorer, asked: ForwardRequest) -> _Feed:
     """What a pass feeds, by what the scorer holds."""
     slot = cast("PooledCache", scorer.cache)
     context, drafted, held = asked.context, asked.tokens, slot.length

@@ -27,7 +27,7 @@ from specbench.backends.torch.kernels.llama_layers import (
 from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import BatchedCache, KVPool
-from specbench.decoding.protocols import Rows
+from specbench.decoding.protocols import ForwardOutput
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,13 +57,13 @@ class Forward:
         layers: Sequence[int],
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-    ) -> Rows:
+    ) -> ForwardOutput:
         """One pass, with the hidden states of these layers at all tokens.
 
         Args:
             ids: [1, tokens].
             rows: How many positions' logits are wanted, counted from the end; at least 1.
-            layers: See ``Pass``; in any order, and one as often as it is wanted.
+            layers: See ``ForwardRequest``; in any order, and one as often as it is wanted.
             position_ids: [1, tokens]; ``None`` for those that follow the cache.
             attention_mask: Bool [1, 1, tokens, ``cache.keys(tokens)``], true where a token attends; ``None`` for what
                 comes before it, and itself.
@@ -84,7 +84,7 @@ class Forward:
         layers: Sequence[int],
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-    ) -> Rows:
+    ) -> ForwardOutput:
         """The same for layers of which none is named twice."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class HFForward(Forward):
         layers: Sequence[int],
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-    ) -> Rows:
+    ) -> ForwardOutput:
         arguments = self._cache.model_kwargs()
         if position_ids is not None:
             arguments["position_ids"] = position_ids
@@ -123,10 +123,10 @@ class HFForward(Forward):
         return rows_of(output, rows, layers)
 
 
-def rows_of(output: Any, rows: int, layers: Sequence[int]) -> Rows:
+def rows_of(output: Any, rows: int, layers: Sequence[int]) -> ForwardOutput:
     """What a model of ``transformers`` has given."""
     states = [output.hidden_states[layer][0].to(output.logits.device) for layer in layers]
-    return Rows(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
+    return ForwardOutput(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:
@@ -163,7 +163,7 @@ class FusedForward(Forward):
         layers: Sequence[int],
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-    ) -> Rows:
+    ) -> ForwardOutput:
         tokens, held = ids.shape[1], self._held()
         own = self._layers(held) if tokens <= LONGEST_PASS else None
         if own is None:
@@ -298,7 +298,7 @@ class NativeForward(FusedForward):
         layers: Sequence[int],
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-    ) -> Rows:
+    ) -> ForwardOutput:
         tokens, held = ids.shape[1], self._held()
         own = self._layers(held)
         made = None if own is None else self._stacked(own)
@@ -354,11 +354,11 @@ class _Told(NamedTuple):
     entries: KVPointers
 
 
-def _together(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], dtype: torch.dtype) -> Rows:
+def _together(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], dtype: torch.dtype) -> ForwardOutput:
     """Logits and hidden states of calls one behind the other, the states in the model's dtype."""
     logits = [logits for logits, _ in parts]
     states = [states.to(dtype) for _, states in parts if states is not None]
-    return Rows(_joined(logits), _joined(states) if states else None)
+    return ForwardOutput(_joined(logits), _joined(states) if states else None)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -415,14 +415,14 @@ class RaggedForward:
 
     def __call__(
         self, ids: torch.Tensor, joined: BatchedCache, wanted: torch.Tensor, layers: Sequence[int] = ()
-    ) -> Rows:
+    ) -> ForwardOutput:
         """One pass, with the hidden states of these layers at all tokens.
 
         Args:
             ids: [1, tokens].
             joined: What the requests hold; it holds these tokens afterwards.
             wanted: Which tokens' logits are wanted: their places, ascending.
-            layers: See ``Pass``; none twice.
+            layers: See ``ForwardRequest``; none twice.
         """
         own = None if self._layers is None else self._layers(joined.mark)
         if own is not None:
@@ -450,7 +450,7 @@ class RaggedForward:
         joined: BatchedCache,
         wanted: torch.Tensor,
         layers: Sequence[int],
-    ) -> Rows | None:
+    ) -> ForwardOutput | None:
         """``None`` where that cannot be, or is slower."""
         if self._stacked is None:
             return None
@@ -481,7 +481,7 @@ def _through(
     masks_of: Callable[[Any], list[torch.Tensor] | None],
     wanted: slice | torch.Tensor,
     layers: Sequence[int],
-) -> Rows:
+) -> ForwardOutput:
     """A pass in few operators.
 
     Args:
@@ -507,7 +507,7 @@ def _through(
     else:
         x = inner.norm(x[:, wanted])
     logits: torch.Tensor = model.lm_head(x)[0]
-    return Rows(logits, torch.stack([states[layer] for layer in layers], dim=1) if layers else None)
+    return ForwardOutput(logits, torch.stack([states[layer] for layer in layers], dim=1) if layers else None)
 
 
 def _is_bare(model: Any) -> bool:

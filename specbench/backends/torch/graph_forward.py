@@ -11,7 +11,7 @@ from specbench.backends.torch.caches import StaticKVCache
 from specbench.backends.torch.forward import Forward, keeps_logits, rows_of
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
 from specbench.backends.torch.kernels.surgery import Hooks
-from specbench.decoding.protocols import Rows
+from specbench.decoding.protocols import ForwardOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ class _Inputs(NamedTuple):
 class _Captured(NamedTuple):
     inputs: _Inputs
     replay: Callable[[], None]
-    output: Rows
+    output: ForwardOutput
 
 
 class GraphForward(Forward):
@@ -53,7 +53,7 @@ class GraphForward(Forward):
         self,
         model: PreTrainedModel,
         cache: StaticKVCache,
-        capture: Capture[Rows] | None = None,
+        capture: Capture[ForwardOutput] | None = None,
         compiled: Callable[..., Any] | None = None,
     ) -> None:
         self._model, self._cache, self._capture = model, cache, capture
@@ -70,7 +70,7 @@ class GraphForward(Forward):
         layers: Sequence[int],
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-    ) -> Rows:
+    ) -> ForwardOutput:
         count, past, device = ids.shape[1], self._cache.length, ids.device
         self._cache.reserve(past + count)
         slots = torch.arange(past, past + count, device=device)
@@ -88,7 +88,9 @@ class GraphForward(Forward):
         self._cache.length = past + count
         return found
 
-    def _run(self, forward: Callable[..., Any], inputs: _Inputs, rows: int, layers: Sequence[int]) -> Rows:
+    def _run(
+        self, forward: Callable[..., Any], inputs: _Inputs, rows: int, layers: Sequence[int]
+    ) -> ForwardOutput:
         """A pass that reads and writes nothing but its inputs and the buffers of the cache."""
         self._cache.slots = inputs.slots
         more: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
@@ -105,12 +107,12 @@ class GraphForward(Forward):
 
     def _replayed(
         self,
-        capture: Capture[Rows],
+        capture: Capture[ForwardOutput],
         forward: Callable[..., Any],
         inputs: _Inputs,
         rows: int,
         layers: Sequence[int],
-    ) -> Rows:
+    ) -> ForwardOutput:
         if self._generation != self._cache.generation:  # its buffers are elsewhere now
             self._captured.clear()
             self._generation = self._cache.generation
@@ -123,4 +125,4 @@ class GraphForward(Forward):
             buffer.copy_(value)
         captured.replay()
         logits, hidden = captured.output  # the next pass of this width writes there again
-        return Rows(logits.clone(), None if hidden is None else hidden.clone())
+        return ForwardOutput(logits.clone(), None if hidden is None else hidden.clone())

@@ -19,7 +19,7 @@ from specbench.backends.torch.head_forward import (
 )
 from specbench.backends.torch.heads import Attend, DFlashHead, MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
-from specbench.decoding.protocols import Batch, Pass, Rows
+from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
 
 Wanted = TypeVar("Wanted")
@@ -38,7 +38,7 @@ class HeadScorer(Generic[Wanted, Given]):
     A pass asks for what it wants of the head piece by piece, so that pieces of several requests can be made in one.
 
     Args:
-        layers: Of which of the target's layers it takes the hidden states, see ``Pass``.
+        layers: Of which of the target's layers it takes the hidden states, see ``ForwardRequest``.
         device: The head's.
         fitted: Makes its logits those of the target's tokens.
         context_limit: The longest context it can read, in tokens; ``None`` for no limit.
@@ -80,7 +80,7 @@ class HeadScorer(Generic[Wanted, Given]):
         """How many of the first tokens of the context it has read."""
         raise NotImplementedError
 
-    def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
+    def reserve(self, asked: ForwardRequest) -> bool:  # noqa: ARG002
         """There is always room."""
         return True
 
@@ -118,11 +118,11 @@ class HeadScorer(Generic[Wanted, Given]):
         short = self.longest is None or len(drafted) < self.longest
         return within and short and 1 < len(context) == self._known + 1
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         """The rows behind the context and a draft, of whose first nodes some may have been read before."""
         return HeadBatch(self).score([asked])[0]
 
-    def reads(self, asked: Pass, rows: int) -> Reads[Wanted, Given]:
+    def reads(self, asked: ForwardRequest, rows: int) -> Reads[Wanted, Given]:
         """A pass: the last rows over the tokens that it drafts, [rows, vocab]."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class HeadBatch:
         return self._loaded
 
     @torch.inference_mode()
-    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+    def score(self, asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         """See ``decoding.protocols.Batch``."""
         scorers = [cast("AnyHeadScorer", each.scorer) for each in asked]
         under_way = {
@@ -174,7 +174,7 @@ class HeadBatch:
                 given = dict(
                     zip(wanted, self._loaded.made([*wanted.values()]) if wanted else (), strict=True)
                 )
-            return [Rows(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
+            return [ForwardOutput(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
         except BaseException:
             for scorer in scorers:  # drafts were read in part, and are read again
                 scorer.rollback(scorer.cached_len)
@@ -256,7 +256,7 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
             cache.rollback(self._read)
         self._features, self._rows = self._features[:1], self._rows[:1]
 
-    def reads(self, asked: Pass, rows: int) -> Reads[HeadInput, HeadOutput]:
+    def reads(self, asked: ForwardRequest, rows: int) -> Reads[HeadInput, HeadOutput]:
         if self._read < len(asked.context) - 1:
             yield from self._read_context(asked.context)
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
@@ -338,7 +338,7 @@ class ParallelScorer(EagleScorer):
         self.longest = head.ahead
         self._masks = head.mask_features().detach()
 
-    def reads(self, asked: Pass, rows: int) -> Reads[HeadInput, HeadOutput]:
+    def reads(self, asked: ForwardRequest, rows: int) -> Reads[HeadInput, HeadOutput]:
         if self._read < len(asked.context) - 1:
             yield from self._read_context(asked.context)
         return torch.stack([self._rows[depth] for depth in _depths(asked)[-rows:]])
@@ -423,7 +423,7 @@ class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = []
 
-    def reads(self, asked: Pass, rows: int) -> Reads[Guess, torch.Tensor]:
+    def reads(self, asked: ForwardRequest, rows: int) -> Reads[Guess, torch.Tensor]:
         depths = _depths(asked)[-rows:]
         assert self._state is not None
         while len(self._rows) <= max(depths):
@@ -439,7 +439,7 @@ class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
         return [found[i] for i in range(len(wanted))]
 
 
-def _depths(asked: Pass) -> list[int]:
+def _depths(asked: ForwardRequest) -> list[int]:
     """How many tokens of the draft lead to its rows: to the context's own, and to each node's."""
     depths = [0]
     for parent in range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents:
@@ -522,7 +522,7 @@ class DFlashScorer(HeadScorer[Block, torch.Tensor]):
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = None
 
-    def reads(self, asked: Pass, rows: int) -> Reads[Block, torch.Tensor]:
+    def reads(self, asked: ForwardRequest, rows: int) -> Reads[Block, torch.Tensor]:
         if self._rows is None:
             self._rows = yield Block(asked.context[-1], self._known, self._caches)
         return self._rows[_depths(asked)[-rows:]]

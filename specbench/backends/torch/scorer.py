@@ -22,7 +22,7 @@ from specbench.backends.torch.trials import (
 )
 from specbench.base.errors import UsageError
 from specbench.decoding.logits import DraftVocabulary
-from specbench.decoding.protocols import Batch, Pass, Rows
+from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.options import CacheKind
 
@@ -168,7 +168,7 @@ class Scorer:
             min(self.cache.own, length) if isinstance(self.cache, PooledCache) and self._owns_slot else length
         )
 
-    def reserve(self, asked: Pass) -> bool:
+    def reserve(self, asked: ForwardRequest) -> bool:
         """Make room for a pass, see ``decoding.protocols.Scorer``: in a pool; other caches grow by themselves."""
         slot = self.cache
         if not isinstance(slot, PooledCache):
@@ -183,7 +183,7 @@ class Scorer:
         fed = len(asked.tokens) + 1 if asked.rows is None else asked.rows  # at the least
         return slot.reserve(end, asked.context[: min(len(asked.context) - 1, end - fed)])
 
-    def require(self, asked: Pass) -> None:
+    def require(self, asked: ForwardRequest) -> None:
         """Make room for a pass.
 
         Raises:
@@ -194,7 +194,7 @@ class Scorer:
                 "The memory for keys and values is full.", "Give it more, or fewer requests at a time."
             )
 
-    def mark_read(self, asked: Pass) -> None:
+    def mark_read(self, asked: ForwardRequest) -> None:
         """The pass has been made."""
         self._root = len(asked.context)
         if isinstance(self.cache, PooledCache) and self._owns_slot:
@@ -280,7 +280,7 @@ class Scorer:
         if reason is not None:
             raise UsageError(f"Bit-exact passes cannot be had here. {reason}", "Leave --bit-exact out.")
 
-    def score(self, asked: Pass) -> Rows:
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
         """Make a pass, see ``decoding.protocols.Scorer``."""
         if self.batch is not None:
             return self.batch.score([asked])[0]
@@ -295,12 +295,12 @@ class Scorer:
     def logits(
         self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
     ) -> torch.Tensor:
-        """The logits of a pass over a chain, made at once; for the arguments see ``Pass``."""
-        return self.score(Pass(self, context, drafted, rows=rows)).logits
+        """The logits of a pass over a chain, made at once; for the arguments see ``ForwardRequest``."""
+        return self.score(ForwardRequest(self, context, drafted, rows=rows)).logits
 
     def _feed_chain(
         self, context: Sequence[int], drafted: Sequence[int], rows: int | None, layers: Sequence[int]
-    ) -> Rows:
+    ) -> ForwardOutput:
         rows = len(drafted) + 1 if rows is None else rows
         if self._change is not None and self.cache.length <= self._change < len(context) + len(drafted):
             return self._across_change(context, drafted, rows, self._change, layers)
@@ -308,7 +308,7 @@ class Scorer:
 
     def _across_change(
         self, context: Sequence[int], drafted: Sequence[int], rows: int, change: int, layers: Sequence[int]
-    ) -> Rows:
+    ) -> ForwardOutput:
         """Rows where a context of more than ``change`` tokens has all its positions rotated otherwise.
 
         The cache never holds both kinds: it stays in front of the change as long as drafts alone pass it, whose logits
@@ -328,7 +328,7 @@ class Scorer:
 
     def _feed(
         self, context: Sequence[int], drafted: Sequence[int], rows: int, layers: Sequence[int] = ()
-    ) -> Rows:
+    ) -> ForwardOutput:
         start = self.cache.length
         if drafted and start == 0 and self.cache.separate_prefill:
             behind_context = self._forward(context, 1, layers)
@@ -356,7 +356,7 @@ class Scorer:
         parents: Sequence[int],
         rows: int | None,
         layers: Sequence[int],
-    ) -> Rows:
+    ) -> ForwardOutput:
         """Rows of a tree, of whose first nodes some may have been read before."""
         before = []
         rows = len(tokens) + 1 if rows is None else rows
@@ -407,18 +407,18 @@ class Scorer:
         *,
         cached: bool = True,
         **extra: torch.Tensor,
-    ) -> Rows:
+    ) -> ForwardOutput:
         ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
         logits, hidden = (self._pass if cached else self._uncached_pass).rows(ids, rows, layers, **extra)
-        return Rows(self.fit(logits), hidden)
+        return ForwardOutput(self.fit(logits), hidden)
 
     def fit(self, logits: torch.Tensor) -> torch.Tensor:
         """The model's logits, [rows, own width], as a pass gives them."""
         return self._fitted(logits.to(self.output_device))
 
 
-def _joined(parts: Sequence[Rows], rows: int) -> Rows:
+def _joined(parts: Sequence[ForwardOutput], rows: int) -> ForwardOutput:
     """The last so many rows of passes one behind the other, and all hidden states."""
     logits = torch.cat([part.logits for part in parts])[-rows:]
     hidden = [part.hidden for part in parts if part.hidden is not None]
-    return Rows(logits, torch.cat(hidden) if hidden else None)
+    return ForwardOutput(logits, torch.cat(hidden) if hidden else None)

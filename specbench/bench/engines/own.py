@@ -221,13 +221,13 @@ class ModelEngine:
         """Natural logarithm of the probability that the target's softmax, without any transforms, gives an answer."""
         import torch
 
-        from specbench.decoding.protocols import Pass
+        from specbench.decoding.protocols import ForwardRequest
 
         scorer, text, total = self.target.scorer, [*prompt, *answer], 0.0
         scorer.begin()
         for start in range(len(prompt), len(text), _RATED_AT_ONCE):
             end = min(start + _RATED_AT_ONCE, len(text))
-            rows = scorer.score(Pass(scorer, text[: end - 1], rows=end - start)).logits
+            rows = scorer.score(ForwardRequest(scorer, text[: end - 1], rows=end - start)).logits
             tokens = torch.tensor(text[start:end], device=rows.device)
             total += float(rows.float().log_softmax(dim=-1).gather(1, tokens[:, None]).sum())
             scorer.rollback(end - 1)
