@@ -401,7 +401,9 @@ def wrap_head(
     else:
         pack_linears(module)
     layers = head.files.layers(config)
-    fitted = FittedLogits(target.vocab_size, None if head.places is None else head.places.to(device))
+    fitted = FittedLogits(
+        target.vocab_size, None if head.target_tokens is None else head.target_tokens.to(device)
+    )
     scorer: AnyHeadScorer
     if medusa:
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])

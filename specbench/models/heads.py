@@ -41,13 +41,13 @@ class TrainedHead:
     Attributes:
         files: Its files and configuration.
         tensors: By their names in its module.
-        places: Target token of each of its logits; ``None`` if they are the same.
+        target_tokens: The target token of each of its logits; ``None`` if they are the same.
         fingerprint: Short hash of configuration and weights.
     """
 
     files: HeadFiles
     tensors: Mapping[str, torch.Tensor]
-    places: torch.Tensor | None
+    target_tokens: torch.Tensor | None
     fingerprint: str
 
     @property
@@ -94,7 +94,9 @@ class TrainedHead:
 
     def _rows(self, head: torch.Tensor, vocab: int) -> torch.Tensor:
         """Return the rows of the target's head for the tokens it drafts."""
-        return head[:vocab] if self.places is None else head[:vocab][self.places.to(head.device)]
+        return (
+            head[:vocab] if self.target_tokens is None else head[:vocab][self.target_tokens.to(head.device)]
+        )
 
     def _fill(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check(module.state_dict(), tensors)
@@ -148,12 +150,14 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         own = _medusa_name(name) if files.kind == "medusa" else _eagle_name(name)
         if own not in _UNUSED:
             tensors[own] = tensor.flatten() if own == "mask_hidden" else tensor
-    places = None
+    target_tokens = None
     if files.kind == "medusa":
-        places = _medusa_places(files, tensors)
+        target_tokens = _medusa_tokens(files, tensors)
     elif files.kind != "pass":
-        places = _eagle_places(files, tensors)
-    return TrainedHead(files, tensors, places, fingerprint(f"{files.kind} {files.settings}", tensors.items()))
+        target_tokens = _eagle_tokens(files, tensors)
+    return TrainedHead(
+        files, tensors, target_tokens, fingerprint(f"{files.kind} {files.settings}", tensors.items())
+    )
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -210,33 +214,33 @@ def _medusa_name(name: str) -> str:
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
-def _eagle_places(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _eagle_tokens(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Pop the maps of the draft vocabulary: target token = d + d2t[d], and t2d marks these."""
     steps, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    places = _places(
+    target_tokens = _target_tokens(
         files, "draft_vocab_size", "d2t", steps, torch.arange(0 if steps is None else len(steps))
     )
-    marked = places if marks is None else marks.flatten().nonzero()[:, 0]
-    if places is not None and not torch.equal(marked.sort().values, places.sort().values):  # type: ignore[union-attr]
+    marked = target_tokens if marks is None else marks.flatten().nonzero()[:, 0]
+    if target_tokens is not None and not torch.equal(marked.sort().values, target_tokens.sort().values):  # type: ignore[union-attr]
         raise UsageError(
             f"The maps t2d and d2t of the head {files.name} contradict each other.", _FETCH_AGAIN
         )
-    return places
+    return target_tokens
 
 
-def _medusa_places(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _medusa_tokens(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Pop the map of the draft vocabulary, and trim projections to all tokens to those it names."""
-    places = _places(
+    target_tokens = _target_tokens(
         files, "truncated_vocab_size", "token_map", tensors.pop("token_map", None), torch.tensor(0)
     )
-    if places is not None:
+    if target_tokens is not None:
         for name in [name for name in tensors if name.startswith("lm_heads.")]:
-            if len(tensors[name]) > len(places):
-                tensors[name] = tensors[name][places]
-    return places
+            if len(tensors[name]) > len(target_tokens):
+                tensors[name] = tensors[name][target_tokens]
+    return target_tokens
 
 
-def _places(
+def _target_tokens(
     files: HeadFiles, key: str, name: str, found: torch.Tensor | None, base: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the target tokens of a draft vocabulary, ``base`` + ``found``; ``None`` without one.
@@ -264,10 +268,14 @@ def _places(
         raise UsageError(
             f"The tensor {name} of the head {files.name} is no map of its draft vocabulary.", _FETCH_AGAIN
         )
-    places = base + found.long()
-    if len(places.unique()) < len(places) or int(places.min()) < 0 or int(places.max()) >= vocab:
+    target_tokens = base + found.long()
+    if (
+        len(target_tokens.unique()) < len(target_tokens)
+        or int(target_tokens.min()) < 0
+        or int(target_tokens.max()) >= vocab
+    ):
         raise UsageError(
             f"The head {files.name} drafts tokens beyond the {vocab} of its target, or some of them twice.",
             _FETCH_AGAIN,
         )
-    return places
+    return target_tokens

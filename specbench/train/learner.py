@@ -106,7 +106,7 @@ class Learner:
                 settings.kind, model, self._teacher.head, settings.depth, settings.seed, layers
             )
         else:
-            self.drafted = start.places
+            self.drafted = start.target_tokens
             self._teacher = Teacher(model, self.drafted)
             self.student = _student_like(start, model, self._teacher.head, settings)
         self.head = self._teacher.head
@@ -248,7 +248,7 @@ def check_start(start: TrainedHead, model: PreTrainedModel, settings: TrainingSe
     Raises:
         UsageError: They are not.
     """
-    _student_like(start, model, Teacher(model, start.places).head, settings)
+    _student_like(start, model, Teacher(model, start.target_tokens).head, settings)
 
 
 def _student_like(
