@@ -106,7 +106,7 @@ def test_lines_are_messages_and_commands(chat, folder, capsys):
     assert "/system TEXT" in told.err
     speeds = re.findall(r"^speed .*\d+ tokens, .* tokens/s", told.err, flags=re.MULTILINE)
     assert len(speeds) == 3
-    assert len(re.findall(r"\d+ of \d+ prompt tokens held from before", told.err)) >= 1
+    assert len(re.findall(r"\d+ of \d+ prompt tokens in the KV cache", told.err)) >= 1
 
 
 def test_quiet_says_nothing_but_answers(chat):
@@ -216,7 +216,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal):
     terminal.type("and of the")
     terminal.until(r"(?s)and of the\n.{40}")
     terminal.process.signal(signal.SIGINT)
-    assert re.search(r"\d+ of \d+ prompt tokens held", terminal.until("stopped"))
+    assert re.search(r"\d+ of \d+ prompt tokens in", terminal.until("stopped"))
     terminal.until(r"\n> ")
     terminal.type("/exit")
     assert terminal.process.wait() == 0

@@ -11,7 +11,7 @@ import typer
 
 from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given
-from specbench.cli.watchers import write_out
+from specbench.cli.console import write_out
 
 if TYPE_CHECKING:
     from rich.console import Console

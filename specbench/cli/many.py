@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
+from specbench.cli.console import write_out
 from specbench.cli.progress import StageProgress
-from specbench.cli.watchers import write_out
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt

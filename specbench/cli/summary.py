@@ -1,8 +1,9 @@
-"""What `specbench generate` says on stderr beside the text: notes before it, a short summary behind it."""
+"""What commands that decode print on stderr besides the text: notes before it, and after it what it came to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from specbench.decoding.origins import Origin
     from specbench.decoding.records import Generation, Step
 
-_LABEL = 8  # cells of a label with the gap behind it
+_LABEL = 8  # cells of a label with the gap after it
 _WIDEST = 100
+_SHOWN = 4  # lines below the first one, without --verbose
 _ENDS = {
     "eos": "ended by itself",
     "stop-string": "stop string",
@@ -27,18 +29,36 @@ _ENDS = {
     None: "interrupted",
 }
 _GAIN = 1.05
-"""A smaller speedup than this is within what a prediction is off by."""
+"""The error of predictions is as large as a smaller speedup."""
+_UNSURE = "Too few repeats to be sure"
 
 _ASCII = str.maketrans({"γ": "gamma", "×": "x", "–": "-"})
 
 
+@dataclass(frozen=True)
+class Advice:
+    """What to try, by what went wrong.
+
+    Attributes:
+        blank: After a reply without text.
+        text: What few accepted drafts tell of the text; empty for nothing.
+        policy: A draft policy, if the drafter does not help.
+        command: A command to copy, with another drafter.
+    """
+
+    blank: str = ""
+    text: str = ""
+    policy: str = ""
+    command: str = ""
+
+
 def show_notes(notes: Sequence[str], *, apart: bool, console: Console | None = None) -> None:
-    """Print what the user should know before the text comes.
+    """Print what the user should know before the text.
 
     Args:
         notes: One line each, or more on a terminal.
-        apart: Leave an empty line behind them.
-        console: That of a progress bar that is being drawn; ``None`` where there is none.
+        apart: Leave an empty line after them.
+        console: The one of a progress bar that is being drawn, if there is one.
     """
     console = console or _console()
     for note in notes:
@@ -48,7 +68,7 @@ def show_notes(notes: Sequence[str], *, apart: bool, console: Console | None = N
 
 
 def show_legend(paint: Callable[[str, Origin], str]) -> None:
-    """Name on a terminal what the text's styles stand for, with an empty line behind it."""
+    """Name on a terminal what the styles of the text stand for, with an empty line after it."""
     from rich.text import Text
 
     from specbench.decoding.origins import ORIGINS
@@ -64,46 +84,183 @@ def show_summary(
     figures: Mapping[str, Any],
     *,
     apart: bool,
-    advice: Mapping[str, str] | None = None,
+    advice: Advice | None = None,
     notes: Sequence[str] = (),
+    verbose: bool = False,
 ) -> None:
-    """Print the figures of a run, with those of a comparison if there was one.
+    """Print what a generation came to: a sentence, and the most important of the lines that explain it.
 
     Args:
         figures: What ``--json`` prints.
-        apart: Leave an empty line before it, for it stands behind the text.
-        advice: What to try: after a reply without text (``blank``), and where the drafter did not help (a ``policy``, a
-            ``command`` to copy); what few accepted drafts tell of the ``text``.
-        notes: How the models were loaded, as far as that can wait until the answer is there.
+        apart: Leave an empty line before it, for it follows the text.
+        advice: What to try.
+        notes: How the models were loaded.
+        verbose: Print all lines.
     """
-    console = _console()
+    console, advice = _console(), advice or Advice()
     if apart:
         console.print()
-    for label, text in _lines(figures):
-        _line(console, label, text)
-    advice = advice or {}
-    if "blank" in advice and figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
-        _line(
-            console, "note", f"the model ended its reply before it said anything; {advice['blank']}", "yellow"
-        )
-    for warning in figures.get("warnings", ()):
-        _line(console, "note", f"{warning['message']} {warning['advice']}", "yellow")
-    of_the_text = advice.get("text")
-    if "speedup" not in figures and (found := _predicted(figures, of_the_text)):
-        said, gains = found
-        ending = "--compare measures it" if gains else "`specbench tune` looks for better"
-        _line(console, "verdict", f"{said}; {ending}", "" if gains else "yellow")
-    if "speedup" in figures and (problem := _no_help(figures, of_the_text)):
-        command = advice.get("command")
-        others = [*([advice["policy"]] if "policy" in advice else []), "this" if command else "a small model"]
-        ending = ":" if command else " with the target's tokenizer (--drafter MODEL)"
-        _line(console, "note", f"{problem}; try {', or '.join(others)}{ending}", "yellow")
-        if command:
-            _line(console, "", command, wrap=False)
-    for note in notes:
-        _line(console, "note", note)
+    compared = "speedup" in figures
+    headline, problem = (_comparison if compared else _prediction)(figures, advice.text)
+    _line(console, "", headline, "bold" if not problem else "bold yellow", indent=0)
+    lines: list[tuple[str, str]] = []
     if not figures["lossless"]:
-        _line(console, "note", "NOT LOSSLESS: the residual adjustment was off", "yellow")
+        lines.append(("note", "NOT LOSSLESS: the residual adjustment was off"))
+    if advice.blank and figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
+        lines.append(("note", f"the reply ended before any text; {advice.blank}"))
+    lines += [("note", f"{each['message']} {each['advice']}") for each in figures.get("warnings", ())]
+    if compared and figures["identical"] is False:
+        lines.append(_tokens(figures))
+    if problem:
+        lines.append(("why", problem))
+        if compared and "raise --repeats" not in problem:
+            others = [
+                *([advice.policy] if advice.policy else []),
+                advice.command or "--drafter MODEL, a small one",
+            ]
+            lines.append(("try", ", or ".join(others)))
+    if compared and figures["identical"] is not False:
+        lines.append(_tokens(figures))
+    lines += _details(figures)
+    lines += [("note", note) for note in notes]
+    for label, text in lines if verbose else lines[:_SHOWN]:
+        _line(
+            console,
+            label,
+            text,
+            "yellow" if label == "note" and text not in notes else "",
+            wrap=label != "try",
+        )
+
+
+def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
+    """Return what a single generation came to, in a sentence, and why the drafter does not help; empty if it does."""
+    speed, explained = figures["tokens_per_second"], figures["explained"]
+    text = counted(figures["new_tokens"], "token") if speed is None else f"{speed:.1f} tokens/s"
+    if explained is None:
+        return f"{text}.", ""
+    if not figures["drafted"]:
+        problem = (
+            f"nothing was drafted in {counted(figures['steps'], 'step')}; `specbench tune` looks for better"
+        )
+        return f"{text}, as plain decoding.", problem
+    ratio = f"{explained['usual']:.2f}×"
+    if explained["usual"] >= _GAIN:
+        return f"{text}, about {ratio} plain decoding (predicted; --compare measures it).", ""
+    what = "slower than" if explained["usual"] < 1 / _GAIN else "hardly faster than"
+    problem = f"{_because(figures, of_the_text)}; `specbench tune` looks for better"
+    return f"{text}, predicted to be {what} plain decoding with this drafter (about {ratio}).", problem
+
+
+def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
+    """Return what a comparison came to, in a sentence, and why the drafter does not help; empty if it does.
+
+    All figures are of the same pairs: the ratio of the two speeds is the speedup.
+    """
+    speedup, interval = figures["speedup"], figures["speedup_interval"]
+    if speedup is None:
+        return "The output is too short to compare the speed.", ""
+    pairs = [each for each in figures["repeats"] if each["speedup"] is not None]
+    fast, plain = (
+        geometric_mean(each[side]["tokens_per_second"] for each in pairs) for side in ("speculative", "plain")
+    )
+    low, high = interval or (speedup, speedup)
+    sure = f" (95% interval {low:.2f} to {high:.2f})" if interval else f" in {counted(len(pairs), 'repeat')}"
+    found = f"{fast:.1f} tokens/s instead of {plain:.1f}, {speedup:.2f}×{sure}."
+    if figures["drafter"] == "none":
+        return f"Plain decoding twice: {found}", ""
+    if low > 1:
+        return f"{'Faster with the drafter' if interval else _UNSURE}: {found}", ""
+    verdict = "Slower with the drafter" if high < 1 else "Not shown to be faster with the drafter"
+    verdict = verdict if interval else _UNSURE
+    if not figures["drafted"]:
+        return f"{verdict}: {found}", "nothing was drafted here, so nothing can be faster"
+    return f"{verdict}: {found}", "" if figures["explained"] is None else _because(figures, of_the_text)
+
+
+def _because(figures: Mapping[str, Any], of_the_text: str) -> str:
+    """Return why a step with this drafter gives too little for its time.
+
+    Args:
+        figures: Those of a generation in which something was drafted.
+        of_the_text: What few accepted drafts tell of the text.
+    """
+    tokens, step, drafting = (figures["explained"][name] for name in ("tokens", "step", "drafting"))
+    balance = f"a step gives {tokens:.2f} tokens and takes {step:.2f} times as long as a plain one"
+    if tokens >= _GAIN * step:
+        return f"{balance}, yet the repeats do not confirm it; raise --repeats"
+    if tokens >= _GAIN * (step - drafting):  # it would pay if drafts cost nothing
+        return f"{balance}, {drafting:.2f} of that for drafting"
+    drafting_steps = sum(gamma > 0 for gamma in figures["gammas"])
+    rate = f"{figures['acceptance_rate']:.0%} of {counted(figures['drafted'], 'draft token')}"
+    if drafting_steps < figures["steps"]:
+        rate += f" in {drafting_steps} of {counted(figures['steps'], 'step')}"
+    reason = f"{balance}: {rate} {'was' if figures['drafted'] == 1 else 'were'} accepted"
+    return f"{reason}; {of_the_text}" if of_the_text else reason
+
+
+def _details(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the figures of a generation, the most important first."""
+    time, lines = figures["time"], []
+    if figures["steps"]:
+        text = f"{figures['tokens_per_step']:.2f} tokens per step"
+        if figures["drafted"]:
+            drafts = counted(figures["drafted"], "draft token")
+            text += f", {figures['accepted']} of {drafts} accepted ({figures['acceptance_rate']:.0%})"
+            if figures["nodes"] > figures["drafted"]:
+                text += f" along trees of {figures['nodes'] / figures['steps']:.1f} nodes"
+            if gained := figures["gained_by_siblings"]:
+                text += f", {gained} more by siblings"
+        elif figures["drafter"] != "none":
+            text += ", nothing drafted"
+        lines.append(("steps", text))
+    lines.append(("output", f"{counted(figures['new_tokens'], 'token')}, {_ENDS[figures['finish_reason']]}"))
+    model = f"{figures['target']} ({figures['dtype']}), drafter {figures['drafter']}"
+    if figures["drafter"] != "none":
+        model += f", γ {_gamma(figures)}"
+    lines.append(("model", model))
+    lines.append(("time", f"first token after {time['ttft_s']:.2f} s, decoding {time['decode_s']:.2f} s"))
+    if time["decode_s"]:
+        shares = ", ".join(f"{part} {time[f'{part}_s'] / time['decode_s']:.0%}" for part in PARTS)
+        lines.append(("parts", f"{shares}, in {counted(figures['steps'], 'step')}"))
+    if (share := figures.get("draftable_share")) is not None:
+        lines.append(("drafter", f"{share:.0%} of the output's tokens are in its vocabulary"))
+    if figures.get("repeats"):
+        prompts = "(`specbench sweep` measures several prompts)"
+        lines.append(("repeats", f"{counted(len(figures['repeats']), 'pair')} of this prompt {prompts}"))
+    return lines
+
+
+def _gamma(figures: Mapping[str, Any]) -> str:
+    """Return the draft length; of a draft policy that decides it, the mean."""
+    options = figures["options"]
+    if options["gamma"] is not None:
+        return str(options["gamma"])
+    mean = f", {figures['drafted'] / figures['steps']:.1f} on average" if figures["steps"] else ""
+    verified = f", verified by {options['verification']}" if options["verification"] else ""
+    return f"by {options['draft_policy']}{mean}{verified}"
+
+
+def _tokens(figures: Mapping[str, Any]) -> tuple[str, str]:
+    """Return whether the outputs of a comparison are the same."""
+    if figures["identical"]:
+        return "tokens", "identical to plain decoding"
+    if figures["identical"] is None:
+        text = "sampled, so they differ from plain decoding's by design"
+        return "tokens", f"{text}; their distribution is the same" if figures["lossless"] else text
+    text = _difference(figures["difference"])
+    differing, pairs = figures["differing_repeats"], len(figures["repeats"])
+    return "tokens", text if differing == pairs else f"{text}; in {differing} of {pairs} repeats"
+
+
+def _difference(difference: Mapping[str, Any]) -> str:
+    ours, plain = ("(end)" if text is None else f"'{visible(text)}'" for text in difference["texts"])
+    verdict = "a numerical tie" if difference["numerical_tie"] else "NO numerical tie: please report it"
+    units = f"{difference['gap_units']:.1f} rounding units of {difference['rounding']}"
+    return (
+        f"differ from plain decoding's at {difference['position']}, {ours} against {plain}, with logits"
+        f" {difference['gap']:.3g} apart ({units}): {verdict}"
+    )
 
 
 def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
@@ -111,15 +268,15 @@ def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
 
     Args:
         answer: With its records.
-        kept: Tokens of its prompt that did not have to be read again.
-        stopped: Whether it was by Ctrl-C.
+        kept: Tokens of its prompt that were in the KV cache.
+        stopped: Whether Ctrl-C stopped it.
     """
     speed = tokens_per_second(answer.prefill, answer.steps)
     ttft = time_split(answer.prefill, answer.steps).ttft_s
     parts = [counted(len(answer.token_ids), "token")]
     parts += [f"{speed:.1f} tokens/s"] if speed else []
-    parts += [f"the first after {ttft:.2f} s", *_steps_in_short(answer.steps)]
-    parts += [f"{kept} of {answer.prompt_tokens} prompt tokens held from before"] if kept else []
+    parts += [f"the first after {ttft:.2f} s", *_steps(answer.steps)]
+    parts += [f"{kept} of {answer.prompt_tokens} prompt tokens in the KV cache"] if kept else []
     if stopped or answer.finish_reason in ("length", "context-limit"):
         parts.append("stopped" if stopped else _ENDS[answer.finish_reason])
     console = _console()
@@ -128,32 +285,16 @@ def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
 
 
 def show_answers(answers: Sequence[Generation], *, kept: int) -> None:
-    """Print the figures of a conversation.
-
-    Args:
-        answers: At least one.
-        kept: Tokens of all prompts that did not have to be read again.
-    """
+    """Print the figures of a conversation with at least one answer; ``kept`` as in ``show_answer``, of all prompts."""
     steps = [step for answer in answers for step in answer.steps]
     tokens = sum(len(answer.token_ids) for answer in answers)
+    prompts = sum(answer.prompt_tokens for answer in answers)
     console = _console()
     _line(console, "output", f"{counted(tokens, 'token')} in {counted(len(answers), 'answer')}")
     if steps:
         speed = sum(len(step.tokens) for step in steps) / sum(step.times.total_s for step in steps)
-        _line(console, "speed", ", ".join([f"{speed:.1f} tokens/s", *_steps_in_short(steps)]))
-    prompts = sum(answer.prompt_tokens for answer in answers)
-    _line(console, "prompts", f"{counted(prompts, 'token')}, {kept} of them held from answers before")
-
-
-def _steps_in_short(steps: Sequence[Step]) -> list[str]:
-    """Tokens per step and acceptance, as far as there are any."""
-    if not steps:
-        return []
-    parts = [f"{tokens_per_step(steps):.2f} tokens per step"]
-    if (rate := acceptance_rate(steps)) is not None:
-        drafted, accepted = sum(step.gamma for step in steps), sum(step.accepted for step in steps)
-        parts.append(f"{accepted} of {counted(drafted, 'draft')} accepted ({rate:.0%})")
-    return parts
+        _line(console, "speed", ", ".join([f"{speed:.1f} tokens/s", *_steps(steps)]))
+    _line(console, "prompts", f"{counted(prompts, 'token')}, {kept} of them in the KV cache")
 
 
 def show_many(
@@ -169,89 +310,38 @@ def show_many(
     """Print the figures of many prompts.
 
     Args:
-        done: What has come to its end.
+        done: The finished generations.
         prompts, failed: How many there were, and how many failed.
         seconds: From the first to the last of them.
-        use: Of the target's pool; ``None`` without one.
-        why_not_batched: Why nobody shared a pass; ``None`` if they did.
-        apart: Leave an empty line before it, for it stands behind the texts.
+        use: How the target's KV cache was used; ``None`` if it is not shared.
+        why_not_batched: Why no forward pass was shared; ``None`` if some were.
+        apart: Leave an empty line before it, for it follows the texts.
     """
     console = _console()
     if apart:
         console.print()
     steps = [step for generation in done for step in generation.steps]
     tokens = sum(len(generation.token_ids) for generation in done)
-    ends = f"{len(done)} of {counted(prompts, 'prompt')} done"
-    _line(console, "prompts", f"{ends}, {failed} failed" if failed else ends)
-    if tokens:
-        speed = f"{tokens / seconds:.1f} tokens/s together" if seconds else "at once"
-        _line(console, "output", f"{counted(tokens, 'token')} in {seconds:.2f} s: {speed}")
+    ends = f"{len(done)} of {counted(prompts, 'prompt')} done" + (f", {failed} failed" if failed else "")
+    if tokens and seconds:
+        ends += f": {counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s together"
+    _line(console, "", f"{ends}.", "bold", indent=0)
     if steps:
-        text = f"{tokens_per_step(steps):.2f} tokens per step"
-        rate = acceptance_rate(steps)
-        _line(console, "steps", text if rate is None else f"{text}, {rate:.0%} of the drafts accepted")
+        _line(console, "steps", ", ".join(_steps(steps)))
     if use is not None:
-        most, room = (counted(blocks * use.block, "token") for blocks in (use.peak, use.blocks))
-        _line(console, "memory", f"keys and values of at most {most} at a time, with room for {room}")
+        most, budget = (counted(blocks * use.block, "token") for blocks in (use.peak, use.blocks))
+        _line(console, "memory", f"KV cache of at most {most} at a time, {budget} fit")
     if why_not_batched is not None:
-        _line(console, "note", f"every prompt had passes of its own: {why_not_batched}")
+        _line(console, "note", f"no forward passes were shared: {why_not_batched}")
 
 
-def _predicted(figures: Mapping[str, Any], of_the_text: str | None) -> tuple[str, bool] | None:
-    """What the passes of a single generation tell of its speed over plain decoding, and whether that is a gain.
-
-    Args:
-        figures: Without a comparison.
-        of_the_text: What few accepted drafts tell of the text; ``None``: nothing.
-
-    Returns:
-        ``None`` where they tell nothing.
-    """
-    explained = figures["explained"]
-    if explained is None:
-        return None
-    if not figures["drafted"]:
-        return f"nothing was drafted in {counted(figures['steps'], 'step')}", False
-    ratio = f"about {explained['usual']:.2f}× plain decoding"
-    if explained["usual"] >= _GAIN:
-        passes = "" if explained["plain_steps"] else ", none of them a plain one"
-        return f"{ratio}, predicted from this run's own passes{passes}", True
-    what = "slower" if explained["usual"] < 1 / _GAIN else "hardly faster"
-    return f"predicted to be {what} with this drafter, {ratio}: {_because(figures, of_the_text)}", False
-
-
-def _no_help(figures: Mapping[str, Any], of_the_text: str | None) -> str | None:
-    """That a comparison does not show a drafter to help, and why; ``None`` if it does, or nothing was compared.
-
-    Args:
-        figures, of_the_text: See ``_predicted``.
-    """
-    speedup, interval = figures["speedup"], figures["speedup_interval"]
-    if speedup is None or figures["drafter"] == "none":
-        return None
-    low, high = interval or (speedup, speedup)
-    if low > 1:
-        return None
-    if not figures["drafted"]:
-        return "nothing was drafted here, so nothing can be faster"
-    what = "slower with this drafter" if high < 1 else "not shown to be faster with this drafter"
-    if any(warning["severity"] == "warning" for warning in figures["warnings"]):
-        what = "no gain to be seen with this drafter"
-    return what if figures["explained"] is None else f"{what}: {_because(figures, of_the_text)}"
-
-
-def _because(figures: Mapping[str, Any], of_the_text: str | None) -> str:
-    """Why a step with this drafter brings too little for its time; for the arguments see ``_predicted``."""
-    tokens, step, drafting = (figures["explained"][name] for name in ("tokens", "step", "drafting"))
-    balance = f"a step brings {tokens:.2f} tokens and takes as long as {step:.2f} plain ones"
-    if tokens >= _GAIN * (step - drafting):  # it would pay if drafts cost nothing
-        return f"{balance}, {drafting:.2f} of them for drafting"
-    drafting_steps = sum(gamma > 0 for gamma in figures["gammas"])
-    rate = f"{figures['acceptance_rate']:.0%} of {counted(figures['drafted'], 'draft')}"
-    if drafting_steps < figures["steps"]:
-        rate += f" in {drafting_steps} of {counted(figures['steps'], 'step')}"
-    reason = f"{balance}, for {rate} {'was' if figures['drafted'] == 1 else 'were'} accepted"
-    return f"{reason}: {of_the_text}" if of_the_text else reason
+def _steps(steps: Sequence[Step]) -> list[str]:
+    """Return tokens per step and acceptance, as far as there are any."""
+    parts = [f"{tokens_per_step(steps):.2f} tokens per step"] if steps else []
+    if steps and (rate := acceptance_rate(steps)) is not None:
+        drafted, accepted = sum(step.gamma for step in steps), sum(step.accepted for step in steps)
+        parts.append(f"{accepted} of {counted(drafted, 'draft token')} accepted ({rate:.0%})")
+    return parts
 
 
 def _console() -> Console:
@@ -260,8 +350,10 @@ def _console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _line(console: Console, label: str, text: str, style: str = "", *, wrap: bool = True) -> None:
-    """A label and its text; on a terminal the text is wrapped to stay in its column, unless it is to be copied."""
+def _line(
+    console: Console, label: str, text: str, style: str = "", *, wrap: bool = True, indent: int = _LABEL
+) -> None:
+    """Print a label and its text, which is wrapped in its column on a terminal, unless it is to be copied."""
     from rich.text import Text
 
     encoding = console.encoding
@@ -270,91 +362,8 @@ def _line(console: Console, label: str, text: str, style: str = "", *, wrap: boo
     text = " ".join(terminal_safe(text, encoding).split())
     lines = [Text(text, style)]
     if console.is_terminal and wrap:
-        lines = list(lines[0].wrap(console, max(min(console.width, _WIDEST) - _LABEL, 20)))
+        lines = list(lines[0].wrap(console, max(min(console.width, _WIDEST) - indent, 20)))
     for number, line in enumerate(lines):
         line.rstrip()
-        head = Text(f"{'' if number else label:{_LABEL}}", "dim")
+        head = Text(f"{'' if number else label:{indent}}", "dim")
         console.print(head.append_text(line), soft_wrap=True)
-
-
-def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    time, speed = figures["time"], figures["tokens_per_second"]
-    model = f"{figures['target']} ({figures['dtype']}), drafter {figures['drafter']}"
-    if figures["drafter"] != "none":
-        model += f", γ {figures['options']['gamma']}"
-    lines = [("model", model)]
-    lines.append(("output", f"{counted(figures['new_tokens'], 'token')}, {_ENDS[figures['finish_reason']]}"))
-    first = f"the first token after {time['ttft_s']:.2f} s"
-    if figures.get("speedup") is not None:
-        speed = _mean_speeds(figures)["speculative"]
-        first = f"geometric mean of {counted(len(_rated(figures)), 'repeat')}; {first}"
-    lines.append(("speed", first if speed is None else f"{speed:.1f} tokens/s, {first}"))
-    if figures["steps"]:
-        steps = f"{figures['tokens_per_step']:.2f} tokens per step in {counted(figures['steps'], 'step')}"
-        if figures["drafted"]:
-            accepted = f"{figures['accepted']} of {counted(figures['drafted'], 'draft')} accepted"
-            steps += f", {accepted} ({figures['acceptance_rate']:.0%})"
-            if figures["nodes"] > figures["drafted"]:
-                steps += f" along trees of {figures['nodes'] / figures['steps']:.1f} nodes"
-            if gained := figures["gained_by_siblings"]:
-                steps += f", {gained} more by siblings"
-        elif figures["drafter"] != "none":
-            steps += ", nothing drafted"
-        lines.append(("steps", steps))
-    if (share := figures.get("draftable_share")) is not None:
-        lines.append(("drafter", f"{share:.0%} of these tokens are among those that its model can draft"))
-    if time["decode_s"]:
-        shares = ", ".join(f"{part} {time[f'{part}_s'] / time['decode_s']:.0%}" for part in PARTS)
-        lines.append(("time", f"decoding {time['decode_s']:.2f} s: {shares}"))
-    if "plain" in figures:
-        lines += _comparison(figures)
-    return lines
-
-
-def _rated(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of a comparison's pairs, those whose speedup is known."""
-    return [each for each in figures["repeats"] if each["speedup"] is not None]
-
-
-def _mean_speeds(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Tokens per second of both sides of a comparison; their ratio is its speedup."""
-    return {
-        side: geometric_mean(each[side]["tokens_per_second"] for each in _rated(figures))
-        for side in ("speculative", "plain")
-    }
-
-
-def _comparison(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    speedup, interval, repeats = figures["speedup"], figures["speedup_interval"], figures["repeats"]
-    if speedup is None:
-        plain = "too short to compare the speed"
-    else:
-        plain = f"{_mean_speeds(figures)['plain']:.1f} tokens/s without a drafter, {speedup:.2f}×"
-        if interval is None:
-            plain += f" with it in {counted(len(repeats), 'repeat')} of this prompt: too few to say how sure that is"
-        else:
-            low, high = interval
-            plain += (
-                f" [{low:.2f}, {high:.2f}] with it: 95% interval over {len(repeats)} repeats of this prompt"
-                " (`specbench sweep` measures several prompts)"
-            )
-    if figures["identical"]:
-        tokens = "identical to plain decoding"
-    elif figures["identical"] is None:
-        tokens = "sampled, so they differ from plain decoding's by design"
-        tokens += "; their distribution is the same" if figures["lossless"] else ""
-    else:
-        tokens = _difference(figures["difference"])
-        if (differing := figures["differing_repeats"]) < len(repeats):
-            tokens += f"; in {differing} of {len(repeats)} repeats"
-    return [("plain", plain), ("tokens", tokens)]
-
-
-def _difference(difference: Mapping[str, Any]) -> str:
-    ours, plain = ("(end)" if text is None else f"'{visible(text)}'" for text in difference["texts"])
-    verdict = "a numerical tie" if difference["numerical_tie"] else "NO numerical tie: please report it"
-    units = f"{difference['gap_units']:.1f} rounding units of {difference['rounding']}"
-    return (
-        f"part from plain decoding's at {difference['position']}, {ours} against {plain}, where the two tokens' logits"
-        f" are {difference['gap']:.3g} apart ({units}): {verdict}"
-    )

@@ -18,10 +18,10 @@ import typer
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
+from specbench.cli.console import write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_run import RunJob, describe_sources
-from specbench.cli.watchers import write_out
 from specbench.options import (
     DECODING,
     MODELS,

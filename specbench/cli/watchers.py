@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import terminal_safe
+from specbench.cli.console import write_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -158,14 +159,14 @@ class StreamedText:
 class WholeText:
     """Writes the text at the end, styled by ``paint`` if there is one, an empty line behind a trace on the screen."""
 
-    def __init__(self, paint: Paint | None = None, *, behind_trace: bool) -> None:
-        self._paint, self._behind_trace = paint, behind_trace
+    def __init__(self, paint: Paint | None = None, *, after_trace: bool) -> None:
+        self._paint, self._after_trace = paint, after_trace
 
     def record(self, record: Prefill | Step) -> None:
         """Nothing yet."""
 
     def end(self, result: Generation) -> None:
-        if self._behind_trace:
+        if self._after_trace:
             sys.stderr.write("\n")
         pieces: Sequence[tuple[Origin, str]] = result.pieces or ()
         if sys.stdout.isatty():
@@ -276,10 +277,3 @@ def tokens_of(record: Prefill | Step) -> tuple[int, ...]:
     if isinstance(record, Prefill):
         return () if record.token is None else (record.token,)
     return record.tokens
-
-
-def write_out(text: str) -> None:
-    """Text to stdout at once; a terminal gets it without the characters that would steer it."""
-    if text:
-        sys.stdout.write(terminal_safe(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
-        sys.stdout.flush()

@@ -1,0 +1,274 @@
+"""Decoding one prompt for `specbench generate`: shown as it comes, traced, compared with plain decoding."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specbench.backends.torch.parity import find_difference
+from specbench.bench.pairs import Pairs, predict
+from specbench.cli import options as opt
+from specbench.cli.conflicts import given
+from specbench.cli.console import write_json
+from specbench.cli.progress import StageProgress
+from specbench.cli.setting import LoadedRecipe, facts
+from specbench.cli.summary import Advice, show_summary
+from specbench.cli.watchers import StreamedText, TraceOutput, Tracer, WholeText, tokens_of
+from specbench.decoding.clocks import peak_memory
+from specbench.decoding.metrics import summary
+from specbench.generate import GenerationRun
+from specbench.options import LengthOptions
+from specbench.policies import FixedLength
+from specbench.results.trace import header_event
+from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
+
+if TYPE_CHECKING:
+    from specbench.cli.generate import ShownOptions
+    from specbench.cli.watchers import Paint, Watcher
+    from specbench.decoding.records import Generation
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class PromptJob(LoadedRecipe):
+    """A prompt for a recipe, so that the speculative and the plain run differ in the drafter alone."""
+
+    prompt: list[int]
+    prompt_text: str
+
+    def start(
+        self, *, plain: bool = False, trace: bool = False, max_new_tokens: int | None = None
+    ) -> GenerationRun:
+        """Return a run that has not begun; ``max_new_tokens`` limits it further."""
+        decoding = self.recipe.decoding
+        if max_new_tokens is not None:
+            decoding = decoding.with_changes(max_new_tokens=min(max_new_tokens, decoding.max_new_tokens))
+        if plain:
+            decoding = decoding.with_changes(residual_adjustment=True)
+        return GenerationRun(
+            self.prompt,
+            self.target,
+            None if plain else self.drafter,
+            policy=None if plain else self.policy,
+            sampling=self.sampling,
+            seed=self.recipe.sampling.seed,
+            decoding=decoding,
+            trace=trace,
+        )
+
+    def warm_up(self) -> None:
+        """Decode with the drafter and plainly once, so that neither pays for the first time.
+
+        With fixed shapes every shape takes long when it is met first, so that whole outputs are decoded.
+        """
+        fixed_shapes = self.recipe.caching.kind in ("static", "compiled")
+        for plain in (False, True):
+            for _ in self.start(plain=plain, max_new_tokens=None if fixed_shapes else WARM_UP_TOKENS):
+                pass
+
+    def piece(self, token: int) -> str:
+        """Return the text of a token, special tokens included."""
+        assert self.target.tokenizer is not None
+        return str(self.target.tokenizer.decode([token], skip_special_tokens=False))
+
+    def header(self) -> dict[str, Any]:
+        """Return the first event of a trace."""
+        return header_event(
+            target=self.target.name,
+            drafter=self.drafter.name,
+            dtype=self.target.dtype,
+            options=self.options(),
+            prompt=self.prompt_text,
+            prompt_tokens=len(self.prompt),
+            greedy=self.sampling.greedy,
+            lossless=self.recipe.decoding.residual_adjustment,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return what decides the output, by name; ``None`` for what is switched off."""
+        policy, fixed = self.policy.policy, not self.policy.siblings.most
+        branches = policy.branches or self.policy.siblings.most > 0 or self.drafter.several
+        named = (branches or self.policy.verification is not None) and not self.sampling.greedy
+        return {
+            "draft_policy": self.policy.name,
+            "verification": self.policy.method(self.drafter) if named else None,
+            "gamma": policy.gamma if fixed and isinstance(policy, FixedLength) else None,
+            "costs": "given" if self.recipe.costs else None,
+            **opt.deciding(self.recipe, self.sampling, self.target.language_model),
+        }
+
+    def draftable_share(self, tokens: Sequence[int]) -> float | None:
+        """Return the share of tokens that the drafter's model could draft; ``None`` where it can draft any."""
+        if self.drafter.draftable is None or not tokens:
+            return None
+        return sum(token in self.drafter.draftable for token in tokens) / len(tokens)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the target has a chat template."""
+        return bool(getattr(self.target.tokenizer, "chat_template", None))
+
+
+def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]:
+    """Return what the user should know before reading the output, and which options have no effect."""
+    drafter, lines = job.recipe.drafter, []
+    ignored: list[tuple[bool, str, Sequence[str | type]]] = [
+        (
+            job.sampling.greedy,
+            "at temperature 0: the most probable token is taken",
+            ("top_k", "top_p", "min_p", "seed"),
+        ),
+        (
+            drafter.is_plain,
+            "with the drafter none",
+            ("draft_policy", "tree", "gamma", LengthOptions, "first_target"),
+        ),
+        (
+            drafter.model_spec is None,
+            f"with the drafter {drafter.model_part.word}, which is no model of its own",
+            ("drafter_dtype", "drafter_device", "drafter_device_map"),
+        ),
+    ]
+    for applies, why, names in ignored:
+        if applies and (listed := given(ctx, *names)):
+            lines.append(f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect {why}.")
+    lines += facts(job.target, job.drafter, job.recipe.decoding)
+    if not job.has_template and chat is not False:
+        lines.append("The model has no chat template: the prompt is continued as raw text.")
+    return lines
+
+
+def advice_for(ctx: typer.Context, job: PromptJob, chat: bool | None) -> Advice:
+    """Return what to try if the reply is empty or the drafter does not help."""
+    drafter, policy = job.recipe.drafter, job.recipe.policy
+    if not job.has_template:
+        blank = "without a chat template a model continues text: give it the beginning of one, or take a chat model"
+    elif chat is False:
+        blank = "leave --raw out, so that the model is asked and not continued"
+    else:
+        blank = "word the prompt otherwise, or try --raw"
+    if drafter.is_plain or policy is None:
+        return Advice(blank)
+    # A copy costs next to nothing, a model drafts where there is nothing to copy.
+    if isinstance(drafter, Cascade):
+        other = "lookup"
+    elif drafter.model_spec is not None:
+        other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
+    else:
+        can_quantize = job.target.rounded is None and job.target.scorer.device.type == "cpu"
+        other = "lookup+self:int8" if can_quantize else ""
+    applies = other and policy.applies(parse_drafter(other))
+    return Advice(
+        blank,
+        text="this text repeats little" if isinstance(drafter, Lookup | NGram | Suffix) else "",
+        policy="--draft-policy auto" if job.sampling.greedy and policy.word != "auto" else "",
+        command=opt.command_with(ctx, drafter=other, costs=None) if applies else "",
+    )
+
+
+def decode(
+    job: PromptJob, trace_to: TraceOutput | None, advice: Advice, paint: Paint | None, show: ShownOptions
+) -> None:
+    """Decode, show the text, compare, and show what it came to.
+
+    Args:
+        job, trace_to: What to run, and where its steps go.
+        advice: What to try if the drafter does not help.
+        paint: Styles the text by where its tokens came from.
+        show: What is printed.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; what there was by then has been shown.
+    """
+    run = job.start(trace=trace_to is not None)
+    on_screen = trace_to is not None and trace_to.on_screen
+    watchers: list[Watcher] = []
+    if trace_to is not None:
+        watchers.append(Tracer(trace_to, job.header(), job.piece))
+    if not show.json_output:
+        watchers.append(
+            StreamedText(run, paint) if show.streamed else WholeText(paint, after_trace=on_screen)
+        )
+    max_new_tokens = job.recipe.decoding.max_new_tokens
+
+    def decode_once(plain: bool) -> Generation:
+        if not pairs.speculative:
+            _follow(run, watchers, "decoding", max_new_tokens, quiet=show.quiet or show.streamed or on_screen)
+            return run.result()
+        repeat, done = job.start(plain=plain), len(pairs.plain if plain else pairs.speculative)
+        stage = f"decoding {'plainly' if plain else 'with the drafter'}, to compare ({done + 1})"
+        _follow(repeat, (), stage, max_new_tokens, quiet=show.quiet)
+        return repeat.result()
+
+    pairs = Pairs(decode_once, show.repeats)
+    finished = True
+    try:
+        if show.compare:
+            pairs.measure()
+        else:
+            decode_once(False)
+    except KeyboardInterrupt:
+        finished = False
+    result = run.result()
+    figures = summary(result) | {
+        "options": job.options(),
+        "device": str(job.target.scorer.device),
+        "costs": result.costs,
+        "draftable_share": job.draftable_share(result.token_ids),
+    }
+    if pairs.plain:
+        figures |= pairs.figures() | _compared_tokens(pairs, job)
+    else:
+        predicted = predict(result)
+        figures["explained"] = predicted and asdict(predicted)
+    if show.json_output:
+        write_json(figures | {"peak_memory_bytes": peak_memory(str(job.target.scorer.device))})
+    if not show.quiet:
+        notes = job.target.language_model.notes
+        show_summary(figures, advice=advice, apart=sys.stdout.isatty(), notes=notes, verbose=show.verbose)
+    if not finished:
+        raise KeyboardInterrupt
+
+
+def _follow(
+    run: GenerationRun, watchers: Sequence[Watcher], stage: str, max_new_tokens: int, *, quiet: bool
+) -> None:
+    """Run to the end, or to Ctrl-C. The watchers see the end in any case."""
+    done = 0
+    try:
+        with StageProgress(quiet, animated=False) as progress:
+            for record in run:
+                for watcher in watchers:
+                    watcher.record(record)
+                done += len(tokens_of(record))
+                progress.update(stage, done, max_new_tokens)
+    finally:
+        for watcher in watchers:
+            watcher.end(run.result())
+
+
+def _compared_tokens(pairs: Pairs, job: PromptJob) -> dict[str, Any]:
+    """Return the figures of the plain run, and where the tokens of a pair first differ."""
+    found: dict[str, Any] = {"plain": summary(pairs.plain[0]), "identical": None}
+    if not job.sampling.greedy:  # sampled outputs differ by design: the draws fall on other events
+        return found
+    both = [
+        (fast.token_ids, slow.token_ids) for fast, slow in zip(pairs.speculative, pairs.plain, strict=False)
+    ]
+    differing = [(fast, slow) for fast, slow in both if fast != slow]
+    found |= {"identical": not differing, "differing_repeats": len(differing)}
+    if differing:
+        decoding = job.recipe.decoding
+        last = len(job.prompt) + decoding.max_new_tokens
+        transforms = job.sampling.at(len(job.prompt), last, decoding.end_ids(job.target.end_ids))
+        difference = find_difference(job.target.scorer, job.prompt, *differing[0], transforms)
+        assert difference is not None
+        texts = [None if token is None else job.piece(token) for token in difference.tokens]
+        rounding = str(job.target.scorer.rounding).removeprefix("torch.")
+        found["difference"] = {**asdict(difference), "rounding": rounding, "texts": texts}
+    return found
