@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +16,7 @@ from specbench.cli import options as opt
 from specbench.cli.many import ManyOptions, decode_prompts, refuse_for_many
 from specbench.cli.progress import starting
 from specbench.cli.setting import parse_recipe
-from specbench.cli.watchers import TraceOutput
+from specbench.cli.watchers import ShownOptions, TraceOutput
 from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
@@ -25,46 +24,6 @@ if TYPE_CHECKING:
     from specbench.cli.watchers import Paint
     from specbench.generate import GenerationRun
     from specbench.models.target import Target
-
-
-@dataclass(frozen=True)
-class ShownOptions:
-    """Output options."""
-
-    compare: Annotated[
-        bool,
-        opt.output(
-            "--compare",
-            None,
-            "Decode plainly too, in turn: the speedup with its interval, and any difference.",
-        ),
-    ] = False
-    repeats: Annotated[
-        int | None,
-        opt.output("--repeats", "N", "Pairs of --compare. Default: 3, and up to 12 within 10 s.", min=1),
-    ] = None
-    show_accepted: Annotated[
-        bool,
-        opt.output(
-            "--show-accepted", None, "Colors by origin: accepted drafts, corrected tokens, the target's own."
-        ),
-    ] = False
-    stream: Annotated[bool, opt.output("--stream/--no-stream", None, "Print text as it is decoded.")] = True
-    debug: Annotated[bool, opt.output("--debug", None, "Show every step on stderr.")] = False
-    trace_file: Annotated[
-        Path | None, opt.output("--trace-file", "FILE", "File for every step, as JSON Lines.")
-    ] = None
-    json_output: Annotated[
-        bool,
-        opt.output("--json", None, "Print one JSON object instead of text, or a line for each of --prompts."),
-    ] = False
-    verbose: opt.VerboseOption = False
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no summary.")] = False
-
-    @property
-    def streamed(self) -> bool:
-        """Whether text is printed as it is decoded."""
-        return self.stream and not self.json_output and not self.debug
 
 
 def generate(

@@ -27,8 +27,7 @@ from specbench.results.trace import header_event
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
 if TYPE_CHECKING:
-    from specbench.cli.generate import ShownOptions
-    from specbench.cli.watchers import Paint, Watcher
+    from specbench.cli.watchers import Paint, ShownOptions, Watcher
     from specbench.decoding.records import Generation
 
 WARM_UP_TOKENS = 16

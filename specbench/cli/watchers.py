@@ -6,14 +6,16 @@ import os
 import shutil
 import stat
 import sys
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, Protocol, TextIO, TypeAlias, TypeVar
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import write_out
+from specbench.cli.options import VerboseOption, output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +37,46 @@ _END_FIGURES = (
     "acceptance_rate",
     "tokens_per_second",
 )
+
+
+@dataclass(frozen=True)
+class ShownOptions:
+    """Output options."""
+
+    compare: Annotated[
+        bool,
+        output(
+            "--compare",
+            None,
+            "Decode plainly too, in turn: the speedup with its interval, and any difference.",
+        ),
+    ] = False
+    repeats: Annotated[
+        int | None,
+        output("--repeats", "N", "Pairs of --compare. Default: 3, and up to 12 within 10 s.", min=1),
+    ] = None
+    show_accepted: Annotated[
+        bool,
+        output(
+            "--show-accepted", None, "Colors by origin: accepted drafts, corrected tokens, the target's own."
+        ),
+    ] = False
+    stream: Annotated[bool, output("--stream/--no-stream", None, "Print text as it is decoded.")] = True
+    debug: Annotated[bool, output("--debug", None, "Show every step on stderr.")] = False
+    trace_file: Annotated[
+        Path | None, output("--trace-file", "FILE", "File for every step, as JSON Lines.")
+    ] = None
+    json_output: Annotated[
+        bool,
+        output("--json", None, "Print one JSON object instead of text, or a line for each of --prompts."),
+    ] = False
+    verbose: VerboseOption = False
+    quiet: Annotated[bool, output("--quiet -q", None, "No progress, no summary.")] = False
+
+    @property
+    def streamed(self) -> bool:
+        """Whether text is printed as it is decoded."""
+        return self.stream and not self.json_output and not self.debug
 
 
 class TraceOutput:
