@@ -17,7 +17,13 @@ from specbench.cli.many import ManyOptions, decode_prompts, refuse_for_many
 from specbench.cli.progress import starting
 from specbench.cli.setting import parse_recipe
 from specbench.cli.watchers import ShownOptions, TraceOutput
-from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import (
+    CacheOptions,
+    DecodingOptions,
+    ModelOptions,
+    SamplingOptions,
+    SharedPolicyOptions,
+)
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt

@@ -21,7 +21,7 @@ from specbench.cli.watchers import StreamedText, TraceOutput, Tracer, WholeText,
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.metrics import summary
 from specbench.generate import GenerationRun
-from specbench.options import LengthOptions
+from specbench.options import SharedPolicyOptions
 from specbench.policies import FixedLength
 from specbench.results.trace import header_event
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
@@ -125,7 +125,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
         (
             drafter.is_plain,
             "with the drafter none",
-            ("draft_policy", "tree", "gamma", LengthOptions, "first_target"),
+            ("draft_policy", "tree", "gamma", SharedPolicyOptions, "first_target"),
         ),
         (
             drafter.model_spec is None,
@@ -159,7 +159,7 @@ def advice_for(ctx: typer.Context, job: PromptJob, chat: bool | None) -> Advice:
     elif drafter.model_spec is not None:
         other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
     else:
-        can_quantize = job.target.rounded is None and job.target.scorer.device.type == "cpu"
+        can_quantize = job.target.quantization is None and job.target.scorer.device.type == "cpu"
         other = "lookup+self:int8" if can_quantize else ""
     applies = other and policy.applies(parse_drafter(other))
     return Advice(
