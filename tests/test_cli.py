@@ -582,7 +582,7 @@ def test_drafters_lists_every_word_and_option_within_80_columns(cli, monkeypatch
         start = next(number for number, line in enumerate(lines) if line.startswith(f"{kind.word} "))
         block = lines[start : lines.index("", start)]
         for option in kind.options():
-            assert any(line.startswith(f"{' ' * 10}{option.written} ") for line in block), option
+            assert any(line.startswith(f"{' ' * 10}{option.syntax} ") for line in block), option
 
 
 # --- Text that is not harmless --------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_the_documentation_lists_every_option_with_its_default():
         assert len(listed) == len(own) + policy.timed  # and --costs
         for option in own:
             (found,) = [each for each in listed if re.match(rf"`{option.key}[` ]", each)]
-            default = re.search(r"\(([\d.]+)\)", option.meaning)
+            default = re.search(r"\(([\d.]+)\)", option.help)
             assert default is None or f"({default[1]})" in found
 
 
@@ -576,7 +576,7 @@ def test_the_documentation_lists_every_option_of_trees():
             (row,) = re.findall(rf"^\| `{policy.word.removesuffix('-tree')}` \|(.*)$", text, re.MULTILINE)
             for option in policy.options:
                 if option.key != "verification":
-                    default = re.search(r"\(([\d-]+)\)", option.meaning)
+                    default = re.search(r"\(([\d-]+)\)", option.help)
                     assert default is not None
                     assert f"`{option.key}` ({default[1]})" in row
     for name in VERIFICATIONS:

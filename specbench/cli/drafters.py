@@ -22,9 +22,9 @@ def drafters() -> None:
     for kind in DRAFTERS:
         _item(console, kind.word, kind.summary, 0, _INDENT, "bold")
         options = kind.options()
-        column = _INDENT + max((len(each.written) for each in options), default=0) + 2
+        column = _INDENT + max((len(each.syntax) for each in options), default=0) + 2
         for each in options:
-            _item(console, each.written, each.meaning, _INDENT, column, "cyan")
+            _item(console, each.syntax, each.help, _INDENT, column, "cyan")
         _item(console, "", f"Draft probabilities: {kind.probabilities}.", _INDENT, _INDENT, "dim")
         console.print()
     for line in (

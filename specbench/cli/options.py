@@ -194,7 +194,7 @@ def complete_drafters(incomplete: str) -> list[str]:
     words = [kind for kind in DRAFTERS if kind.word.islower()]
     found = [*(kind.word for kind in words), "lookup+self:int8"]
     if incomplete:
-        written = [(kind.word, each.written.partition("=")) for kind in words for each in kind.options()]
+        written = [(kind.word, each.syntax.partition("=")) for kind in words for each in kind.options()]
         found += [f"{word}:{key}{sign}" for word, (key, sign, _) in written]
     return _beginning(incomplete, found)
 

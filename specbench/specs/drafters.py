@@ -495,7 +495,7 @@ def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None
         return None
     if near := get_close_matches(name, offered, 1, 0.7):
         (word,) = near
-        meant = (word + colon + options, word, *(f"{word}:{o.written}" for o in offered[word].options()))
+        meant = (word + colon + options, word, *(f"{word}:{o.syntax}" for o in offered[word].options()))
         return next(spec for spec in meant if _is_valid(spec))
     folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
     return next(iter(get_close_matches(text, folders, 1, 0.8)), None)

@@ -36,8 +36,8 @@ class Option:
     """An option of a spec.
 
     Attributes:
-        written: Its syntax, with a placeholder for the value: ``order=N``. A flag has no value.
-        meaning: Its help.
+        syntax: Its syntax, with a placeholder for the value: ``order=N``. A flag has no value.
+        help: Its help.
         default: Its default value.
         parse: Converts text to its value; raises ``ValueError``.
         expected: What ``parse`` takes, for messages.
@@ -47,8 +47,8 @@ class Option:
         name: The field's name.
     """
 
-    written: str
-    meaning: str
+    syntax: str
+    help: str
     default: Any = None
     parse: Callable[[str], Any] = int
     expected: str = "whole number"
@@ -60,11 +60,11 @@ class Option:
 
     @property
     def key(self) -> str:
-        return self.written.partition("=")[0]
+        return self.syntax.partition("=")[0]
 
     def read(self, value: str | bool, word: str, hint: str) -> Any:
         """Parse its value in the spec of ``word``; raise ``UsageError`` with ``hint`` if it is missing or invalid."""
-        if "=" not in self.written:
+        if "=" not in self.syntax:
             if value is True:
                 return True
             raise UsageError(
@@ -96,14 +96,12 @@ class Option:
         if (self.least is not None and value < self.least) or (most is not None and value > most):
             wanted = f"at most {most}" if self.least is None else f"at least {self.least}"
             wanted = wanted if None in (self.least, most) else f"{self.least} to {most}"
-            raise UsageError(
-                f"The option {self.key!r} of {word} is {value}.", f"Give {wanted}: {self.meaning}."
-            )
+            raise UsageError(f"The option {self.key!r} of {word} is {value}.", f"Give {wanted}: {self.help}.")
 
 
-def option(default: Any, written: str, meaning: str, **more: Any) -> Any:
+def option(default: Any, syntax: str, help_text: str, **more: Any) -> Any:
     """Declare a dataclass field as an option; for the arguments see ``Option``."""
-    return dataclasses.field(default=default, metadata={_OPTION: Option(written, meaning, default, **more)})
+    return dataclasses.field(default=default, metadata={_OPTION: Option(syntax, help_text, default, **more)})
 
 
 def options_of(kind: Any) -> tuple[Option, ...]:
@@ -127,7 +125,7 @@ def read_options(word: str, given: Mapping[str, str | bool], options: Sequence[O
         UsageError: There is no such option, or a value is of another kind.
     """
     known = {each.key: each for each in options}
-    hint = f"Options of {word}: {', '.join(each.written for each in options)}."
+    hint = f"Options of {word}: {', '.join(each.syntax for each in options)}."
     hint = hint if options else f"{word} has no options."
     values = {}
     for key, value in given.items():

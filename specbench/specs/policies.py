@@ -349,7 +349,7 @@ def parse_tree(text: str) -> PolicySpec | int:
     if word == "chain" and not given:
         return 0
     if word == "siblings" and given.keys() <= {"nodes"}:
-        nodes = replace(_SIBLINGS, written="nodes=N", name="nodes")
+        nodes = replace(_SIBLINGS, syntax="nodes=N", name="nodes")
         return int(read_options(word, given, [nodes]).get("nodes", 8))
     raise UsageError(
         f"There is no tree {text!r}.",
