@@ -152,7 +152,7 @@ class GenerationRun:
             caches where they can be rolled back so far. The output is the same.
 
     Attributes:
-        kept: Number of prompt tokens taken from the caches; known from the first record on.
+        cached_tokens: Number of prompt tokens taken from the caches; known from the first record on.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class GenerationRun:
             "trace": trace,
         }
         self.most_tokens = len(prompt) + decoding.max_new_tokens
-        self.kept = 0
+        self.cached_tokens = 0
         # The epochs of target and drafter while they hold its context.
         self._begun: tuple[object, object] | None = None
         self._records = self._decoded(after)
@@ -206,14 +206,14 @@ class GenerationRun:
     def _decoded(self, after: GenerationRun | None) -> Iterator[Prefill | Step]:
         scorer, drafter = self.target.scorer, self.drafter
         if after is not None and after.target is self.target and after.drafter is drafter:
-            self.kept = after._common_with(self.prompt)
+            self.cached_tokens = after._common_with(self.prompt)
         yield from decode_steps(
             self.prompt,
             scorer,
             drafter,
             policy=self.policy,
             clock=clock_for(str(scorer.device)),
-            kept=self.kept,
+            kept=self.cached_tokens,
             **self._settings,
         )
 

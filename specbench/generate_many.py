@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.target import Target
 
-BESIDE = 128
+TREE_POSITIONS = 128
 """Cache positions for a draft tree, in addition to the output's."""
 
 
@@ -90,13 +90,13 @@ class GenerationRuns:
             max_batch=max_batch,
             max_tokens_per_pass=max_tokens_per_pass,
             clock=clock,
-            watch=partial(_made, self.load if max_batch > 1 else None, watch),
+            watch=partial(_observe, self.load if max_batch > 1 else None, watch),
         )
         self._may_draft = partial(_may_draft, self._scheduler, disable_by_batch_size)
         self.factory: RequestFactory | None = None
         if begun:
             limit = begun[0].target.scorer.context_limit
-            longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + BESIDE
+            longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + TREE_POSITIONS
             tokens = pool_tokens or (longest * max_batch if max_batch > 1 else None)
             kind: PoolKind = pool or ("slotted" if pool_tokens is None else "paged")
             self.factory = RequestFactory(begun[0].target.scorer, tokens, max_batch, kind)
@@ -104,7 +104,7 @@ class GenerationRuns:
                 self.factory.open(drafter)  # models are tried out now, and not while somebody waits
         for run in runs:
             self.add(run)
-        self._events = self._taken()
+        self._events = self._iterate()
 
     def __len__(self) -> int:
         """Return the number of runs that have not ended."""
@@ -126,7 +126,7 @@ class GenerationRuns:
 
     def step(self) -> list[tuple[int, Event]]:
         """Run one forward pass and return its events, for callers that add runs meanwhile."""
-        return [(i, self._took(i, event)) for i, event in self._scheduler.step()]
+        return [(i, self._record(i, event)) for i, event in self._scheduler.step()]
 
     def close(self) -> None:
         self._scheduler.close()
@@ -140,14 +140,14 @@ class GenerationRuns:
         load = None if self.max_batch == 1 else self.load
         return run.as_request(self.factory, load, self._may_draft)
 
-    def _taken(self) -> Iterator[tuple[int, Event]]:
+    def _iterate(self) -> Iterator[tuple[int, Event]]:
         try:
             for i, event in self._scheduler:
-                yield i, self._took(i, event)
+                yield i, self._record(i, event)
         finally:
             self.close()
 
-    def _took(self, i: int, event: Event) -> Event:
+    def _record(self, i: int, event: Event) -> Event:
         if isinstance(event, Exception):
             self._errors[i] = event
         else:
@@ -194,7 +194,7 @@ class GenerationRuns:
             return error
 
 
-def _made(load: Load | None, watch: Callable[[SharedPass], None] | None, made: SharedPass) -> None:
+def _observe(load: Load | None, watch: Callable[[SharedPass], None] | None, made: SharedPass) -> None:
     if load is not None:
         load.took(made)
     if watch is not None:

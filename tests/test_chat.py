@@ -57,7 +57,7 @@ def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter)
             pass
         found.append(answer.result())
         prompts.append(list(answer.prompt))
-        kept.append(answer.kept)
+        kept.append(answer.cached_tokens)
         conversation.add(text, answer.result().text or "")
     fresh = [speculative_generate(prompt, target, None, max_new_tokens=NEW) for prompt in prompts]
     assert [each.token_ids for each in found] == [each.token_ids for each in fresh]

@@ -101,9 +101,9 @@ def test_the_output_is_that_of_a_fresh_start(name, fed):
         fed.clear()
         last = run(prompt, own, loaded_drafter, after=last)
         outputs.append(output(last))
-        kept.append(last.kept)
-        assert fed[0] == len(prompt) - last.kept
-        assert max(fed) <= len(prompt) - last.kept + NEW, "somebody has read the whole prompt again"
+        kept.append(last.cached_tokens)
+        assert fed[0] == len(prompt) - last.cached_tokens
+        assert max(fed) <= len(prompt) - last.cached_tokens + NEW, "somebody has read the whole prompt again"
     assert kept == [60 + NEW - 1, 40, 0]
     assert outputs == [output(run(prompt, own, loaded_drafter)) for prompt in (second_prompt, edited, other)]
 
@@ -130,7 +130,7 @@ def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path)
     kept, seen, fresh = [], [], []
     for prompt in (longer, edited, longer):
         last, steps = decoded(prompt, 30, last)
-        kept.append(last.kept)
+        kept.append(last.cached_tokens)
         seen.append((last.result().token_ids, steps))
     for prompt in (longer, edited, longer):
         again, steps = decoded(prompt, 30)
@@ -150,7 +150,7 @@ def test_in_every_cache_that_keeps_its_positions(kind):
     prompt = [*tokens(1, 300), *output(first), *tokens(2, 8)]
     second = run(prompt, own, loaded_drafter, after=first)
     found = output(second)
-    assert second.kept == 300 + NEW - 1
+    assert second.cached_tokens == 300 + NEW - 1
     assert found == output(run(prompt, own, loaded_drafter))
 
 
@@ -163,7 +163,7 @@ def test_a_seed_draws_the_same(name):
     prompt = [*tokens(1, 40), *output(first), *tokens(2, 8)]
     second = run(prompt, own, loaded_drafter, after=first, **settings)
     found = output(second)
-    assert second.kept > 40
+    assert second.cached_tokens > 40
     assert found == output(run(prompt, own, loaded_drafter, **settings))
 
 
@@ -175,7 +175,7 @@ def test_the_same_prompt_again_reads_its_last_token_only(fed):
     fed.clear()
     again = run(tokens(1, 40), own, loaded_drafter, after=first)
     assert output(again) == begun
-    assert (again.kept, fed[0]) == (39, 1)
+    assert (again.cached_tokens, fed[0]) == (39, 1)
 
 
 def test_what_was_left_in_the_middle_is_taken_up():
@@ -189,7 +189,7 @@ def test_what_was_left_in_the_middle_is_taken_up():
     prompt = [*tokens(1, 40), *begun, *tokens(2, 8)]
     second = run(prompt, own, loaded_drafter, after=first)
     found = output(second)
-    assert second.kept == 40 + len(begun) - 1
+    assert second.cached_tokens == 40 + len(begun) - 1
     assert found == output(run(prompt, own, loaded_drafter))
 
 
@@ -216,7 +216,7 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch):
     assert list(first) == []
     second = run(tokens(1, 40), own, loaded_drafter, after=first)
     assert output(second) == output(run(tokens(1, 40), own, loaded_drafter))
-    assert second.kept == 0
+    assert second.cached_tokens == 0
 
 
 def test_another_generation_in_between_or_another_drafter_begins_anew():
@@ -229,10 +229,10 @@ def test_another_generation_in_between_or_another_drafter_begins_anew():
     assert output(late) == expected
     other = run(tokens(1, 40), own, load_drafter("lookup", own), after=late)
     assert output(other) == expected
-    assert (late.kept, other.kept) == (0, 0)
+    assert (late.cached_tokens, other.cached_tokens) == (0, 0)
     never_begun = run(tokens(1, 40), own, loaded_drafter, after=run(tokens(1, 40), own, loaded_drafter))
     assert output(never_begun) == expected
-    assert never_begun.kept == 0
+    assert never_begun.cached_tokens == 0
 
 
 def test_a_prompt_that_is_refused_takes_nothing_away():
@@ -244,7 +244,7 @@ def test_a_prompt_that_is_refused_takes_nothing_away():
         output(run([1] * 600, own, loaded_drafter, after=first))
     again = run(tokens(1, 40), own, loaded_drafter, after=first)
     assert output(again) == expected
-    assert again.kept == 39
+    assert again.cached_tokens == 39
 
 
 def test_windows_that_forget_and_no_cache_at_all_read_it_again():
@@ -264,4 +264,4 @@ def test_windows_that_forget_and_no_cache_at_all_read_it_again():
         prompt = [*tokens(1, 60), *output(first), *tokens(2, 8)]
         second = run(prompt, own, loaded_drafter, after=first)
         assert output(second) == output(run(prompt, own, loaded_drafter))
-        assert second.kept == 0
+        assert second.cached_tokens == 0

@@ -191,13 +191,13 @@ class _Talk:
             return
         answer = run.result()
         self._answers.append(answer)
-        self._kept += run.kept
+        self._kept += run.cached_tokens
         if answer.text:
             self._conversation.add(text, answer.text)
         else:
             _say("No text came: the message is forgotten.")
         if not self._quiet:
-            show_answer(answer, kept=run.kept, stopped=stopped)
+            show_answer(answer, kept=run.cached_tokens, stopped=stopped)
 
     def _show_all(self) -> None:
         from specbench.cli.summary import show_answers

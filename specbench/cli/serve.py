@@ -184,11 +184,11 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
         UsageError: Hardly any.
     """
     from specbench.backends.torch.pools import bytes_per_token
-    from specbench.generate_many import BESIDE
+    from specbench.generate_many import TREE_POSITIONS
 
     size = bytes_per_token(target.language_model.model)
     if server.kv_memory is not None:
-        tokens, least = server.kv_memory * 2**20 // size, 2 * BESIDE
+        tokens, least = server.kv_memory * 2**20 // size, 2 * TREE_POSITIONS
         if tokens < least:
             raise UsageError(
                 f"--kv-memory {server.kv_memory} has room for {counted(tokens, 'token')}: too few for a request.",
@@ -196,4 +196,4 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
             )
         return tokens
     room, limit = _KV_MEMORY * 2**20 // size, target.scorer.context_limit
-    return room if limit is None else min(room, server.batch * (limit + BESIDE))
+    return room if limit is None else min(room, server.batch * (limit + TREE_POSITIONS))

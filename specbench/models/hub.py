@@ -22,7 +22,7 @@ from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
 
 HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a folder is a path such as ./name."
-BESIDE_WEIGHTS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
+_SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 class _NotCachedError(RunError):
@@ -73,7 +73,7 @@ class HubModel:
                 continue
             if found.suffix == ".json":
                 self._fetch_shards(found, check_size)
-            for file in BESIDE_WEIGHTS:
+            for file in _SMALL_FILES:
                 self._optional_file(file)
             self._mend()
             return

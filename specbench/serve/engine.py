@@ -16,7 +16,7 @@ from specbench.base.errors import RunError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.schedule import Event, Scheduler
-from specbench.generate_many import BESIDE
+from specbench.generate_many import TREE_POSITIONS
 from specbench.policies.load import Load
 
 if TYPE_CHECKING:
@@ -111,7 +111,10 @@ class Engine:
         self.factory = RequestFactory(target.scorer, pool_tokens, max_batch)
         self.factory.open(drafter)  # runs the trials of models now, not while a request waits
         use = self.factory.use
-        limits = [target.scorer.context_limit, None if use is None else use.block * use.blocks - BESIDE]
+        limits = [
+            target.scorer.context_limit,
+            None if use is None else use.block * use.blocks - TREE_POSITIONS,
+        ]
         self.max_tokens = min((limit for limit in limits if limit is not None), default=None)
         self._changed = threading.Condition()
         self._jobs: set[Job] = set()
