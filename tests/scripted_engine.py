@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
+from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
 from specbench.bench.passes import PassTimes, SharedTimes
@@ -100,14 +100,20 @@ class ScriptedEngine:
         served = []
         for number, asked in enumerate(load.requests):
             alone = self.generate(config, asked.prompt, decoding, seed=asked.seed)
-            took = replace(alone, decode_s=alone.decode_s * self.slower(config, asked.prompt))
-            served.append(RequestOutcome(took, load.times[number] if load.times else 0.0, 0.025))
-        ends = [each.arrived_s + each.outcome.ttft_s + each.outcome.decode_s for each in served]
+            served.append(
+                replace(
+                    alone,
+                    decode_s=alone.decode_s * self.slower(config, asked.prompt),
+                    arrived_s=load.times[number] if load.times else 0.0,
+                    queued_s=0.025,
+                )
+            )
+        ends = [each.arrived_s + each.ttft_s + each.decode_s for each in served]
         pool = Pool(block=16, blocks=100, peak=10 * len(served), bytes=1000)
         return GroupOutcome(tuple(served), max(ends), 1000, pool, 2000)
 
     def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
     ) -> PassTimes:
         self.cost_calls.append(tuple(widths))
         return PassTimes(

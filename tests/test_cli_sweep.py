@@ -336,7 +336,10 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
         (("--drafter", "nonsense:"), ("nonsense",)),
         (("--baseline", "vllm"), ("no baseline 'vllm'", "beam:N")),
         (("--baseline", "beam:1"), ("has 1 beam", "2 to 64")),
-        (("--baseline", "beam:4", "--temperature", "1"), ("Beam search draws nothing", "--temperature 0")),
+        (
+            ("--baseline", "beam:4", "--temperature", "1"),
+            ("Beam search needs temperature 0", "--temperature 0"),
+        ),
         (("--dtype", "int8", "--baseline", "beam:4"), ("The target is int8",)),
         (("--device", "tpu"), ("Unknown device 'tpu'",)),
     ],

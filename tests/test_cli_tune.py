@@ -84,7 +84,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
         return replace(outcome, decode_s=took, steps=steps)
 
     def costs(
-        self: Any, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+        self: Any, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
     ) -> PassTimes:
         return PassTimes(
             {n: [seconds] for n in widths}, {name: [seconds / 10] for name in self.drafters}, 256

@@ -243,9 +243,9 @@ def test_groups_of_one_configuration_know_what_their_passes_cost(engine):
     group, rounds = Workload(asked, 2, asked), []
     for each in (config, other, config):
         engine.generate_group(each, group, DECODING)
-        rounds.append(engine._loads[each.id].rounds)
+        rounds.append(engine._batch_costs[each.id].rounds)
     assert rounds[2] > rounds[0] > 0
-    assert len(engine._loads) == 2
+    assert len(engine._batch_costs) == 2
 
 
 def test_drafters_are_timed_with_several_nodes_abreast(engine):

@@ -24,7 +24,7 @@ import torch
 from test_builtin import write_as_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from specbench.bench.engines.server import ServerClient, SpeculationCounters, StreamedAnswer, count_tokens
+from specbench.bench.engines.client import ServerClient, SpeculationCounters, StreamedAnswer, count_tokens
 from specbench.cli import run
 from specbench.models.builtin import prepare_builtin
 
@@ -363,5 +363,5 @@ def test_a_server_that_counts_steps_for_tokens_is_noticed(transformers_serve, fo
         assert used < NEW - 4
         assert count.source == "tokenizer"
         assert count.problem == (
-            f"The server counts {used} tokens, and its text has {count.tokens} by the target's tokenizer."
+            f"The server reports {used} tokens, and its text has {count.tokens} by the target's tokenizer."
         )

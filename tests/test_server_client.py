@@ -12,7 +12,7 @@ import pytest
 from tiny import tiny_tokenizer
 
 from specbench import RunError
-from specbench.bench.engines.server import (
+from specbench.bench.engines.client import (
     Chunk,
     ListedModel,
     ServerClient,
@@ -171,7 +171,7 @@ def test_tokens_are_counted_by_the_best_witness():
     steps = count_tokens(answer_of(text, read // 2), tokenizer)  # a server that counts its steps
     assert (steps.tokens, steps.source) == (read, "tokenizer")
     assert steps.problem == (
-        f"The server counts {read // 2} tokens, and its text has {read} by the target's tokenizer."
+        f"The server reports {read // 2} tokens, and its text has {read} by the target's tokenizer."
     )
     assert count_tokens(answer_of(text, 3 * read), tokenizer).problem
     assert not count_tokens(answer_of(text, read + 4, reason="stop"), tokenizer).problem, (
@@ -231,7 +231,7 @@ def test_a_refusal_says_why(status, body, fragment):
 
 def test_an_address_that_leads_elsewhere_is_told():
     with pytest.raises(
-        ServerError, match=r"^The server far sends requests to another address \(status 302\)\.$"
+        ServerError, match=r"^The server far redirects requests to another address \(status 302\)\.$"
     ):
         asked(b"", status=302)
 
@@ -255,7 +255,7 @@ def test_what_can_be_asked_again_later():
     def later(*events: object, **more: Any) -> bool:
         with pytest.raises(ServerError) as caught:
             asked(*events, **more)
-        return caught.value.later
+        return caught.value.retry
 
     assert later(b"{}", status=503)
     assert later(b"{}", status=429)
@@ -321,5 +321,5 @@ def test_counters_are_read_by_their_names():
     assert speculation_counters("llamacpp:requests 3\n") is None
     before = SpeculationCounters(10, 20, 9, (8,))
     assert found.since(before) == SpeculationCounters(2, 10, 3, (0, 0, 4))
-    with pytest.raises(RunError, match="gone back"):
+    with pytest.raises(RunError, match="decreased"):
         before.since(found)

@@ -85,7 +85,7 @@ def test_ranges_of_gamma_that_are_none(text, message):
         ({"warmup": -1}, "warm-ups is -1"),
         ({"turns": 0}, "turns is 0"),
         ({"temperatures": (0.0, 0.0)}, "temperature is given twice"),
-        ({"temperatures": (0.5,), "beams": (4,)}, "Beam search draws nothing"),
+        ({"temperatures": (0.5,), "beams": (4,)}, "Beam search needs temperature 0"),
     ],
 )
 def test_options_outside_their_range(options, message):
@@ -404,7 +404,7 @@ def test_a_conversation_ends_with_its_first_failure(tmp_path):
     with new_store(tmp_path, sweep) as store:
         assert run_sweep(sweep, store, engine).failed == 2
     assert [row["error"] for row in read_lines(tmp_path) if row["config"] == "d@1"] == [
-        None, "no", "An earlier turn failed, so there is no conversation to go on with.",
+        None, "no", "An earlier turn failed, so the conversation cannot continue.",
     ]  # fmt: skip
     with RunStore.open(tmp_path) as store:
         assert run_sweep(sweep, store, ScriptedEngine(), retry_failed=True).failed == 0

@@ -88,7 +88,7 @@ def test_batches_are_spelled_as_draft_lengths_are():
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
-        ({"arrivals": ("closed:2",)}, "requests side by side"),
+        ({"arrivals": ("closed:2",)}, "needs a batch"),
         ({"batches": (2,), "turns": 2}, "first turns"),
         ({"batches": (2,), "turns": 1, "transformers": True}, "one prompt after the other"),
         ({"batches": (2,), "turns": 1, "keep_policy_state": True}, "one prompt after the other"),
@@ -126,9 +126,9 @@ def test_every_batch_has_its_own_baseline():
     assert "d@2,b=2" in {config.id for config in batched().configs}
     for config in configs:
         (baseline,) = (each for each in configs if each.id == config.baseline)
-        assert (baseline.kind, baseline.load, baseline.temperature) == (
+        assert (baseline.kind, baseline.workload, baseline.temperature) == (
             "plain",
-            config.load,
+            config.workload,
             config.temperature,
         )
 
@@ -161,7 +161,9 @@ def test_the_plan_of_batches():
     for start in range(0, len(measured), 2):
         block = measured[start : start + 2]
         assert [cell.order for cell in block] == [0, 1]
-        assert len({(cell.prompt, cell.repeat, cell.seed, configs[cell.config].load) for cell in block}) == 1
+        assert (
+            len({(cell.prompt, cell.repeat, cell.seed, configs[cell.config].workload) for cell in block}) == 1
+        )
     orders = [[cell.prompt for cell in measured if cell.repeat == repeat] for repeat in range(3)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
@@ -208,7 +210,7 @@ def served(target: Any, load: Workload, batch: int, new: int = 4) -> tuple[Workl
     def start(asked: BenchRequest) -> GenerationRun:
         return GenerationRun(asked.prompt, target, max_new_tokens=new, ignore_eos=True, seed=asked.seed)
 
-    runs = Passes([start(asked) for asked in load.different], clock, hand, batch)
+    runs = Passes([start(asked) for asked in (*load.requests, *load.background)], clock, hand, batch)
     return run_workload(load, runs, start, clock), runs
 
 

@@ -391,7 +391,7 @@ def test_settings_of_servers_cannot_be_exported(sweep, plain, fast, capsys):
     assert sweep(base=plain, drafting=fast).code == 0
     for wanted in ([], ["--setting", "drafting"]):
         assert run_cli(["export", "run", "--to", "vllm", *wanted]) == 2
-        assert "servers were measured, whose settings are not known here" in capsys.readouterr().err
+        assert "measured servers, whose settings are unknown" in capsys.readouterr().err
 
 
 def test_servers_over_batches(sweep, plain, fast, tmp_path):
@@ -441,7 +441,7 @@ def test_wrong_counts_are_noticed(sweep, models, tmp_path):
     with ScriptedServer(Manner(per_piece=2, usage="events")) as server:
         result = sweep("--target", models / "target", a=server)
     assert result.code == 0
-    problem = f"The server counts {NEW // 2} tokens, and its text has {NEW} by the target's tokenizer."
+    problem = f"The server reports {NEW // 2} tokens, and its text has {NEW} by the target's tokenizer."
     for row in stored(tmp_path):
         assert (row["new_tokens"], row["server"]["counted_by"]) == (NEW, "tokenizer")
         assert row["server"]["problem"] == problem
@@ -452,21 +452,21 @@ def test_wrong_counts_are_noticed(sweep, models, tmp_path):
 
 def test_a_server_without_usage_needs_the_tokenizer(sweep, models, tmp_path):
     with ScriptedServer(Manner(usage="none")) as server:
-        sweep(a=server).refused(2, "does not say how many tokens", "Add --target")
+        sweep(a=server).refused(2, "does not report how many tokens", "Add --target")
         assert sweep("--target", models / "target", a=server).code == 0
     assert {row["new_tokens"] for row in stored(tmp_path)} == {NEW}
 
 
 def test_unchecked_counts_are_marked(sweep, plain, tmp_path):
     result = sweep(base=plain)
-    assert "base: tokens are counted by the server and not checked" in result.err
+    assert "base: token counts are the server's own" in result.err
     assert "tokens-unchecked" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
 
 
 def test_one_piece_has_only_a_whole_time(sweep, plain, tmp_path):
     with ScriptedServer(Manner(owner="llamacpp", per_piece=1000)) as server:
         result = sweep(base=plain, a=server)
-    assert "a: an answer comes in one piece" in result.err
+    assert "a: an answer comes in one chunk" in result.err
     summary = summarize(load_results(tmp_path / "run")).frame.set_index("config")
     assert summary["tokens_per_second"].notna().tolist() == [True, False]
     assert summary["speedup_total"].notna().all()
@@ -549,12 +549,12 @@ def test_a_server_that_was_started_anew_is_told(sweep, tmp_path):
         server.manner.wrong = count
         assert sweep(a=server).code == 1
     errors = [row["error"] for row in stored(tmp_path) if row["status"] == "failed"]
-    assert errors == ["a: The server's counters have gone back: it was started anew."]
+    assert errors == ["a: The server's counters have decreased: it was restarted."]
 
 
 def test_a_key_is_read_from_the_environment_and_kept_nowhere(sweep, tmp_path, monkeypatch):
     with ScriptedServer(Manner(key="sesame-1")) as server:
-        sweep(a=server).refused(2, "a wants a key (status 401)", "SPECBENCH_KEY_A")
+        sweep(a=server).refused(2, "a needs a key (status 401)", "SPECBENCH_KEY_A")
         monkeypatch.setenv("SPECBENCH_KEY_A", "sesame-2")
         refused = sweep(a=server)
         refused.refused(2, "refuses the key in SPECBENCH_KEY_A (status 401)")
@@ -573,7 +573,7 @@ def test_a_key_is_read_from_the_environment_and_kept_nowhere(sweep, tmp_path, mo
 
 def test_models_that_are_not_there(sweep):
     with ScriptedServer(Manner(models=("one", "two"))) as server:
-        sweep(a=server).refused(2, "The server a lists 2 models: one, two", "Name one behind a #")
+        sweep(a=server).refused(2, "The server a lists 2 models: one, two", "Name one after a #")
         sweep(a=f"{server.url}#three").refused(2, "there is no model three", "Its models are one, two")
         assert sweep(a=f"{server.url}#two").code == 0
         assert {body["model"] for body in server.asked} == {"two", "three"}

@@ -117,7 +117,7 @@ class LongerByRows(GivenCosts):
 
 
 @pytest.mark.parametrize(("share", "abreast"), [(0.0, True), (8.0, False)])
-def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share, abreast):
+def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share, tree_nodes):
     records = decode_steps(
         PROMPT,
         ScriptedScorer(random_table(3, 8), 8, cache=ScriptedCache()),
@@ -129,7 +129,7 @@ def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share, abr
         first_target=False,
     )
     read = [read_by_depth(step.parents) for step in records if isinstance(step, Step) and step.parents]
-    assert any(rows > 1 for depths in read for rows in depths) == abreast
+    assert any(rows > 1 for depths in read for rows in depths) == tree_nodes
 
 
 def target_distribution(sampling: Sampling) -> dict[tuple[int, ...], float]:

@@ -249,7 +249,7 @@ class TimedEngine(ScriptedEngine):
         return replace(outcome, decode_s=seconds)
 
     def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
     ) -> PassTimes:
         self.cost_calls.append(tuple(widths))
         return PassTimes({n: [0.01] for n in widths}, {name: [s] for name, s in self.drafters_s.items()}, 256)

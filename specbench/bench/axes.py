@@ -1,4 +1,4 @@
-"""The axes of a sweep as they are typed: draft lengths, baselines, requests side by side, draft policies."""
+"""Parsing of the axes of a sweep: draft lengths, baselines, batches, draft policies."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
-from specbench.bench.grid import LARGEST_BATCH, MOST_BEAMS
+from specbench.bench.grid import MAX_BATCH, MAX_BEAMS
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.specs.policies import PolicySpec, parse_policy, share_options
 
+_RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", re.ASCII)
+
 
 def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:
-    """Whether ``transformers``' own ``generate`` is measured too, and with how many beams its beam search, ascending.
+    """Parse ``transformers`` and ``beam:N``.
 
-    Args:
-        names: ``transformers`` and ``beam:N``.
+    Returns:
+        Whether ``transformers``' own ``generate`` is measured too, and the numbers of beams, ascending.
 
     Raises:
-        UsageError: One of them is something else, or there are too few or too many beams.
+        UsageError: A name is something else, or there are too few or too many beams.
     """
     beams: set[int] = set()
     for name in names:
@@ -30,13 +32,13 @@ def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:
         if found is not None:
             beams.add(int(found[1]))
     for count in beams:
-        if not 2 <= count <= MOST_BEAMS:
-            raise UsageError(f"The beam search has {counted(count, 'beam')}.", f"Give 2 to {MOST_BEAMS}.")
+        if not 2 <= count <= MAX_BEAMS:
+            raise UsageError(f"The beam search has {counted(count, 'beam')}.", f"Give 2 to {MAX_BEAMS}.")
     return "transformers" in names, tuple(sorted(beams))
 
 
 def parse_gammas(text: str) -> list[int]:
-    """Draft lengths from ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture like ``1..4,8``; ascending.
+    """Parse draft lengths: ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture; ascending.
 
     Raises:
         UsageError: It is none of these, or a length is outside 1 to 256.
@@ -45,37 +47,29 @@ def parse_gammas(text: str) -> list[int]:
 
 
 def parse_batches(text: str) -> list[int]:
-    """Batches, spelled as draft lengths are.
+    """Parse batch sizes, spelled as draft lengths are.
 
     Raises:
         UsageError: It is no range, or a batch is outside 1 to 256.
     """
-    return _parse_range(text, "--batch", LARGEST_BATCH, "without --batch, one prompt follows the other.")
+    return _parse_range(text, "--batch", MAX_BATCH, "without --batch, one prompt follows the other.")
 
 
 def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
     numbers: set[int] = set()
     for part in text.split(","):
-        found = re.fullmatch(
-            r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", part, re.ASCII
-        )
+        found = _RANGE.fullmatch(part)
         if found is None:
+            wrong = f": {part.strip()!r} is no number or range." if part != text else "."
             raise UsageError(
-                f"{text!r} is no range of {what}"
-                + (f": {part.strip()!r} is no number or range." if part != text else "."),
-                "Write 1..8, 2..16..2 (with a step) or 1,2,4.",
+                f"{text!r} is no range of {what}{wrong}", "Write 1..8, 2..16..2 (with a step) or 1,2,4."
             )
-        first = int(found[1])
-        last = int(found[2] or first)
-        step = int(found[3] or 1)
+        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        shown = f"The range of {what} {part.strip()!r}"
         if last < first:
-            raise UsageError(
-                f"The range of {what} {part.strip()!r} runs backwards.", f"Write {last}..{first}."
-            )
+            raise UsageError(f"{shown} runs backwards.", f"Write {last}..{first}.")
         if step == 0:
-            raise UsageError(
-                f"The range of {what} {part.strip()!r} has a step of 0.", "Give a step of at least 1."
-            )
+            raise UsageError(f"{shown} has a step of 0.", "Give a step of at least 1.")
         if first < 1 or last > most:
             raise UsageError(
                 f"{what} is {first if first < 1 else last} in {text!r}.",
@@ -86,16 +80,16 @@ def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
 
 
 def parse_policies(specs: Sequence[str], **options: Any) -> tuple[PolicySpec, ...]:
-    """Draft policies with the options that several may share.
+    """Parse draft policies, with options that several may share.
 
     Args:
-        specs: Policies, with options of their own behind a colon or without.
-        options: Those of ``build_policy`` but for ``gamma`` and ``costs``; each goes to the policies that take it, and
-            what their specs say comes first. ``None`` and False stand for none.
+        specs: Draft policies, with or without options of their own after a colon.
+        options: Options of ``build_policy`` except ``gamma`` and ``costs``; each goes to the policies that take it,
+            unless their specs give it. ``None`` and False mean not given.
 
     Raises:
-        UsageError: An unknown policy or option, a value outside its range, a repeated policy, or an option that none of
-            the policies takes.
+        UsageError: A policy or option is unknown, a value is out of range, a policy is given twice, or none of the
+            policies takes an option.
     """
     from specbench.policies import build_policy
 
@@ -103,12 +97,12 @@ def parse_policies(specs: Sequence[str], **options: Any) -> tuple[PolicySpec, ..
     for policy in policies:
         if policy.word == "fixed" and "gamma" in policy.options:
             raise UsageError(
-                "The lengths of the policy fixed are those of --gamma.",
+                "The draft lengths of the policy fixed are those of --gamma.",
                 f"Give --gamma {policy.options['gamma']}.",
             )
     policies = share_options(policies, options)
     for policy in policies:
-        build_policy(policy)  # refuses values outside their ranges
+        build_policy(policy)  # refuses values that are out of range
     names = [str(policy) for policy in policies]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")

@@ -6,7 +6,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -23,49 +23,47 @@ if TYPE_CHECKING:
     from specbench.specs.drafters import DrafterSpec
 
 LOOKUP_TOKENS = 10
-"""``prompt_lookup_num_tokens`` of transformers' prompt lookup: the value its documentation uses."""
+"""``prompt_lookup_num_tokens`` of transformers' prompt lookup, as in its documentation."""
 
 WARMUP_TOKENS = 16
-"""Tokens of a warm-up: enough to meet every shape of pass once."""
+"""Tokens of a warm-up: enough for every shape of forward pass."""
 
-MOST_BEAMS = 64
-"""Each has keys and values of its own."""
+MAX_BEAMS = 64
+"""Largest beam search; each beam has keys and values of its own."""
 
-LARGEST_BATCH = 256
-"""Requests that may be under way at a time."""
+MAX_BATCH = 256
+"""Largest batch."""
 
 Kind = Literal["plain", "speculative", "transformers", "assisted", "beam", "server"]
 
 Salt = Literal["none", "shared", "each"]
-"""Whether prompts get a first line of their own, which no cache of prompts can know: the same one for all servers, or
-another one for each."""
+"""Whether prompts get a first line that no prompt cache knows: the same one for all servers, or one for each."""
 
-
-# -- what is compared ------------------------------------------------------------------------------
+BatchArrivals: TypeAlias = tuple[int, Arrivals]
+"""A batch size, and how its requests arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
-    """One way of decoding that a sweep compares.
+    """A configuration: one cell of a sweep.
 
     Attributes:
-        id: Its name in files; unique within a run.
-        label: Its name in tables and figures.
-        kind: ``plain`` and ``speculative`` go through specbench's loop; ``transformers`` is its ``generate``,
-            ``assisted`` that with an assistant, ``beam`` its beam search; ``server`` is whatever a server does.
-        drafter: The drafter's name, ``none`` without one; of a server its own.
-        gamma: Tokens drafted in a step; ``None`` where something else decides.
-        draft_policy: The draft policy, with those of its options that are not the defaults (``egag:scale=0.5``);
-            ``none`` where nothing is drafted.
+        id: Name in files, unique within a run.
+        label: Name in tables and figures.
+        kind: ``plain`` and ``speculative`` for specbench's loop; ``transformers`` for its ``generate``, ``assisted``
+            for that with an assistant, ``beam`` for its beam search; ``server``.
+        drafter: Name of the drafter, ``none`` without one; of a server its own name.
+        gamma: Draft length; ``None`` if the draft policy decides.
+        draft_policy: The draft policy with its options (``egag:scale=0.5``); ``none`` without drafts.
         temperature: 0 for greedy decoding.
-        cache: Kind of key/value cache.
-        baseline: Id of the plain configuration it is compared with.
-        drafter_fingerprint: Of a drafter model's weights; ``None`` for drafters without any of their own.
-        drafter_dtype: In which dtype its own model drafts; ``None`` without one, or where nobody says.
-        beams: Texts that a beam search goes on with; ``None`` where none is searched.
-        batch: Requests that are decoded at a time; ``None`` for one prompt after the other, by the loop for one.
-        arrivals: How requests come, as ``parse_arrivals`` takes it; ``None`` without a batch.
-        recipe: The whole of it, for specbench's own loop; ``None`` where something else decodes, or nothing will be.
+        cache: Kind of KV cache.
+        baseline: Id of the plain configuration that it is compared with.
+        drafter_fingerprint: Fingerprint of a drafter model's own weights.
+        drafter_dtype: Dtype of the drafter's own model.
+        beams: Beams of a beam search.
+        batch: Batch size; ``None`` for one prompt after the other, without a scheduler.
+        arrivals: How requests arrive, for ``parse_arrivals``; ``None`` without a batch.
+        recipe: Recipe for specbench's loop; ``None`` for other kinds.
     """
 
     id: str
@@ -89,47 +87,47 @@ class SweepConfig:
         """The draft policy of a speculative configuration."""
         return parse_policy(self.draft_policy)
 
-    def record(self) -> RunConfig:
-        """As ``run.json`` stores it."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        recipe = None if self.recipe is None else msgspec.convert(self.recipe.to_json(), StoredRecipe)
-        return RunConfig(**{**values, "recipe": recipe})
-
     @property
-    def load(self) -> tuple[int, Arrivals] | None:
-        """The batch and how its requests come."""
+    def workload(self) -> BatchArrivals | None:
+        """Batch size and arrivals; ``None`` without a batch."""
         if self.batch is None or self.arrivals is None:
             return None
         return self.batch, parse_arrivals(self.arrivals)
 
+    def record(self) -> RunConfig:
+        """Return the configuration as ``run.json`` stores it."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        recipe = None if self.recipe is None else msgspec.convert(self.recipe.to_json(), StoredRecipe)
+        return RunConfig(**{**values, "recipe": recipe})
+
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What defines the measurements of a sweep.
+    """The options of a sweep, stored in ``run.json``.
 
     Attributes:
         gammas: Draft lengths.
-        policies: Draft policies by their names; ``fixed`` takes its length from ``gammas``.
+        policies: Draft policies by name; ``fixed`` is measured with each of ``gammas``.
         temperatures: 0 for greedy decoding.
-        decoding: Of every output.
+        decoding: Decoding options.
         repeats: How often everything is measured.
         warmup: Short generations of each configuration that are not counted.
-        turns: How many turns of a conversation are run at most; ``None`` for all.
-        seed: Of the order of configurations, and of sampling.
-        cache: Kind of key/value cache.
+        turns: Turns of a conversation; ``None`` for all.
+        seed: Seed of the order of configurations, and of sampling.
+        cache: Kind of KV cache.
         transformers: Add ``transformers``' own ``generate``.
         assisted: Add its assisted generation (with drafter models) and its prompt lookup.
-        beams: Add its beam search with so many beams, at temperature 0.
-        costs: What ``auto`` goes by, as ``parse_costs`` takes it; ``None`` lets it measure.
-        keep_policy_state: Let policies carry what they learn from one prompt to the next.
-        batches: How many requests are decoded at a time; none for one prompt after the other.
-        arrivals: How requests come, as ``parse_arrivals`` takes it; none for as many clients as the batch is large.
-        servers: Those that are measured in place of models, each by its name and that of its model.
-        api: Which of their interfaces is asked.
-        salt: How their caches of prompts are defeated.
+        beams: Add its beam search with each number of beams, at temperature 0.
+        costs: Costs for ``auto``, as ``parse_costs`` takes them; ``None`` measures them.
+        keep_policy_state: Let draft policies keep their state from one prompt to the next.
+        batches: Batch sizes; none for one prompt after the other.
+        arrivals: How requests arrive, for ``parse_arrivals``; none for as many clients as the batch is large.
+        servers: Servers to measure in place of models, each by its name and that of its model.
+        api: The API of servers.
+        salt: How prompt caches of servers are avoided.
 
     Raises:
-        UsageError: A value outside its range, or something that a batch cannot do.
+        UsageError: A value is out of range, or does not go with batches.
     """
 
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -152,16 +150,6 @@ class SweepOptions:
     api: Literal["chat", "completions"] = "chat"
     salt: Salt = "none"
 
-    @property
-    def uses_transformers(self) -> bool:
-        """Whether ``transformers`` decodes with the target, too."""
-        return self.transformers or self.assisted or bool(self.beams)
-
-    @property
-    def policy_specs(self) -> tuple[PolicySpec, ...]:
-        """The draft policies."""
-        return tuple(map(parse_policy, self.policies))
-
     def __post_init__(self) -> None:
         for what, value, least in (
             ("number of new tokens", self.decoding.max_new_tokens, 2),
@@ -174,41 +162,47 @@ class SweepOptions:
         for what, values in (
             ("γ", self.gammas),
             ("temperature", self.temperatures),
-            ("policy", self.policies),
-            ("way for requests to come", tuple(str(parse_arrivals(each)) for each in self.arrivals)),
+            ("draft policy", self.policies),
+            ("arrival process", tuple(str(parse_arrivals(each)) for each in self.arrivals)),
         ):
             if len(set(values)) < len(values):
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
         if self.beams and 0.0 not in self.temperatures:
             raise UsageError(
-                "Beam search draws nothing, and temperature 0 is not among the temperatures.",
+                "Beam search needs temperature 0, which is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
             )
         if self.servers and self.turns != 1:
-            raise UsageError(
-                "Servers answer the first turns of the prompts.", "Leave --turns out, or give 1."
-            )
-        self._check_batches()
-
-    def _check_batches(self) -> None:
+            raise UsageError("Servers answer first turns only.", "Leave --turns out, or give 1.")
         if not self.batches:
             if self.arrivals:
-                raise UsageError("--arrivals is for requests side by side.", "Add --batch N.")
+                raise UsageError("--arrivals needs a batch.", "Add --batch N.")
             return
         if self.turns != 1:
+            raise UsageError("Batches consist of first turns only.", "Leave --turns out, or give 1.")
+        if self.uses_transformers:
             raise UsageError(
-                "Requests side by side are the first turns of the prompts.", "Leave --turns out, or give 1."
+                "transformers decodes one prompt after the other.", "Leave it out, or leave --batch out."
             )
-        for refused, what in (
-            (self.transformers or self.assisted or self.beams, "transformers decodes"),
-            (self.keep_policy_state, "A policy that carries on what it learnt (--keep-policy-state) decodes"),
-        ):
-            if refused:
-                raise UsageError(f"{what} one prompt after the other.", "Leave it out, or leave --batch out.")
+        if self.keep_policy_state:
+            raise UsageError(
+                "--keep-policy-state needs one prompt after the other.",
+                "Leave it out, or leave --batch out.",
+            )
 
     @property
-    def loads(self) -> list[tuple[int, Arrivals]]:
-        """Every batch with every way for its requests to come."""
+    def uses_transformers(self) -> bool:
+        """Whether ``transformers`` decodes with the target, too."""
+        return self.transformers or self.assisted or bool(self.beams)
+
+    @property
+    def policy_specs(self) -> tuple[PolicySpec, ...]:
+        """The draft policies."""
+        return tuple(map(parse_policy, self.policies))
+
+    @property
+    def workloads(self) -> list[BatchArrivals]:
+        """Every batch size with every arrival process."""
         return [
             (batch, arrivals)
             for batch in self.batches
@@ -225,32 +219,32 @@ def build_configs(
     base: Recipe | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> list[SweepConfig]:
-    """The grid: plain decoding at every temperature and batch, and drafters × policies × draft lengths beside it.
+    """Build the grid: plain decoding, and drafters × draft policies × draft lengths, at every temperature and batch.
 
     A policy that reads distributions is left out with drafters that have none.
 
     Args:
-        options: Their grid.
-        drafters: By their names; plain ones are left out, for plain decoding is always there.
-        fingerprints: Of the weights of those that are models with weights of their own.
-        fitted: What a policy becomes with a drafter, by its name, at a temperature.
-        base: What all recipes have in common; ``None``: configurations have none.
-        dtypes: In which dtype those draft that are models with weights of their own.
+        options: Options of the sweep.
+        drafters: Drafters by name; plain ones are skipped.
+        fingerprints: Fingerprints of drafter models' weights, by drafter.
+        fitted: Returns a policy calibrated for a drafter, by its name, at a temperature.
+        base: What all recipes share; ``None`` for configurations without recipes.
+        dtypes: Dtypes of drafter models, by drafter.
     """
     drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
     grid = [
         config
         for temperature in options.temperatures
-        for load in (options.loads or (None,))
+        for workload in (options.workloads or (None,))
         for config in _configs_at(
-            temperature, load, options, drafting, fingerprints or {}, fitted, dtypes or {}
+            temperature, workload, options, drafting, fingerprints or {}, fitted, dtypes or {}
         )
     ]
     return grid if base is None else [replace(each, recipe=_recipe(each, base, drafting)) for each in grid]
 
 
 def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpec]) -> Recipe | None:
-    """The recipe of a configuration for specbench's own loop."""
+    """Return the recipe of a configuration of specbench's own loop."""
     if config.kind not in ("plain", "speculative"):
         return None
     base = replace(base, sampling=replace(base.sampling, temperature=config.temperature))
@@ -262,7 +256,7 @@ def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpe
         else config.policy_spec.with_options({"gamma": config.gamma})
     )
     models = base.models
-    if config.drafter_dtype == "int4":  # which `specbench tune` tries beside what auto means
+    if config.drafter_dtype == "int4":  # which `specbench tune` tries in addition to auto
         models = replace(models, drafter_dtype="int4")
     costs = base.costs if policy.takes("costs") else None
     return replace(base, drafter=drafters[config.drafter], policy=policy, costs=costs, models=models)
@@ -270,70 +264,74 @@ def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpe
 
 def _configs_at(
     temperature: float,
-    load: tuple[int, Arrivals] | None,
+    workload: BatchArrivals | None,
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str],
     fitted: Callable[[PolicySpec, str, float], PolicySpec],
     dtypes: Mapping[str, str],
 ) -> Iterator[SweepConfig]:
-    """The configurations of one temperature and load, plain decoding first."""
-    grid: list[tuple[Kind, str, str, str, int | None, str]] = [
-        ("plain", "plain", "plain", "none", None, "none")
-    ]
-    for name, spec in drafters.items():
-        for each in options.policy_specs:
-            policy = fitted(each, name, temperature)
-            written = str(policy)
-            if policy.word == "fixed":
-                end = f",siblings={policy.siblings}" if policy.siblings else ""
-                if "verification" in policy.options:
-                    end += f",verification={policy.options['verification']}"
-                grid += [
-                    ("speculative", f"{name}@{g}{end}", f"{name} γ={g}{end}", name, g, written)
-                    for g in options.gammas
-                ]
-            elif policy.applies(spec):
-                grid.append(("speculative", f"{name}@{written}", f"{name} {written}", name, None, written))
-    own = "transformers"
-    if options.transformers:
-        grid.append(("transformers", own, f"{own} generate", "none", None, "none"))
-    if options.assisted:
-        grid.append(("assisted", f"{own}:lookup", f"{own} prompt lookup", "lookup", LOOKUP_TOKENS, own))
-        models = [name for name, spec in drafters.items() if name in fingerprints and spec.model_part is spec]
-        grid += [("assisted", f"{own}:{name}", f"{own} assisted, {name}", name, None, own) for name in models]
-    beams = {f"{own}:beam={count}": count for count in options.beams if temperature == 0}
-    grid += [
-        ("beam", name, f"{own} beam search, {count} beams", "none", None, "none")
-        for name, count in beams.items()
-    ]
-    end, label_end = _ends(temperature, load)
-    batch, arrivals = load or (None, None)
-    for kind, identifier, label, drafter, gamma, written in grid:
-        yield SweepConfig(
-            id=identifier + end,
+    """Yield the configurations of one temperature and workload, plain decoding first."""
+    end, label_end = _suffixes(temperature, workload)
+    batch, arrivals = (None, None) if workload is None else (workload[0], str(workload[1]))
+
+    def config(
+        kind: Kind,
+        name: str,
+        label: str,
+        drafter: str = "none",
+        gamma: int | None = None,
+        draft_policy: str = "none",
+        beams: int | None = None,
+    ) -> SweepConfig:
+        return SweepConfig(
+            id=name + end,
             label=label + label_end,
             kind=kind,
             drafter=drafter,
             gamma=gamma,
-            draft_policy=written,
+            draft_policy=draft_policy,
             temperature=temperature,
             cache=options.cache if kind in ("plain", "speculative") else "dynamic",
             baseline="plain" + end,
             drafter_fingerprint=fingerprints.get(drafter),
             drafter_dtype=dtypes.get(drafter),
-            beams=beams.get(identifier),
+            beams=beams,
             batch=batch,
-            arrivals=None if arrivals is None else str(arrivals),
+            arrivals=arrivals,
         )
 
+    yield config("plain", "plain", "plain")
+    for name, spec in drafters.items():
+        for each in options.policy_specs:
+            policy = fitted(each, name, temperature)
+            written = str(policy)
+            if policy.word == "fixed":
+                rest = f",siblings={policy.siblings}" if policy.siblings else ""
+                if "verification" in policy.options:
+                    rest += f",verification={policy.options['verification']}"
+                for g in options.gammas:
+                    yield config("speculative", f"{name}@{g}{rest}", f"{name} γ={g}{rest}", name, g, written)
+            elif policy.applies(spec):
+                yield config("speculative", f"{name}@{written}", f"{name} {written}", name, None, written)
+    own = "transformers"
+    if options.transformers:
+        yield config("transformers", own, f"{own} generate")
+    if options.assisted:
+        yield config("assisted", f"{own}:lookup", f"{own} prompt lookup", "lookup", LOOKUP_TOKENS, own)
+        for name, spec in drafters.items():
+            if name in fingerprints and spec.model_part is spec:
+                yield config("assisted", f"{own}:{name}", f"{own} assisted, {name}", name, None, own)
+    for count in options.beams if temperature == 0 else ():
+        yield config("beam", f"{own}:beam={count}", f"{own} beam search, {count} beams", beams=count)
 
-def _ends(temperature: float, load: tuple[int, Arrivals] | None) -> tuple[str, str]:
-    """What the ids and the labels of configurations at a temperature and load end in."""
+
+def _suffixes(temperature: float, workload: BatchArrivals | None) -> tuple[str, str]:
+    """Return the ends of ids and labels at a temperature and workload."""
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
-    if load is None:
+    if workload is None:
         return end, label_end
-    batch, arrivals = load
+    batch, arrivals = workload
     end, label_end = f"{end},b={batch}", f"{label_end}, batch {batch}"
     if arrivals != Closed(batch):
         end, label_end = f"{end},{arrivals}", f"{label_end}, {arrivals}"
@@ -341,12 +339,7 @@ def _ends(temperature: float, load: tuple[int, Arrivals] | None) -> tuple[str, s
 
 
 def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[SweepConfig]:
-    """Every server at every temperature and batch; the first is the baseline of the others.
-
-    Args:
-        options: Their grid.
-        names: Of the servers.
-    """
+    """Build the grid of servers: each at every temperature and batch, the first as baseline of the others."""
     return [
         SweepConfig(
             id=name + end,
@@ -358,28 +351,25 @@ def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[Sw
             temperature=temperature,
             cache="none",
             baseline=names[0] + end,
-            batch=None if load is None else load[0],
-            arrivals=None if load is None else str(load[1]),
+            batch=None if workload is None else workload[0],
+            arrivals=None if workload is None else str(workload[1]),
         )
         for temperature in options.temperatures
-        for load in (options.loads or (None,))
-        for end, label_end in [_ends(temperature, load)]
+        for workload in (options.workloads or (None,))
+        for end, label_end in [_suffixes(temperature, workload)]
         for name in names
     ]
 
 
-# -- what runs when --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """Prompts that are decoded side by side, and measured together.
+    """Prompts that are decoded together, and measured together.
 
     Attributes:
         id: Unique within a run, whatever other groups it may get later.
-        prompts: Ids of those that are measured, in the order in which they come.
-        beside: Ids of those that come behind them for as long as one of the group has not ended, so that no client is
-            ever without a request; from the beginning again when all have come. They are not measured.
+        prompts: Ids of the measured prompts, in their order.
+        background: Ids of prompts that clients send after these until all of the group have ended, repeated as needed;
+            not measured.
     """
 
     id: str
@@ -388,7 +378,7 @@ class PromptGroup:
 
 
 def make_groups(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[PromptGroup]:
-    """Prompts in groups: one for each client, in turn from the categories; all of them where they come by the clock."""
+    """Group prompts, interleaved by category: one for each client of a closed loop, all of them for an open loop."""
     from specbench.bench.prompts import interleave_categories
 
     names = [prompt.id for prompt in interleave_categories(prompts)]
@@ -397,18 +387,18 @@ def make_groups(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[PromptGro
     for number, first in enumerate(range(0, len(names), size), start=1):
         mine = names[first : first + size]
         mark = zlib.crc32("\n".join(mine).encode("utf-8", "surrogatepass"))
-        behind = () if isinstance(arrivals, Poisson) else (*names[first + size :], *names[: first + size])
-        groups.append(PromptGroup(f"group-{number}-{mark:08x}", tuple(mine), behind))
+        after = () if isinstance(arrivals, Poisson) else (*names[first + size :], *names[: first + size])
+        groups.append(PromptGroup(f"group-{number}-{mark:08x}", tuple(mine), after))
     return groups
 
 
 def check_batches(options: SweepOptions, prompts: int) -> None:
-    """Refuse more clients than there are prompts.
+    """Refuse more clients than prompts.
 
     Raises:
-        UsageError: Some prompt would be decoded beside itself.
+        UsageError: A prompt would be decoded twice at the same time.
     """
-    clients = max((each.clients for _, each in options.loads if isinstance(each, Closed)), default=0)
+    clients = max((each.clients for _, each in options.workloads if isinstance(each, Closed)), default=0)
     if clients > prompts:
         raise UsageError(
             f"{clients} requests at a time are more than the {prompts} prompts.",
@@ -418,17 +408,17 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One generation to measure, or those of a group side by side.
+    """One generation to measure, or those of a group.
 
     Attributes:
-        config, prompt: Their ids; of a group its own.
-        turn: Of the conversation, from 0.
-        repeat: From 0.
+        config: Id of the configuration.
+        prompt: Id of the prompt or group.
+        turn: Turn of the conversation, from 0.
+        repeat: Repeat, from 0.
         order: Place among the configurations that decode this turn back to back.
-        warmup: Whether it only warms the machine up.
-        seed: Of sampling, and of the times at which requests come; the same for all configurations of one turn and
-            repeat.
-        group: Of prompts side by side; ``None`` for a single one.
+        warmup: Whether it is a warm-up.
+        seed: Seed of sampling and of arrivals; the same for all configurations of one turn and repeat.
+        group: The group; ``None`` for a single prompt.
     """
 
     config: str
@@ -446,11 +436,11 @@ class Cell:
 
 
 def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[SweepConfig]) -> Iterator[Cell]:
-    """Everything there is to measure, in order; the same arguments give the same plan.
+    """Yield everything to measure, in order; the same arguments give the same plan.
 
-    First the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations back to back in a
-    fresh random order; of servers every other repeat reverses the order of the one before (ABBA). Of requests side by
-    side it is group by group, in a random order of batches and groups, and all configurations of that batch back to
+    First come the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations run back to
+    back in a new random order; with servers, every other repeat reverses the order of the one before (ABBA). Batches
+    are measured group by group, in a random order of batches and groups, with all configurations of a batch back to
     back.
     """
 
@@ -459,12 +449,12 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Swe
         turn: int,
         repeat: int,
         warmup: bool,
-        mine: Sequence[SweepConfig],
+        configs: Sequence[SweepConfig],
         group: PromptGroup | None = None,
     ) -> Iterator[Cell]:
         reverse = bool(options.servers) and repeat % 2 == 1
         begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
-        order = [config.id for config in mine]
+        order = [config.id for config in configs]
         random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle(order)
         if reverse:
             order.reverse()
@@ -473,18 +463,18 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Swe
             yield Cell(config, name, turn, repeat, number, warmup, seed, group)
 
     if options.batches:
-        loads = dict.fromkeys(load for config in configs if (load := config.load) is not None)
-        groups = {load: make_groups(prompts, load[1]) for load in loads}
-        at = {load: [config for config in configs if config.load == load] for load in loads}
+        workloads = dict.fromkeys(each for config in configs if (each := config.workload) is not None)
+        groups = {each: make_groups(prompts, each[1]) for each in workloads}
+        at = {each: [config for config in configs if config.workload == each] for each in workloads}
         for repeat in range(options.warmup):
-            for load in loads:
-                group = groups[load][repeat % len(groups[load])]
-                yield from block(group.id, 0, repeat, True, at[load], group)
+            for each in workloads:
+                group = groups[each][repeat % len(groups[each])]
+                yield from block(group.id, 0, repeat, True, at[each], group)
         for repeat in range(options.repeats):
-            blocks = [(load, group) for load in loads for group in groups[load]]
+            blocks = [(each, group) for each in workloads for group in groups[each]]
             random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
-            for load, group in blocks:
-                yield from block(group.id, 0, repeat, False, at[load], group)
+            for each, group in blocks:
+                yield from block(group.id, 0, repeat, False, at[each], group)
         return
     for repeat in range(options.warmup):
         yield from block(prompts[repeat % len(prompts)].id, 0, repeat, True, configs)
@@ -495,13 +485,13 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Swe
 
 
 def num_turns(prompt: Prompt, options: SweepOptions) -> int:
-    """How many turns of a conversation are run."""
+    """Return how many turns of a conversation are run."""
     return len(prompt.turns) if options.turns is None else min(len(prompt.turns), options.turns)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as a whole: options, prompts (at least one) and configurations."""
+    """A sweep: its options, prompts (at least one) and configurations."""
 
     options: SweepOptions
     prompts: tuple[Prompt, ...]

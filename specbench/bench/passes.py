@@ -189,7 +189,7 @@ def time_passes(
     order: Random,
     progress: Progress | None = None,
     *,
-    abreast: Sequence[int] = (),
+    tree_nodes: Sequence[int] = (),
 ) -> PassTimes:
     """Time passes of a target and one-token drafts in turn, behind the same context. The target's cache is left empty.
 
@@ -250,8 +250,8 @@ def time_passes(
     trees = [
         (name, nodes)
         for name, drafter in drafters.items()
-        if abreast and drafter.takes_trees
-        for nodes in abreast
+        if tree_nodes and drafter.takes_trees
+        for nodes in tree_nodes
     ]
     jobs: dict[int | str | tuple[str, int], Callable[[], float]] = {
         **{n: partial(target_pass, n) for n in widths},

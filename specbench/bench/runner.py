@@ -1,7 +1,6 @@
-"""Carrying out a sweep: every configuration decodes every prompt, interleaved so that drift hits all of them alike.
+"""Running a sweep: all configurations decode every prompt, interleaved so that drift affects all of them alike.
 
-``grid.plan`` says what runs when; ``run_sweep`` measures what the store does not hold yet, so that going on
-after a crash is the same call.
+``grid.plan`` gives the order; ``run_sweep`` measures what the store does not hold yet, so resuming is the same call.
 """
 
 from __future__ import annotations
@@ -36,20 +35,17 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
 
 COST_ROUNDS = 12
-"""How often single passes are timed in a sweep, spread over it."""
+"""How often forward passes are timed in a sweep, spread over it."""
 
 SHARED_COST_ROUNDS = 8
-"""How often passes that several requests share are, which take longer, spread over the generations of as many."""
+"""How often those that several requests share are timed, which take longer."""
+
+_LATEST = 5
 
 
 @dataclass(frozen=True, slots=True)
 class SweepStarted:
-    """What there is to measure is known.
-
-    Attributes:
-        measurements: Of the plan, those that are stored already.
-        total: How many the plan has.
-    """
+    """The plan is known: its measurements that are stored already, and the number of all."""
 
     measurements: Sequence[Measurement]
     total: int
@@ -68,11 +64,11 @@ class CellDone:
     """A generation has ended and is stored.
 
     Attributes:
-        cell, config: What it was.
-        measurement: What came of it.
-        seconds: Wall time it took, with everything around it.
-        done, total: Measured generations of the plan, warm-ups left out.
-        seconds_left: Estimated from what was measured so far; ``None`` while nothing was.
+        cell, config: What was measured.
+        measurement: The result.
+        seconds: Wall time.
+        done, total: Measured generations of the plan so far and in all, without warm-ups.
+        seconds_left: Estimated remaining time; ``None`` if unknown.
     """
 
     cell: Cell
@@ -86,7 +82,7 @@ class CellDone:
 
 @dataclass(frozen=True, slots=True)
 class CostsMeasured:
-    """Single passes have been timed once more; ``costs`` is ``None`` and ``error`` says why if they could not be."""
+    """Forward passes have been timed once more; ``costs`` is ``None`` with an ``error`` if they could not be."""
 
     costs: PassTimes | SharedTimes | None
     error: str | None = None
@@ -97,7 +93,7 @@ Event = SweepStarted | CellStarted | CellDone | CostsMeasured
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a call of ``run_sweep`` did: generations measured, failed among them, and found measured already."""
+    """What ``run_sweep`` did: generations measured, failed ones of these, and those found in the store."""
 
     measured: int
     failed: int
@@ -105,15 +101,12 @@ class SweepResult:
     warnings: tuple[RunWarning, ...]
 
 
-_LATEST = 5
-
-
 class TimeLeft:
-    """How long the rest of a plan takes, from how long each configuration's latest generations took.
+    """Estimates the remaining time from the latest generations of each configuration.
 
     Args:
-        remaining: What is left to do, without warm-ups.
-        warmup_factor: How many times longer a measured generation is than a warm-up.
+        remaining: The cells that are left, without warm-ups.
+        warmup_factor: Time of a measured generation divided by that of a warm-up.
     """
 
     def __init__(self, remaining: Iterable[Cell], warmup_factor: float) -> None:
@@ -122,14 +115,13 @@ class TimeLeft:
         self._seconds: dict[tuple[str, bool], deque[float]] = {}
 
     def record(self, cell: Cell, seconds: float) -> None:
-        """A generation took so long."""
-        # The latest few: a machine that was busy is quiet again some time.
+        """Record the time of a cell."""
         self._seconds.setdefault((cell.config, cell.warmup), deque(maxlen=_LATEST)).append(seconds)
         if not cell.warmup:
             self._left[cell.config] -= 1
 
     def seconds(self) -> float | None:
-        """Seconds left, ``None`` before anything was recorded."""
+        """Return the seconds left; ``None`` before anything was recorded."""
         means = {config: self._mean(config) for config in self._left}
         known = [mean for mean in means.values() if mean is not None]
         if not known:
@@ -157,24 +149,24 @@ def run_sweep(
 ) -> SweepResult:
     """Measure what the store lacks, one line at a time.
 
-    A generation that fails is stored as failed, and the sweep goes on. The warm-ups are run whenever anything is left
-    to measure, for each process has to be warmed up; their lines are stored once.
+    A generation that fails is stored as failed, and the sweep continues. Warm-ups run whenever anything is left to
+    measure, since each process has to be warmed up; their lines are stored once.
 
     Args:
-        sweep: What there is to measure.
-        store: Open; its lines are kept and not measured again.
-        engine: Decodes.
-        clock: Times the generations as a whole, for the estimate of the time left.
-        on_event: Told what happens, between the measurements.
-        retry_failed: Measure again what failed.
-        snapshot: Looks at the machine before and behind each generation.
+        sweep: What to measure.
+        store: An open store; its lines are kept.
+        engine: What decodes.
+        clock: Clock of the estimated time left.
+        on_event: Called between the measurements.
+        retry_failed: Measure failed generations again.
+        snapshot: Reads the machine load before and after each generation.
 
     Raises:
-        KeyboardInterrupt: The user stops; the generation in progress is lost.
-        RunError: The store cannot be written any more.
+        KeyboardInterrupt: Interrupted by the user; the generation in progress is lost.
+        RunError: The store can no longer be written.
     """
     clock = clock or WallClock()
-    tell: Callable[[Event], None] = on_event or (lambda _: None)
+    report: Callable[[Event], None] = on_event or (lambda _: None)
     cells = sweep.plan()
     done = store.done_keys(retry_failed=retry_failed)
     stored = store.done_keys()
@@ -183,18 +175,16 @@ def run_sweep(
     if not left:
         return SweepResult(0, 0, total, finish_run(sweep, store, engine))
     runner = CellRunner(sweep, store, engine, snapshot)
-    time_left = TimeLeft(
-        left,
-        sweep.options.decoding.max_new_tokens / min(WARMUP_TOKENS, sweep.options.decoding.max_new_tokens),
-    )
+    longest = sweep.options.decoding.max_new_tokens
+    time_left = TimeLeft(left, longest / min(WARMUP_TOKENS, longest))
     failed = 0
     planned = {cell.key for cell in cells if not cell.warmup} & done
-    tell(SweepStarted([each for each in store.measurements() if each.key in planned], total))
+    report(SweepStarted([each for each in store.measurements() if each.key in planned], total))
 
     def run(cell: Cell, count: int) -> None:
         nonlocal failed
         config = runner.configs[cell.config]
-        tell(CellStarted(cell, config))
+        report(CellStarted(cell, config))
         began = clock.now()
         measurement = runner.measure(cell)
         seconds = clock.now() - began
@@ -202,22 +192,21 @@ def run_sweep(
             store.append(measurement)
         failed += not cell.warmup and measurement.result is None
         time_left.record(cell, seconds)
-        tell(CellDone(cell, config, measurement, seconds, count, total, time_left.seconds()))
+        report(CellDone(cell, config, measurement, seconds, count, total, time_left.seconds()))
 
     found = total - len(left)
     for cell in cells:
         if cell.warmup:
             run(cell, found)
-    # A machine may be in one state for half a minute and in another for the next: passes are timed beside what they are
-    # held against.
+    # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
     of_batch = Counter(runner.configs[cell.config].batch for cell in left)
     seen, timed = Counter[int | None](), Counter[int | None]()
     for number, cell in enumerate(left):
         batch = runner.configs[cell.config].batch
         rounds = COST_ROUNDS if batch is None else SHARED_COST_ROUNDS
-        # Only between the blocks, for in a block configurations run back to back.
+        # Only between blocks: within one, configurations run back to back.
         if cell.order == 0 and timed[batch] * of_batch[batch] <= rounds * seen[batch] and runner.costs_work:
-            tell(runner.measure_costs(batch))
+            report(runner.measure_costs(batch))
             timed[batch] += 1
         run(cell, found + number + 1)
         seen[batch] += 1
@@ -225,11 +214,11 @@ def run_sweep(
 
 
 class CellRunner(Generic[Encoded]):
-    """Measures single cells of a sweep; in which order is up to who asks.
+    """Measures single cells of a sweep, in any order.
 
     Attributes:
-        configs: By id.
-        costs_work: Whether single passes could be timed so far.
+        configs: Configurations by id.
+        costs_work: Whether forward passes could be timed so far.
     """
 
     def __init__(
@@ -242,21 +231,28 @@ class CellRunner(Generic[Encoded]):
         self.configs = {config.id: config for config in sweep.configs}
         self._prompts = {prompt.id: prompt for prompt in sweep.prompts}
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
-        self._answers = _answers(store.measurements())
+        self._answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
+        for each in store.measurements():  # conversations continue with the stored outputs of earlier turns
+            line = each.line
+            if isinstance(each.result, Generation) and not line.warmup:
+                self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = each.result.token_ids
         self._encoded: dict[str, Encoded] = {}
         self._fastest_mhz = 0.0
-        self.costs_work = not sweep.options.servers  # their passes are theirs
+        self.costs_work = not sweep.options.servers  # their passes cannot be timed
         count_stops()
 
+    def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int]]:
+        return self._answers.setdefault((config, prompt, repeat), {})
+
     def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> Measurement:
-        """Decode one cell; whatever goes wrong in there becomes a failed line. Of a warm-up only the first tokens.
+        """Decode a cell, only the first tokens of a warm-up; any failure becomes a failed line.
 
-        A cell during which the process was stopped is decoded once more. It keeps the warning if that happens again.
+        A cell during which the process was stopped is decoded once more; if that happens again, its warning stays.
         """
-        measured = self._measured(cell, warmup_tokens)
-        return self._measured(cell, warmup_tokens) if "stopped" in measured.line.warnings else measured
+        measured = self._measure_once(cell, warmup_tokens)
+        return self._measure_once(cell, warmup_tokens) if "stopped" in measured.line.warnings else measured
 
-    def _measured(self, cell: Cell, warmup_tokens: int) -> Measurement:
+    def _measure_once(self, cell: Cell, warmup_tokens: int) -> Measurement:
         config = self.configs[cell.config]
         decoding = self._sweep.options.decoding
         if cell.warmup:
@@ -268,11 +264,11 @@ class CellRunner(Generic[Encoded]):
         error = None
         try:
             result = (
-                self._generated(cell, config, decoding)
+                self._generate(cell, config, decoding)
                 if cell.group is None
-                else self._served(cell, config, cell.group, decoding)
+                else self._generate_group(cell, config, cell.group, decoding)
             )
-        except Exception as problem:  # whatever it is, the other configurations may still work
+        except Exception as problem:  # other configurations may still work
             error = _message(problem)
         after = self._snapshot()
         line = Line(
@@ -295,81 +291,70 @@ class CellRunner(Generic[Encoded]):
                 warning.id
                 for warning in during(before, after, self._fastest_mhz or None)
                 if warning.id != "machine-busy"
-                or not self._sweep.options.servers  # which may be what is busy
+                or not self._sweep.options.servers  # a server may be what is busy
             ],
         )
         return Measurement(line, result)
 
-    def _generated(self, cell: Cell, config: SweepConfig, decoding: DecodingOptions) -> Generation:
+    def _generate(self, cell: Cell, config: SweepConfig, decoding: DecodingOptions) -> Generation:
         """Decode a turn of a prompt."""
-        answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
-        history = [answers.get(turn) for turn in range(cell.turn)]
-        known = [answer for answer in history if answer is not None]
-        if len(known) < len(history):
-            raise RunError("An earlier turn failed, so there is no conversation to go on with.")
-        outcome = self._engine.generate(
-            config,
-            self._engine.encode(self._prompts[cell.prompt], known),
-            decoding,
-            seed=cell.seed,
-        )
+        answers = self._answers_of(cell.config, cell.prompt, cell.repeat)
+        history = [answers[turn] for turn in range(cell.turn) if turn in answers]
+        if len(history) < cell.turn:
+            raise RunError("An earlier turn failed, so the conversation cannot continue.")
+        prompt = self._engine.encode(self._prompts[cell.prompt], history)
+        outcome = self._engine.generate(config, prompt, decoding, seed=cell.seed)
         if not cell.warmup:
             answers[cell.turn] = outcome.token_ids
-        return Generation(**_measured(outcome), peak_memory_bytes=outcome.peak_memory_bytes)
+        return Generation(**_measured_fields(outcome), peak_memory_bytes=outcome.peak_memory_bytes)
 
-    def _served(
+    def _generate_group(
         self, cell: Cell, config: SweepConfig, group: PromptGroup, decoding: DecodingOptions
     ) -> Group:
-        """Decode the prompts of a group side by side."""
-        load = config.load
-        assert load is not None
-        _, arrivals = load
-        count, clients, times = len(group.prompts), None, []
+        """Decode the prompts of a group together."""
+        assert config.workload is not None
+        _, arrivals = config.workload
+        clients, times = None, list[float]()
         if isinstance(arrivals, Poisson):
-            times = arrivals.times(count, random.Random(f"arrivals/{cell.seed}"))
+            times = arrivals.times(len(group.prompts), random.Random(f"arrivals/{cell.seed}"))
         else:
             clients = arrivals.clients
-        served = self._engine.generate_group(
-            config,
-            Workload(
-                [self._asked(name, cell) for name in group.prompts],
-                clients,
-                [self._asked(name, cell) for name in group.background],
-                times,
-            ),
-            decoding,
+        requests = [self._request(name, cell) for name in group.prompts]
+        background = [self._request(name, cell) for name in group.background]
+        outcome = self._engine.generate_group(
+            config, Workload(requests, clients, background, times), decoding
         )
         return Group(
             clients=clients,
-            seconds=round(served.seconds, 9),
-            tokens=served.tokens,
-            pool=served.pool,
-            peak_memory_bytes=served.peak_memory_bytes,
-            speculation=served.speculation,
+            seconds=round(outcome.seconds, 9),
+            tokens=outcome.tokens,
+            pool=outcome.pool,
+            peak_memory_bytes=outcome.peak_memory_bytes,
+            speculation=outcome.speculation,
             requests=[
                 RequestLine(
-                    **_measured(each.outcome),
+                    **_measured_fields(each),
                     prompt=name,
                     category=self._prompts[name].category,
                     arrived_s=round(each.arrived_s, 9),
                     queued_s=round(each.queued_s, 9),
                 )
-                for name, each in zip(group.prompts, served.requests, strict=True)
+                for name, each in zip(group.prompts, outcome.requests, strict=True)
             ],
         )
 
-    def _asked(self, name: str, cell: Cell) -> BenchRequest[Encoded]:
+    def _request(self, name: str, cell: Cell) -> BenchRequest[Encoded]:
         if name not in self._encoded:
             self._encoded[name] = self._engine.encode(self._prompts[name], [])
         return BenchRequest(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
 
     def measure_costs(self, batch: int | None = None) -> CostsMeasured:
-        """Time single passes, or those that so many requests share, unless that fails: the sweep can do without."""
+        """Time forward passes, or those that ``batch`` requests share; a sweep can do without if that fails."""
         stops = self._snapshot().stops
         try:
-            costs = self._costs(batch)
+            costs = self._time_passes(batch)
             if self._snapshot().stops > stops:  # the pause would be in one of the times
-                costs = self._costs(batch)
+                costs = self._time_passes(batch)
         except Exception as error:
             self.costs_work = False
             return CostsMeasured(None, _message(error))
@@ -380,32 +365,18 @@ class CellRunner(Generic[Encoded]):
             self._store.update(shared_costs=SharedTimes.of(self._store.costs()).medians())
         return CostsMeasured(costs)
 
-    def _costs(self, batch: int | None) -> PassTimes | SharedTimes:
-        gammas, trees = self._sweep.options.gammas, self._nodes
+    def _time_passes(self, batch: int | None) -> PassTimes | SharedTimes:
+        options = self._sweep.options
+        trees = [policy.nodes for policy in options.policy_specs if policy.nodes]
         prompt = self._engine.encode(self._sweep.prompts[0], [])
         if batch is None:
-            return self._engine.measure_costs(prompt, cost_widths(gammas, trees), TREE_NODES if trees else ())
-        return self._engine.measure_shared_costs(prompt, batch, shared_widths(gammas, trees))
-
-    @property
-    def _nodes(self) -> list[int]:
-        """The most nodes of each tree."""
-        return [policy.nodes for policy in self._sweep.options.policy_specs if policy.nodes]
+            widths = cost_widths(options.gammas, trees)
+            return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else ())
+        return self._engine.measure_shared_costs(prompt, batch, shared_widths(options.gammas, trees))
 
 
-def _answers(measurements: Iterable[Measurement]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:
-    """The outputs of earlier turns by configuration, prompt and repeat: what a conversation goes on with."""
-    answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
-    for each in measurements:
-        line = each.line
-        if isinstance(each.result, Generation) and not line.warmup:
-            turns = answers.setdefault((line.config, line.prompt, line.repeat), {})
-            turns[line.turn] = tuple(each.result.token_ids)
-    return answers
-
-
-def _measured(outcome: Outcome) -> Json:
-    """The fields of ``Measured``."""
+def _measured_fields(outcome: Outcome) -> Json:
+    """Return the fields of ``Measured``."""
     return {
         "prompt_tokens": outcome.prompt_tokens,
         "new_tokens": outcome.tokens,
@@ -426,14 +397,11 @@ _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\":,;/\\]+[/\\])+")
 
 
 def _message(error: Exception) -> str:
-    """An error as one line without local paths."""
+    """Return an error as one line without local paths."""
     text = " ".join(str(error).split()) or "no message"
     if not isinstance(error, UsageError | RunError):
         text = f"{type(error).__name__}: {text}"
     return _PATH.sub("", text)[:300]
-
-
-# -- the end ---------------------------------------------------------------------------------------
 
 
 def finish_run(
@@ -443,7 +411,7 @@ def finish_run(
     *,
     in_time: Callable[[], bool] = lambda: True,
 ) -> tuple[RunWarning, ...]:
-    """Look at the whole run once more, and mark it finished; for ``in_time`` see ``find_differences``."""
+    """Review the whole run, and mark it finished; for ``in_time`` see ``find_differences``."""
     store.update(differences=find_differences(sweep, store.measurements(), engine, in_time=in_time))
     warnings = tuple(review(load_results(store.path)))
     store.update(finished=now(), warnings=list(warnings))
@@ -457,15 +425,14 @@ def find_differences(
     *,
     in_time: Callable[[], bool] = lambda: True,
 ) -> list[Mismatch]:
-    """Greedy outputs that are not those of plain decoding, each with the gap of the target's logits of the two tokens.
+    """Find greedy outputs that differ from plain decoding, each with the gap of the target's logits of both tokens.
 
-    Beam search is left out, which looks for other answers, and so are servers that were asked other prompts each.
-    Of a conversation only the first differing turn is told, for behind it the prompts differ as well; of the repeats
-    only the first.
-
-    Each takes the target a pass over the prompt: from when there is no time for one, by ``in_time``, only where outputs
-    part is told.
+    Beam search is left out, which looks for other answers, and so are servers with prompts of their own. Only the first
+    difference of a conversation and of all repeats is returned. Each takes a forward pass over the prompt; without
+    time for it, by ``in_time``, only the position is returned.
     """
+    if sweep.options.salt == "each":
+        return []
     outputs = {
         (each.line.config, prompt, each.line.turn, each.line.repeat): tuple(output.token_ids)
         for each in measurements
@@ -475,32 +442,31 @@ def find_differences(
     keys = sorted(outputs)
     prompts = {prompt.id: prompt for prompt in sweep.prompts}
     found: dict[tuple[str, str], Mismatch] = {}
-    if sweep.options.salt == "each":
-        return []
     for config in sweep.configs:
         if config.temperature or config.id == config.baseline or config.kind in OTHER_ANSWERS:
             continue
         for which, name, turn, repeat in keys:
-            if which != config.id or name not in prompts:
+            if which != config.id or name not in prompts or (config.id, name) in found:
                 continue
-            pair = [
+            turns, plain_turns = (
                 [outputs.get((one, name, earlier, repeat)) for earlier in range(turn + 1)]
                 for one in (config.id, config.baseline)
-            ]
-            tokens, plain = pair[0][-1], pair[1][-1]
-            if (config.id, name) in found or tokens is None or plain is None or tokens == plain:
+            )
+            tokens, plain = turns.pop(), plain_turns.pop()
+            history = [answer for answer in plain_turns if answer is not None]
+            if tokens is None or plain is None or tokens == plain:
                 continue
-            history = [answer for answer in pair[1][:-1] if answer is not None]
-            if pair[0][:-1] != pair[1][:-1] or len(history) < turn:
+            if turns != plain_turns or len(history) < turn:
                 continue
-            asked = engine if in_time() else None
-            known = _difference(asked, prompts[name], history, tokens, plain, sweep.options.decoding)
+            judge = engine if in_time() else None
+            known = _judge(judge, prompts[name], history, tokens, plain, sweep.options.decoding)
+            pairs = enumerate(zip(tokens, plain, strict=False))
             found[config.id, name] = Mismatch(
                 config=config.id,
                 prompt=name,
                 turn=turn,
                 repeat=repeat,
-                position=_first_difference(tokens, plain),
+                position=next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(plain))),
                 gap=None if known is None else rounded(known.gap),
                 gap_units=None if known is None else rounded(known.gap_units, 3),
                 numerical_tie=None if known is None else known.numerical_tie,
@@ -508,12 +474,7 @@ def find_differences(
     return list(found.values())
 
 
-def _first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int:
-    pairs = enumerate(zip(tokens, plain, strict=False))
-    return next((i for i, pair in pairs if pair[0] != pair[1]), min(len(tokens), len(plain)))
-
-
-def _difference(
+def _judge(
     engine: BenchEngine[Encoded] | None,
     prompt: Prompt,
     history: Sequence[Sequence[int]],
@@ -521,10 +482,10 @@ def _difference(
     plain: Sequence[int],
     decoding: DecodingOptions,
 ) -> Difference | None:
-    """What the target says of the place where two outputs part; ``None`` if nobody is to ask it, or it fails."""
+    """Return the target's view of a difference; ``None`` without an engine, or if that fails."""
     if engine is None:
         return None
     try:
         return engine.difference(engine.encode(prompt, history), tokens, plain, decoding)
-    except Exception:  # the position alone is worth telling
+    except Exception:  # the position alone is worth reporting
         return None

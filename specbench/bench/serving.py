@@ -1,9 +1,9 @@
-"""Requests as they come to a server: when each is sent, and what it and all of them got."""
+"""Workloads: when requests are sent, and what each of them and all together got."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from specbench.decoding.clocks import Clock
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from specbench.generate_many import GenerationRuns
 
 Encoded = TypeVar("Encoded")
-"""A prompt as its engine takes it: models as token ids."""
+"""A prompt as its engine takes it; models take token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest(Generic[Encoded]):
-    """A request: its prompt, and the seed of its sampling."""
+    """A prompt, and the seed of its sampling."""
 
     prompt: Encoded
     seed: int
@@ -30,11 +30,11 @@ class Workload(Generic[Encoded]):
     """Requests, and when they are sent.
 
     Attributes:
-        requests: Those that are measured, in the order in which they come.
-        clients: Of a closed loop: how many are under way at any time. ``None`` where ``times`` says when they come.
-        beside: What clients go on with while one of the requests has not ended, from the beginning again when all have
-            come; not measured.
-        times: Of an open loop: seconds at which each of the requests comes, ascending.
+        requests: Measured requests, in their order.
+        clients: Requests under way at any time (closed loop); ``None`` for an open loop.
+        background: Requests that clients send after these until the last measured one has ended, repeated as needed;
+            not measured.
+        times: Seconds at which each request is sent (open loop), ascending.
     """
 
     requests: Sequence[BenchRequest[Encoded]]
@@ -42,31 +42,26 @@ class Workload(Generic[Encoded]):
     background: Sequence[BenchRequest[Encoded]] = ()
     times: Sequence[float] = ()
 
-    def asked(self, number: int) -> BenchRequest[Encoded]:
-        """The request that is sent as the ``number``-th, from 0."""
+    def request(self, number: int) -> BenchRequest[Encoded]:
+        """Return the request that is sent as the ``number``-th, from 0."""
         own = len(self.requests)
-        return (
-            self.requests[number] if number < own else self.background[(number - own) % len(self.background)]
-        )
-
-    @property
-    def different(self) -> Sequence[BenchRequest[Encoded]]:
-        """All that may be sent, each once."""
-        return [*self.requests, *self.background]
+        if number < own:
+            return self.requests[number]
+        return self.background[(number - own) % len(self.background)]
 
 
 @dataclass(slots=True)
 class BenchResult:
-    """What one request got. Seconds are counted from when the first could be sent.
+    """What one request got. Seconds count from when the first could be sent.
 
     Attributes:
-        run: Its records.
+        run: The records.
         arrived_s: When it was sent.
-        queued_s: How long it then waited for its turn.
-        prefill_s: From there to when its prompt was read.
-        first_s, last_s: When its first and its last tokens came.
-        first_tokens, tokens: How many the first emission held, and all.
-        ended: Whether it has come to its end.
+        queued_s: How long it waited for its turn.
+        prefill_s: Time of its prefill.
+        first_s, last_s: When its first and last tokens came.
+        first_tokens, tokens: Tokens of the first emission, and of all.
+        ended: Whether it has ended.
     """
 
     run: GenerationRun
@@ -79,8 +74,8 @@ class BenchResult:
     tokens: int = 0
     ended: bool = False
 
-    def take(self, record: Prefill | Step, now: float) -> int:
-        """Take in a record that came at that time; returns how many tokens it brought."""
+    def add(self, record: Prefill | Step, now: float) -> int:
+        """Add a record that came at ``now``; return its number of tokens."""
         if isinstance(record, Prefill):
             self.queued_s, self.prefill_s = record.queued_s, record.time_s
             emitted = 0 if record.token is None else 1
@@ -97,12 +92,12 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """What came of a load.
+    """What a workload got.
 
     Attributes:
-        requests: Those measured, in their order.
-        seconds: From the first that could be sent to the end of the last of them.
-        tokens: That all requests got in this time, those beside them too.
+        requests: Results of the measured requests, in their order.
+        seconds: From when the first could be sent to the end of the last measured one.
+        tokens: Tokens of all requests in this time.
     """
 
     requests: Sequence[BenchResult]
@@ -111,10 +106,10 @@ class WorkloadResult:
 
 
 class SkippingClock:
-    """A clock that can be put forward: nobody needs to wait while nothing is asked for.
+    """A clock that can skip time in which nothing is requested.
 
     Args:
-        clock: Tells the time.
+        clock: The real time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -125,74 +120,57 @@ class SkippingClock:
         return self._now() + self._skipped
 
     def skip_to(self, time: float) -> None:
-        """Put it forward to a time; one that is past leaves it as it is."""
+        """Skip to a later time; an earlier one changes nothing."""
         self._skipped += max(0.0, time - self.now())
 
 
 def run_workload(
-    load: Workload[Sequence[int]],
+    workload: Workload[Sequence[int]],
     runs: GenerationRuns,
     start: Callable[[BenchRequest[Sequence[int]]], GenerationRun],
     clock: SkippingClock,
 ) -> WorkloadResult:
-    """Send requests, and decode until the last measured one has ended. Whatever one of them raises goes through.
+    """Send the requests of a workload, and decode until the last measured one has ended.
 
     Args:
-        load: The requests.
-        runs: Decode them; empty, and over at the end.
-        start: Makes a run of a request.
-        clock: That of ``runs``.
+        workload: The requests.
+        runs: Decodes them; empty, and closed at the end.
+        start: Makes the run of a request.
+        clock: The clock of ``runs``.
+
+    Raises:
+        Exception: Whatever one of the requests raises.
     """
-    return _Service(load, runs, start, clock).served()
+    began, now, tokens = clock.now(), 0.0, 0
+    left = own = len(workload.requests)
+    sent: list[BenchResult] = []
 
+    def send(at: float) -> None:
+        run = start(workload.request(len(sent)))
+        sent.append(BenchResult(run, at))
+        runs.add(run, began + at)
 
-@dataclass(slots=True)
-class _Service:
-    """A load on its way."""
-
-    load: Workload[Sequence[int]]
-    runs: GenerationRuns
-    start: Callable[[BenchRequest[Sequence[int]]], GenerationRun]
-    clock: SkippingClock
-    sent: list[BenchResult] = field(default_factory=list)
-    began: float = 0.0
-    tokens: int = 0
-
-    def served(self) -> WorkloadResult:
-        own = len(self.load.requests)
-        self.began = self.clock.now()
-        now, left = 0.0, own
-        try:
-            for _ in range(self.load.clients or 0):
-                self._send(0.0)
-            while left:
-                self._send_due()
-                if not len(self.runs):
-                    self.clock.skip_to(self.began + self.load.times[len(self.sent)])
-                    continue
-                events = self.runs.step()
-                now = self.clock.now() - self.began
-                for number, event in events:
-                    if isinstance(event, Exception):
-                        raise event
-                    answered = self.sent[number]
-                    self.tokens += answered.take(event, now)
-                    if answered.ended:
-                        left -= number < own
-                        if self.load.clients is not None and left:
-                            self._send(now)
-        finally:
-            self.runs.close()
-        return WorkloadResult(self.sent[:own], now, self.tokens)
-
-    def _send_due(self) -> None:
-        """Those whose time has come, though nobody may have looked for a while."""
-        if self.load.clients is None:
-            now = self.clock.now() - self.began
-            while len(self.sent) < len(self.load.times) and self.load.times[len(self.sent)] <= now:
-                self._send(self.load.times[len(self.sent)])
-
-    def _send(self, at: float) -> None:
-        run = self.start(self.load.asked(len(self.sent)))
-        self.sent.append(BenchResult(run, at))
-        self.runs.add(run, self.began + at)
+    try:
+        for _ in range(workload.clients or 0):
+            send(0.0)
+        while left:
+            if workload.clients is None:  # several may be due since the last look
+                due = clock.now() - began
+                while len(sent) < own and workload.times[len(sent)] <= due:
+                    send(workload.times[len(sent)])
+            if not len(runs):
+                clock.skip_to(began + workload.times[len(sent)])
+                continue
+            events = runs.step()
+            now = clock.now() - began
+            for number, event in events:
+                if isinstance(event, Exception):
+                    raise event
+                tokens += sent[number].add(event, now)
+                if sent[number].ended:
+                    left -= number < own
+                    if workload.clients is not None and left:
+                        send(now)
+    finally:
+        runs.close()
+    return WorkloadResult(sent[:own], now, tokens)

@@ -142,14 +142,14 @@ class _Effort:
         """Return the target, the drafters, and the token ids of the prompts."""
         with starting(self.quiet) as progress:
             from specbench.base.progress import quiet_transformers
-            from specbench.bench.encoding import encode_turns
+            from specbench.bench.encoding import encode_conversation
             from specbench.models.prepare import prepare
 
             with quiet_transformers():
                 loaded, loaded_drafters = prepare(
                     parse_model(self.target), drafters, self.models, progress=progress
                 )
-                return loaded, loaded_drafters, encode_turns(loaded, self.prompts)
+                return loaded, loaded_drafters, [encode_conversation(loaded, each) for each in self.prompts]
 
     def progress(self) -> StageProgress:
         """Return a bar that does not draw by itself, for forward passes are timed."""

@@ -27,7 +27,7 @@ from specbench._version import __version__
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, try_lock, write_text
 from specbench.base.record import Json
-from specbench.bench.encoding import encode_turns
+from specbench.bench.encoding import encode_conversation
 from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
 from specbench.decoding.records import Step
 from specbench.generate import GenerationRun
@@ -155,8 +155,8 @@ class Training:
         if start is not None:
             check_start(start, self._model, settings)
         trained, held = held_out_prompts(prompts, settings.held_out)
-        self._prompts = encode_turns(target, trained)
-        self._held = list(zip(held, encode_turns(target, held), strict=True))
+        self._prompts = [encode_conversation(target, prompt) for prompt in trained]
+        self._held = [(prompt, encode_conversation(target, prompt)) for prompt in held]
         self._began, self._spent_s = time.monotonic(), 0.0
         self._begun: Json = {}
         self._texts: list[Text] = []

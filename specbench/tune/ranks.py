@@ -150,7 +150,7 @@ def calibrate_tree(
         _TIMED,
         Random(0),
         progress,
-        abreast=TREE_NODES,
+        tree_nodes=TREE_NODES,
     )
     nodes = sum(tested for (_, rank), (tested, _) in counts.items() if rank == 0)
     shares = [0.0] * (1 + max(rank for _, rank in counts))

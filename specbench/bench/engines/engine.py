@@ -1,4 +1,4 @@
-"""What a sweep asks of whatever decodes, and what it gets: loaded models, a server, a test's script."""
+"""The interface between a sweep and what decodes: loaded models, servers, a test's script."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class Outcome:
     """One finished generation.
 
     Attributes:
-        prompt_tokens: Length of the prompt.
+        prompt_tokens: Tokens of the prompt.
         token_ids: The output; of a server as far as its tokens are known.
         finish_reason: Why it ended.
-        prefill_s: Time of the target's pass over the prompt.
-        ttft_s: Time to the first emission.
-        decode_s: Time behind it.
-        first_tokens: How many tokens the first emission held.
-        steps: Empty where the decoding was not specbench's.
-        peak_memory_bytes: Most memory in use meanwhile.
-        log_probability: Natural logarithm of the probability that the target gives the output; ``None`` where nobody
-            asked.
-        reported_tokens: How many tokens the output has where ``token_ids`` may lack some: of a server.
-        server: What else a server reported, where one generated it.
+        prefill_s: Time of prefill.
+        ttft_s: Time to the first emission, of a request from when it was sent.
+        decode_s: Time after it.
+        first_tokens: Tokens of the first emission.
+        steps: Steps; empty if specbench did not decode.
+        peak_memory_bytes: Peak memory.
+        log_probability: Natural logarithm of the target's probability of the output; ``None`` if not computed.
+        reported_tokens: Tokens of a server's output, where ``token_ids`` may lack some.
+        server: What else a server reported.
+        arrived_s: When the request was sent, in seconds since the group began.
+        queued_s: How long it waited for its turn.
     """
 
     prompt_tokens: int
@@ -52,42 +53,29 @@ class Outcome:
     log_probability: float | None = None
     reported_tokens: int | None = None
     server: ServerAnswer | None = None
+    arrived_s: float = 0.0
+    queued_s: float = 0.0
 
     @property
     def tokens(self) -> int:
-        """How many tokens the output has."""
+        """Number of tokens of the output."""
         return len(self.token_ids) if self.reported_tokens is None else self.reported_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutcome:
-    """One of several generations side by side.
-
-    Attributes:
-        outcome: Its figures; the time to its first emission begins when it was sent.
-        arrived_s: When it was sent, in seconds from the beginning of the group.
-        queued_s: How long it waited for its turn.
-    """
-
-    outcome: Outcome
-    arrived_s: float
-    queued_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """Generations side by side.
+    """Generations that were decoded together.
 
     Attributes:
-        requests: In the order in which they came.
+        requests: In the order in which they were sent.
         seconds: From the beginning to the end of the last of them.
-        tokens: That were emitted in this time, for requests that are not measured too.
-        pool: How much of the target's pool was taken; ``None`` without one.
-        peak_memory_bytes: Most memory in use meanwhile.
-        speculation: What was drafted meanwhile, for all requests, where a server counts it; else ``None``.
+        tokens: Tokens emitted in this time, those of requests that are not measured included.
+        pool: Use of the target's KV cache pool; ``None`` without one.
+        peak_memory_bytes: Peak memory.
+        speculation: Drafted tokens of all requests, if a server counts them.
     """
 
-    requests: tuple[RequestOutcome, ...]
+    requests: tuple[Outcome, ...]
     seconds: float
     tokens: int
     pool: Pool | None = None
@@ -96,24 +84,19 @@ class GroupOutcome:
 
 
 class BenchEngine(Protocol[Encoded]):
-    """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
+    """What decodes for a sweep. Its models stay loaded; calls do not affect later ones."""
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
-        """The field ``target`` of ``run.json``."""
+        """Return the field ``target`` of ``run.json``."""
         ...
 
     @property
     def heads(self) -> Mapping[str, TrainingMetadata]:
-        """How trained heads came about, by the names of the drafters (``specbench.models.training_metadata``)."""
+        """How trained heads came about, by the names of their drafters."""
         ...
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:
-        """A conversation as the engine takes it: models as token ids.
-
-        Args:
-            prompt: What the user says, turn by turn.
-            answers: The outputs of the turns so far; the turn behind them is the one to answer.
-        """
+        """Return a conversation as the engine takes it, up to the turn after the given answers."""
         ...
 
     def generate(
@@ -125,26 +108,27 @@ class BenchEngine(Protocol[Encoded]):
     def generate_group(
         self, config: SweepConfig, load: Workload[Encoded], decoding: DecodingOptions
     ) -> GroupOutcome:
-        """Decode requests side by side, in the batch of the configuration; any exception means that all failed."""
+        """Decode requests together, in the batch of the configuration; any exception means that all failed."""
         ...
 
-    def measure_costs(self, prompt: Encoded, widths: Sequence[int], abreast: Sequence[int] = ()) -> PassTimes:
-        """Time single passes: of the target with each number of tokens in ``widths``, and of the drafters, also with
-        so many nodes of a tree ``abreast``.
+    def measure_costs(
+        self, prompt: Encoded, widths: Sequence[int], tree_nodes: Sequence[int] = ()
+    ) -> PassTimes:
+        """Time forward passes of the target with each width, and of the drafters, also with ``tree_nodes`` of a tree.
 
-        A sweep asks for this again and again, so that a disturbance spoils a few of the times and not their median.
+        A sweep repeats this, so that a disturbance affects a few of the times and not their median.
         """
         ...
 
     def measure_shared_costs(
         self, prompt: Encoded, requests: int, widths: Sequence[int], only: Collection[str] | None = None
     ) -> SharedTimes:
-        """Time passes that so many requests share: of the target with each number of tokens of each in ``widths``, and
-        of the drafters, all or ``only`` some."""
+        """Time forward passes that ``requests`` share: of the target with each width per request, and of the drafters,
+        all or ``only`` some."""
         ...
 
     def difference(
         self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
-        """Where two greedy outputs part, and whether rounding explains it; ``None`` if they do not, or nobody knows."""
+        """Return where two greedy outputs differ first, and whether rounding explains it; ``None`` if unknown."""
         ...

@@ -1,4 +1,4 @@
-"""Loaded models as a sweep runs them."""
+"""The engine of loaded models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.bench.engines.engine import GroupOutcome, Outcome, RequestOutcome
-from specbench.bench.engines.watch import finish_reason, watch_generate
-from specbench.bench.grid import LOOKUP_TOKENS, SweepConfig, SweepOptions
+from specbench.bench.encoding import encode_conversation
+from specbench.bench.engines.engine import GroupOutcome, Outcome
+from specbench.bench.engines.hf import generate_with_transformers
+from specbench.bench.environment import reset_peak_memory
+from specbench.bench.grid import SweepConfig, SweepOptions
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
+from specbench.decoding.clocks import clock_for, peak_memory
+from specbench.decoding.metrics import time_split
+from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Step
+from specbench.decoding.sampling import Greedy, Sampling
+from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions, quantized
+from specbench.policies import build_policy, parse_costs
+from specbench.policies.costs import COST_NOTES
+from specbench.policies.load import Load
 from specbench.results.lines import Pool
 from specbench.results.run import DtypeMeasured, TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
@@ -28,33 +41,30 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPlan
-    from specbench.generate import GenerationRun
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
-    from specbench.policies.load import Load as PassLoad
     from specbench.recipe import Recipe
     from specbench.specs.policies import PolicySpec
 
+_COST_ROUNDS = 2  # forward passes of each kind, every time they are timed
 
-_COST_PASSES = 2  # of each kind, every time they are timed
-
-_RATED_AT_ONCE = 32  # tokens of an answer whose rows of logits are in memory together
+_RATED_ROWS = 32  # rows of logits that are in memory at a time while an answer is rated
 
 
 class ModelEngine:
-    """The engine over real models.
+    """The engine of loaded models.
 
     Args:
-        target: The model every configuration decodes with.
-        drafters: By the names that configurations give; an error in a drafter's place is raised when it is needed.
-        specs: What the drafters were asked for as, by the same names.
-        reference: The same model as ``transformers`` loads it, for configurations that it decodes.
-        assistants: Drafter models as ``transformers`` loads them, by the names of the drafters.
-        fingerprints: Of the drafter models' weights, by the names of the drafters.
-        heads: See ``Engine``.
-        costs: What ``auto`` goes by, as ``specbench.policies.parse_costs`` takes it; ``None`` lets it measure.
-        keep_policy_state: Let the draft policy of a configuration carry what it learns from one call to the next.
-        rate_answers: Tell how probable the answers of greedy plain decoding and of beam search are.
+        target: The target of every configuration.
+        drafters: Drafters by name; an error in a drafter's place is raised when it is needed.
+        specs: Specs of the drafters.
+        reference: The target as ``transformers`` loads it, for configurations that it decodes.
+        assistants: Drafter models as ``transformers`` loads them, by drafter.
+        fingerprints: Fingerprints of drafter models' weights, by drafter.
+        heads: How trained heads came about, by drafter.
+        costs: Costs for ``auto``, as ``parse_costs`` takes them; ``None`` measures them.
+        keep_policy_state: Let the draft policy of a configuration keep its state from one call to the next.
+        rate_answers: Compute the log-probability of outputs of greedy plain decoding and of beam search.
     """
 
     def __init__(
@@ -71,15 +81,13 @@ class ModelEngine:
         keep_policy_state: bool = False,
         rate_answers: bool = False,
     ) -> None:
-        from specbench.decoding.clocks import clock_for
-
         self.target, self.drafters, self.specs = target, dict(drafters), dict(specs or {})
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
         self.heads: Mapping[str, TrainingMetadata] = heads or {}
-        self._costs, self._keep = costs, keep_policy_state
-        self._kept: dict[str, DraftPlan] = {}
-        self._loads: dict[str, PassLoad] = {}
+        self._costs, self._keep_policy_state = costs, keep_policy_state
+        self._policies: dict[str, DraftPlan] = {}
+        self._batch_costs: dict[str, Load] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
@@ -87,7 +95,7 @@ class ModelEngine:
 
     @property
     def drafter_dtypes(self) -> dict[str, str]:
-        """In which dtype the drafters' own models draft, by the drafters' names."""
+        """Dtypes of drafters' own models, by drafter."""
         return {
             name: dtype
             for name, drafter in self.drafters.items()
@@ -96,7 +104,6 @@ class ModelEngine:
         }
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
-        """The field ``target`` of ``run.json``."""
         model = self.target.language_model
         choice = model.dtype_choice
         return TargetModel(
@@ -113,8 +120,7 @@ class ModelEngine:
     def calibrated(
         self, policy: PolicySpec, drafter: str, temperature: float
     ) -> tuple[PolicySpec, str | None]:
-        """A policy with what was calibrated for a drafter, by its name, and what there is to say of that."""
-        from specbench.decoding.sampling import Sampling
+        """Return a draft policy as calibrated for a drafter, and a note about it."""
         from specbench.models.calibrations import calibrated_tree
 
         loaded = self.drafters[drafter]
@@ -124,42 +130,17 @@ class ModelEngine:
         return calibrated_tree(policy, self.target, loaded, weights, Sampling(temperature=temperature))
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
-        from specbench.generate import encode_messages
-
-        tokenizer = self.target.tokenizer
-        if tokenizer is None:
-            raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-        end_ids = set(self.target.end_ids)
-        said = [
-            str(tokenizer.decode([t for t in answer if t not in end_ids], skip_special_tokens=True))
-            for answer in answers
-        ]
-        turns = prompt.turns[: len(said) + 1]
-        if not getattr(tokenizer, "chat_template", None):
-            parts = [] if prompt.system is None else [prompt.system]
-            parts += [text for pair in zip(turns, [*said, ""], strict=True) for text in pair if text]
-            return [int(token) for token in tokenizer("\n\n".join(parts))["input_ids"]]
-        messages = [{"role": "user", "content": turns[0]}]
-        for answer, turn in zip(said, turns[1:], strict=True):
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        if prompt.system is None:
-            return encode_messages(tokenizer, messages)
-        try:
-            return encode_messages(tokenizer, [{"role": "system", "content": prompt.system}, *messages])
-        except UsageError:  # a template without a system role; every configuration gets the same prompt
-            messages[0]["content"] = f"{prompt.system}\n\n{turns[0]}"
-            return encode_messages(tokenizer, messages)
+        return encode_conversation(self.target, prompt, answers)
 
     def generate(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
-        from specbench.bench.environment import reset_peak_memory
-        from specbench.decoding.clocks import peak_memory
-
-        decode = self._decode if config.kind in ("plain", "speculative") else self._decode_with_transformers
         reset_peak_memory(self._device)
         with self._freeing_memory():
-            outcome = decode(config, prompt, decoding, seed)
+            if config.kind in ("plain", "speculative"):
+                outcome = self._decode(config, prompt, decoding, seed)
+            else:
+                outcome = self._decode_with_transformers(config, prompt, decoding, seed)
         outcome = replace(outcome, peak_memory_bytes=peak_memory(self._device))
         if self._rate_answers and (
             config.kind == "beam" or (config.kind == "plain" and not config.temperature)
@@ -170,35 +151,30 @@ class ModelEngine:
     def generate_group(
         self, config: SweepConfig, load: Workload[Sequence[int]], decoding: DecodingOptions
     ) -> GroupOutcome:
-        from specbench.bench.environment import reset_peak_memory
-        from specbench.decoding.clocks import peak_memory
-        from specbench.generate_many import GenerationRuns
-        from specbench.policies.load import Load as PassLoad
+        def make(request: BenchRequest[Sequence[int]]) -> GenerationRun:
+            return self._run(config, request.prompt, decoding, request.seed)
 
-        def made(asked: BenchRequest[Sequence[int]]) -> GenerationRun:
-            return self._run(config, asked.prompt, decoding, asked.seed)
-
-        def start(asked: BenchRequest[Sequence[int]]) -> GenerationRun:
-            return ready.pop(id(asked), None) or made(asked)
+        def start(request: BenchRequest[Sequence[int]]) -> GenerationRun:
+            return ready.pop(id(request), None) or make(request)
 
         assert config.batch is not None
         reset_peak_memory(self._device)
         clock = SkippingClock(self._clock)
         with self._freeing_memory():
-            ready = {id(asked): made(asked) for asked in load.different}  # before anybody waits
-            # As a server knows it: what passes cost does not depend on the prompts.
-            known = self._loads.setdefault(config.id, PassLoad())
+            ready = {
+                id(each): make(each) for each in (*load.requests, *load.background)
+            }  # before the clock starts
+            # Kept from group to group, as in a server: costs do not depend on the prompts.
+            costs = self._batch_costs.setdefault(config.id, Load())
             runs = GenerationRuns(
-                (), max_batch=config.batch, later=[*ready.values()], clock=clock, load=known
+                (), max_batch=config.batch, later=[*ready.values()], clock=clock, load=costs
             )
-            served = run_workload(load, runs, start, clock)
+            result = run_workload(load, runs, start, clock)
         use = None if runs.factory is None else runs.factory.use
         return GroupOutcome(
-            requests=tuple(
-                RequestOutcome(_outcome(each), each.arrived_s, each.queued_s) for each in served.requests
-            ),
-            seconds=served.seconds,
-            tokens=served.tokens,
+            requests=tuple(_request_outcome(each) for each in result.requests),
+            seconds=result.seconds,
+            tokens=result.tokens,
             pool=None
             if use is None
             else Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes),
@@ -207,26 +183,28 @@ class ModelEngine:
 
     @contextmanager
     def _freeing_memory(self) -> Iterator[None]:
-        """Where memory runs out, free what there is, and say so."""
+        """Free memory and raise a ``RunError`` when it runs out."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            # torch's allocator for the CPU raises a plain RuntimeError.
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(
+                error
+            ):
                 raise
             error.__traceback__ = None  # its frames hold the tensors that did not fit
-            self._free_memory()
+            self.target.scorer.begin()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             raise RunError("There was not enough memory for this configuration.") from None
 
     def _log_probability(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        """Natural logarithm of the probability that the target's softmax, without any transforms, gives an answer."""
-        import torch
-
-        from specbench.decoding.protocols import ForwardRequest
-
+        """Return the natural logarithm of the target's probability of an answer, without any transforms."""
         scorer, text, total = self.target.scorer, [*prompt, *answer], 0.0
         scorer.begin()
-        for start in range(len(prompt), len(text), _RATED_AT_ONCE):
-            end = min(start + _RATED_AT_ONCE, len(text))
+        for start in range(len(prompt), len(text), _RATED_ROWS):
+            end = min(start + _RATED_ROWS, len(text))
             rows = scorer.score(ForwardRequest(scorer, text[: end - 1], rows=end - start)).logits
             tokens = torch.tensor(text[start:end], device=rows.device)
             total += float(rows.float().log_softmax(dim=-1).gather(1, tokens[:, None]).sum())
@@ -234,31 +212,17 @@ class ModelEngine:
         scorer.begin()
         return total
 
-    def _free_memory(self) -> None:
-        import torch
-
-        self.target.scorer.begin()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _drafter(self, name: str) -> Drafter:
-        drafter = self.drafters[name]
-        if isinstance(drafter, SpecbenchError):
-            raise drafter
-        return drafter
-
     def _run(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> GenerationRun:
-        from specbench.decoding.sampling import Sampling
-        from specbench.generate import GenerationRun
-
+        drafter = None if config.kind == "plain" else self.drafters[config.drafter]
+        if isinstance(drafter, SpecbenchError):
+            raise drafter
         return GenerationRun(
             prompt,
             self.target,
-            None if config.kind == "plain" else self._drafter(config.drafter),
-            policy=None if config.kind == "plain" else self._policy(config),
+            drafter,
+            policy=None if drafter is None else self._policy(config),
             sampling=Sampling(temperature=config.temperature),
             seed=seed,
             decoding=decoding,
@@ -267,8 +231,6 @@ class ModelEngine:
     def _decode(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> Outcome:
-        from specbench.decoding.metrics import time_split
-
         run = self._run(config, prompt, decoding, seed)
         for _ in run:
             pass
@@ -286,94 +248,31 @@ class ModelEngine:
         )
 
     def _policy(self, config: SweepConfig) -> DraftPlan:
-        """The draft policy of a configuration: the one it had last time if its state is to be kept."""
-        from specbench.policies import build_policy, parse_costs
-
-        if config.id in self._kept:
-            return self._kept[config.id]
+        """Return the draft policy of a configuration, the same one every time if its state is kept."""
+        if config.id in self._policies:
+            return self._policies[config.id]
         options: dict[str, Any] = {"gamma": config.gamma}
         if self._costs is not None and config.policy_spec.takes("costs"):
             options["costs"] = parse_costs(self._costs, config.drafter)
-        policy = build_policy(config.policy_spec, keep=self._keep, **options)
-        if self._keep:
-            self._kept[config.id] = policy
+        policy = build_policy(config.policy_spec, keep=self._keep_policy_state, **options)
+        if self._keep_policy_state:
+            self._policies[config.id] = policy
         return policy
 
     def _decode_with_transformers(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> Outcome:
-        """``generate`` with the settings, end tokens and seed that specbench's own loop gets, and no others."""
-        import torch
-        from transformers import GenerationConfig, StoppingCriteriaList
-
-        from specbench.base.progress import quiet_transformers
-
         if self.reference is None:
             raise RunError("The model was not loaded for transformers' own generate.")
-        limit = self.target.scorer.context_limit
-        most = decoding.max_new_tokens
-        room = most if limit is None else min(most, limit - len(prompt))
-        if room < 1:
-            raise UsageError(
-                f"The prompt has {len(prompt)} tokens, the target's context holds {limit}.",
-                "Shorten the prompt.",
-            )
-        end_ids = decoding.end_ids(self.target.end_ids)
-        extra: dict[str, Any] = {}
-        if config.drafter in self.assistants:
-            extra["assistant_model"] = self._assistant(config.drafter)
-        elif config.kind == "assisted":
-            extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-        greedy = config.temperature == 0
-        settings = GenerationConfig(
-            do_sample=not greedy,
-            max_new_tokens=room,
-            eos_token_id=list(end_ids) or None,
-            pad_token_id=next(iter(self.target.end_ids), 0),
-            **({} if config.beams is None else {"num_beams": config.beams}),
-            **self.target.language_model.defaults.under(decoding).applied,
-            **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
-        )
-        # What the call leaves unset would come from the model's own file, sampling defaults and all.
-        self.reference.model.generation_config = GenerationConfig()
-        device = torch.device(self.reference.device)
-        ids = torch.tensor([list(prompt)], device=device)
-        watch = watch_generate(self._clock)
-        forked = [device] if device.type == "cuda" else []
-        with quiet_transformers(), torch.random.fork_rng(devices=forked):
-            torch.manual_seed(seed)
-            model: Any = self.reference.model
-            began = self._clock.now()
-            output = model.generate(
-                inputs=ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=settings,
-                stopping_criteria=StoppingCriteriaList([watch]),
-                **extra,
-            )
-        tokens = tuple(output[0, len(prompt) :].tolist())
-        return Outcome(
-            prompt_tokens=len(prompt),
-            token_ids=tokens,
-            finish_reason=finish_reason(tokens, end_ids, most),
-            prefill_s=watch.first_at - began,
-            ttft_s=watch.first_at - began,
-            decode_s=watch.last_at - watch.first_at,
-            first_tokens=watch.first_length - len(prompt),
-        )
-
-    def _assistant(self, name: str) -> Any:
-        from transformers import GenerationConfig
-
-        assistant = self.assistants[name]
+        assistant = self.assistants.get(config.drafter)
         if isinstance(assistant, SpecbenchError):
             raise assistant
-        # Its defaults (20 tokens, confidence 0.4), anew each time: transformers keeps adapted values in there.
-        assistant.model.generation_config = GenerationConfig()
-        return assistant.model
+        return generate_with_transformers(
+            self.reference, assistant, self.target, config, prompt, decoding, seed, self._clock
+        )
 
     def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
     ) -> PassTimes:
         return time_passes(
             self.target.scorer,
@@ -381,9 +280,9 @@ class ModelEngine:
             prompt,
             widths,
             self._clock,
-            _COST_PASSES,
+            _COST_ROUNDS,
             self._order,
-            abreast=abreast,
+            tree_nodes=tree_nodes,
         )
 
     def measure_shared_costs(
@@ -401,12 +300,12 @@ class ModelEngine:
             requests,
             widths,
             self._clock,
-            _COST_PASSES,
+            _COST_ROUNDS,
             self._order,
         )
 
     def _timed_drafters(self) -> dict[str, Drafter]:
-        """Of a cascade its model, whose passes are timed: its other tokens cost none. Of several drafters all."""
+        """Return the drafters to time: of a cascade its model, since its lookup costs nothing."""
         from specbench.drafters.parts import drafting_parts
 
         return {
@@ -420,7 +319,6 @@ class ModelEngine:
         self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
         from specbench.backends.torch.parity import find_difference
-        from specbench.decoding.sampling import Greedy
 
         target = self.target
         defaults = target.language_model.defaults.under(decoding)
@@ -430,7 +328,7 @@ class ModelEngine:
 
 
 def _dtype_of(drafter: Drafter) -> str | None:
-    """In which dtype a drafter's own model drafts; ``None`` if it drafts with the target's weights."""
+    """Return the dtype of a drafter's own model; ``None`` if it drafts with the target's weights."""
     from specbench.backends.torch.kernels.surgery import quantization_of
     from specbench.drafters.model import SelfDrafter
     from specbench.drafters.parts import models_of
@@ -440,25 +338,24 @@ def _dtype_of(drafter: Drafter) -> str | None:
     return found[-1].removeprefix("torch.") if found else None
 
 
-def _outcome(answered: BenchResult) -> Outcome:
-    """A request's figures, by when its tokens came."""
-    generation = answered.run.result()
+def _request_outcome(result: BenchResult) -> Outcome:
+    generation = result.run.result()
     return Outcome(
         prompt_tokens=generation.prompt_tokens,
         token_ids=generation.token_ids,
         finish_reason=generation.finish_reason,
-        prefill_s=answered.prefill_s,
-        ttft_s=answered.first_s - answered.arrived_s,
-        decode_s=answered.last_s - answered.first_s,
-        first_tokens=answered.first_tokens,
+        prefill_s=result.prefill_s,
+        ttft_s=result.first_s - result.arrived_s,
+        decode_s=result.last_s - result.first_s,
+        first_tokens=result.first_tokens,
         steps=_with_costs(generation.steps, generation.costs),
+        arrived_s=result.arrived_s,
+        queued_s=result.queued_s,
     )
 
 
 def _with_costs(steps: Sequence[Step], costs: Mapping[str, Any] | None) -> tuple[Step, ...]:
-    """Steps whose notes hold the times that a measuring policy took from them: with these it can be repeated."""
-    from specbench.policies.costs import COST_NOTES
-
+    """Return steps with the times that a measuring draft policy took from them, so that it can be replayed."""
     samples = (costs or {}).get("steps")
     if samples is None:
         return tuple(steps)
@@ -469,41 +366,30 @@ def _with_costs(steps: Sequence[Step], costs: Mapping[str, Any] | None) -> tuple
     )
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    # torch's allocator for the CPU raises a plain RuntimeError.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
-# -- loading ---------------------------------------------------------------------------------------
-
-
 def check_engine(
     base: Recipe,
     drafters: Sequence[DrafterSpec] = (),
     options: SweepOptions | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Refuse what cannot be, before any weights are loaded.
+    """Refuse impossible models and drafters before any weights are loaded.
 
     Args:
-        base: What all configurations have in common.
-        drafters: All of them.
-        options: Of the sweep.
-        progress: Told how far it has come.
+        base: What all configurations share.
+        drafters: All drafters.
+        options: Options of the sweep.
+        progress: Shows the progress.
 
     Raises:
-        UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8 or
-            int4 target beside transformers, which would decode with the unquantized one.
+        UsageError: A drafter does not exist, does not fit, or would learn from its own earlier answers; or the target
+            is int8 or int4 and transformers would decode with the unquantized one.
     """
     from specbench.models.drafters import refuse_keep
     from specbench.models.prepare import check_models
 
-    options = options or SweepOptions()
     check_models(base.target, drafters, base.models, progress=progress)
     rounded = quantized(base.models.dtype)
-    if rounded is not None and options.uses_transformers:
+    if rounded is not None and options is not None and options.uses_transformers:
         raise UsageError(
             f"The target is {rounded}, and transformers would decode with the unquantized model.",
             f"Leave out --dtype {rounded}, or the rows of transformers.",
@@ -518,24 +404,22 @@ def load_engine(
     options: SweepOptions | None = None,
     progress: Progress | None = None,
 ) -> ModelEngine:
-    """Load the target and the drafters. A drafter that does not fit into memory fails later, where it is needed.
+    """Load target and drafters; a drafter that does not fit into memory fails later, when it is needed.
 
     Args:
         base, drafters, options, progress: See ``check_engine``.
 
     Raises:
-        UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
-        RunError: The target could not be loaded.
+        UsageError: See ``check_engine``, or a drafter does not fit the target.
+        RunError: The target cannot be loaded.
     """
-    from specbench.drafters.heads import HeadDrafter
-    from specbench.drafters.translate import TranslatingDrafter
     from specbench.models.load import load_model
     from specbench.models.prepare import prepare
 
     options = options or SweepOptions()
     check_engine(base, drafters, options, progress)
     models = base.models
-    target, loaded_drafters = prepare(
+    target, loaded = prepare(
         base.target,
         drafters,
         models,
@@ -549,17 +433,10 @@ def load_engine(
             base.target, models.target, progress=progress, allow_pickle=models.allow_pickle
         )
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
-    for each in loaded_drafters:
+    for each in loaded:
         if options.assisted and isinstance(each.spec, SmallModel) and each.models:
-            if isinstance(each.outcome, TranslatingDrafter | HeadDrafter):
-                what = (
-                    "trained head"
-                    if isinstance(each.outcome, HeadDrafter)
-                    else "drafter with another tokenizer than the target's"
-                )
-                assistants[each.name] = RunError(f"transformers is given no {what}.")
-                continue
             try:
+                _check_assistant(each.outcome)
                 assistants[each.name] = load_model(
                     each.spec.model,
                     models.drafter,
@@ -571,13 +448,24 @@ def load_engine(
                 assistants[each.name] = error
     return ModelEngine(
         target,
-        {each.name: each.outcome for each in loaded_drafters},
-        {each.name: each.spec for each in loaded_drafters},
+        {each.name: each.outcome for each in loaded},
+        {each.name: each.spec for each in loaded},
         reference=reference,
         assistants=assistants,
-        fingerprints={each.name: each.weights for each in loaded_drafters if each.models},
-        heads={each.name: each.training for each in loaded_drafters if each.training is not None},
+        fingerprints={each.name: each.weights for each in loaded if each.models},
+        heads={each.name: each.training for each in loaded if each.training is not None},
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
         rate_answers=bool(options.beams),
     )
+
+
+def _check_assistant(drafter: Drafter | SpecbenchError) -> None:
+    """Refuse drafters that transformers cannot use."""
+    from specbench.drafters.heads import HeadDrafter
+    from specbench.drafters.translate import TranslatingDrafter
+
+    if isinstance(drafter, HeadDrafter):
+        raise RunError("transformers cannot draft with a trained head.")
+    if isinstance(drafter, TranslatingDrafter):
+        raise RunError("transformers gets no drafter with another tokenizer than the target's.")

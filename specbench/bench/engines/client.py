@@ -1,7 +1,7 @@
-"""Answers of a server that speaks the OpenAI protocol: which text came when, and how many tokens that is.
+"""A client of servers with the OpenAI API: which text came when, and how many tokens that is.
 
-A piece of a stream is no token: servers send a step, a word or whatever a buffer held. What counts is what a server
-says of its tokens (their ids, or ``usage``), held against what the target's tokenizer makes of the text.
+A chunk of a stream is no token: servers send a step, a word or whatever a buffer held. Tokens are counted by what a
+server reports (their ids, or ``usage``), compared with what the target's tokenizer makes of the text.
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOLERANCE = 0.02
-"""Share by which retokenized text may differ from what was generated: other tokens can spell the same text."""
+"""Share by which retokenized text may differ from the generated tokens: other tokens can spell the same text."""
 
 _SAME_BURST = 0.25
-"""Share of the usual time between two pieces below which they come from one step."""
+"""Share of the usual time between two chunks below which they come from one step."""
 
-_COME_BACK = (429, 502, 503, 504)
-"""Statuses of a server that may answer a little later."""
+_RETRY_STATUSES = (429, 502, 503, 504)
 
 
 class ServerError(RunError):
     """A server did not answer as it should.
 
     Attributes:
-        status: Of the protocol; ``None`` where none came.
-        later: Whether the same request may succeed a little later: nothing of an answer has come.
+        status: HTTP status; ``None`` without a response.
+        retry: Whether the same request may succeed a little later: nothing of an answer has come.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, later: bool = False) -> None:
+    def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
         super().__init__(message)
-        self.status, self.later = status, later
+        self.status, self.retry = status, retry
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event of a stream has brought.
+    """The content of one event of a stream.
 
     Attributes:
         at_s: When it was read, in seconds since the request was sent.
         text: More text, perhaps none.
-        ids: The token ids it names; ``None`` if it names none.
+        ids: Its token ids; ``None`` if not reported.
     """
 
     at_s: float
@@ -64,16 +63,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """A whole answer.
+    """A whole answer. Counts are ``None`` if the server does not report them.
 
     Attributes:
-        pieces: As they came.
-        finish_reason: As the server calls it.
+        pieces: The chunks.
+        finish_reason: The server's finish reason.
         ended_s: When that came, in seconds since the request was sent.
-        prompt_tokens, used_tokens: Of the prompt and of the output, by ``usage``; ``None`` without it.
-        cached_tokens: Of the prompt's, those that were not read again; ``None`` if the server does not say.
-        drafted, accepted: Tokens drafted and kept; ``None`` if the server does not say.
-        steps_by_kept: How many steps that drafted kept 0, 1, 2, ... tokens; ``None`` if the server does not say.
+        prompt_tokens, used_tokens: Tokens of the prompt and of the output, by ``usage``.
+        cached_tokens: Prompt tokens from a prompt cache.
+        drafted, accepted: Drafted and accepted tokens.
+        steps_by_kept: Numbers of steps with a draft that accepted 0, 1, 2, ... tokens.
     """
 
     pieces: tuple[Chunk, ...]
@@ -88,19 +87,19 @@ class StreamedAnswer:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
     def ids(self) -> tuple[int, ...] | None:
-        """All token ids; ``None`` if they are not named throughout."""
+        """All token ids; ``None`` if some are not reported."""
         if not self.pieces or any(piece.ids is None and piece.text for piece in self.pieces):
             return None
         return tuple(token for piece in self.pieces for token in piece.ids or ()) or None
 
     @property
     def speculation(self) -> SpeculationCounters | None:
-        """All that was drafted for it, by place too; ``None`` if the server does not say, or its figures disagree."""
+        """All drafts of the answer, by position too; ``None`` if not reported, or if the counts disagree."""
         if self.drafted is None or self.accepted is None or self.steps_by_kept is None:
             return None
         kept_at = tuple(sum(self.steps_by_kept[place:]) for place in range(1, len(self.steps_by_kept)))
@@ -110,12 +109,12 @@ class StreamedAnswer:
 
     @property
     def first(self) -> Chunk | None:
-        """The first piece that brought anything; ``None`` if none did."""
+        """The first chunk with any content."""
         return next((piece for piece in self.pieces if piece.text or piece.ids), None)
 
     @property
     def bursts(self) -> int:
-        """How many times pieces came, those right behind each other taken together: an estimate of the steps."""
+        """How many times chunks came, adjacent ones counted once: an estimate of the steps."""
         times = [piece.at_s for piece in self.pieces if piece.text or piece.ids]
         if len(times) < 2:
             return len(times)
@@ -125,12 +124,12 @@ class StreamedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """How many tokens an answer has.
+    """The number of tokens of an answer.
 
     Attributes:
-        tokens: That many; ``None`` if nothing tells.
-        source: Who says so: the ids of the stream, ``usage``, or the tokenizer that read the text.
-        problem: What does not fit, in a sentence; ``None`` if nothing was found.
+        tokens: The number; ``None`` if unknown.
+        source: What it was counted by: the ids of the stream, ``usage``, or the tokenizer.
+        problem: A sentence about counts that disagree.
     """
 
     tokens: int | None
@@ -139,40 +138,39 @@ class TokenCount:
 
 
 def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | None) -> TokenCount:
-    """Count the tokens of an answer by the best witness there is, and hold the others against it.
+    """Count the tokens of an answer by the best source, and compare the others with it.
 
     Args:
-        answer: Any.
-        tokenizer: The target's; ``None`` if it is not at hand, and nothing is checked.
+        answer: The answer.
+        tokenizer: The target's; ``None`` compares nothing.
     """
     ids = None if answer.ids is None else len(answer.ids)
     read = None
     if tokenizer is not None:
         read = len(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
-    said = ids if ids is not None else answer.used_tokens
-    source: Literal["ids", "usage"] = "usage" if ids is None else "ids"
-    if said is None:
-        problem = "The server does not say how many tokens its answer has."
+    reported = ids if ids is not None else answer.used_tokens
+    if reported is None:
+        problem = "The server does not report how many tokens its answer has."
         return TokenCount(read, "nothing" if read is None else "tokenizer", problem)
     if (
         ids is not None and answer.used_tokens is not None and abs(ids - answer.used_tokens) > 1
     ):  # an end token
-        return TokenCount(ids, "ids", f"The stream names {ids} tokens, and usage {answer.used_tokens}.")
-    if read is not None and _apart(said, read, answer.finish_reason):
-        problem = f"The server counts {said} tokens, and its text has {read} by the target's tokenizer."
+        return TokenCount(
+            ids, "ids", f"The stream has {ids} token ids, and usage reports {answer.used_tokens}."
+        )
+    if read is not None and _disagrees(reported, read, answer.finish_reason):
+        problem = f"The server reports {reported} tokens, and its text has {read} by the target's tokenizer."
         return TokenCount(read, "tokenizer", problem)
-    return TokenCount(said, source)
+    return TokenCount(reported, "usage" if ids is None else "ids")
 
 
-def _apart(said: int, read: int, finish_reason: str) -> bool:
-    """Whether a count is not that of a text which has so many tokens when it is read again.
+def _disagrees(reported: int, read: int, finish_reason: str) -> bool:
+    """Whether a count disagrees with a text that has ``read`` tokens when it is tokenized again.
 
-    A stop string is generated and not shown, so that there is no upper limit then.
+    A stop string is generated and not shown, so there is no upper limit then.
     """
     slack = max(1.0, _TOLERANCE * read)
-    if said < read - slack:
-        return True
-    return finish_reason == "length" and said > read + slack + 1
+    return reported < read - slack or (finish_reason == "length" and reported > read + slack + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +180,7 @@ class SpeculationCounters:
     Attributes:
         drafts: Steps that drafted.
         drafted, accepted: Tokens.
-        kept_at: How often the draft at each place was kept, from the first one on.
+        kept_at: Accepted tokens by position in the draft.
     """
 
     drafts: int
@@ -191,10 +189,10 @@ class SpeculationCounters:
     kept_at: tuple[int, ...] = ()
 
     def since(self, before: SpeculationCounters) -> SpeculationCounters:
-        """What has come in between.
+        """Return the increase since earlier counters.
 
         Raises:
-            RunError: There is less than before: the server has begun anew.
+            RunError: They have decreased: the server was restarted.
         """
         found = SpeculationCounters(
             self.drafts - before.drafts,
@@ -203,7 +201,7 @@ class SpeculationCounters:
             tuple(now - then for now, then in zip_longest(self.kept_at, before.kept_at, fillvalue=0)),
         )
         if min(found.drafts, found.drafted, found.accepted, *found.kept_at) < 0:
-            raise RunError("The server's counters have gone back: it was started anew.")
+            raise RunError("The server's counters have decreased: it was restarted.")
         return found
 
 
@@ -211,10 +209,10 @@ _SAMPLE = re.compile(r"[a-z_]*:?spec_decode_num_(\w+?)_total(?:\{([^}]*)\})?\s+(
 
 
 def speculation_counters(metrics: str) -> SpeculationCounters | None:
-    """What `/metrics` says of speculation; ``None`` if nothing.
+    """Parse the speculation counters of `/metrics`; ``None`` without any.
 
-    vLLM, llama.cpp and specbench have the same names behind a prefix of their own. Counters of several engines or
-    models of one server are added up.
+    vLLM, llama.cpp and specbench have the same names after a prefix of their own. Counters of several engines or
+    models of one server are added.
     """
     found: dict[str, float] = {}
     places: dict[int, float] = {}
@@ -222,12 +220,12 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
         sample = _SAMPLE.fullmatch(line.strip())
         if sample is None:
             continue
-        name, labels, figure = sample[1], sample[2] or "", float(sample[3])
+        name, labels, value = sample[1], sample[2] or "", float(sample[3])
         place = re.search(r'position="(\d+)"', labels)
         if name == "accepted_tokens_per_pos" and place is not None:
-            places[int(place[1])] = places.get(int(place[1]), 0) + figure
+            places[int(place[1])] = places.get(int(place[1]), 0) + value
         else:
-            found[name] = found.get(name, 0) + figure
+            found[name] = found.get(name, 0) + value
     if not {"drafts", "draft_tokens", "accepted_tokens"} <= found.keys():
         return None
     kept_at = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
@@ -238,22 +236,22 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model that a server lists: its name there, and whose it says it is, empty if it does not."""
+    """A model that a server lists: its name, and its owner, empty if not reported."""
 
     name: str
     owner: str
 
 
 class ServerClient:
-    """Asks one server. To be used within one event loop, and closed there.
+    """A client of one server, used and closed within one event loop.
 
     Args:
-        name: What messages call the server; they hold no address.
-        url: Up to and with ``/v1``.
-        key: Of the server's user; never part of a message.
-        timeout_s: For connecting, and for every piece.
+        name: Name of the server in messages, which hold no address.
+        url: Address up to and with ``/v1``.
+        key: API key; never part of a message.
+        timeout_s: Timeout for connecting, and for each chunk.
         transport: Sends requests; ``None`` for the network.
-        clock: Tells the time in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -268,7 +266,7 @@ class ServerClient:
     ) -> None:
         self.name, self._url, self._key = name, url.rstrip("/"), key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        # As many connections as there are requests at a time, which stay open from one to the next.
+        # One connection per request at a time, kept open from one to the next.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx2.AsyncClient(
             headers=headers, timeout=timeout_s, transport=transport, limits=limits
@@ -282,10 +280,10 @@ class ServerClient:
     async def ask(
         self, model: str, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]
     ) -> StreamedAnswer:
-        """One answer, as a stream. Cancelling it closes the connection, which tells the server to stop.
+        """Request an answer as a stream. Cancelling it closes the connection, which tells the server to stop.
 
         Args:
-            model: By the server's name for it.
+            model: The server's name of the model.
             prompt: A text to continue, or the messages of a conversation.
             settings: Other fields of the request.
 
@@ -302,23 +300,23 @@ class ServerClient:
             **settings,
         }
         began = self._clock()
-        with self._told():
+        with self._explaining_errors():
             async with self._http.stream("POST", f"{self._url}/{path}", json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    raise self._refused(response)
+                    raise self._refusal(response)
                 return await self._read(response, began)
 
     async def models(self) -> list[ListedModel]:
-        """What the server lists.
+        """List the server's models.
 
         Raises:
             ServerError: It cannot be reached, refuses, or does not speak the OpenAI protocol.
         """
-        with self._told():
+        with self._explaining_errors():
             response = await self._http.get(f"{self._url}/models")
         if response.status_code != 200:
-            raise self._refused(response)
+            raise self._refusal(response)
         listed = _object(response.text).get("data")
         if not isinstance(listed, list):
             raise ServerError(
@@ -331,7 +329,7 @@ class ServerClient:
         ]
 
     async def counters(self) -> SpeculationCounters | None:
-        """What the server has drafted since its start; ``None`` if it does not say."""
+        """Return what the server has drafted since its start; ``None`` if it does not report it."""
         try:
             response = await self._http.get(f"{self._url.removesuffix('/v1')}/metrics")
         except (httpx2.HTTPError, httpx2.InvalidURL):
@@ -348,65 +346,67 @@ class ServerClient:
                 break
             body = _object(event.data)
             if body.get("error"):
-                said = self._message(body)
-                raise ServerError(f"The server {self.name} failed in the middle of its answer: {said}.")
-            choice = _choice(body)
+                message = self._message(body)
+                raise ServerError(f"The server {self.name} failed in the middle of its answer: {message}.")
+            choices = body.get("choices")
+            choice = (
+                choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+            )
             text, ids = _text_of(choice), _ids_of(choice)
             if text or ids:
                 pieces.append(Chunk(at_s, text, ids))
-            why = choice.get("finish_reason")
-            if isinstance(why, str):
-                reason, ended_s = why, at_s
+            if isinstance(choice.get("finish_reason"), str):
+                reason, ended_s = choice["finish_reason"], at_s
             facts |= _facts(body, choice)
         if reason is None:
             raise ServerError(f"The answer of the server {self.name} broke off before its end.")
         return StreamedAnswer(tuple(pieces), reason, ended_s, **facts)
 
-    def _refused(self, response: httpx2.Response) -> ServerError:
-        status, said = response.status_code, self._message(_object(response.text))
+    def _refusal(self, response: httpx2.Response) -> ServerError:
+        status, message = response.status_code, self._message(_object(response.text))
         if 300 <= status < 400:
-            what = f"The server {self.name} sends requests to another address (status {status})."
+            what = f"The server {self.name} redirects requests to another address (status {status})."
             return ServerError(what, status=status)
         return ServerError(
-            f"The server {self.name} refuses a request with status {status}: {said}.",
+            f"The server {self.name} refuses a request with status {status}: {message}.",
             status=status,
-            later=status in _COME_BACK,
+            retry=status in _RETRY_STATUSES,
         )
 
     def _message(self, body: Mapping[str, Any]) -> str:
-        """What an error's body says, in a line; some servers repeat the key that they refuse."""
+        """Return the message of an error in a line; some servers repeat the key that they refuse."""
         error = body.get("error")
-        said = error.get("message") if isinstance(error, dict) else error
-        said = said if said is not None else body.get("message", body.get("detail", "no reason is given"))
-        text = str(said)
+        message = error.get("message") if isinstance(error, dict) else error
+        if message is None:
+            message = body.get("message", body.get("detail", "no reason is given"))
+        text = str(message)
         return excerpt(text.replace(self._key, "***") if self._key else text).rstrip(".")
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """What goes wrong on the way as a sentence."""
+    def _explaining_errors(self) -> Iterator[None]:
+        """Raise errors of the connection as a ``ServerError``."""
         try:
             yield
         except httpx2.ConnectTimeout as error:
-            raise ServerError(f"The server {self.name} cannot be reached in time.", later=True) from error
+            raise ServerError(f"The server {self.name} cannot be reached in time.", retry=True) from error
         except httpx2.TimeoutException as error:
             raise ServerError(f"The server {self.name} has not answered in time.") from error
         except httpx2.ConnectError as error:
             raise ServerError(
-                f"The server {self.name} cannot be reached: {_said(error)}.", later=True
+                f"The server {self.name} cannot be reached: {_reason(error)}.", retry=True
             ) from error
         except httpx2.SSEError as error:
             raise ServerError(f"The server {self.name} does not send its answer as a stream.") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            raise ServerError(f"The connection to the server {self.name} broke: {_said(error)}.") from error
+            raise ServerError(f"The connection to the server {self.name} broke: {_reason(error)}.") from error
 
 
-def _said(error: Exception) -> str:
-    """What an error says, to stand before a full stop."""
+def _reason(error: Exception) -> str:
     return excerpt(error).rstrip(".") or type(error).__name__
 
 
 def _object(text: str) -> Json:
-    """A JSON object; an empty one for whatever is none."""
+    """Parse a JSON object; anything else is an empty one."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -414,13 +414,8 @@ def _object(text: str) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def _choice(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = body.get("choices")
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-
-
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """What is shown and what is thought: both are generated."""
+    """Return shown and reasoning text: both are generated."""
     delta = choice.get("delta")
     parts = [choice.get("text")]
     if isinstance(delta, dict):
@@ -436,7 +431,7 @@ def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
-    """What an event tells of counts, by the names of ``StreamedAnswer``.
+    """Return the counts in an event, by the names of ``StreamedAnswer``.
 
     ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's, under older names and
     newer ones.
@@ -447,15 +442,15 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
     meta = _inner(choice, "meta_info") or _inner(body, "meta_info")
     accepted, rejected = (details.get(f"{name}_prediction_tokens") for name in ("accepted", "rejected"))
     predicted = accepted + rejected if isinstance(accepted, int) and isinstance(rejected, int) else 0
-    nothing = 0 if "predicted_n" in timings else None  # llama.cpp then leaves the drafts out
-    drafted_and_kept = (
-        (timings.get("draft_n", nothing), timings.get("draft_n_accepted", nothing)),
+    default = 0 if "predicted_n" in timings else None  # llama.cpp then leaves the drafts out
+    pairs = (
+        (timings.get("draft_n", default), timings.get("draft_n_accepted", default)),
         (metrics.get("num_draft_tokens"), metrics.get("num_accepted_draft_tokens")),
         (meta.get("spec_draft_token_num"), meta.get("spec_accept_token_num")),
         (meta.get("spec_num_proposed_drafts"), meta.get("spec_num_correct_drafts")),
         (predicted or None, accepted),
     )
-    drafted, kept = next((pair for pair in drafted_and_kept if pair[0] is not None), (None, None))
+    drafted, kept = next((pair for pair in pairs if pair[0] is not None), (None, None))
     found = {
         "prompt_tokens": usage.get("prompt_tokens"),
         "used_tokens": usage.get("completion_tokens"),
@@ -464,14 +459,14 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
         "accepted": kept,
     }
     counts: Json = {name: value for name, value in found.items() if type(value) is int and value >= 0}
-    steps = (
+    histograms = (
         metrics.get("acceptance_histogram"),
         meta.get("spec_correct_drafts_histogram"),
         meta.get("spec_accept_histogram"),
     )
-    told = next((each for each in steps if isinstance(each, list) and each), [])
-    if told and all(type(count) is int and count >= 0 for count in told):
-        counts["steps_by_kept"] = tuple(told)
+    steps = next((each for each in histograms if isinstance(each, list) and each), [])
+    if steps and all(type(count) is int and count >= 0 for count in steps):
+        counts["steps_by_kept"] = tuple(steps)
     return counts
 
 

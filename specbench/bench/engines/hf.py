@@ -1,0 +1,116 @@
+"""Generations by `transformers`' own `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from specbench.base.errors import UsageError
+from specbench.base.progress import quiet_transformers
+from specbench.bench.engines.engine import Outcome
+from specbench.bench.grid import LOOKUP_TOKENS, SweepConfig
+from specbench.options import DecodingOptions
+
+if TYPE_CHECKING:
+    from specbench.decoding.clocks import Clock
+    from specbench.models.load import LanguageModel
+    from specbench.models.target import Target
+
+
+class _EmissionTimes(StoppingCriteria):
+    """A stopping criterion that never stops: ``generate`` calls it after every emission, and it notes the time."""
+
+    first_at = last_at = 0.0
+    first_length = 0
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
+        self.last_at = self._clock.now()
+        if not self.first_length:
+            self.first_at, self.first_length = self.last_at, input_ids.shape[1]
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def generate_with_transformers(
+    reference: LanguageModel,
+    assistant: LanguageModel | None,
+    target: Target,
+    config: SweepConfig,
+    prompt: Sequence[int],
+    decoding: DecodingOptions,
+    seed: int,
+    clock: Clock,
+) -> Outcome:
+    """Call ``generate`` with the settings, end tokens and seed of specbench's own loop, and no others.
+
+    Args:
+        reference: The target as ``transformers`` loads it.
+        assistant: The drafter as ``transformers`` loads it.
+        target: The target of specbench's loop.
+        config, prompt, decoding, seed: What to generate.
+        clock: Clock of the target's device.
+
+    Raises:
+        UsageError: The prompt does not fit the target's context.
+    """
+    limit, longest = target.scorer.context_limit, decoding.max_new_tokens
+    budget = longest if limit is None else min(longest, limit - len(prompt))
+    if budget < 1:
+        raise UsageError(
+            f"The prompt has {len(prompt)} tokens, the target's context holds {limit}.", "Shorten the prompt."
+        )
+    end_ids = decoding.end_ids(target.end_ids)
+    extra: dict[str, Any] = {}
+    if assistant is not None:
+        # Its defaults (20 tokens, confidence 0.4), anew each time: transformers stores adapted values there.
+        assistant.model.generation_config = GenerationConfig()
+        extra["assistant_model"] = assistant.model
+    elif config.kind == "assisted":
+        extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+    greedy = config.temperature == 0
+    settings = GenerationConfig(
+        do_sample=not greedy,
+        max_new_tokens=budget,
+        eos_token_id=list(end_ids) or None,
+        pad_token_id=next(iter(target.end_ids), 0),
+        **({} if config.beams is None else {"num_beams": config.beams}),
+        **target.language_model.defaults.under(decoding).applied,
+        **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
+    )
+    # What the call leaves unset would come from the model's own file, sampling defaults and all.
+    reference.model.generation_config = GenerationConfig()
+    device = torch.device(reference.device)
+    ids = torch.tensor([list(prompt)], device=device)
+    times = _EmissionTimes(clock)
+    with (
+        quiet_transformers(),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+    ):
+        torch.manual_seed(seed)
+        model: Any = reference.model
+        began = clock.now()
+        output = model.generate(
+            inputs=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            stopping_criteria=StoppingCriteriaList([times]),
+            **extra,
+        )
+    tokens = tuple(output[0, len(prompt) :].tolist())
+    reason = "length" if len(tokens) == longest else "context-limit"
+    if tokens and tokens[-1] in end_ids:
+        reason = "eos"
+    return Outcome(
+        prompt_tokens=len(prompt),
+        token_ids=tokens,
+        finish_reason=reason,
+        prefill_s=times.first_at - began,
+        ttft_s=times.first_at - began,
+        decode_s=times.last_at - times.first_at,
+        first_tokens=times.first_length - len(prompt),
+    )
