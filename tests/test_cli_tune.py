@@ -306,7 +306,7 @@ def test_a_search_with_other_options_is_another_one(tune, tmp_path):
     out = tmp_path / "run"
     assert tune("--results", out).code == 0
     again = ("--results", out, "--resume", "--overwrite")
-    tune(*again, "--seed", 3).refused(2, "was made otherwise (option seed: 0 → 3)")
+    tune(*again, "--seed", 3).refused(2, "has other options (option seed: 0 → 3)")
     tune(*again, "-n", 7).refused(2, "another --max-new-tokens")
     tune(*again, "--drafter", "ngram").refused(2, "option drafters: none → ngram")
 

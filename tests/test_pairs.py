@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from specbench.bench.pairs import LEAST, MOST, Explanation, Pairs, explain, predict, unexplained
+from specbench.bench.pairs import MAX_PAIRS, MIN_PAIRS, Explanation, Pairs, explain, predict, unexplained
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 from specbench.decoding.theory import SLOPE
 from specbench.results.load import LoadSnapshot, load_snapshot
@@ -82,7 +82,7 @@ def test_pairs_come_in_a_balanced_order():
     assert order == [False, True, True, False, False, True, True, False]
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(0.0, MOST), (1.3, 6), (1000.0, LEAST)])
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, MAX_PAIRS), (1.3, 6), (1000.0, MIN_PAIRS)])
 def test_there_are_more_pairs_where_they_are_short(seconds, count):
     pairs, _ = pairs_of(clock_s=seconds)
     assert len(pairs.plain) == len(pairs.speculative) == count

@@ -140,7 +140,11 @@ def test_shared_options_go_to_the_rules_that_take_them():
     ("specs", "options", "message"),
     [
         (["auto", "svip"], {"scale": 0.5}, "The draft policy auto has no option --scale."),
-        (["fixed:gamma=3"], {}, "The draft lengths of the policy fixed are those of --gamma. Give --gamma 3."),
+        (
+            ["fixed:gamma=3"],
+            {},
+            "The draft lengths of the policy fixed are those of --gamma. Give --gamma 3.",
+        ),
         (["egag", "auto", "egag:scale=0.3"], {}, "The draft policy egag is given twice."),
         (["fixed", "fixed"], {}, "The draft policy fixed is given twice."),
         (["egag"], {"gamma_max": 0}, "The longest draft is 0 tokens."),

@@ -1,4 +1,4 @@
-"""What machine a measurement was made on. No host or user names, no local paths."""
+"""The machine of a measurement, without host or user names or local paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specbench.results.run import Environment
 
 
 def describe_environment() -> Environment:
-    """Processor, memory, system, versions: what a figure depends on."""
+    """Return processor, memory, system and versions."""
     import torch
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -28,7 +28,7 @@ def describe_environment() -> Environment:
         cpu=processor_name(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         physical_cores=psutil.cpu_count(logical=False),
-        cores=_usable_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         huge_pages=huge_page_setting(),
         ram_gb=round(psutil.virtual_memory().total / 1e9, 1),
@@ -42,14 +42,8 @@ def describe_environment() -> Environment:
     )
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _system() -> str:
-    """Name and version of the system; a kernel's own suffix may hold anything, so it is left out."""
+    """Return name and version of the system, without the kernel's suffix, which may hold anything."""
     release = re.match(r"\d+(\.\d+)*", platform.release())
     system = f"{platform.system()} {release[0] if release else ''}".strip()
     with suppress(OSError):
@@ -58,7 +52,7 @@ def _system() -> str:
 
 
 def _git_commit(package: Path) -> str | None:
-    """The commit of the checkout that ``package`` belongs to; ``None`` if it was installed."""
+    """Return the commit of a checkout of the package; ``None`` if it was installed."""
     git = ["git", "-C", str(package)]
     if _output([*git, "ls-files", "--error-unmatch", "_version.py"]) is None:
         return None
@@ -69,7 +63,7 @@ def _git_commit(package: Path) -> str | None:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a command prints, or ``None`` if there is no such command or it fails."""
+    """Return the output of a command; ``None`` if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -78,8 +72,7 @@ def _output(command: Sequence[str]) -> str | None:
 
 
 def reset_peak_memory(device: str) -> None:
-    """Let ``specbench.decoding.clocks.peak_memory`` count from now on, where the system can: CUDA devices, and
-    Linux."""
+    """Reset what ``specbench.decoding.clocks.peak_memory`` reads, on CUDA devices and Linux."""
     if device.startswith("cuda"):
         import torch
 

@@ -1,4 +1,4 @@
-"""How long a sweep will take and how much memory, before any weights are loaded."""
+"""Estimates of a sweep's time and memory before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
 
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
-_RULES_GAMMA = 5  # tokens that a policy which decides as it goes drafts behind each other, about
+_POLICY_GAMMA = 5  # about the tokens drafted in a step if the draft policy decides
 _LETTERS_PER_TOKEN = 4
-_LAYER_S = 0.0002  # of a pass that is not spent on weights, per layer
-_PREFILL_GAIN = 20  # tokens of a prompt that take as long as one decoded token
-_LARGEST_SAMPLE = 256_000_000
-_REQUEST = 0.25  # by how much another request lengthens a pass, about
+_LAYER_S = 0.0002  # time of a forward pass per layer that is not spent on weights
+_PREFILL_GAIN = 20  # prompt tokens that take as long as one decoded token
+_MAX_SAMPLE_BYTES = 256_000_000
+_REQUEST = 0.25  # about the share by which another request lengthens a forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class TimeEstimate:
-    """Seconds a sweep takes on a quiet machine, and what that was worked out from, in words."""
+    """Seconds that a sweep takes on a quiet machine, and a phrase that says what they come from."""
 
     seconds: float
     source: str
@@ -41,7 +41,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes a sweep takes at most, by what takes them, and how many there are."""
+    """Largest number of bytes that a sweep takes, by part, and the available ones."""
 
     parts: Mapping[str, int]
     available: int
@@ -56,7 +56,7 @@ class _Size:
     config: PreTrainedConfig
     parameters: int
     layers: int
-    cache_values: int  # numbers that a token leaves in the key/value cache
+    cache_values: int  # numbers per token in the KV cache
 
 
 def estimate_time(
@@ -67,13 +67,14 @@ def estimate_time(
     *,
     progress: Progress | None = None,
 ) -> TimeEstimate:
-    """From a stored run of the same target on this processor if there is one, else from one pass over as many weights.
+    """Estimate the time from a stored run of the target on this processor, else from reading as many weights once.
 
     Args:
-        sweep: What would be measured; its drafters are called as their specs.
-        options: The models.
+        sweep: The sweep, whose configurations name drafters by their specs.
+        base: What all recipes share.
+        drafters: The drafters.
         folder: Where runs are stored.
-        progress: Told about fetching a configuration.
+        progress: Shows the fetching of model configurations.
     """
     stored = _stored_speeds(folder, base.target.name)
     if stored is not None:
@@ -89,22 +90,17 @@ def estimate_time(
 
 
 def slowdown(load_average: float | None, cores: int) -> float:
-    """How many times longer work on all cores may take beside what else runs: the cores are shared evenly.
-
-    Args:
-        load_average: Runnable processes before this one begins, ``None`` where that cannot be told.
-        cores: Of the machine.
-    """
+    """Return how many times longer work on all cores may take next to ``load_average`` other processes."""
     return 1.0 + (load_average or 0.0) / cores
 
 
 def estimate_memory(
     sweep: Sweep, base: Recipe, drafters: Sequence[DrafterSpec] = (), *, progress: Progress | None = None
 ) -> MemoryEstimate:
-    """Memory for weights, caches and the program, on the target's device.
+    """Estimate the memory of weights, caches and the program on the target's device.
 
     Raises:
-        UsageError: A model that cannot be.
+        UsageError: A model does not exist.
     """
     from specbench.models.devices import available_memory, resolve_device
 
@@ -126,8 +122,8 @@ def estimate_memory(
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(num_turns(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.decoding.max_new_tokens
-    texts = (2 + max(sweep.options.beams, default=0)) * max(sweep.options.batches, default=1)
-    parts["cache"] = texts * tokens * target.cache_values * width
+    sequences = (2 + max(sweep.options.beams, default=0)) * max(sweep.options.batches, default=1)
+    parts["cache"] = sequences * tokens * target.cache_values * width
     parts["more while loading"] = max(0, peak - sum(parts.values()))
     return MemoryEstimate(
         {name: size for name, size in parts.items() if size},
@@ -139,26 +135,32 @@ def estimate_memory(
 
 
 def _stored_speeds(folder: Path, name: str) -> tuple[dict[str, tuple[float, float]], str] | None:
-    """Mean seconds to the first token and per token behind it, by configuration, from the newest run that fits."""
+    """Return mean TTFT and seconds per token by configuration, from the newest run that fits, and its name."""
     from specbench.bench.environment import describe_environment
-    from specbench.results.results import load_results
-    from specbench.results.store import stored_runs
+    from specbench.results.store import distinct, read_lines, stored_runs
 
     cpu = describe_environment().cpu
     for path, run in stored_runs(folder):
         if run.target.name != name or run.environment.cpu != cpu:
             continue
-        frame = load_results(path).generations
-        rows = frame[(frame["status"] == "ok") & (frame["tokens_per_second"] > 0)]
-        alone = (rows["kind"] == "plain") & (rows["batch"].isna() | (rows["batch"] == 1))
-        if alone.any():
-            means = (
-                rows.assign(token_s=1 / rows["tokens_per_second"])
-                .groupby("config")[["ttft_s", "token_s"]]
-                .mean()
-            )
-            plain = str(rows.loc[alone, "config"].iloc[0])
-            speeds = {str(config): (row.ttft_s, row.token_s) for config, row in means.iterrows()}
+        times: dict[str, list[tuple[float, float]]] = {}
+        for each in distinct(read_lines(path, []), []):
+            if each.line.warmup or each.line.run_id != run.run_id:
+                continue
+            for _, output in each.outputs():
+                tokens = output.new_tokens - output.first_tokens
+                if tokens > 0 and output.decode_s > 0:
+                    times.setdefault(each.line.config, []).append((output.ttft_s, output.decode_s / tokens))
+        configs = [config for config in run.configs if config.kind == "plain" and config.batch in (None, 1)]
+        plain = next((config.id for config in configs if config.id in times), None)
+        if plain is not None:
+            speeds = {
+                config: (
+                    sum(first for first, _ in each) / len(each),
+                    sum(token for _, token in each) / len(each),
+                )
+                for config, each in times.items()
+            }
             return {"plain": speeds[plain], **speeds}, path.name
     return None
 
@@ -171,33 +173,32 @@ def _from_speeds(sweep: Sweep, config: SweepConfig, speeds: Mapping[str, tuple[f
 
 
 def _share(batch: int) -> float:
-    """Of the time of a generation alone, what one takes of the time of so many side by side, about."""
+    """Return about the time per request of a batch, as a share of the time of one alone."""
     return (1 + _REQUEST * (batch - 1)) / batch
 
 
 def _generations(sweep: Sweep, batch: int) -> float:
-    """Per configuration; a warm-up counts for the share of a generation that it is, and is of a whole batch."""
+    """Return the generations per configuration; a warm-up is a whole batch, and counts by its length."""
     longest = sweep.options.decoding.max_new_tokens
     warmups = batch * sweep.options.warmup * min(WARMUP_TOKENS, longest) / longest
     return warmups + sweep.options.repeats * sum(num_turns(prompt, sweep.options) for prompt in sweep.prompts)
 
 
-# -- from a calibrated pass ------------------------------------------------------------------------
+# -- from reading weights --------------------------------------------------------------------------
 
 
 def _calibrated(
     base: Recipe, specs: Sequence[DrafterSpec], progress: Progress | None
 ) -> tuple[float, dict[str, float]]:
-    """Seconds for one token of the target, and of each drafter."""
+    """Return the seconds for one token of the target, and of each drafter."""
     target = _size(base.target, progress)
     weights = int(target.parameters * _bytes_per_number(base.models.target))
     rate = _bytes_per_second(weights)
     layers_s = target.layers * _LAYER_S
-    drafters = {
-        str(spec): size / rate + layers_s if size else 0.0
-        for spec in specs
-        for size in [_drafter_bytes(spec, target.parameters, base.models.drafter, progress)]
+    sizes = {
+        str(spec): _drafter_bytes(spec, target.parameters, base.models.drafter, progress) for spec in specs
     }
+    drafters = {name: size / rate + layers_s if size else 0.0 for name, size in sizes.items()}
     return weights / rate + layers_s, drafters
 
 
@@ -206,30 +207,28 @@ def _from_passes(sweep: Sweep, config: SweepConfig, token_s: float, draft_s: Map
     verify_s = PassCosts({1: token_s}).target_pass_s(1 + drafted)
     step_s = verify_s + passes * draft_s.get(config.drafter, 0.0)
     letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
-    prefill = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
+    prefill_s = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
     batch = config.batch or 1
-    return (
-        prefill + _generations(sweep, batch) * _share(batch) * sweep.options.decoding.max_new_tokens * step_s
-    )
+    steps = _generations(sweep, batch) * _share(batch) * sweep.options.decoding.max_new_tokens
+    return prefill_s + steps * step_s
 
 
 def _drafted(config: SweepConfig) -> tuple[int, int]:
-    """Passes of the drafter and drafted tokens per step; about, where a policy decides."""
+    """Return forward passes of the drafter and drafted tokens per step, about."""
     if config.drafter == "none":
         return 0, 0
     if config.kind == "speculative" and (nodes := config.policy_spec.nodes):
-        return config.policy_spec.depth or min(_RULES_GAMMA, nodes), nodes
-    gamma = _RULES_GAMMA if config.gamma is None else config.gamma
+        return config.policy_spec.depth or min(_POLICY_GAMMA, nodes), nodes
+    gamma = _POLICY_GAMMA if config.gamma is None else config.gamma
     return gamma, gamma
 
 
 def _bytes_per_second(weights: int) -> float:
-    """How fast a matrix-vector product goes through that many bytes of weights here, or through as many as is quick."""
+    """Measure how fast a matrix-vector product reads that many bytes of weights, or a sample of them."""
     import torch
 
-    size = max(1_000_000, min(weights, _LARGEST_SAMPLE))
-    matrix = torch.ones(size // (1024 * 4), 1024)
-    vector = torch.ones(1, 1024)
+    size = max(1_000_000, min(weights, _MAX_SAMPLE_BYTES))
+    matrix, vector = torch.ones(size // (1024 * 4), 1024), torch.ones(1, 1024)
     times = []
     for _ in range(5):
         began = time.perf_counter()
@@ -242,7 +241,7 @@ def _bytes_per_second(weights: int) -> float:
 
 
 def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
-    """Of a model, from its configuration alone."""
+    """Return the size of a model, by its configuration alone."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -268,7 +267,7 @@ def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
 def _weights(
     size: _Size, options: LoadOptions, *, rounded: QuantizedName | None = None
 ) -> tuple[tuple[int, int], int]:
-    """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside rounded layers."""
+    """Return the bytes of weights, in the end and at most while loading, and those of an unquantized number."""
     from specbench.models.checkpoints import weight_memory
     from specbench.models.devices import resolve_device
     from specbench.models.load import resolve_dtype
@@ -284,7 +283,7 @@ def _weights(
 def _drafter_weights(
     spec: DrafterSpec, target: _Size, options: LoadOptions, progress: Progress | None
 ) -> tuple[int, int]:
-    """Bytes that a drafter adds in the end, and at most while it is loaded."""
+    """Return the bytes that a drafter adds, in the end and at most while loading."""
     if len(spec.parts) > 1:
         added = [_drafter_weights(part, target, options, progress) for part in spec.parts]
         kept = sum(end for end, _ in added)
@@ -296,7 +295,7 @@ def _drafter_weights(
 
 
 def _bytes_per_number(options: LoadOptions) -> float:
-    """Of weights: "auto" is half precision where the device computes in it."""
+    """Return the bytes of a weight; "auto" is half precision on devices that compute in it."""
     from specbench.backends.torch.kernels.instructions import has_bfloat16
     from specbench.backends.torch.kernels.linear import bytes_per_weight
     from specbench.models.devices import resolve_device

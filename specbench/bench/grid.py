@@ -48,19 +48,14 @@ class SweepConfig:
     """A configuration: one cell of a sweep.
 
     Attributes:
-        id: Name in files, unique within a run.
-        label: Name in tables and figures.
+        id, label: Names in files, unique within a run, and in tables and figures.
         kind: ``plain`` and ``speculative`` for specbench's loop; ``transformers`` for its ``generate``, ``assisted``
             for that with an assistant, ``beam`` for its beam search; ``server``.
         drafter: Name of the drafter, ``none`` without one; of a server its own name.
         gamma: Draft length; ``None`` if the draft policy decides.
         draft_policy: The draft policy with its options (``egag:scale=0.5``); ``none`` without drafts.
-        temperature: 0 for greedy decoding.
-        cache: Kind of KV cache.
         baseline: Id of the plain configuration that it is compared with.
-        drafter_fingerprint: Fingerprint of a drafter model's own weights.
-        drafter_dtype: Dtype of the drafter's own model.
-        beams: Beams of a beam search.
+        drafter_fingerprint, drafter_dtype: Of the drafter's own model, if it has one.
         batch: Batch size; ``None`` for one prompt after the other, without a scheduler.
         arrivals: How requests arrive, for ``parse_arrivals``; ``None`` without a batch.
         recipe: Recipe for specbench's loop; ``None`` for other kinds.
@@ -106,24 +101,17 @@ class SweepOptions:
     """The options of a sweep, stored in ``run.json``.
 
     Attributes:
-        gammas: Draft lengths.
         policies: Draft policies by name; ``fixed`` is measured with each of ``gammas``.
-        temperatures: 0 for greedy decoding.
-        decoding: Decoding options.
-        repeats: How often everything is measured.
         warmup: Short generations of each configuration that are not counted.
         turns: Turns of a conversation; ``None`` for all.
         seed: Seed of the order of configurations, and of sampling.
-        cache: Kind of KV cache.
-        transformers: Add ``transformers``' own ``generate``.
-        assisted: Add its assisted generation (with drafter models) and its prompt lookup.
+        transformers, assisted: Add ``transformers``' own ``generate``; its assisted generation and prompt lookup.
         beams: Add its beam search with each number of beams, at temperature 0.
         costs: Costs for ``auto``, as ``parse_costs`` takes them; ``None`` measures them.
         keep_policy_state: Let draft policies keep their state from one prompt to the next.
         batches: Batch sizes; none for one prompt after the other.
         arrivals: How requests arrive, for ``parse_arrivals``; none for as many clients as the batch is large.
         servers: Servers to measure in place of models, each by its name and that of its model.
-        api: The API of servers.
         salt: How prompt caches of servers are avoided.
 
     Raises:
@@ -411,12 +399,9 @@ class Cell:
     """One generation to measure, or those of a group.
 
     Attributes:
-        config: Id of the configuration.
-        prompt: Id of the prompt or group.
-        turn: Turn of the conversation, from 0.
-        repeat: Repeat, from 0.
+        config, prompt: Ids of the configuration, and of the prompt or group.
+        turn, repeat: From 0.
         order: Place among the configurations that decode this turn back to back.
-        warmup: Whether it is a warm-up.
         seed: Seed of sampling and of arrivals; the same for all configurations of one turn and repeat.
         group: The group; ``None`` for a single prompt.
     """

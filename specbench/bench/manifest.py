@@ -1,4 +1,4 @@
-"""What ``run.json`` says about a run, and whether another call may go on with it."""
+"""The contents of ``run.json``, and whether a run can be resumed with other options."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def describe_run(
     command: Sequence[str] = (),
     heads: Mapping[str, TrainingMetadata] | None = None,
 ) -> Run:
-    """What ``run.json`` holds when a run begins.
+    """Return the contents of ``run.json`` when a run begins.
 
     Args:
         sweep: What is measured.
         target: The target.
         environment: The machine, see ``describe_environment``.
-        sources: Options that say where models and prompts came from, by name and without paths.
-        command: The command line, without paths (see ``command_line``).
-        heads: How trained heads came about, by the names of their drafters.
+        sources: Options that name models and prompts, without paths.
+        command: The command line without paths, see ``command_line``.
+        heads: How trained heads came about, by drafter.
     """
     options = sweep.options
     return Run(
@@ -74,7 +74,7 @@ def describe_run(
 
 
 def stored_options(options: SweepOptions) -> dict[str, Any]:
-    """The options of a sweep as JSON has them; those of decoding stand beside the others."""
+    """Return the options of a sweep as JSON has them, those of decoding at the same level."""
     values = asdict(options)
     stored: dict[str, Any] = json.loads(json.dumps({**values.pop("decoding"), **values}))
     return stored
@@ -86,12 +86,12 @@ def _fingerprint(prompt: Prompt) -> str:
 
 
 def now() -> str:
-    """The time as results write it: ISO 8601, UTC."""
+    """Return the time as results have it: ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """A command line with every path cut down to its last part, and without addresses of servers."""
+    """Return a command line with the last parts of paths, and without addresses of servers."""
     return [_without_path(argument) for argument in arguments]
 
 
@@ -109,32 +109,31 @@ def _without_path(argument: str) -> str:
     return option + equals + (PurePath(path).name or ".")
 
 
-_OF_A_CONFIG = {"cache": "another cache", "drafter_fingerprint": "other weights of its drafter"}
-"""Fields of a configuration that its id leaves out."""
+_NOT_IN_ID = {"cache": "another cache", "drafter_fingerprint": "other weights of its drafter"}
+"""Fields of a configuration that are not part of its id."""
 
 _SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "transformers")
 
 
 def changes(old: Run, new: Run) -> list[str]:
-    """In what a run to go on with differs from what is asked for now: "what: then → now", empty if in nothing.
+    """Return the differences between a stored run and one that would resume it, each as "what: then → now".
 
     Raises:
-        UsageError: The target, the text of a prompt, where outputs end, or what stands behind a configuration's id is
-            another one; such measurements are never put into one run, for they would be compared with each other.
+        UsageError: Measurements would not be comparable: another target, text of a prompt, option of decoding, or
+            meaning of a configuration's id.
     """
     for name, what in (("dtype", "dtype"), ("fingerprint", "model")):
         if getattr(old.target, name) != getattr(new.target, name):
-            models = [f"{run.target.name}, {getattr(run.target, name)}" for run in (old, new)]
+            then, now = (f"{run.target.name}, {getattr(run.target, name)}" for run in (old, new))
             raise UsageError(
-                f"The target is another {what} now ({models[1]}) than in this run ({models[0]}).",
-                "Give another --out.",
+                f"The target has another {what} now ({now}) than in this run ({then}).", "Give another --out."
             )
     applied = [run.target.model_defaults or {} for run in (old, new)]
     if applied[0] != applied[1]:
         then, now = (", ".join(each) or "none" for each in applied)
         raise UsageError(
-            f"The model's own settings that are applied are others now ({now}) than in this run ({then}).",
-            "Give another --out, or put --no-model-defaults as it was.",
+            f"The applied settings of the model are others now ({now}) than in this run ({then}).",
+            "Give another --out, or the same --no-model-defaults as then.",
         )
     texts = {prompt.id: prompt.fingerprint for prompt in old.prompts}
     for prompt in new.prompts:
@@ -148,17 +147,17 @@ def changes(old: Run, new: Run) -> list[str]:
         if made != asked:
             option = flag(DecodingOptions, each.name)
             raise UsageError(
-                f"The outputs in this run were made with another {option} ({made} then, {asked} now), and cannot be"
-                " compared with others.",
-                "Give another --out, or what was given then.",
+                f"The outputs of this run were made with another {option} ({made} then, {asked} now), so they cannot"
+                " be compared.",
+                "Give another --out, or the same value as then.",
             )
     known = {config.id: config for config in old.configs}
     for config in new.configs:
-        for name, what in _OF_A_CONFIG.items():
-            pair = getattr(known.get(config.id, config), name), getattr(config, name)
-            if pair[0] != pair[1]:
+        for name, what in _NOT_IN_ID.items():
+            then, now = getattr(known.get(config.id, config), name), getattr(config, name)
+            if then != now:
                 raise UsageError(
-                    f"In this run {config.label} was measured with {what} ({pair[0]} then, {pair[1]} now).",
+                    f"In this run {config.label} was measured with {what} ({then} then, {now} now).",
                     "Give another --out.",
                 )
     pairs: list[tuple[str, Any, Any]] = [("specbench", old.specbench, new.specbench)]
@@ -167,7 +166,7 @@ def changes(old: Run, new: Run) -> list[str]:
     ]
     pairs.append(("device", old.target.device, new.target.device))
     pairs += _options(old.options, new.options)
-    if not option_changes(old.options, new.options):  # what is calibrated is no option
+    if not option_changes(old.options, new.options):  # calibrations are no options
         ids = [config.id for config in new.configs]
         pairs.append(("configurations", ids if known.keys() >= set(ids) else list(known), ids))
     prompts = [[prompt.id for prompt in run.prompts] for run in (old, new)]
@@ -176,17 +175,12 @@ def changes(old: Run, new: Run) -> list[str]:
 
 
 def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """In which options a stored run differs from one that is asked for: "option name: then → now".
-
-    Args:
-        old, new: ``options`` of each.
-    """
+    """Return the differences between the options of two runs, each as "option name: then → now"."""
     return _differing(_options(old, new))
 
 
 def _options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    # For options that a run from before does not know.
-    defaults = stored_options(SweepOptions())
+    defaults = stored_options(SweepOptions())  # for options that an older run does not have
     return [
         (f"option {name}", old.get(name, defaults.get(name)), new.get(name))
         for name in dict.fromkeys([*old, *new])
@@ -205,7 +199,7 @@ def _shown(value: Any) -> str:
 
 
 def merge_runs(old: Run, new: Run, differing: Sequence[str]) -> Run:
-    """A run that goes on although something differs."""
+    """Return a run that continues although something differs."""
     configs = {config.id: config for config in (*old.configs, *new.configs)}
     prompts = {prompt.id: prompt for prompt in (*old.prompts, *new.prompts)}
     change = Change(at=now(), differing=list(differing), environment=old.environment, options=old.options)
@@ -236,16 +230,16 @@ def open_run(
     heads: Mapping[str, TrainingMetadata] | None = None,
     accept_changes: bool = False,
 ) -> RunStore:
-    """The folder of a run to measure into: a new one, or the stored one if it was made as this would be.
+    """Open a run to measure into: a new one, or the stored one if it has the same options.
 
     Args:
-        folder: With or without a run.
+        folder: A folder with or without a run.
         sweep, target, sources, command, heads: See ``describe_run``.
-        advice: What to do about a run that was made otherwise.
-        accept_changes: Go on with such a run, and write down what differs.
+        advice: Hint for a run with other options.
+        accept_changes: Continue such a run, and store what differs.
 
     Raises:
-        UsageError: The run was made otherwise, in what cannot be accepted or is not to be.
+        UsageError: The run differs in what cannot be accepted, or is not to be.
     """
     from specbench.bench.environment import describe_environment  # which imports torch
 
@@ -264,7 +258,7 @@ def open_run(
         differing = changes(store.run, run)
         if differing and not accept_changes:
             raise UsageError(
-                f"The run in {str(folder)!r} was made otherwise ({'; '.join(differing)}).", advice
+                f"The run in {str(folder)!r} has other options ({'; '.join(differing)}).", advice
             )
         if differing:
             store.replace(merge_runs(store.run, run, differing))

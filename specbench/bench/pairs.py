@@ -1,7 +1,7 @@
-"""One prompt decoded in turns, with a drafter and plainly: how much faster, how sure that is, and what explains it.
+"""One prompt decoded with a drafter and plainly in turns: the speedup, its interval, and what explains it.
 
-The unit of the interval is a repeat of this one prompt. It says nothing about other prompts: a sweep does. What a
-single generation tells without a plain one beside it, ``predict`` says.
+The interval is over repeats of this one prompt and says nothing about other prompts; a sweep does. ``predict`` explains
+a single generation without a plain one.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from specbench.results.run import RunWarning
 if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
 
-LEAST, MOST = 3, 12
-"""Pairs of generations, if nobody asks for a number."""
+MIN_PAIRS, MAX_PAIRS = 3, 12
+"""Numbers of pairs if none is given."""
 
 ENOUGH_S = 10.0
-"""Beyond the fewest, pairs are added as long as all of them together take no longer."""
+"""Pairs are added up to this time in all."""
 
 _TOLERANCE = 1.05
 _UNUSUAL = 1.25
-_FEWEST_STEPS = 8
-"""Fewer say nothing about the usual one."""
+_MIN_STEPS = 8
+"""Fewer steps do not show the usual one."""
 
 
 class Pairs:
-    """Decodes with the drafter and plainly, in the order ABBA so that drift hits both alike, until there is enough.
+    """Decodes with the drafter and plainly, in the order ABBA so that drift affects both alike.
 
     Args:
-        decode: Decodes the prompt once, plainly if told so. Whatever it raises goes through; what is measured stays.
+        decode: Decodes the prompt once, plainly if its argument is true; what it raises is raised.
         repeats: Number of pairs; ``None`` for 3, and more while they are short.
-        clock: Times the pairs as a whole.
-        snapshot: Looks at the machine before and behind each generation.
+        clock: Clock of the total time.
+        snapshot: Reads the machine load before and after each generation.
 
     Attributes:
-        speculative, plain: The finished generations; pair i is made of the i-th of each.
+        speculative, plain: Finished generations; pair i consists of the i-th of each.
     """
 
     def __init__(
@@ -65,10 +65,9 @@ class Pairs:
         self._fastest_mhz = 0.0
 
     def measure(self) -> None:
-        """Decode until there is enough."""
+        """Decode until there are enough pairs."""
         began = self._clock.now()
-        while not self._enough(self._clock.now() - began):
-            # What comes first in a pair comes second in the next one.
+        while not self._is_enough(self._clock.now() - began):
             plain_first = len(self.plain) % 2 == 1
             for plain in (plain_first, not plain_first):
                 before = self._snapshot()
@@ -77,48 +76,35 @@ class Pairs:
                 found = during(before, self._snapshot(), self._fastest_mhz or None)
                 self._disturbances.update({warning.id for warning in found})
 
-    def _enough(self, seconds: float) -> bool:
+    def _is_enough(self, seconds: float) -> bool:
         pairs = min(len(self.plain), len(self.speculative))
         if self._repeats is not None:
             return pairs >= self._repeats
-        return pairs >= LEAST and (pairs >= MOST or seconds * (pairs + 1) / pairs > ENOUGH_S)
+        return pairs >= MIN_PAIRS and (pairs >= MAX_PAIRS or seconds * (pairs + 1) / pairs > ENOUGH_S)
 
     def figures(self) -> Json:
-        """The comparison, ready for JSON, of the pairs that are whole; a field is ``None`` where there is too little.
+        """Return the comparison of all whole pairs as data; fields without enough data are ``None``.
 
         Returns:
             ``speedup``: geometric mean of the pairs' ratios of decode speeds; ``speedup_interval``: its 95% interval
-            over the pairs; ``speedup_total``: the same of whole times; ``speedup_explained``: what the tokens per step
-            allow, and ``explained``, how (``explain``); ``repeats``: the raw times of each pair; ``warnings``: as in
+            over the pairs; ``speedup_total``: the same of total times; ``speedup_explained``: what the tokens per step
+            allow, and ``explained``, how (``explain``); ``repeats``: the times of each pair; ``warnings``: as in
             ``run.json``.
         """
-        from specbench.results.stats import geometric_mean
-
         pairs = list(zip(self.speculative, self.plain, strict=False))
-        repeats: list[Json] = [
-            {
-                "first": "speculative" if number % 2 == 0 else "plain",
-                "speculative": _times(fast),
-                "plain": _times(slow),
-                "speedup": _ratio(
-                    tokens_per_second(fast.prefill, fast.steps), tokens_per_second(slow.prefill, slow.steps)
-                ),
-                "speedup_total": _ratio(_total_rate(fast), _total_rate(slow)),
-            }
-            for number, (fast, slow) in enumerate(pairs)
-        ]
-
-        def mean(name: str) -> tuple[float | None, list[float] | None]:
-            ratios = [math.nan if each[name] is None else each[name] for each in repeats]
-            estimate = geometric_mean(ratios, [0] * len(ratios), range(len(ratios)))
-            if math.isnan(estimate.value):
-                return None, None
-            interval = None
-            if estimate.low is not None and estimate.high is not None:
-                interval = [estimate.low, estimate.high]
-            return estimate.value, interval
-
-        speedup, interval = mean("speedup")
+        repeats: list[Json] = []
+        for number, (fast, slow) in enumerate(pairs):
+            of_fast, of_slow = _times(fast), _times(slow)
+            repeats.append(
+                {
+                    "first": "speculative" if number % 2 == 0 else "plain",
+                    "speculative": of_fast,
+                    "plain": of_slow,
+                    "speedup": _ratio(of_fast["tokens_per_second"], of_slow["tokens_per_second"]),
+                    "speedup_total": _ratio(_total_speed(of_fast), _total_speed(of_slow)),
+                }
+            )
+        speedup, interval = _mean([each["speedup"] for each in repeats])
         explanation = explain([fast for fast, _ in pairs], [slow for _, slow in pairs])
         doubt = None if explanation is None or speedup is None else unexplained(speedup, explanation)
         count = len(self.speculative) + len(self.plain)
@@ -126,7 +112,7 @@ class Pairs:
         return {
             "speedup": speedup,
             "speedup_interval": interval,
-            "speedup_total": mean("speedup_total")[0],
+            "speedup_total": _mean([each["speedup_total"] for each in repeats])[0],
             "speedup_explained": explanation and explanation.usual,
             "explained": explanation and asdict(explanation),
             "repeats": repeats,
@@ -136,16 +122,16 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a speedup can be, given what the steps emitted and what their passes usually took.
+    """What a speedup can be, given the tokens per step and the usual times of forward passes.
 
     Attributes:
-        tokens: Emitted in a step, on average. No speedup is higher: a step holds at least one target pass.
-        step: What a step usually took, in plain steps.
-        drafting: The part of it that was drafting.
-        usual: ``tokens / step``, E / (γ·c + v) with the costs measured here.
+        tokens: Tokens per step. No speedup is higher, since a step has at least one target pass.
+        step: Usual time of a step, in plain steps.
+        drafting: The drafting part of it.
+        usual: ``tokens / step``, E / (γ·c + v) with the measured costs.
         lowest: The speedup if verifying n tokens took as long as n plain steps.
         plain_s: Seconds of a plain step.
-        plain_steps: How many of them were timed; with none it is concluded from wider passes.
+        plain_steps: Number of plain steps timed; with none it is derived from wider passes.
     """
 
     tokens: float
@@ -158,43 +144,42 @@ class Explanation:
 
 
 def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> Explanation | None:
-    """What explains a speedup: every step counted with the median time of those that drafted and verified as much.
+    """Explain a speedup: each step counts with the median time of those that drafted and verified as much.
 
-    A disturbance lengthens some steps and not their median. Reading the prompt by the drafter counts as it was.
+    A disturbance lengthens some steps and not their median. The drafter's prefill counts as measured.
 
     Returns:
-        ``None`` where one side has no step.
+        ``None`` if one side has no step.
     """
     steps = [step for generation in speculative for step in generation.steps]
     one = [step.times.total_s for generation in plain for step in generation.steps]
-    return _explained(steps, median(one), len(one)) if one and median(one) > 0 else None
+    return _explanation(steps, median(one), len(one)) if one and median(one) > 0 else None
 
 
 def predict(generation: Generation) -> Explanation | None:
-    """What explains the speed of a generation, without a plain one beside it.
+    """Explain the speed of a generation without a plain one.
 
-    A plain step takes what its steps without a draft did, apart from looking for one; where there are none, what its
-    wider passes let expect (``MeasuredCosts``).
+    A plain step takes as long as its steps without a draft, apart from drafting; without any, what its wider passes
+    suggest (``MeasuredCosts``).
 
     Returns:
-        ``None`` of plain decoding, and with too few steps.
+        ``None`` for plain decoding, and with too few steps.
     """
     steps = generation.steps
-    if generation.drafter == "none" or len(steps) < _FEWEST_STEPS:
+    if generation.drafter == "none" or len(steps) < _MIN_STEPS:
         return None
     costs = MeasuredCosts()
     for step in steps:
         costs.observe(step, caught_up=True, passes=_passes(step))
-    return _explained(steps, costs.verify_s(1)[1], sum(step.verified == 1 for step in steps))
+    return _explanation(steps, costs.verify_s(1)[1], sum(step.verified == 1 for step in steps))
 
 
-def _explained(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Explanation | None:
-    """See ``explain``; for the last two arguments ``Explanation``."""
+def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Explanation | None:
     tokens = tokens_per_step(steps)
     if tokens is None:
         return None
-    drafting = _by_median(steps, _passes, lambda step: step.times.draft_s - step.times.draft_prefill_s)
-    rest = _by_median(steps, lambda step: step.verified, lambda step: step.times.total_s - step.times.draft_s)
+    drafting = _medians(steps, _passes, lambda step: step.times.draft_s - step.times.draft_prefill_s)
+    rest = _medians(steps, lambda step: step.verified, lambda step: step.times.total_s - step.times.draft_s)
     prefill = sum(step.times.draft_prefill_s for step in steps)
     unit = plain_s * len(steps)
     drafts = (prefill + sum(drafting[_passes(step)] for step in steps)) / unit
@@ -214,9 +199,10 @@ def _passes(step: Step) -> int:
     return step.gamma if step.passes is None else step.passes
 
 
-def _by_median(
+def _medians(
     steps: Iterable[Step], kind: Callable[[Step], Hashable], seconds: Callable[[Step], float]
 ) -> dict[Hashable, float]:
+    """Return the median time of each kind of steps."""
     times: dict[Hashable, list[float]] = {}
     for step in steps:
         times.setdefault(kind(step), []).append(seconds(step))
@@ -224,7 +210,7 @@ def _by_median(
 
 
 def unexplained(speedup: float, explanation: Explanation) -> RunWarning | None:
-    """A warning if tokens per step and times of passes do not explain a speedup."""
+    """Return a warning if tokens per step and times of passes do not explain a speedup."""
     usual = explanation.usual
     brought = f"{explanation.tokens:.2f} tokens per step"
     if speedup > explanation.tokens * _TOLERANCE:
@@ -256,12 +242,23 @@ def _times(generation: Generation) -> Json:
     }
 
 
-def _total_rate(generation: Generation) -> float | None:
-    """Tokens per second from the start, prefill included."""
-    split = time_split(generation.prefill, generation.steps)
-    seconds = split.ttft_s + split.decode_s
-    return len(generation.token_ids) / seconds if seconds else None
+def _total_speed(times: Json) -> float | None:
+    """Return tokens per second from the start, prefill included."""
+    seconds = times["ttft_s"] + times["decode_s"]
+    return times["new_tokens"] / seconds if seconds else None
 
 
 def _ratio(fast: float | None, slow: float | None) -> float | None:
     return fast / slow if fast and slow else None
+
+
+def _mean(ratios: Sequence[float | None]) -> tuple[float | None, list[float] | None]:
+    """Return the geometric mean of the pairs' ratios, and its interval."""
+    from specbench.results.stats import geometric_mean
+
+    known = [math.nan if ratio is None else ratio for ratio in ratios]
+    estimate = geometric_mean(known, [0] * len(known), range(len(known)))
+    if math.isnan(estimate.value):
+        return None, None
+    interval = None if estimate.low is None or estimate.high is None else [estimate.low, estimate.high]
+    return estimate.value, interval

@@ -1,11 +1,12 @@
-"""Times of passes: of the target by the number of its tokens, of drafters for one token, and of several requests."""
+"""Times of forward passes: of the target by width, of drafters for one token, and of several requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 _CONTEXT = 256  # tokens of context at which passes are timed
-_SHARED_CONTEXT = 128  # of each of several requests, which all have to be read
-_BESIDE = 64  # positions of a pool beside that, to begin with
+_SHARED_CONTEXT = 128  # the same for each of several requests, which all have to be read
+_EXTRA = 64  # further positions of a pool per request
 TREE_NODES = (1, 2, 4, 8)
-"""Nodes of a tree that drafters are timed with reading at once."""
+"""Numbers of tree nodes in the timed passes of drafters."""
 
 Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Times of single passes in seconds, as measured one by one.
+    """Times of single forward passes in seconds, as measured one by one.
 
     Attributes:
         target: By number of tokens in the pass.
         drafters: Of drafting one token, by drafter.
-        context: Tokens of context they were measured at.
-        trees: Of drafting several nodes and one more behind each of them, by drafter and their number.
+        context: Tokens of context.
+        trees: Of drafting several nodes and one more after each of them, by drafter and number of nodes.
     """
 
     target: Mapping[int, Sequence[float]]
@@ -56,44 +57,34 @@ class PassTimes:
     trees: Mapping[tuple[str, int], Sequence[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lines: Iterable[CostLine]) -> PassTimes:
-        """What the lines of ``costs.jsonl`` hold of single passes."""
-        target: dict[int, list[float]] = {}
-        drafters: dict[str, list[float]] = {}
-        trees: dict[tuple[str, int], list[float]] = {}
-        context = 0
-        for line in lines:
-            if isinstance(line, TargetTimes):
-                target.setdefault(line.tokens, []).extend(line.seconds)
-            elif isinstance(line, DrafterTimes):
-                drafters.setdefault(line.drafter, []).extend(line.seconds)
-            elif isinstance(line, TreeTimes):
-                trees.setdefault((line.drafter, line.nodes), []).extend(line.seconds)
-            else:
-                continue
-            context = line.context_tokens
-        return cls(dict(sorted(target.items())), drafters, context, trees)
+    def of(cls, lines: Sequence[CostLine]) -> PassTimes:
+        """Return the times of single passes in ``costs.jsonl``."""
+        kinds = (TargetTimes, DrafterTimes, TreeTimes)
+        return cls(
+            dict(sorted(_times_by(lines, TargetTimes, "tokens").items())),
+            _times_by(lines, DrafterTimes, "drafter"),
+            next((line.context_tokens for line in reversed(lines) if isinstance(line, kinds)), 0),
+            _times_by(lines, TreeTimes, "drafter", "nodes"),
+        )
 
     def lines(self) -> list[CostLine]:
-        """The lines of ``costs.jsonl``."""
+        """Return the lines of ``costs.jsonl``."""
         at = self.context
-        return [
-            *(
-                TargetTimes(tokens=n, seconds=list(times), context_tokens=at)
-                for n, times in self.target.items()
-            ),
-            *(
-                DrafterTimes(drafter=name, seconds=list(times), context_tokens=at)
-                for name, times in self.drafters.items()
-            ),
-            *(
-                TreeTimes(drafter=name, nodes=nodes, seconds=list(times), context_tokens=at)
-                for (name, nodes), times in self.trees.items()
-            ),
+        target = [
+            TargetTimes(tokens=n, seconds=[*each], context_tokens=at) for n, each in self.target.items()
         ]
+        drafters = [
+            DrafterTimes(drafter=name, seconds=[*each], context_tokens=at)
+            for name, each in self.drafters.items()
+        ]
+        trees = [
+            TreeTimes(drafter=name, nodes=nodes, seconds=[*each], context_tokens=at)
+            for (name, nodes), each in self.trees.items()
+        ]
+        return [*target, *drafters, *trees]
 
     def medians(self) -> PassCosts:
-        """What a pass usually takes: of two that draft a tree, the second is what the first leaves of both."""
+        """Return the medians; of two passes that draft a tree, the second is what the first leaves of both."""
         drafters = {name: median(times) for name, times in self.drafters.items()}
         rows: dict[str, dict[int, float]] = {}
         for (name, nodes), times in sorted(self.trees.items()):
@@ -105,12 +96,12 @@ class PassTimes:
 
 @dataclass(frozen=True, slots=True)
 class SharedTimes:
-    """Times of passes that several requests share, in seconds, as measured one by one.
+    """Times of forward passes that several requests share, in seconds, as measured one by one.
 
     Attributes:
-        target: By number of requests, and of tokens that each brings to the pass.
+        target: By number of requests, and of tokens that each has in the pass.
         drafters: Of drafting one token for each, by drafter and number of requests.
-        context: Tokens of context of each.
+        context: Tokens of context of each request.
     """
 
     target: Mapping[tuple[int, int], Sequence[float]]
@@ -118,37 +109,30 @@ class SharedTimes:
     context: int
 
     @classmethod
-    def of(cls, lines: Iterable[CostLine]) -> SharedTimes:
-        """What the lines of ``costs.jsonl`` hold of shared passes."""
-        target: dict[tuple[int, int], list[float]] = {}
-        drafters: dict[tuple[str, int], list[float]] = {}
-        context = 0
-        for line in lines:
-            if isinstance(line, SharedTargetTimes):
-                target.setdefault((line.requests, line.tokens), []).extend(line.seconds)
-            elif isinstance(line, SharedDrafterTimes):
-                drafters.setdefault((line.drafter, line.requests), []).extend(line.seconds)
-            else:
-                continue
-            context = line.context_tokens
-        return cls(dict(sorted(target.items())), drafters, context)
+    def of(cls, lines: Sequence[CostLine]) -> SharedTimes:
+        """Return the times of shared passes in ``costs.jsonl``."""
+        kinds = (SharedTargetTimes, SharedDrafterTimes)
+        return cls(
+            dict(sorted(_times_by(lines, SharedTargetTimes, "requests", "tokens").items())),
+            _times_by(lines, SharedDrafterTimes, "drafter", "requests"),
+            next((line.context_tokens for line in reversed(lines) if isinstance(line, kinds)), 0),
+        )
 
     def lines(self) -> list[CostLine]:
-        """The lines of ``costs.jsonl``."""
+        """Return the lines of ``costs.jsonl``."""
         at = self.context
-        return [
-            *(
-                SharedTargetTimes(requests=requests, tokens=n, seconds=list(times), context_tokens=at)
-                for (requests, n), times in self.target.items()
-            ),
-            *(
-                SharedDrafterTimes(drafter=name, requests=requests, seconds=list(times), context_tokens=at)
-                for (name, requests), times in self.drafters.items()
-            ),
+        target = [
+            SharedTargetTimes(requests=requests, tokens=n, seconds=[*each], context_tokens=at)
+            for (requests, n), each in self.target.items()
         ]
+        drafters = [
+            SharedDrafterTimes(drafter=name, requests=requests, seconds=[*each], context_tokens=at)
+            for (name, requests), each in self.drafters.items()
+        ]
+        return [*target, *drafters]
 
     def medians(self) -> SharedCosts:
-        """What a pass usually takes."""
+        """Return the medians."""
         target: dict[int, dict[int, float]] = {}
         for (requests, n), times in self.target.items():
             target.setdefault(requests, {})[n] = median(times)
@@ -158,18 +142,28 @@ class SharedTimes:
         return SharedCosts(target, drafters, self.context)
 
 
-def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
-    """Tokens that each of several requests brings to passes that are timed: one, and n + 1 for every n drafted.
+def _times_by(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> dict[Any, list[float]]:
+    """Collect the times of lines of a kind by some of their fields."""
+    key = attrgetter(*names)
+    times: dict[Any, list[float]] = {}
+    for line in lines:
+        if isinstance(line, kind):
+            times.setdefault(key(line), []).extend(line.seconds)
+    return times
 
-    Without any γ, where policies decide alone, they are those of some drafts of up to 8 tokens.
+
+def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
+    """Return the tokens per request of shared passes to time: one, and n + 1 for every n drafted.
+
+    Without any γ they are those of some drafts of up to 8 tokens.
     """
     return sorted({1, *(n + 1 for n in (*(gammas or (1, 2, 4, 8)), *nodes))})
 
 
 def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
-    """Widths of target passes to time: one token, n + 1 for every n drafted, all in between as far as that is cheap.
+    """Return the widths of target passes to time: one token, n + 1 for every n drafted, and small ones in between.
 
-    Without any γ, where policies decide alone, they are those of drafts of up to 16 tokens.
+    Without any γ they are those of drafts of up to 16 tokens.
 
     Args:
         gammas: Lengths of chains.
@@ -191,26 +185,26 @@ def time_passes(
     *,
     tree_nodes: Sequence[int] = (),
 ) -> PassTimes:
-    """Time passes of a target and one-token drafts in turn, behind the same context. The target's cache is left empty.
+    """Time passes of a target and one-token drafts in turn, after the same context. The target's cache is left empty.
 
     Args:
-        scorer: The target's.
-        drafters: By name.
+        scorer: The target's scorer.
+        drafters: Drafters by name.
         prompt: Tokens, repeated to fill the context.
-        widths: Numbers of tokens in the target's passes.
-        clock: For the target's device.
-        rounds: How many passes of each kind are timed.
+        widths: Widths of the target's passes.
+        clock: Clock of the target's device.
+        rounds: Number of passes of each kind.
         order: Shuffles them.
-        progress: Told how many rounds are done.
-        abreast: How many nodes of a tree drafters are to read at once, those that draft trees.
+        progress: Shows the finished rounds.
+        tree_nodes: Numbers of tree nodes in a pass, for drafters that draft trees.
     """
     from specbench.decoding.protocols import ForwardRequest, run_to_end
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.policies import FixedLength
     from specbench.policies.trees import StaticTree
 
-    room = scorer.context_limit or _CONTEXT + max(widths)
-    length = max(1, min(_CONTEXT, room - max(widths)))
+    limit = scorer.context_limit or _CONTEXT + max(widths)
+    length = max(1, min(_CONTEXT, limit - max(widths)))
     context = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
     device = str(scorer.device)
 
@@ -222,19 +216,13 @@ def time_passes(
         scorer.rollback(length - 1)
         return took
 
-    def drafter_pass(drafter: Drafter) -> float:
+    def draft(drafter: Drafter, nodes: int = 0) -> float:
+        """Draft one token, or a tree of some nodes with one more after each."""
+        shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(1)
         began = clock.now()
-        run_to_end(drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, device)))
+        run_to_end(drafter.propose(context, 2 if nodes else 1, shape, Greedy(), Randomness(0, device)))
         took = clock.now() - began
-        drafter.update(_nothing_emitted(context))
-        return took
-
-    def tree(drafter: Drafter, nodes: int) -> float:
-        shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes)))
-        began = clock.now()
-        run_to_end(drafter.propose(context, 2, shape, Greedy(), Randomness(0, device)))
-        took = clock.now() - began
-        drafter.update(_nothing_emitted(context))
+        drafter.update(_no_tokens(context))
         return took
 
     scorer.begin()
@@ -245,8 +233,8 @@ def time_passes(
             scorer.begin()
             states = scorer.score(ForwardRequest(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
             assert states is not None
-            drafter.update(_nothing_emitted(context, states))
-        drafter_pass(drafter)  # reads it too, if it keeps anything
+            drafter.update(_no_tokens(context, states))
+        draft(drafter)  # reads the context too, if it has a cache
     trees = [
         (name, nodes)
         for name, drafter in drafters.items()
@@ -255,8 +243,8 @@ def time_passes(
     ]
     jobs: dict[int | str | tuple[str, int], Callable[[], float]] = {
         **{n: partial(target_pass, n) for n in widths},
-        **{name: partial(drafter_pass, drafter) for name, drafter in drafters.items()},
-        **{(name, nodes): partial(tree, drafters[name], nodes) for name, nodes in trees},
+        **{name: partial(draft, drafter) for name, drafter in drafters.items()},
+        **{(name, nodes): partial(draft, drafters[name], nodes) for name, nodes in trees},
     }
     times = time_in_turn(jobs, rounds, order, progress)
     scorer.begin()
@@ -281,11 +269,11 @@ def time_shared_passes(
     """Time passes that several requests share, of the target and of one-token drafts in turn.
 
     Args:
-        target: The model of all requests.
-        drafters: By name.
-        prompt: Tokens, repeated to fill the context of each request, of each from another one on.
-        requests: How many.
-        widths: Numbers of tokens that each brings to a pass of the target.
+        target: The target.
+        drafters: Drafters by name.
+        prompt: Tokens, repeated to fill the context of each request, each from another start.
+        requests: Number of requests.
+        widths: Tokens of each request in a pass of the target.
         clock, rounds, order: See ``time_passes``.
     """
     from specbench.backends.torch.batch import RequestFactory
@@ -294,28 +282,26 @@ def time_shared_passes(
     from specbench.drafters.plain import NoDraft
     from specbench.policies import FixedLength
 
-    room = target.scorer.context_limit or _SHARED_CONTEXT + max(widths)
-    length = max(1, min(_SHARED_CONTEXT, room - max(widths)))
+    limit = target.scorer.context_limit or _SHARED_CONTEXT + max(widths)
+    length = max(1, min(_SHARED_CONTEXT, limit - max(widths)))
     text = list(prompt) * (length // max(1, len(prompt)) + 2)
     contexts = [text[i % len(prompt) :][:length] for i in range(requests)]
     device = str(target.scorer.device)
     places = requests * (1 + len(drafters))  # all contexts stay read
-    tokens = places * (length + max(widths) + _BESIDE) if requests > 1 else None
+    tokens = places * (length + max(widths) + _EXTRA) if requests > 1 else None
     factory = RequestFactory(target.scorer, tokens, places, "slotted")
 
     def target_pass(scorers: Sequence[Scorer], n: int) -> float:
-        passes = [
-            ForwardRequest(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)
-        ]
+        passes = [ForwardRequest(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)]
         began = clock.now()
-        _made(passes)
+        _score_together(passes)
         took = clock.now() - began
         for each in scorers:
             each.rollback(length - 1)
         return took
 
     def plain_pass() -> float:
-        """Behind another one, as plain decoding makes them: behind a heavier pass it takes longer."""
+        """Time a pass after another one, as in plain decoding: after a heavier pass it takes longer."""
         target_pass(scorers, 1)
         return target_pass(scorers, 1)
 
@@ -325,10 +311,10 @@ def time_shared_passes(
             for each, text in zip(opened, contexts, strict=True)
         ]
         began = clock.now()
-        _answered_together(asking)
+        _run_together(asking)
         took = clock.now() - began
         for each, text in zip(opened, contexts, strict=True):
-            each.update(_nothing_emitted(text))
+            each.update(_no_tokens(text))
         return took
 
     scorers = [factory.open(NoDraft())[0] for _ in contexts]
@@ -343,7 +329,7 @@ def time_shared_passes(
             if own.layers:
                 states = scorer.score(ForwardRequest(scorer, text[:-1], rows=1, layers=own.layers)).hidden
                 assert states is not None
-                own.update(_nothing_emitted(text, states))
+                own.update(_no_tokens(text, states))
         used += [scorer for scorer, _ in opened]
         jobs[name] = partial(draft, [own for _, own in opened])
     times = time_in_turn(jobs, rounds, order)  # whose first, untimed round reads the contexts
@@ -356,8 +342,8 @@ def time_shared_passes(
     )
 
 
-def _nothing_emitted(context: Sequence[int], states: torch.Tensor | None = None) -> StepOutcome:
-    """What takes a timed draft back, so that it can be made again."""
+def _no_tokens(context: Sequence[int], states: torch.Tensor | None = None) -> StepOutcome:
+    """Return the outcome that rolls a timed draft back, so that it can be made again."""
     import torch
 
     from specbench.decoding.drafts import StepOutcome
@@ -365,14 +351,14 @@ def _nothing_emitted(context: Sequence[int], states: torch.Tensor | None = None)
     return StepOutcome(context, 0, torch.empty(1, 1), states=states)
 
 
-def _made(passes: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
-    """The rows of passes of one model, in one pass where that can be."""
+def _score_together(passes: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
+    """Score forward requests of one model, in one pass if possible."""
     batch = passes[0].scorer.batch
     return [each.scorer.score(each) for each in passes] if batch is None else batch.score(passes)
 
 
-def _answered_together(asking: Sequence[Decoding[Any]]) -> None:
-    """Let all come to their end, those that wait for the same model by one pass."""
+def _run_together(asking: Sequence[Decoding[Any]]) -> None:
+    """Run several to their end, those that wait for the same model by one pass."""
     waiting: dict[int, ForwardRequest] = {}
     for place, each in enumerate(asking):
         with suppress(StopIteration):
@@ -381,7 +367,7 @@ def _answered_together(asking: Sequence[Decoding[Any]]) -> None:
         first = next(iter(waiting.values())).scorer
         model = first.batch or first
         group = [place for place, asked in waiting.items() if (asked.scorer.batch or asked.scorer) is model]
-        answers = _made([waiting.pop(place) for place in group])
+        answers = _score_together([waiting.pop(place) for place in group])
         for place, rows in zip(group, answers, strict=True):
             with suppress(StopIteration):
                 waiting[place] = asking[place].send(rows)
@@ -393,12 +379,12 @@ def time_in_turn(
     order: Random,
     progress: Progress | None = None,
 ) -> dict[Name, list[float]]:
-    """What measurements that each return seconds come to, to the nanosecond, in rounds of all in a fresh random order.
+    """Repeat measurements, which return seconds, in rounds of all in a new random order; return their times.
 
-    A disturbance then spoils a few times of each and not the median of one.
+    A disturbance then affects a few times of each and not the median of one.
     """
     for measure in jobs.values():
-        measure()  # so that every shape of pass has met the machine before
+        measure()  # every shape of pass once before
     times: dict[Name, list[float]] = {name: [] for name in jobs}
     names = list(jobs)
     for done in range(rounds):

@@ -1,7 +1,7 @@
-"""Prompts: the sets that come with specbench, files in the same form, and the one prompt of ``generate``.
+"""Prompts: built-in sets, files of the same format, and the one prompt of ``generate``.
 
-A set is a JSON Lines file; ``prompts/README.md`` describes its fields. Texts are data: whatever they contain
-is kept, except for lone surrogates, which no tokenizer can encode.
+A set is a JSON Lines file; ``prompts/README.md`` describes its fields. Texts are kept as they are, except for lone
+surrogates, which no tokenizer can encode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specbench.base.files import reason
 
 ALL_SETS = "all"
 TRAINING_SET = "training"
-"""To train heads on; never measured on, and no part of all."""
+"""The set to train heads on; never measured on, and not part of all."""
 _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -33,9 +33,9 @@ class Prompt:
 
     Attributes:
         id: Unique within what ``load_prompts`` returns.
-        category: The group that results are reported by.
-        turns: What the user says, turn by turn; at least one, none of them blank.
-        system: The system message; ``None`` when the prompt has none.
+        category: Kind of prompt, by which results are broken down.
+        turns: The user's messages; at least one, none of them blank.
+        system: The system message; ``None`` without one.
     """
 
     id: str
@@ -45,12 +45,12 @@ class Prompt:
 
 
 def prompt_sets() -> dict[str, int]:
-    """The built-in sets, by name in alphabetical order, each with its number of prompts."""
+    """Return the built-in sets by name, in alphabetical order, with their numbers of prompts."""
     return {name: len(_read(file, name)) for name, file in _built_in().items()}
 
 
 def set_names() -> list[str]:
-    """What names built-in prompts: the sets, ``"all"`` of them, and the one that is never measured on."""
+    """Return the names of built-in prompts: the sets, ``"all"`` of them, and the training set."""
     return [*_built_in(), ALL_SETS, TRAINING_SET]
 
 
@@ -60,17 +60,15 @@ def load_prompts(
     """Read prompts from built-in sets and files.
 
     Args:
-        sources: Names of built-in sets, ``"all"`` for every one of them, ``"training"`` for the one that heads are
-            trained on and that is no part of all, or JSON Lines files. A string that
-            is a set's name means the set; ``./chat`` or a ``Path`` means the file. Each is read once, however
-            often it is named.
-        categories: Keep only these; empty keeps all.
-        limit: How many prompts in all, taken in turn from the categories, so that a smaller limit gives the
-            beginning of what a larger one gives. ``None`` keeps all, in the order of the sources.
+        sources: Names of built-in sets, ``"all"`` for all of them, ``"training"`` for the training set, or JSON Lines
+            files; ``./chat`` or a ``Path`` is a file even if a set has its name. Each is read once.
+        categories: Categories to keep; empty keeps all.
+        limit: Number of prompts, interleaved by category, so that a smaller limit gives the beginning of a larger
+            one. ``None`` keeps all, in the order of the sources.
 
     Raises:
-        UsageError: A source does not exist or breaks the format (which line, and why), two prompts share an
-            id, a category does not exist, the limit is below 1, or there are no prompts.
+        UsageError: A source does not exist or breaks the format, two prompts share an id, a category does not exist,
+            the limit is below 1, or there are no prompts.
         RunError: The installation lacks the built-in sets.
     """
     if limit is not None and limit < 1:
@@ -97,15 +95,14 @@ def load_prompts(
 
 
 def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO | None) -> str:
-    """The prompt of ``generate``: its argument, a file, or standard input (``-``, or when it is piped there).
+    """Read the prompt of ``generate``: its argument, a file, or standard input (``-``, or if nothing else is given).
 
     One line break at the end of standard input or a file is dropped, since editors and ``echo`` add it.
 
     Args:
-        prompt: The argument, ``"-"`` for standard input; ``None`` when it was not given.
-        prompt_file: The file; ``None`` when it was not given.
-        stdin: A text stream over bytes, like ``sys.stdin``; read for ``"-"``, and where there is nothing else unless it
-            is a terminal. ``None`` when closed.
+        prompt: The argument, ``"-"`` for standard input; ``None`` if not given.
+        prompt_file: The file; ``None`` if not given.
+        stdin: A text stream over bytes, like ``sys.stdin``; by default not read if a terminal. ``None`` if closed.
 
     Raises:
         UsageError: Neither or both were given, the file cannot be read, the text is blank or not UTF-8.
@@ -138,13 +135,13 @@ def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO
 
 
 def _folder() -> Traversable:
-    """``specbench/_prompts``, or a checkout's ``prompts/``."""
+    """Return ``specbench/_prompts``, or a checkout's ``prompts/``."""
     folder = resources.files("specbench") / "_prompts"
     return folder if folder.is_dir() else Path(__file__).parents[2] / "prompts"
 
 
 def _built_in() -> dict[str, Traversable]:
-    """The files of the built-in sets by name."""
+    """Return the files of the built-in sets by name."""
     folder = _folder()
     entries = list(folder.iterdir()) if folder.is_dir() else []
     files = {entry.name.removesuffix(_SUFFIX): entry for entry in entries if entry.name.endswith(_SUFFIX)}
@@ -156,7 +153,7 @@ def _built_in() -> dict[str, Traversable]:
 
 
 def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
-    """The files behind the sources, in order and each once, with the name to show for it."""
+    """Return the files of the sources, in order and each once, with the name to show."""
     built_in = _built_in()
     files: dict[Traversable, str] = {}
     for source in sources:
@@ -185,10 +182,9 @@ def _exists(path: Path) -> bool:
 
 
 def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
-    """The prompts of a file, each with the number of its line; ``name`` stands in the errors."""
+    """Read the prompts of a file, each with its line number; ``name`` is for errors."""
     lines = _decoded(_bytes_of(file, name), f"The prompt file {name}").split("\n")
-    # Not splitlines(): a JSON string may hold U+2028 and its like as they are.
-    # A byte order mark may also begin a later line, where files were joined.
+    # Not splitlines(): a JSON string may hold U+2028 and the like. A byte order mark may begin a later line, too.
     numbered = enumerate((line.removeprefix("\ufeff") for line in lines), 1)
     return [(n, _parsed(line, f"Line {n} of {name}")) for n, line in numbered if line.strip()]
 
@@ -249,7 +245,7 @@ def _of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Pro
 
 
 def interleave_categories(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:
-    """The first of every category, then the second of every category, and so on, up to ``limit``."""
+    """Return the first prompt of every category, then the second ones, and so on, up to ``limit``."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
@@ -287,7 +283,7 @@ def _encodable(text: str) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name as it may stand in a message: nothing in it can drive a terminal or break its encoding."""
+    """Return a name for messages, without anything that could control a terminal or break its encoding."""
     return name if name.isprintable() and name else ascii(name)
 
 

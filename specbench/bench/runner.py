@@ -61,15 +61,7 @@ class CellStarted:
 
 @dataclass(frozen=True, slots=True)
 class CellDone:
-    """A generation has ended and is stored.
-
-    Attributes:
-        cell, config: What was measured.
-        measurement: The result.
-        seconds: Wall time.
-        done, total: Measured generations of the plan so far and in all, without warm-ups.
-        seconds_left: Estimated remaining time; ``None`` if unknown.
-    """
+    """A generation has ended and is stored; ``done`` of ``total`` have, without warm-ups."""
 
     cell: Cell
     config: SweepConfig
@@ -105,7 +97,7 @@ class TimeLeft:
     """Estimates the remaining time from the latest generations of each configuration.
 
     Args:
-        remaining: The cells that are left, without warm-ups.
+        remaining: Cells without warm-ups.
         warmup_factor: Time of a measured generation divided by that of a warm-up.
     """
 
@@ -153,9 +145,7 @@ def run_sweep(
     measure, since each process has to be warmed up; their lines are stored once.
 
     Args:
-        sweep: What to measure.
-        store: An open store; its lines are kept.
-        engine: What decodes.
+        sweep, store, engine: What to measure, where to (its lines are kept), and what decodes.
         clock: Clock of the estimated time left.
         on_event: Called between the measurements.
         retry_failed: Measure failed generations again.
@@ -214,12 +204,7 @@ def run_sweep(
 
 
 class CellRunner(Generic[Encoded]):
-    """Measures single cells of a sweep, in any order.
-
-    Attributes:
-        configs: Configurations by id.
-        costs_work: Whether forward passes could be timed so far.
-    """
+    """Measures single cells of a sweep, in any order; ``costs_work`` tells whether passes could be timed so far."""
 
     def __init__(
         self,

@@ -55,13 +55,10 @@ class BenchResult:
     """What one request got. Seconds count from when the first could be sent.
 
     Attributes:
-        run: The records.
         arrived_s: When it was sent.
-        queued_s: How long it waited for its turn.
-        prefill_s: Time of its prefill.
+        queued_s, prefill_s: How long it waited for its turn; time of its prefill.
         first_s, last_s: When its first and last tokens came.
         first_tokens, tokens: Tokens of the first emission, and of all.
-        ended: Whether it has ended.
     """
 
     run: GenerationRun
@@ -106,11 +103,7 @@ class WorkloadResult:
 
 
 class SkippingClock:
-    """A clock that can skip time in which nothing is requested.
-
-    Args:
-        clock: The real time.
-    """
+    """A clock that can skip time in which nothing is requested."""
 
     def __init__(self, clock: Clock) -> None:
         self._now = clock.now

@@ -51,11 +51,9 @@ class Export:
     """A setting in the form that an engine takes.
 
     Attributes:
-        text: What to run: shell commands or a Python program.
+        text: Shell commands or a Python program.
         options: The engine's option names with their values; groups are mappings.
-        needs: What has to be in place first.
-        missing: What the engine cannot express, and what replaces it.
-        differs: What means something else in the engine.
+        needs, missing, differs: What is needed first, cannot be expressed, and means something else.
         check: How to see that speculation is on.
     """
 
@@ -90,8 +88,7 @@ class ExportEngine(ABC):
     """An engine that settings are exported to.
 
     Attributes:
-        name: Value of ``--to``.
-        title: Name of the engine in messages.
+        name, title: Value of ``--to``; name in messages.
         version: Version that the option names were read in.
         drafters: Kinds of drafters that it supports, at least in part.
         policies: Draft policies that it supports in addition to a fixed γ.

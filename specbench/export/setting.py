@@ -62,15 +62,7 @@ class Model:
 
 @dataclass(frozen=True)
 class MeasuredSetting:
-    """What a run says of a setting.
-
-    Attributes:
-        config: Id in the run.
-        label: Name in tables.
-        speedup: Speedup over plain decoding.
-        verdict: Whether it is faster.
-        best: Whether it is the fastest of its run, and surely faster than plain decoding.
-    """
+    """What a run says of a setting; the best one is the fastest, and surely faster than plain decoding."""
 
     config: str
     label: str
@@ -87,7 +79,6 @@ class Replaced:
     """The fastest setting of a run, for an export of a slower one that an engine supports.
 
     Attributes:
-        fastest: The fastest setting.
         share: Speed of the exported setting divided by the fastest one's, on prompts measured with both.
     """
 
@@ -106,15 +97,9 @@ class Setting:
     """How to decode, as far as other engines may support it.
 
     Attributes:
-        target: The target.
-        drafter: The drafter.
-        policy: The draft policy.
         gamma: Tokens drafted in a step, without the bonus token, for engines that take a fixed number.
         gamma_from: Source of that number if the policy has another one; empty for the policy's own.
-        dtype: Dtype of the target; ``None`` if unknown.
-        drafter_dtype: Dtype of the drafter's model.
         temperature: Measured temperature; ``None`` if not measured.
-        measured: Figures of the run.
         replaces: The fastest setting of the run, if this one is exported in its place.
         head: How the trained head in the drafter came about; ``None`` without one.
         head_unknown: Whether the drafter's model may be a trained head, because the hub could not be asked.

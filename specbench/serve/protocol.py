@@ -250,14 +250,8 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 
 @dataclass
 class Usage:
-    """Tokens that a generation has used and drafted so far.
-
-    Attributes:
-        prompt: Tokens of the prompt.
-        completion: Emitted tokens, an end token included.
-        drafted: Drafted tokens; of a tree its depth.
-        accepted: Accepted ones of these.
-    """
+    """Tokens of a generation so far: its prompt, its output with an end token, drafted ones (of a tree its depth), and
+    accepted ones of these."""
 
     prompt: int = 0
     completion: int = 0
@@ -291,14 +285,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Reply:
-    """Makes the bodies of the answer to one request.
-
-    Args:
-        request: The request.
-        id: Id of the answer.
-        created: Time in seconds since the epoch.
-        model: Name of the model.
-    """
+    """Makes the bodies of the answer to one request; ``created`` is in seconds since the epoch."""
 
     request: ChatRequest | TextRequest
     id: str

@@ -48,13 +48,8 @@ class ServerError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The content of one event of a stream.
-
-    Attributes:
-        at_s: When it was read, in seconds since the request was sent.
-        text: More text, perhaps none.
-        ids: Its token ids; ``None`` if not reported.
-    """
+    """One event of a stream: when it was read, in seconds since the request was sent, its text, and its token ids
+    (``None`` if not reported)."""
 
     at_s: float
     text: str
@@ -66,9 +61,7 @@ class StreamedAnswer:
     """A whole answer. Counts are ``None`` if the server does not report them.
 
     Attributes:
-        pieces: The chunks.
-        finish_reason: The server's finish reason.
-        ended_s: When that came, in seconds since the request was sent.
+        ended_s: When the finish reason came, in seconds since the request was sent.
         prompt_tokens, used_tokens: Tokens of the prompt and of the output, by ``usage``.
         cached_tokens: Prompt tokens from a prompt cache.
         drafted, accepted: Drafted and accepted tokens.
@@ -124,13 +117,7 @@ class StreamedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """The number of tokens of an answer.
-
-    Attributes:
-        tokens: The number; ``None`` if unknown.
-        source: What it was counted by: the ids of the stream, ``usage``, or the tokenizer.
-        problem: A sentence about counts that disagree.
-    """
+    """The number of tokens of an answer, what it was counted by, and a sentence about counts that disagree."""
 
     tokens: int | None
     source: Literal["ids", "usage", "tokenizer", "nothing"]
@@ -175,13 +162,8 @@ def _disagrees(reported: int, read: int, finish_reason: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounters:
-    """What a server has drafted: since its start, or for an answer.
-
-    Attributes:
-        drafts: Steps that drafted.
-        drafted, accepted: Tokens.
-        kept_at: Accepted tokens by position in the draft.
-    """
+    """What a server has drafted, since its start or for an answer: steps that drafted, tokens, accepted ones of these,
+    and accepted ones by position in the draft."""
 
     drafts: int
     drafted: int

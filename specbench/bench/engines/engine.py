@@ -25,20 +25,14 @@ class Outcome:
     """One finished generation.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt.
         token_ids: The output; of a server as far as its tokens are known.
-        finish_reason: Why it ended.
-        prefill_s: Time of prefill.
-        ttft_s: Time to the first emission, of a request from when it was sent.
-        decode_s: Time after it.
+        ttft_s, decode_s: Time to the first emission, of a request from when it was sent, and after it.
         first_tokens: Tokens of the first emission.
         steps: Steps; empty if specbench did not decode.
-        peak_memory_bytes: Peak memory.
         log_probability: Natural logarithm of the target's probability of the output; ``None`` if not computed.
         reported_tokens: Tokens of a server's output, where ``token_ids`` may lack some.
         server: What else a server reported.
-        arrived_s: When the request was sent, in seconds since the group began.
-        queued_s: How long it waited for its turn.
+        arrived_s, queued_s: When a request was sent, since the group began; how long it waited for its turn.
     """
 
     prompt_tokens: int
@@ -71,7 +65,6 @@ class GroupOutcome:
         seconds: From the beginning to the end of the last of them.
         tokens: Tokens emitted in this time, those of requests that are not measured included.
         pool: Use of the target's KV cache pool; ``None`` without one.
-        peak_memory_bytes: Peak memory.
         speculation: Drafted tokens of all requests, if a server counts them.
     """
 

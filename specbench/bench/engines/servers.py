@@ -99,9 +99,8 @@ class MeasuredServer:
     """A server that was reached.
 
     Attributes:
-        spec: Its name and address.
         model: The server's name of the model.
-        owner: The owner of its models.
+        owner: The owner that it lists for its models.
         has_counters: Whether it has speculation counters.
         notes: Sentences for the user.
     """
