@@ -16,11 +16,13 @@ from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.prompts import Prompt
+from specbench.bench.runner import SweepResult, run_sweep
 from specbench.bench.serving import Workload
 from specbench.decoding.records import Step, StepTimes
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import Pool
+from specbench.results.load import LoadSnapshot
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.store import RunStore
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
@@ -216,3 +218,14 @@ def describe(sweep: Sweep, **changed: Any) -> Run:
 def new_store(path: Path, sweep: Sweep) -> RunStore:
     """A store for a sweep over the scripted engine."""
     return RunStore.create(path, describe(sweep))
+
+
+def quiet() -> LoadSnapshot:
+    """The load of a quiet machine."""
+    return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
+
+
+def measure(path: Path, sweep: Sweep, engine: ScriptedEngine | None = None, **options: Any) -> SweepResult:
+    """Run a sweep into a folder, which may hold a part of it, on a quiet machine."""
+    with RunStore.open(path) if RunStore.exists(path) else new_store(path, sweep) as store:
+        return run_sweep(sweep, store, engine or ScriptedEngine(), **{"snapshot": quiet, **options})

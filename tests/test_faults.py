@@ -30,7 +30,7 @@ import torch
 from cli_runs import refusal
 from forked import CONTEXT, PATIENCE_S, Forked
 from killed_sweep import sweep as scripted_sweep
-from scripted_engine import ScriptedEngine, make_sweep, new_store
+from scripted_engine import ScriptedEngine, make_sweep, measure, new_store
 from stored_runs import run_json
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
@@ -368,8 +368,7 @@ def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: (events.append("disk"), sync(file))[1])
     monkeypatch.setattr(os, "write", lambda file, data: (events.append("disk"), write(file, data))[1])
     sweep = make_sweep()
-    with new_store(tmp_path / "run", sweep) as store:
-        run_sweep(sweep, store, Watched())
+    measure(tmp_path / "run", sweep, Watched())
     begun = 0
     for event in events:
         begun += {"begin": 1, "end": -1, "disk": 0}[event]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from rich.console import Console
-from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts
+from scripted_engine import ScriptedEngine, describe, make_sweep, measure, new_store, prompts
 from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
@@ -137,8 +137,7 @@ class Stored:
         compare_configs(frame, "d@2", "plain")
         other = replace(frame, run=structs.replace(frame.run, run_id="other"))
         compare_runs(frame, other, ("a", "b"), other_target=True)
-        with RunStore.open(self.folder) as store:
-            run_sweep(SWEEP, store, ScriptedEngine(), retry_failed=True)
+        measure(self.folder, SWEEP, retry_failed=True)
 
 
 @pytest.mark.parametrize("name", ["run.json", "generations.jsonl", "costs.jsonl"])

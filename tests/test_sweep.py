@@ -16,7 +16,17 @@ import pandas as pd
 import pytest
 from forked import Forked
 from msgspec import structs
-from scripted_engine import TARGET, ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
+from scripted_engine import (
+    TARGET,
+    ScriptedEngine,
+    describe,
+    make_sweep,
+    measure,
+    new_store,
+    prompts,
+    quiet,
+    specs_of,
+)
 from stored_runs import read_lines, run_json, run_of
 
 from specbench.base.errors import RunError, UsageError
@@ -155,7 +165,7 @@ def test_other_answers_of_beam_search_are_no_differences(tmp_path):
     sweep = make_sweep(prompts(8), repeats=1, beams=(4,))
     engine = ScriptedEngine(spoils=lambda config: config.kind == "beam", reference_s=0.005)
     with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, engine, snapshot=_quiet)
+        result = run_sweep(sweep, store, engine, snapshot=quiet)
         assert store.run.differences == []
     assert not result.warnings  # nor is a faster one a reason to mistrust plain decoding
     summary = summarize(load_results(tmp_path)).frame.set_index("config")
@@ -227,16 +237,11 @@ def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was():
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def _quiet() -> LoadSnapshot:
-    return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
-
-
 @pytest.mark.smoke
 def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
     sweep = make_sweep(warmup=1)
     engine, events = ScriptedEngine(), list[Event]()
-    with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, engine, on_event=events.append, snapshot=_quiet)
+    result = measure(tmp_path, sweep, engine, on_event=events.append)
     assert (result.measured, result.failed, result.found) == (18, 0, 0)
     assert [row["config"] for row in read_lines(tmp_path)] == [cell.config for cell in sweep.plan()]
     assert [row["order"] for row in read_lines(tmp_path)] == [cell.order for cell in sweep.plan()]
@@ -261,8 +266,7 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
 def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path):
     sweep = make_sweep(prompts(20), repeats=2, warmup=0)
     events: list[Event] = []
-    with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, ScriptedEngine(), on_event=events.append)
+    measure(tmp_path, sweep, on_event=events.append)
     places = []
     done = 0
     for event in events:
@@ -281,12 +285,10 @@ def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
             return PassTimes({1: [9.0]}, {"e": [7.0]}, 100)
 
     few, many = make_sweep(prompts(1), repeats=1), make_sweep(prompts(1), repeats=2)
-    with new_store(tmp_path, few) as store:
-        run_sweep(few, store, ScriptedEngine())
+    measure(tmp_path, few)
     with (tmp_path / "costs.jsonl").open("a") as file:
         file.write('{"kind": "tar')  # a crash
-    with RunStore.open(tmp_path) as store:
-        run_sweep(many, store, Dearer())
+    measure(tmp_path, many, Dearer())
     costs = run_json(tmp_path)["costs"]
     assert costs["target_pass_s"] == {"1": 0.2005, "2": 0.102, "3": 0.103}  # of 0.01, 0.101, 0.3 and 9
     assert costs["drafter_pass_s"] == {"d": 0.02, "e": 7.0}
@@ -294,8 +296,7 @@ def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
 
 def test_a_line_holds_the_steps_as_lists(tmp_path):
     sweep = make_sweep(prompts(1), gammas=(2,), repeats=1, warmup=0, max_new_tokens=6)
-    with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, ScriptedEngine(), snapshot=_quiet)
+    measure(tmp_path, sweep)
     row = next(row for row in read_lines(tmp_path) if row["config"] == "d@2")
     assert row["steps"] == {
         "drafted": [2, 1], "tested": [2, 1], "accepted": [2, 1], "emitted": [3, 2],
@@ -315,8 +316,7 @@ def test_a_line_holds_the_steps_as_lists(tmp_path):
 def test_each_configuration_goes_on_from_its_own_answers(tmp_path):
     sweep = make_sweep(prompts(0, conversations=1), repeats=1, warmup=0)
     engine = ScriptedEngine(spoils=lambda config: config.id == "d@2")
-    with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, engine)
+    measure(tmp_path, sweep, engine)
     answers: dict[str, list[int]] = {}
     rows = iter(read_lines(tmp_path))
     for config, prompt, _ in engine.calls:
@@ -330,8 +330,7 @@ def test_each_configuration_goes_on_from_its_own_answers(tmp_path):
 
 def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path):
     sweep = make_sweep(prompts(1, conversations=1), repeats=2)
-    with new_store(tmp_path / "whole", sweep) as store:
-        run_sweep(sweep, store, ScriptedEngine())
+    measure(tmp_path / "whole", sweep)
     expected = [
         (row["config"], row["prompt"], row["turn"], row["repeat"], row["token_ids"])
         for row in read_lines(tmp_path / "whole")
@@ -357,12 +356,10 @@ def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path):
 
 def test_a_whole_run_is_left_alone(tmp_path):
     sweep = make_sweep()
-    with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, ScriptedEngine())
+    measure(tmp_path, sweep)
     before = (tmp_path / "generations.jsonl").read_bytes()
     engine = ScriptedEngine()
-    with RunStore.open(tmp_path) as store:
-        result = run_sweep(sweep, store, engine)
+    result = measure(tmp_path, sweep, engine)
     assert (result.measured, result.found) == (0, 18)
     assert engine.calls == engine.cost_calls == []
     assert (tmp_path / "generations.jsonl").read_bytes() == before
@@ -374,8 +371,7 @@ def test_a_whole_run_is_left_alone(tmp_path):
 def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, error):
     sweep = make_sweep()
     engine = ScriptedEngine(fails=lambda config, prompt: error if config.id == "d@2" else None)
-    with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, engine)
+    result = measure(tmp_path, sweep, engine)
     assert (result.measured, result.failed) == (18, 6)
     failed = [row for row in read_lines(tmp_path) if row["status"] == "failed"]
     assert {row["config"] for row in failed} == {"d@2"}
@@ -401,13 +397,11 @@ def test_a_conversation_ends_with_its_first_failure(tmp_path):
     engine = ScriptedEngine(
         fails=lambda config, prompt: RunError("no") if config.id == "d@1" and len(prompt) == 7 else None
     )
-    with new_store(tmp_path, sweep) as store:
-        assert run_sweep(sweep, store, engine).failed == 2
+    assert measure(tmp_path, sweep, engine).failed == 2
     assert [row["error"] for row in read_lines(tmp_path) if row["config"] == "d@1"] == [
         None, "no", "An earlier turn failed, so the conversation cannot continue.",
     ]  # fmt: skip
-    with RunStore.open(tmp_path) as store:
-        assert run_sweep(sweep, store, ScriptedEngine(), retry_failed=True).failed == 0
+    assert measure(tmp_path, sweep, retry_failed=True).failed == 0
     frame = load_results(tmp_path)
     conversations = (
         frame.generations.sort_values("turn")
@@ -439,8 +433,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
 
     events: list[Event] = []
     sweep = make_sweep(prompts(1), repeats=1)
-    with new_store(tmp_path, sweep) as store:
-        assert run_sweep(sweep, store, NoCosts(), on_event=events.append).measured == 3
+    assert measure(tmp_path, sweep, NoCosts(), on_event=events.append).measured == 3
     assert CostsMeasured(None, "no room") in events
     assert run_json(tmp_path)["costs"] is None
 
@@ -449,8 +442,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
 def test_outputs_that_differ_from_plain_decoding_are_told(tmp_path, tie, severity):
     sweep = make_sweep(prompts(1, conversations=1), temperatures=(0.0, 0.7))
     engine = ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=tie)
-    with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, engine)
+    result = measure(tmp_path, sweep, engine)
     differences = run_json(tmp_path)["differences"]
     assert [(each["config"], each["prompt"], each["turn"], each["repeat"]) for each in differences] == [
         ("d@2", "many-0", 0, 0),
@@ -466,8 +458,7 @@ def test_outputs_that_differ_from_plain_decoding_are_told(tmp_path, tie, severit
 @pytest.mark.parametrize(("reference_s", "told"), [(0.02, False), (0.008, True)])
 def test_a_baseline_slower_than_transformers_is_told(tmp_path, reference_s, told):
     sweep = make_sweep(prompts(8), repeats=1, transformers=True)
-    with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, ScriptedEngine(reference_s=reference_s), snapshot=_quiet)
+    result = measure(tmp_path, sweep, ScriptedEngine(reference_s=reference_s))
     found = [warning for warning in result.warnings if warning.id == "baseline-slow"]
     assert ["1.25× as fast as plain decoding" in warning.message for warning in found] == [True] * told
     assert {warning.id for warning in result.warnings} <= {
@@ -486,8 +477,7 @@ def test_a_generation_during_which_the_process_was_stopped_is_measured_again(tmp
 
     sweep, engine = make_sweep(prompts(1), repeats=2, warmup=0), ScriptedEngine(fails=stop)
     always = stops == 1000
-    with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, engine)
+    result = measure(tmp_path, sweep, engine)
     rows = read_lines(tmp_path)
     planned = len(sweep.plan())
     assert len(rows) == result.measured == planned
@@ -522,8 +512,7 @@ def test_disturbances_are_noted_line_by_line(tmp_path):
         return LoadSnapshot(2, 3.0, looks * 1.0, looks * 0.02, looks * 2.0, 0.0, 2000.0, 0, 100, 90, 0)
 
     sweep = make_sweep(prompts(1), repeats=1, warmup=0)
-    with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, ScriptedEngine(), snapshot=busy)
+    result = measure(tmp_path, sweep, snapshot=busy)
     assert [row["warnings"] for row in read_lines(tmp_path)] == [["machine-busy"]] * 3
     assert {
         (row["busy_elsewhere"], row["steal_share"], row["load_average"]) for row in read_lines(tmp_path)
@@ -599,8 +588,7 @@ def test_another_text_of_a_prompt_never_goes_on():
 
 def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path):
     few, more = make_sweep(prompts(2), repeats=1), make_sweep(prompts(3), gammas=(2, 3), repeats=2)
-    with new_store(tmp_path, few) as store:
-        run_sweep(few, store, ScriptedEngine())
+    measure(tmp_path, few)
     with RunStore.open(tmp_path) as store:
         new = describe(more)
         differing = changes(store.run, new)

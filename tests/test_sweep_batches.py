@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted import Ticking
-from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
+from scripted_engine import ScriptedEngine, describe, make_sweep, measure, new_store, prompts, specs_of
 from stored_runs import read_lines, run_json, run_of
 from tiny import tiny_llama, tiny_tokenizer
 
@@ -35,12 +35,10 @@ from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, p
 from specbench.generate_many import GenerationRuns
 from specbench.results import predict, stats
 from specbench.results.compare import compare_configs
-from specbench.results.load import LoadSnapshot
 from specbench.results.requests import Line, RequestRow, lines_of, request_rows
 from specbench.results.results import load_results
 from specbench.results.rows import to_frame
 from specbench.results.run import RunConfig
-from specbench.results.store import RunStore
 from specbench.results.summary import SummaryRow, categorize, summarize
 from specbench.show import document, tables
 from specbench.show.answer import find_answers, where_it_stops
@@ -295,13 +293,8 @@ def write_batches(folder: Path, **options: Any) -> Path:
             **options,
         }
     )
-    with new_store(folder, sweep) as store:
-        run_sweep(sweep, store, ScriptedEngine(slower=falling), snapshot=quiet)
+    measure(folder, sweep, ScriptedEngine(slower=falling))
     return folder
-
-
-def quiet() -> LoadSnapshot:
-    return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +328,7 @@ def test_a_group_is_a_line_with_its_requests(falls):
 def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
     sweep = batched(6, arrivals=("poisson:2",), batches=(2,), repeats=2, warmup=0)
     engine = ScriptedEngine()
-    with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, engine)
+    measure(tmp_path, sweep, engine)
     assert len(engine.loads) == 4
     for (_, first), (_, second) in (engine.loads[:2], engine.loads[2:]):
         assert first == second
@@ -365,8 +357,7 @@ def test_going_on_in_the_middle_of_a_batch(tmp_path):
     assert len(begun.splitlines()) == 17
     with (tmp_path / "generations.jsonl").open("a") as file:  # and a line that was cut short
         file.write(begun.splitlines()[-1][:400])
-    with RunStore.open(tmp_path) as store:
-        result = run_sweep(sweep, store, ScriptedEngine())
+    result = measure(tmp_path, sweep)
     assert result.found == 17 - 4
     assert result.measured == 2 * 8 * 2 - result.found
     lines = read_lines(tmp_path)
@@ -386,21 +377,18 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
     def fails(config: SweepConfig, prompt: Sequence[int]) -> Exception | None:
         return next(errors, None) if config.kind == "speculative" else None
 
-    with new_store(tmp_path, sweep) as store:
-        assert run_sweep(sweep, store, ScriptedEngine(fails=fails)).failed == 1
+    assert measure(tmp_path, sweep, ScriptedEngine(fails=fails)).failed == 1
     summary = summarize(load_results(tmp_path)).frame
     assert list(summary["failures"]) == [0, 1]
     assert list(summary["generations"]) == [4, 2]
-    with RunStore.open(tmp_path) as store:
-        assert run_sweep(sweep, store, ScriptedEngine(), retry_failed=True).measured == 1
+    assert measure(tmp_path, sweep, retry_failed=True).measured == 1
     assert list(summarize(load_results(tmp_path)).frame["generations"]) == [4, 4]
 
 
 def test_outputs_that_differ_are_found_within_groups(tmp_path):
     sweep = batched(4, batches=(2,), repeats=1, warmup=0)
     engine = ScriptedEngine(spoils=lambda config: config.kind == "speculative", tie=True)
-    with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, engine)
+    measure(tmp_path, sweep, engine)
     differences = run_json(tmp_path)["differences"]
     assert [each["prompt"] for each in differences] == ["one-0", "one-1", "one-2", "one-3"]
     summary = summarize(load_results(tmp_path)).frame
@@ -445,8 +433,7 @@ def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path
     sweep = batched(16, batches=(1, 4), repeats=2, warmup=0)
     events: list[Event] = []
     engine = ScriptedEngine()
-    with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, engine, on_event=events.append)
+    measure(tmp_path, sweep, engine, on_event=events.append)
     batches = {config.id: config.batch for config in sweep.configs}
     calls = iter(engine.shared_calls)
     places: dict[int | None, list[int]] = {1: [], 4: []}
@@ -496,8 +483,7 @@ class Mixed(ScriptedEngine):
 
 def test_the_prediction_counts_prompts_that_are_read_meanwhile(tmp_path, monkeypatch):
     sweep = batched(16, batches=(4,), gammas=(3,), max_new_tokens=25, warmup=0)
-    with new_store(tmp_path / "run", sweep) as store:
-        run_sweep(sweep, store, Mixed(slower=falling), snapshot=quiet)
+    measure(tmp_path / "run", sweep, Mixed(slower=falling))
     results = load_results(tmp_path / "run")
 
     def predicted() -> float:
