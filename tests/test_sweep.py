@@ -38,7 +38,7 @@ from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, TimeLeft, run_sweep
 from specbench.options import DecodingOptions
-from specbench.results.load import LoadSnapshot
+from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import summarize
@@ -477,7 +477,7 @@ def test_a_generation_during_which_the_process_was_stopped_is_measured_again(tmp
 
     sweep, engine = make_sweep(prompts(1), repeats=2, warmup=0), ScriptedEngine(fails=stop)
     always = stops == 1000
-    result = measure(tmp_path, sweep, engine)
+    result = measure(tmp_path, sweep, engine, snapshot=load_snapshot)
     rows = read_lines(tmp_path)
     planned = len(sweep.plan())
     assert len(rows) == result.measured == planned
@@ -565,7 +565,7 @@ def test_what_has_changed_is_said():
 def test_another_target_never_goes_on(field):
     sweep = make_sweep()
     other = describe(sweep, target=structs.replace(TARGET, **{field: "other"}))
-    with pytest.raises(UsageError, match=r"The target is another .* Give another --out"):
+    with pytest.raises(UsageError, match=r"The target has another .* Give another --out"):
         changes(describe(sweep), other)
 
 

@@ -573,7 +573,7 @@ def line(*points: tuple[int, stats.Verdict | None]) -> Line:
 
     def row(batch: int, verdict: stats.Verdict | None) -> SummaryRow:
         config = RunConfig(
-            id="d", label="d", kind="speculative", drafter="d", gamma=1, policy="fixed", temperature=0.0,
+            id="d", label="d", kind="speculative", drafter="d", gamma=1, draft_policy="fixed", temperature=0.0,
             cache="dynamic", baseline="plain", batch=batch, arrivals=f"closed:{batch}",
         )  # fmt: skip
         if verdict is None:

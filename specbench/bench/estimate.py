@@ -69,12 +69,7 @@ def estimate_time(
 ) -> TimeEstimate:
     """Estimate the time from a stored run of the target on this processor, else from reading as many weights once.
 
-    Args:
-        sweep: The sweep, whose configurations name drafters by their specs.
-        base: What all recipes share.
-        drafters: The drafters.
-        folder: Where runs are stored.
-        progress: Shows the fetching of model configurations.
+    The sweep's configurations name drafters by their specs.
     """
     stored = _stored_speeds(folder, base.target.name)
     if stored is not None:

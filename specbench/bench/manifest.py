@@ -37,13 +37,7 @@ def describe_run(
 ) -> Run:
     """Return the contents of ``run.json`` when a run begins.
 
-    Args:
-        sweep: What is measured.
-        target: The target.
-        environment: The machine, see ``describe_environment``.
-        sources: Options that name models and prompts, without paths.
-        command: The command line without paths, see ``command_line``.
-        heads: How trained heads came about, by drafter.
+    Neither ``sources``, the options that name models and prompts, nor ``command`` (see ``command_line``) has paths.
     """
     options = sweep.options
     return Run(

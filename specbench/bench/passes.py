@@ -163,11 +163,7 @@ def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]
 def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
     """Return the widths of target passes to time: one token, n + 1 for every n drafted, and small ones in between.
 
-    Without any γ they are those of drafts of up to 16 tokens.
-
-    Args:
-        gammas: Lengths of chains.
-        nodes: The most nodes of trees.
+    Without any γ they are those of drafts of up to 16 tokens. ``nodes`` are the most nodes of trees.
     """
     longest = max((*(gammas or (16,)), *nodes)) + 1
     return sorted({*range(1, min(longest, 17) + 1), *(n + 1 for n in (*gammas, *nodes))})
@@ -188,13 +184,11 @@ def time_passes(
     """Time passes of a target and one-token drafts in turn, after the same context. The target's cache is left empty.
 
     Args:
-        scorer: The target's scorer.
-        drafters: Drafters by name.
+        scorer, drafters: The target's scorer, and drafters by name.
         prompt: Tokens, repeated to fill the context.
         widths: Widths of the target's passes.
         clock: Clock of the target's device.
-        rounds: Number of passes of each kind.
-        order: Shuffles them.
+        rounds, order: Number of passes of each kind, and what shuffles them.
         progress: Shows the finished rounds.
         tree_nodes: Numbers of tree nodes in a pass, for drafters that draft trees.
     """
@@ -269,12 +263,10 @@ def time_shared_passes(
     """Time passes that several requests share, of the target and of one-token drafts in turn.
 
     Args:
-        target: The target.
-        drafters: Drafters by name.
+        target, drafters, clock, rounds, order: See ``time_passes``.
         prompt: Tokens, repeated to fill the context of each request, each from another start.
         requests: Number of requests.
         widths: Tokens of each request in a pass of the target.
-        clock, rounds, order: See ``time_passes``.
     """
     from specbench.backends.torch.batch import RequestFactory
     from specbench.decoding.protocols import ForwardRequest

@@ -228,12 +228,10 @@ class ServerClient:
     """A client of one server, used and closed within one event loop.
 
     Args:
-        name: Name of the server in messages, which hold no address.
+        name: Name of the server in messages, which hold neither address nor key.
         url: Address up to and with ``/v1``.
-        key: API key; never part of a message.
         timeout_s: Timeout for connecting, and for each chunk.
         transport: Sends requests; ``None`` for the network.
-        clock: Returns the time in seconds.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from specbench.base.errors import RunError
 from specbench.bench.grid import SweepConfig
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.serving import Encoded, Workload
@@ -86,7 +87,7 @@ class BenchEngine(Protocol[Encoded]):
     @property
     def heads(self) -> Mapping[str, TrainingMetadata]:
         """How trained heads came about, by the names of their drafters."""
-        ...
+        return {}
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:
         """Return a conversation as the engine takes it, up to the turn after the given answers."""
@@ -110,15 +111,18 @@ class BenchEngine(Protocol[Encoded]):
         """Time forward passes of the target with each width, and of the drafters, also with ``tree_nodes`` of a tree.
 
         A sweep repeats this, so that a disturbance affects a few of the times and not their median.
+
+        Raises:
+            RunError: They cannot be timed.
         """
-        ...
+        raise RunError("Forward passes of this engine cannot be timed.")
 
     def measure_shared_costs(
         self, prompt: Encoded, requests: int, widths: Sequence[int], only: Collection[str] | None = None
     ) -> SharedTimes:
         """Time forward passes that ``requests`` share: of the target with each width per request, and of the drafters,
         all or ``only`` some."""
-        ...
+        raise RunError("Forward passes of this engine cannot be timed.")
 
     def difference(
         self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions

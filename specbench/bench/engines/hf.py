@@ -49,8 +49,7 @@ def generate_with_transformers(
     """Call ``generate`` with the settings, end tokens and seed of specbench's own loop, and no others.
 
     Args:
-        reference: The target as ``transformers`` loads it.
-        assistant: The drafter as ``transformers`` loads it.
+        reference, assistant: Target and drafter as ``transformers`` loads them.
         target: The target of specbench's loop.
         config, prompt, decoding, seed: What to generate.
         clock: Clock of the target's device.

@@ -55,13 +55,10 @@ class ModelEngine:
     """The engine of loaded models.
 
     Args:
-        target: The target of every configuration.
-        drafters: Drafters by name; an error in a drafter's place is raised when it is needed.
-        specs: Specs of the drafters.
-        reference: The target as ``transformers`` loads it, for configurations that it decodes.
-        assistants: Drafter models as ``transformers`` loads them, by drafter.
-        fingerprints: Fingerprints of drafter models' weights, by drafter.
-        heads: How trained heads came about, by drafter.
+        drafters, specs: Drafters and their specs by name; an error in a drafter's place is raised when it is needed.
+        reference, assistants: Target and drafter models as ``transformers`` loads them.
+        fingerprints: Fingerprints of drafter models' weights.
+        heads: How trained heads came about.
         costs: Costs for ``auto``, as ``parse_costs`` takes them; ``None`` measures them.
         keep_policy_state: Let the draft policy of a configuration keep its state from one call to the next.
         rate_answers: Compute the log-probability of outputs of greedy plain decoding and of beam search.
@@ -374,12 +371,6 @@ def check_engine(
 ) -> None:
     """Refuse impossible models and drafters before any weights are loaded.
 
-    Args:
-        base: What all configurations share.
-        drafters: All drafters.
-        options: Options of the sweep.
-        progress: Shows the progress.
-
     Raises:
         UsageError: A drafter does not exist, does not fit, or would learn from its own earlier answers; or the target
             is int8 or int4 and transformers would decode with the unquantized one.
@@ -405,9 +396,6 @@ def load_engine(
     progress: Progress | None = None,
 ) -> ModelEngine:
     """Load target and drafters; a drafter that does not fit into memory fails later, when it is needed.
-
-    Args:
-        base, drafters, options, progress: See ``check_engine``.
 
     Raises:
         UsageError: See ``check_engine``, or a drafter does not fit the target.

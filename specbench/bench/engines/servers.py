@@ -12,7 +12,7 @@ import secrets
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -29,10 +29,9 @@ from specbench.bench.engines.client import (
     StreamedAnswer,
     count_tokens,
 )
-from specbench.bench.engines.engine import GroupOutcome, Outcome
+from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
 from specbench.bench.grid import Salt, SweepConfig
 from specbench.bench.serving import BenchRequest, Workload
-from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer, Speculation
 from specbench.results.run import TargetModel
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
     from specbench.backends.torch.parity import Difference
     from specbench.bench.engines.own import ModelEngine
-    from specbench.bench.passes import PassTimes, SharedTimes
     from specbench.bench.prompts import Prompt
     from specbench.specs.servers import ServerSpec
 
@@ -126,22 +124,14 @@ class MeasuredServer:
     def dialect(self) -> _Dialect:
         return _DIALECTS.get(self.owner, _UNKNOWN)
 
-    def drafted(self, answer: StreamedAnswer) -> tuple[int | None, int | None]:
-        """Return drafted and accepted tokens of an answer; ``None`` if not reported."""
-        if answer.drafted is None and self.dialect.reports_drafts:
-            return 0, 0
-        return answer.drafted, answer.accepted
-
     def speculation(self, answer: StreamedAnswer, meanwhile: SpeculationCounters | None) -> Speculation:
         """Return the drafts of an answer: as it reports them, else as the server counted them.
 
         Positions are left out if they do not agree with the answer: another client was served.
-
-        Args:
-            answer: An answer of this server.
-            meanwhile: The increase of the server's counters meanwhile.
         """
-        drafted, accepted = self.drafted(answer)
+        drafted, accepted = answer.drafted, answer.accepted
+        if drafted is None and self.dialect.reports_drafts:
+            drafted, accepted = 0, 0
         if meanwhile is not None and (drafted is None or accepted is None):
             drafted, accepted = meanwhile.drafted, meanwhile.accepted
         for each in (answer.speculation, meanwhile):
@@ -152,20 +142,17 @@ class MeasuredServer:
         return Speculation(drafted=drafted, accepted=accepted)
 
 
-class ServerEngine:
+class ServerEngine(BenchEngine[ServerPrompt]):
     """The engine of servers. It connects to them when it is made, and has to be closed.
 
     Args:
         specs: The servers; the first one is the baseline.
         keys: API keys by server.
-        api: The API to use.
         tokenizer: The target's; ``None`` relies on the servers' counts.
         local: Loads the target here, to judge outputs that differ; ``None`` to leave that out.
-        timeout_s: Timeout for connecting, and for each chunk.
+        timeout_s, transport: See ``ServerClient``.
         decoding, temperature: Options that a first request tries out.
-        transport: Sends requests; ``None`` for the network.
-        clock: Returns the time in seconds.
-        pause: Waits for some seconds.
+        clock, pause: Return the time, and wait, in seconds.
 
     Attributes:
         servers: The servers reached, in the order of ``specs``.
@@ -227,10 +214,6 @@ class ServerEngine:
             self._loop.run(client.close())
         self._clients = {}
         self._loop.close()
-
-    @property
-    def heads(self) -> Mapping[str, TrainingMetadata]:
-        return {}
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         return TargetModel(name=self.servers[0].model_name)
@@ -312,20 +295,6 @@ class ServerEngine:
         self, config: SweepConfig, load: Workload[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         return self._loop.run(self._generate_group(config, load, decoding))
-
-    def measure_costs(
-        self, prompt: ServerPrompt, widths: Sequence[int], tree_nodes: Sequence[int] = ()
-    ) -> PassTimes:
-        raise RunError("Forward passes of a server cannot be timed.")
-
-    def measure_shared_costs(
-        self,
-        prompt: ServerPrompt,
-        requests: int,
-        widths: Sequence[int],
-        only: Collection[str] | None = None,
-    ) -> SharedTimes:
-        raise RunError("Forward passes of a server cannot be timed.")
 
     def difference(
         self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
