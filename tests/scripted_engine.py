@@ -123,11 +123,7 @@ class ScriptedEngine:
         )
 
     def measure_shared_costs(
-        self,
-        prompt: Sequence[int],
-        requests: int,
-        widths: Sequence[int],
-        only: Collection[str] | None = None,
+        self, prompt: Sequence[int], requests: int, widths: Sequence[int], only: Collection[str] | None = None
     ) -> SharedTimes:
         self.shared_calls.append((requests, *widths))
         others = requests - 1

@@ -31,13 +31,7 @@ from specbench.decoding.theory import expected_tokens
 from specbench.export.engine import HEAD_KINDS, HeadSupport
 from specbench.export.output import as_file, as_json, export_fastest
 from specbench.export.registry import load_engines
-from specbench.export.setting import (
-    Model,
-    Setting,
-    setting_of_config,
-    setting_of_run,
-    settings_of_run,
-)
+from specbench.export.setting import Model, Setting, setting_of_config, setting_of_run, settings_of_run
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter

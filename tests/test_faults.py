@@ -270,13 +270,7 @@ def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(models, dis
     assert rows(out) == undisturbed
 
 
-def test_a_report_for_which_there_is_no_space(
-    models,
-    tmp_path,
-    disk,
-    specbench,
-    undisturbed,
-):
+def test_a_report_for_which_there_is_no_space(models, tmp_path, disk, specbench, undisturbed):
     """The results stay as they are, and no half of a page is left."""
     small = disk(400_000)
     if not small.mounted:

@@ -753,8 +753,7 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path):
 def test_our_own_server_is_measured(sweep, tmp_path):
     target = wrap_target(tiny_llama(), tiny_tokenizer(), name="tiny")
     defaults = RequestDefaults(
-        policy=build_policy("fixed:gamma=3"),
-        decoding=DecodingOptions(max_new_tokens=NEW),
+        policy=build_policy("fixed:gamma=3"), decoding=DecodingOptions(max_new_tokens=NEW)
     )
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"

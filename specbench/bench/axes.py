@@ -72,8 +72,7 @@ def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
             raise UsageError(f"{shown} has a step of 0.", "Give a step of at least 1.")
         if first < 1 or last > most:
             raise UsageError(
-                f"{what} is {first if first < 1 else last} in {text!r}.",
-                f"Give 1 to {most}; {otherwise}",
+                f"{what} is {first if first < 1 else last} in {text!r}.", f"Give 1 to {most}; {otherwise}"
             )
         numbers.update(range(first, last + 1, step))
     return sorted(numbers)

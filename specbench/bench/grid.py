@@ -174,8 +174,7 @@ class SweepOptions:
             )
         if self.keep_policy_state:
             raise UsageError(
-                "--keep-policy-state needs one prompt after the other.",
-                "Leave it out, or leave --batch out.",
+                "--keep-policy-state needs one prompt after the other.", "Leave it out, or leave --batch out."
             )
 
     @property

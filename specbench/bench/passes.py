@@ -366,10 +366,7 @@ def _run_together(asking: Sequence[Decoding[Any]]) -> None:
 
 
 def time_in_turn(
-    jobs: Mapping[Name, Callable[[], float]],
-    rounds: int,
-    order: Random,
-    progress: Progress | None = None,
+    jobs: Mapping[Name, Callable[[], float]], rounds: int, order: Random, progress: Progress | None = None
 ) -> dict[Name, list[float]]:
     """Repeat measurements, which return seconds, in rounds of all in a new random order; return their times.
 

@@ -390,11 +390,7 @@ def _message(error: Exception) -> str:
 
 
 def finish_run(
-    sweep: Sweep,
-    store: RunStore,
-    engine: BenchEngine[Encoded],
-    *,
-    in_time: Callable[[], bool] = lambda: True,
+    sweep: Sweep, store: RunStore, engine: BenchEngine[Encoded], *, in_time: Callable[[], bool] = lambda: True
 ) -> tuple[RunWarning, ...]:
     """Review the whole run, and mark it finished; for ``in_time`` see ``find_differences``."""
     store.update(differences=find_differences(sweep, store.measurements(), engine, in_time=in_time))

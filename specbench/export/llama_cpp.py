@@ -96,11 +96,7 @@ def _draft_options(setting: Setting) -> Json:
     if setting.policy.word == "confidence":
         values = setting.policy_values
         longest, threshold = values["gamma_max"], values["threshold"]
-    return {
-        "--spec-draft-n-max": longest,
-        "--spec-draft-n-min": 0,
-        "--spec-draft-p-min": f"{threshold:g}",
-    }
+    return {"--spec-draft-n-max": longest, "--spec-draft-n-min": 0, "--spec-draft-p-min": f"{threshold:g}"}
 
 
 def _file(model: Model) -> str:

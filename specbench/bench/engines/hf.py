@@ -86,10 +86,7 @@ def generate_with_transformers(
     device = torch.device(reference.device)
     ids = torch.tensor([list(prompt)], device=device)
     times = _EmissionTimes(clock)
-    with (
-        quiet_transformers(),
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-    ):
+    with quiet_transformers(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model: Any = reference.model
         began = clock.now()

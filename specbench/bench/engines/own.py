@@ -283,11 +283,7 @@ class ModelEngine:
         )
 
     def measure_shared_costs(
-        self,
-        prompt: Sequence[int],
-        requests: int,
-        widths: Sequence[int],
-        only: Collection[str] | None = None,
+        self, prompt: Sequence[int], requests: int, widths: Sequence[int], only: Collection[str] | None = None
     ) -> SharedTimes:
         timed = self._timed_drafters()
         return time_shared_passes(
