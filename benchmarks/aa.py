@@ -1,16 +1,14 @@
-"""Does the tool see a difference where there is none, and one of 10% where there is one?
+"""Run A/A tests of sweeps: no difference where there is none, and a 10% slowdown found.
 
     python benchmarks/aa.py                                   # 20 sweeps, about half an hour on two cores
-    python benchmarks/aa.py --load                            # once more beside a process that keeps a core busy
-    python benchmarks/aa.py --resume aa.jsonl --minutes 6     # in parts: say it again until all is done
+    python benchmarks/aa.py --load                            # again, while a process keeps a core busy
+    python benchmarks/aa.py --resume aa.jsonl --minutes 6     # in parts: repeat until done
 
-The same for servers: aa_servers.py.
-
-Each sweep decodes 8 other prompts × 32 tokens × 3 repeats with four configurations: plain decoding, a configuration X,
-X again under another id, and X with a pause behind every step that makes the step 10% longer. It is run by
-`run_sweep` and judged by `compare_configs`, so what is tested is what `specbench compare` says. Goals: the 95%
-interval of X against itself covers 1 in at least 17 of 20 sweeps, and the slowed X is
-called slower in at least 18. Ends with one line of JSON; exit code 1 if a goal is missed, 3 if sweeps are left to do.
+Each sweep decodes 8 new prompts × 32 tokens × 3 repeats with four configurations: plain decoding, X, X again under
+another id, and X with a pause that makes each step 10% longer. `run_sweep` measures and `compare_configs` judges, as
+`specbench compare` does. Goals: the 95% interval of X against itself covers 1 in at least 17 of 20 sweeps, and the
+slowed X is called slower in at least 18. Prints one line of JSON at the end; exit code 1 if a goal is missed, 3 if
+sweeps are left. See aa_servers.py for servers.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Does `sweep --server` see a difference between a server and itself?
+"""Run A/A tests of `sweep --server`: one server under two names.
 
     python benchmarks/aa_servers.py                                  # 20 sweeps over a `specbench serve` of its own
     python benchmarks/aa_servers.py --server http://host:8000/v1     # over one that runs; URL#MODEL, if it has several
-    python benchmarks/aa_servers.py --resume aa.jsonl --minutes 6    # in parts: say it again until all is done
+    python benchmarks/aa_servers.py --resume aa.jsonl --minutes 6    # in parts: repeat until done
 
-Each sweep asks one server under two names for 32 tokens behind each of 8 other prompts, 4 times, back to back and in
-every other repeat in the opposite order, as any sweep over servers does, and is judged by what `specbench compare`
-says. Goal: the 95% interval of the one name over the other covers 1 in at least 17 of 20 sweeps. The server that it
-starts itself listens on a free port of this machine and ends with it. Ends with one line of JSON; exit code 1 if the
-goal is missed or an answer failed, 3 if sweeps are left to do.
+Each sweep sends 8 new prompts 4 times to one server under two names, 32 tokens each, back to back, in opposite order
+in every other repeat, and judges as `specbench compare` does. Goal: the 95% interval of one name over the other
+covers 1 in at least 17 of 20 sweeps. Its own server listens on a free port of this machine. Prints one line of JSON
+at the end; exit code 1 if the goal is missed or an answer failed, 3 if sweeps are left.
 """
 
 from __future__ import annotations

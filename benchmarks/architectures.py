@@ -1,17 +1,17 @@
-"""Every causal language model class of the installed transformers, tiny and random: does it decode losslessly?
+"""Check every causal language model class of the installed transformers, tiny and random, for lossless decoding.
 
     python benchmarks/architectures.py                  # all of them, about two minutes
     python benchmarks/architectures.py llama gemma3_text phi3
 
-For each model type it asks, in float32 and with contexts beyond a sliding window of 8 tokens:
+For each model type, in float32 and with contexts beyond a sliding window of 8 tokens:
 
 - causal: do the logits of a position stay the same when later tokens change?
-- cache: does a context that grows and is rolled back as in decoding give the logits of a pass over everything?
-- greedy: are the tokens of `transformers`' own `generate` reproduced by drafts that are partly wrong, with both caches,
-  with ordinary and with packed layers, and by the model's first layer and its int8 form as drafters?
+- cache: does a context that grows and is rolled back give the logits of a pass over everything?
+- greedy: do partly wrong drafts, both caches, ordinary and packed layers, and the model's first layer and int8 form
+  as drafters reproduce the tokens of `transformers`' own `generate`?
 
-It prints a line per type and closes with one line of JSON. Exit code 1 if a type that is not refused comes out wrong.
-docs/models.md tells what was found.
+Prints a line per type and one line of JSON at the end. Exit code 1 if a type that is not refused is wrong.
+docs/models.md has the results.
 """
 
 from __future__ import annotations

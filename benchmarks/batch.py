@@ -1,11 +1,10 @@
-"""What is a pass over several requests worth? One pass over all of them against one over each, timed in turn.
+"""Time one forward pass over several requests against one pass per request.
 
     python benchmarks/batch.py                                # the built-in model, 8 requests, contexts of 256 tokens
     python benchmarks/batch.py --target FOLDER --requests 4 16 --contexts 64 2048
 
-Every request brings 1 row (plain decoding) or 5 (four drafts). Their contexts are not equally long: from half as many
-tokens as are given to all of them. Separate passes are those of the single-request driver, on caches of their own.
-Prints a table, and one line of JSON.
+Every request brings 1 row (plain decoding) or 5 (four drafts). Context lengths vary from half of the given length to
+all of it. Single passes use the driver of one request with its own caches. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""A crowd of clients, good and bad, at `specbench serve`: does anything hang, leak, or get another one's answer?
+"""Send a crowd of good and bad clients to `specbench serve`: does anything hang, leak, or get another one's answer?
 
     python benchmarks/crowd.py                                                  # 1,000 requests, the built-in model
     python benchmarks/crowd.py --requests 5000 --target FOLDER --drafter self:layers=1 --at-once 64
 
-The server runs in a thread of this process, so that everything can be counted. Many at once ask for whole answers and
-streams, leave them anywhere, vanish before the answer or in the middle of their own body, send what is no HTTP, no
-JSON, wrong or too large, and read slowly; a few read nothing before all others are done. Greedy answers must be those
-of the decoder alone, wrong requests must get their status, and nobody may wait for a minute. Behind every round nothing
-may be left: no request, no block of the pool, no task, no connection, no generation in memory; and nothing may listen
-for more than this machine. At the end the server must be gone with its threads and sockets and have logged no error,
-and Python must hold as many objects as behind the second round, within 1%. The memory of the process is told and not
-judged: oneDNN keeps what it has compiled for up to 1,024 shapes of passes, and the allocator what large bodies have
-taken. Ends with one line of JSON; exit code 1 if anything was wrong.
+The server runs in a thread of this process, so that everything can be counted. Clients request whole answers and
+streams, leave at any time, vanish before the answer or within their own body, send invalid HTTP or JSON, wrong or
+oversized requests, and read slowly; a few read nothing until all others are done. Greedy answers must equal the
+decoder's, wrong requests must get their status, and nobody may wait for a minute. After every round nothing may be
+left: no request, pool block, task, connection or generation. It may listen on this machine only. At the end the
+server's threads and sockets must be gone, no error logged, and Python must hold as many objects as after the second
+round, within 1%. Process memory is reported but not judged: oneDNN keeps compiled shapes, and the allocator the space
+of large bodies. Prints one line of JSON at the end; exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The loop's own output distribution, enumerated, for every verification × draft policy × drafter × sampling transform.
+"""Enumerate the loop's output distribution for every verification × draft policy × drafter × sampling transform.
 
     python benchmarks/distributions.py                    # the whole table
     python benchmarks/distributions.py specinfer model    # the rows whose names contain these words
 
 Every cell decodes three tokens after a first one with scripted models of three tokens, over all drafts and verdicts,
-and compares the exact distribution of the output with the target's own, computed by the chain rule. A cell is exact,
-or refused in a sentence before anything is decoded. The axes are the registries of the package, so a new verification,
-policy, drafter or transform has no way around the table. Prints the worst gap by verification and policy, and closes
-with one line of JSON. Exit code 1 if a cell is not exact (a gap above 1e-6).
+and compares the exact distribution with the target's own, computed by the chain rule. A cell is exact, or refused
+before anything is decoded. The axes are the registries of the package, so new entries are covered. Prints the largest
+gap by verification and policy, and one line of JSON. Exit code 1 if a gap is above 1e-6.
 """
 
 from __future__ import annotations

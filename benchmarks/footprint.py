@@ -1,4 +1,4 @@
-"""What the memory of this process consists of, so that a leak can be told from what libraries keep on purpose."""
+"""Break down the memory of this process, to tell leaks from what libraries keep on purpose."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""Random tiny models × drafters × caches × rules × stops × hooks × threads: is every token the one of `generate`?
+"""Compare random tiny models × drafters × caches × policies × stops × hooks × threads with `generate`.
 
-    python benchmarks/fuzz.py --minutes 30              # cases 0, 1, 2, ... as long as it is let
+    python benchmarks/fuzz.py --minutes 30              # cases 0, 1, 2, ... for 30 minutes
     python benchmarks/fuzz.py --seed 4711 --minutes 30  # others
     python benchmarks/fuzz.py --case 23                 # one of them again, alone
 
-A case draws a model (random weights of a random shape of the Llama family, or of another that models.md lists), wraps
-it as users do, and decodes a few prompts with one drafter and one draft policy. In float32 the tokens have to be
-those of `transformers`' own `generate` on an untouched copy; in bfloat16, int8 and int4 those of plain decoding, where
-passes are bit-exact. Sampled outputs have to lie in the support of the target's distribution and repeat with their
-seed. Where outputs are compared, the same prompts are also decoded together in one batch. Every fourth case enumerates
-an output distribution instead: random tables of logits, verification, draft policy, drafter and transforms
-(``benchmarks/distributions.py``). A finding is a wrong token that no rounding explains, a distribution that is off by
-more than 1e-6, or an error that is no sentence for users. Prints every finding as it comes and closes with one line of
-JSON. Exit code 1 if there is a finding.
+A case draws a model (random weights of a Llama-family shape, or of another in models.md), wraps it as users do, and
+decodes a few prompts with one drafter and one draft policy. In float32 the tokens must be those of `transformers`'
+own `generate` on an untouched copy; in bfloat16, int8 and int4, where passes are bit-exact, those of plain decoding.
+Sampled outputs must be in the support of the target's distribution and repeat with their seed. Compared outputs are
+also decoded in one batch. Every fourth case enumerates an output distribution instead: random tables of logits,
+verification, policy, drafter and transforms (``benchmarks/distributions.py``). A finding is a wrong token beyond
+rounding, a distribution off by more than 1e-6, or an error that is no sentence for users. Prints findings as they
+come and one line of JSON at the end. Exit code 1 if there is a finding.
 """
 
 from __future__ import annotations

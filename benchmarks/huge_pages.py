@@ -1,11 +1,11 @@
-"""What do huge pages gain? Passes of two copies of a model in turn, one in pages of 4 KiB, one as specbench lays it.
+"""Measure the gain of huge pages: passes of two copies of a model in turn, one in pages of 4 KiB.
 
     python benchmarks/huge_pages.py                                      # the built-in model
     python benchmarks/huge_pages.py --target FOLDER --dtype bfloat16 --assistant FOLDER
 
-For the target, and for drafters in int8 (the target itself, and a model of your own), the median time of a pass in both
-and their ratio for some numbers of tokens. Ends with one line of JSON. It needs memory for both copies, and says so if
-the system gave no huge pages.
+Prints the median time of a pass in both and their ratio, for several numbers of tokens, for the target and for int8
+drafters (the target itself, and a model of your own). Prints one line of JSON at the end. Needs memory for both
+copies, and says so if the system gave no huge pages.
 """
 
 from __future__ import annotations

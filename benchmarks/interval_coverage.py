@@ -1,14 +1,12 @@
-"""How often the 95% intervals of specbench.results.stats hold the truth, by simulation.
-
-Values stand for mean log speedups of prompts. They are drawn from normal, heavy-tailed and skewed families, skewed ones
-to both sides; the interval of a sweep ("used") is held against Student's t. A/A is the normal family: its misses are
-verdicts where there is no difference. Claimed is a coverage of 93% or more from 6 prompts on for the families above the
-line. Below it stand families on which no interval made of few values holds: whatever one prompt in ten gains is in no
-interval of prompts that hold none of these. With --stored, prompts are drawn from stored runs, with replacement.
+"""Simulate how often the 95% intervals of specbench.results.stats cover the truth.
 
     python benchmarks/interval_coverage.py [--trials 40000] [--seed 0] [--stored results/]
 
-Ends with one JSON line; exit code 1 if the claim does not hold.
+Values stand for mean log speedups of prompts, from normal, heavy-tailed and skewed families (to both sides). A
+sweep's interval ("used") is compared with Student's t. A/A is the normal family: its misses are false verdicts. The
+claim is a coverage of 93% or more from 6 prompts on for the families above the line. Below it are families where no
+interval of few values holds, because a gain of one prompt in ten is often not in the sample. --stored draws prompts
+from stored runs, with replacement. Prints one line of JSON at the end; exit code 1 if the claim does not hold.
 """
 
 from __future__ import annotations

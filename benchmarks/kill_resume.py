@@ -1,10 +1,10 @@
-"""Kills a sweep with SIGKILL at random moments, goes on each time, and compares the end with an undisturbed run.
+"""Kill a sweep with SIGKILL at random moments, resume it each time, and compare the end with an undisturbed run.
 
     python benchmarks/kill_resume.py [--kills 25] [--seed 0]
 
-The sweep runs over a scripted engine, so that the moments fall into everything around the models: starting, locking,
-writing, synchronizing. After every kill the results must be readable; at the end every key is there once, in the same
-order and with the same tokens. Ends with one line of JSON; exit code 1 if anything differs.
+The sweep uses a scripted engine, so that kills hit everything around the models: starting, locking, writing,
+synchronizing. After every kill the results must be readable. At the end every key is there once, in the same order
+and with the same tokens. Prints one line of JSON at the end; exit code 1 if anything differs.
 """
 
 from __future__ import annotations

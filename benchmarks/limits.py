@@ -1,26 +1,24 @@
-"""What can this machine do at most, and how near to that do we and others come?
+"""Measure the machine's limit, and how close specbench and others come to it.
 
     python benchmarks/limits.py                                         # the built-in model in five forms, two minutes
     python benchmarks/limits.py --model FOLDER --model SMALL --form bfloat16 --form drafter-int8
-    python benchmarks/limits.py --model FOLDER --beside bfloat16 --assistant SMALL --setting SMALL@auto \\
+    python benchmarks/limits.py --model FOLDER --beside bfloat16 --assistant SMALL --setting SMALL@auto \
         --peer xllamacpp=FILE.gguf --peer xllamacpp:lookup=FILE.gguf --peer-python xllamacpp=PATH
-    python benchmarks/limits.py --busy                                                  # beside a busy process too
+    python benchmarks/limits.py --busy                                                  # next to a busy process too
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/limits.py        # as on an older processor
 
 A pass reads every weight of its linear layers once, and the keys and values of its context. For every model and form:
-the bytes of both, passes over one token and over five, timed in turn with the fastest of several ways of reading a
-large buffer with the same threads, what share of that bandwidth a pass reaches, and which operators take its time (by
-torch's profiler, which slows small ones down; "outside" is what none of them takes: a pass in one native call, or
-what lies between them).
+the bytes of both, passes over one and five tokens, timed in turn with the fastest of several ways to read a large
+buffer with the same threads, the share of that bandwidth, and the time by operator (torch's profiler, which slows
+small ones down; "outside" is what no operator takes, such as a native call).
 
-Forms: float32, bfloat16, float16, int8 and int4 are what --dtype makes of a target, drafter-int8 what a drafter is on a
-CPU (where there are native products, the same as int8).
-With --busy passes are also timed beside a process that keeps one core busy, in blocks with quiet ones in turn, native
-ones and those in operators: what a pass takes then, in the mean, over what it takes in the mean otherwise. Two threads
-that share two cores fairly with one other process get three quarters of them; goal: at most 2.3 times as long.
-With --beside DTYPE the model decodes prompts in that dtype beside `transformers` and --peer, plain and with drafts, as
-vs_transformers.py does, and the outputs are compared; what is not installed is left out with a reason. Ends with one
-line of JSON.
+Forms: float32, bfloat16, float16, int8 and int4 are those of --dtype; drafter-int8 is a drafter's on a CPU (with
+native products the same as int8). With --busy passes are also timed, native and in operators, while a process keeps
+one core busy, in blocks alternating with quiet ones: mean time over the quiet mean. Two threads that share two cores
+fairly with another process get three quarters of them; goal: at most 2.3 times as long. With --beside DTYPE the model
+decodes prompts in that dtype, in turn with `transformers` and --peer, with and without drafts, as in
+vs_transformers.py, and outputs are compared; what is not installed is left out with a reason. Prints one line of JSON
+at the end.
 """
 
 from __future__ import annotations

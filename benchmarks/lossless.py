@@ -1,11 +1,11 @@
-"""Greedy, float32: does every drafter, cache, γ and tree give the tokens of `transformers`' own `generate`?
+"""Compare every drafter, cache, γ and tree with the tokens of `transformers`' own `generate` (greedy, float32).
 
     python benchmarks/lossless.py                       # the built-in model, 12 prompts × 128 tokens
     python benchmarks/lossless.py --target FOLDER --drafters self:int8 FOLDER2 --prompts 4 --gammas 2 5
-    python benchmarks/lossless.py --batch 8 --pool paged           # all prompts side by side, eight at a time
+    python benchmarks/lossless.py --batch 8 --pool paged           # all prompts in batches of eight
 
-Prints a line per combination as it goes, every difference with the gap of the two best logits there, and closes
-with one JSON line. Exit code 1 if anything differs.
+Prints a line per combination, every difference with the gap of the two best logits, and one line of JSON at the end.
+Exit code 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""How fast are many requests side by side? Tokens per second of every way to decode the same prompts, in turn.
+"""Measure the throughput of many requests: every way to decode the same prompts, in turn.
 
     python benchmarks/many.py                                    # the built-in model, 48 prompts, 64 tokens, batch 8
     python benchmarks/many.py --target FOLDER --drafter FOLDER2 --rules auto fixed:gamma=4 --ways plain
     python benchmarks/many.py --ways alone one --prompts 24      # the scheduler's own share, at batch 1
 
-Ways: *alone* is plain decoding by the driver of one request, prompt by prompt; *one* the same through the scheduler, at
-batch 1; *plain* the same at --batch; *transformers* its `generate`, with batches padded on the left; besides these each
-of --rules at --batch. Groups of prompts are decoded by all ways in a fresh random order, every output as long as asked
-for: equally long ones let plain requests begin and end together, so that their prompts are read in few wide passes,
-those of --spread do not. The scheduler gets them as a closed loop: behind as many others as there are clients, which
-all come at once and are not measured, and kept full by others until the last of the group has ended; tokens per second
-are clients · tokens / latencies, see docs/metrics.md. Prints them, the ratios with 95% intervals over groups, and of
-every rule over *plain* the tokens of each request over its latency, by category with intervals over prompts. Ends with
-one line of JSON; exit code 1 if a rule has changed an output in float32.
+Ways: *alone* is plain decoding by the driver of one request, prompt by prompt; *one* the same through the scheduler
+at batch 1; *plain* the same at --batch; *transformers* its `generate` with batches padded on the left; and each of
+--rules at --batch. Groups of prompts are decoded in all ways in random order, with outputs of a fixed length: equal
+lengths let plain requests begin and end together, those of --spread do not. The scheduler runs a closed loop: it
+starts with as many other requests as there are clients, which are not measured, and stays full until the last request
+of the group ends. Tokens per second are clients · tokens / latencies (docs/metrics.md). Prints them, the ratios with
+95% intervals over groups, and for every policy over *plain* each request's tokens over its latency, by category with
+intervals over prompts. Prints one line of JSON at the end; exit code 1 if a policy changed an output in float32.
 """
 
 from __future__ import annotations

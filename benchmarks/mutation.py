@@ -1,14 +1,14 @@
-"""Plants known bugs, one at a time, and asks whether the test suite notices.
+"""Plant known bugs, one at a time, and check that the test suite notices.
 
     python benchmarks/mutation.py              # all of them, a few minutes
     python benchmarks/mutation.py --fast       # the classical mistakes of speculative decoding; CI runs these
     python benchmarks/mutation.py stop residual    # those whose names contain a word
 
-Each bug replaces one expression, or a few statements in a row, of one function in a copy of the package, against which
-the smallest part of the suite that should notice it is run. What is replaced is compared as a syntax tree: formatting,
-comments and other functions do not matter, and a function that moved is found by its name. Beforehand the same tests
-must pass on the unchanged copy, and a change that changes nothing must go unnoticed. Prints a table, with the test that
-noticed; exit code 1 if a bug survives or its place is no longer found.
+Each bug replaces one expression, or a few consecutive statements, of one function in a copy of the package, against
+which the smallest fitting tests run. The place is compared as a syntax tree: formatting, comments and other functions
+do not matter, and a function that moved is found by its name. Before that the same tests must pass on the unchanged
+copy, and a change without effect must go unnoticed. Prints a table with the test that noticed; exit code 1 if a bug
+survives or its place is not found.
 """
 
 from __future__ import annotations

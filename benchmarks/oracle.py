@@ -1,23 +1,20 @@
-"""How much is there to gain by choosing γ well, or a tree, and how much of it does each draft policy get?
+"""Compute the best possible γ or tree in hindsight, and how much of it each draft policy reaches.
 
     python benchmarks/oracle.py results/RUN                  # a sweep with several γ, 8 or more among them, and rules
     python benchmarks/oracle.py results/RUN --gamma-max 16
 
 The oracle knows before each step how many drafts the target would accept, and picks the γ that ends the whole output
-soonest. Nothing can decide better with the same drafter, so its speedup is a bound. It is computed from the records of
-a greedy sweep, drafter by drafter: where the recorded steps tested a draft it is known whether it is right, for in
-greedy decoding all configurations draft the same behind the same text. What no step
-tested is taken to be right, and so is what one step accepted and another did not (n-gram and lookup draft by where they
-begin), so that the bound stays one. Its time is the sum of the medians, over the recorded steps of that drafter, of the
-time per pass of the drafter and of the rest of a step by the number of tokens verified, and the drafter's own reading
-of the prompt. "fit" is that sum for the steps as recorded, over the time they took: near 1 the costs describe the
-machine.
+soonest, so its speedup is an upper bound for the drafter. It is computed from a greedy sweep: all configurations
+draft the same after the same text, so recorded tests say which drafts are right. Untested drafts count as right, and
+so do those that one step accepted and another did not (n-gram and lookup depend on where they begin). Times are
+medians over the drafter's recorded steps: per drafter pass, per rest of a step by verified tokens, and the drafter's
+prefill. "fit" is that sum for the recorded steps over their actual time: near 1, the costs describe the machine.
 
-Where there are trees in the sweep two more bounds stand beside it. "Best size of tree" picks a chain, or the best tree
-of some number of nodes and depth by Sequoia's program for what the sweep's trees kept by rank, before each step. "The
-right branch alone" drafts of every tree the one branch that is kept: nothing gets more of so many candidates.
+With trees there are two more bounds. "Best size of tree" picks before each step a chain, or the best tree of some
+number of nodes and depth by Sequoia's program for the sweep's acceptance by rank. "The right branch alone" drafts
+only the branch that is kept.
 
-Prints a table for each drafter and ends with one line of JSON.
+Prints a table for each drafter and one line of JSON at the end.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""What does the loop itself cost? Models of zero cost, so that all of the time is its own.
+"""Measure the cost of the loop itself, with models of zero cost.
 
     python benchmarks/overhead.py                      # about a minute
     python benchmarks/overhead.py --dtype float32 --gammas 4 --vocabularies 50000
 
-The real loop with the real model drafter runs over models that return slices of a table of logits. First table: µs per
-step and per token, beside the operations over the vocabulary that no loop can do without: in greedy decoding an argmax
-for each draft and one over the target's γ + 1 rows; in sampling a softmax and a draw for each draft, a softmax over
-the target's rows and a draw. They are timed in turn with the loop, and each as the fastest of several ways of writing
-it. Goals: greedy at most 100 µs + 1.2 × the reductions, sampling at most 1.5 × the softmaxes and draws. Second table:
-µs per step against the length of the context, which must not matter. γ = 0 is plain decoding. Third table: a greedy
-step with a tree of 12 nodes against one with a chain of 12, in turn; goal: at most 1.5 times as long. Ends with one
-line of JSON.
+The real loop with the real model drafter runs over models that return slices of a table of logits. First table: µs
+per step and per token, and the unavoidable operations over the vocabulary: in greedy decoding an argmax per draft and
+over the target's γ + 1 rows; in sampling a softmax and a draw per draft, a softmax over the target's rows and a draw.
+They are timed in turn with the loop, each as the fastest of several implementations. Goals: greedy at most 100 µs +
+1.2 × the reductions, sampling at most 1.5 × the softmaxes and draws. Second table: µs per step by context length,
+which must not matter; γ = 0 is plain decoding. Third table: a greedy step with a tree of 12 nodes against a chain of
+12; goal: at most 1.5 times as long. Prints one line of JSON at the end.
 """
 
 from __future__ import annotations

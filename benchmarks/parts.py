@@ -1,6 +1,6 @@
-"""What benchmarks share: progress kept in a file, a busy neighbor, and the command line's settings of torch.
+"""Share what benchmarks have in common: stored progress, a busy neighbor, and the command line's torch settings.
 
-Import it before torch, which reads them when it is loaded.
+Import it before torch, which reads the settings when it is loaded.
 """
 
 from __future__ import annotations

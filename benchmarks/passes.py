@@ -1,13 +1,13 @@
-"""How near is a pass to the machine's limit: what share of it is memory traffic, and does it grow with the context?
+"""Measure how close a forward pass is to the machine's limit, and how it grows with the context.
 
     python benchmarks/passes.py                                       # the built-in model
     python benchmarks/passes.py --target FOLDER --contexts 256 4096   # about a minute for 1.5 billion parameters
 
-A pass over one token has to read every weight of its linear layers once, and the keys and values of its context. The
-bytes of both over the bandwidth, measured in turn with the passes as the fastest of several ways of reading a large
-buffer with the same threads, give the time that no decoder can go below. Goals: the weights' share of the pass at the
-shortest context is at least 0.70, and a pass at the longest takes at most 1.25 × that at the shortest and the time to
-read the cache once. Ends with one line of JSON; exit code 1 if a goal is missed.
+A pass over one token reads every weight of its linear layers once, and the keys and values of its context. These
+bytes over the bandwidth, measured in turn with the passes as the fastest of several ways to read a large buffer with
+the same threads, are the least possible time. Goals: the weights' share of the pass at the shortest context is at
+least 0.70, and a pass at the longest takes at most 1.25 × that at the shortest plus the time to read the cache once.
+Prints one line of JSON at the end; exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Other decoders that load the same weights, for vs_transformers.py and limits.py: each in a process of its own.
+"""Run other decoders that load the same weights, for vs_transformers.py and limits.py, each in a process of its own.
 
     python -m venv ~/peers && ~/peers/bin/pip install xllamacpp
     python benchmarks/vs_transformers.py --peer xllamacpp=model.gguf --peer-python xllamacpp=~/peers/bin/python
 
-Each is installed with pip, where `--peer-python` says, or beside specbench. `ctranslate2` (tried: 4.8.5) and
-`onnxruntime-genai` (0.18.0; its conversion needs `onnx`, `onnx-ir`, `torch` and `transformers` beside it) convert a
-model of `transformers` themselves; on a CPU neither computes in bfloat16, so they get the weights in float32, or, when
-asked for, quantized in their own way: then it is another model, and its tokens differ. `openvino-genai` (2026.4.1)
-takes an exported folder (what exports for it, `optimum-intel`, wants an older `transformers`), or a GGUF file.
-`xllamacpp` is llama.cpp, and takes GGUF files.
+Each is installed with pip, in the environment of `--peer-python` or of specbench. `ctranslate2` (tried: 4.8.5) and
+`onnxruntime-genai` (0.18.0; its conversion needs `onnx`, `onnx-ir`, `torch` and `transformers`) convert a model of
+`transformers` themselves. On a CPU neither computes in bfloat16, so they get float32 weights, or on request their own
+quantization, which is another model with other tokens. `openvino-genai` (2026.4.1) takes an exported folder (its
+exporter, `optimum-intel`, needs an older `transformers`), or a GGUF file. `xllamacpp` is llama.cpp, and takes GGUF
+files.
 
-This file is also what runs there, with nothing of specbench: it reads a line of JSON for every prompt, and answers.
+This file also runs in that process, without specbench: it reads a line of JSON for every prompt, and answers.
 """
 
 from __future__ import annotations

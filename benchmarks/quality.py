@@ -1,20 +1,17 @@
-"""What do cheaper copies of a model lose? Their distributions against the original's, on its own answers.
+"""Measure what cheaper copies of a model lose, by their distributions on the original's own answers.
 
     python benchmarks/quality.py                                     # the built-in model, 12 prompts × 64 tokens
     python benchmarks/quality.py --model FOLDER --form int8 --form int4
 
-The original decodes every prompt greedily in float32, and then reads prompt and answer again; so does every copy, and
-at each place of the answer the two distributions of the next token are compared: KL divergence KL(original || copy) in
-nats, mean and 99th percentile over all places, and the share of places where the most probable token is the same
-(greedy agreement), each as a mean over prompts with a 95% interval. Copies: bfloat16, int8 and int4, which --dtype
-makes of a target; drafter-int8, a drafter's form on a CPU (self:int8 drafts with it too, on the target's own keys and
-values), the same as int8 where there are native products; and int4-shifted, weights alone in 4 bits, in groups that
-begin 16 inputs later.
+The original decodes every prompt greedily in float32, and every copy then reads prompt and answer. Per position of
+the answer: KL divergence KL(original || copy) in nats, mean and 99th percentile, and the share of positions with the
+same top token (greedy agreement), each as a mean over prompts with a 95% interval. Copies: bfloat16, int8 and int4 as
+of --dtype; drafter-int8, a drafter's form on a CPU (the same as int8 with native products); and int4-shifted, weights
+only, in groups that begin 16 inputs later.
 
-A model that was itself made of a 4-bit file (all that is converted from GGUF, the built-in one too) has fewer
-different weights than its dtype could hold, and loses less in a copy than one that was trained in that dtype. Groups of
-32 inputs line up with the blocks of such a file, whose numbers int4 gives back; those of int4-shifted do not, and tell
-what int4 loses of weights that were never in 4 bits. Ends with one line of JSON.
+A model made of a 4-bit file (everything converted from GGUF, the built-in one too) loses less than one trained in its
+dtype: groups of 32 inputs match the blocks of such a file, which int4 reproduces. Those of int4-shifted do not, and
+show the loss for weights that never were in 4 bits. Prints one line of JSON at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much slower than the best is what `specbench tune` chooses?
+"""Measure how much slower than the best the choice of `specbench tune` is.
 
     python benchmarks/regret.py --simulated 200                       # races over made-up speeds: seconds
     python benchmarks/regret.py --simulated 100 --spreads results/    # over the scatter of stored runs: minutes
@@ -7,28 +7,24 @@
     python benchmarks/regret.py --times 10 --sweep FOLDER --resume busy.jsonl --busy --hours 0.5       # in parts
     python benchmarks/regret.py --target MODEL --drafter SMALL --minutes 30 --sweep OTHER --resume pair.jsonl
 
-``--spreads`` draws prompts of a stored run, category by category, each with what every configuration made of it, and
-generations around that with the scatter of the run's repeats, or of ``NOISE``. Mean speeds are those of the run, all
-alike, all but the best just outside the margin behind it (where a wrong choice is most likely), or with one that is 15%
-faster than all others; on a quiet machine, and on one that others use during three of ten generations, which then take
-up to three times as long; in the time for a race that six minutes leave, or thirty for other models than the built-in
-one. Told is how many choices are within 5% of the best by the truth, how many races were decided, how many of these
-wrongly, and after how many minutes half of them were.
+``--spreads`` draws prompts of a stored run, by category, with the times of every configuration, and generations
+around them with the scatter of the run's repeats, or of ``NOISE``. Mean speeds are those of the run, all equal, all
+but the best just outside the margin (where a wrong choice is likeliest), or with one that is 15% faster than all
+others. Machines are quiet, or used by others in three of ten generations, which then take up to three times as long.
+Races have the time that six minutes leave, or thirty for other models than the built-in one. Reported are choices
+within 5% of the best by the truth, decided races, wrongly decided ones, and the median minutes to a decision.
 
-For real, `tune` is run so many times, each with a seed of its own, and then every configuration that it raced, or
-predicted not to be far behind, is swept on the same prompts, interleaved. The regret of a choice is 1 less its speed
-over that of the sweep's fastest, paired, with its 95% interval over prompts. The fastest of many is flattered by having
-won on these very prompts, so that a choice as good as it would seem to be slower; ``held_out`` is the same with each
-prompt held against the fastest by all others. With ``--busy`` another process keeps a core busy while `tune` runs, and
-not while the sweep does; the sweep of a quiet run is taken, and goes on if need be. With ``--hours`` a call ends by
-then, and the same call goes on; a `tune` that would end later is not begun, and one that was broken off begins anew,
-for it has its minutes only once.
+For real, `tune` runs several times with different seeds, and every configuration that it raced, or predicted to be
+close, is then swept on the same prompts, interleaved. The regret of a choice is 1 less its speed over that of the
+sweep's fastest, paired, with its 95% interval over prompts. The fastest is flattered by having won on these prompts;
+``held_out`` compares each prompt with the fastest by all others. With ``--busy`` another process keeps a core busy
+while `tune` runs, but not during the sweep; a quiet run's sweep is reused. ``--hours`` limits a call, and the same
+call continues; a `tune` that would end later is not begun, and an interrupted one starts over.
 
-Goal: choices within 5% of the best, of races over stored and made-up runs and for real all, beside a busy core nine in
-ten; over scatter 95 of 100 with the speeds of the run, every planted one found, both on a quiet machine, and nowhere
-surely more than 5 of 100 decided wrongly, by binomial tests of each line and of all runs together whose 5% these share:
-of twenty races two are wrong as often as once in four times where the chance is 5%. Ends with one line of JSON; exit
-code 1 if the goal is missed, 3 if something is left to do.
+Goal: choices within 5% of the best: all over stored and simulated runs and for real, nine of ten next to a busy core;
+over scatter 95 of 100 with the run's speeds, and every planted one found, both on a quiet machine; nowhere surely
+more than 5 of 100 decided wrongly, by binomial tests of each line and of all runs together that share these 5%.
+Prints one line of JSON at the end; exit code 1 if the goal is missed, 3 if something is left to do.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Is what a user sees of this checkout what it was in another one, such as that of the last release?
+"""Compare what a user sees of this checkout with another one, such as the last release.
 
     python benchmarks/same_interface.py ../release            # the other checkout against this one
     python benchmarks/same_interface.py ../release . --help-only
 
-Both run the same commands on one tiny model, each with its own code, and are held against each other: the help of
-every command, the fields (not their values) of what `generate`, `check`, `calibrate` and `compare` print as JSON and
-of the files of a sweep, and rows and report of every run in this checkout's `results/`, which have to be the same.
-Fields that hang on the machine's mood, such as warnings, are left out. Prints what differs; exit code 1 if anything
-does.
+Both run the same commands on one tiny model, each with its own code. Compared are the help of every command, the
+fields (not values) of the JSON of `generate`, `check`, `calibrate` and `compare` and of a sweep's files, and rows and
+report of every run in this checkout's `results/`, which must be equal. Fields that depend on the machine, such as
+warnings, are left out. Prints what differs; exit code 1 if anything does.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Sampling keeps the distribution: sampled runs against the target's own probabilities, on real (tiny) transformers.
+"""Compare sampled runs with the target's own probabilities, on real (tiny) transformers.
 
     python benchmarks/sampled.py                 # finds a bias of 1% with 95% power; some minutes per drafter
     python benchmarks/sampled.py --bias 0.05     # coarser and quick
 
-Two random Llamas over 8 tokens, float32, with real caches and roll-backs. The exact probability of every output of
-three tokens comes from full passes of the target; the second and third token of many seeded runs are held against it
-with a χ² test each. "A bias of 1%" is a distribution in which every probability is off by 2% of itself, up or down,
-a total variation of 1%. The last row switches the residual adjustment off and has to come out wrong: the test is
-itself tested. Prints a table and one JSON line; exit code 1 if anything is not as it should be.
+Two random Llamas over 8 tokens, float32, with real caches and rollbacks. The exact probability of every output of
+three tokens comes from full passes of the target; the second and third token of many seeded runs are tested against
+it with χ². "A bias of 1%" is a distribution in which every probability is off by 2% of itself, a total variation of
+1%. The last row switches the residual adjustment off and must come out wrong. Prints a table and one line of JSON;
+exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Many requests for a long time: they come, are cancelled, fail, run short of memory, and SIGTERM ends processes.
+"""Run many requests for a long time: they arrive, are cancelled, fail, run out of memory; SIGTERM ends processes.
 
     python benchmarks/soak.py --minutes 30                                   # the built-in model in float32
     python benchmarks/soak.py --minutes 5 --target FOLDER --drafters none lookup self:layers=1 --rate 50
 
-Round after round, prompts arrive at random times (--rate per second) with drafters, rules, temperatures and lengths at
-random, in a pool that is too small for all; some are cancelled, some do not fit. Of every request there must be exactly
-one end: its whole output, that it was cancelled, or why it failed; greedy outputs must be those alone; pools must be
-empty behind every round, and the process must not grow: its memory in the last third of the rounds against the first
-(after two of them), within 5%; what Python holds in the end against behind those two, within 1%. What the memory
-consists of is told for every round, and in the end how much malloc gives back. Every few rounds `specbench generate
---prompts` is started and ended by SIGTERM: it must exit with 143 and have printed whole lines, none twice. Ends with
-one line of JSON; exit code 1 if anything was wrong.
+Round after round, prompts arrive at random times (--rate per second) with random drafters, policies, temperatures and
+lengths, in a pool that is too small for all; some are cancelled, some do not fit. Every request must have exactly one
+end: its whole output, its cancellation, or its error. Greedy outputs must be those of single requests, and pools must
+be empty after every round. The process must not grow: its memory in the last third of the rounds against the first
+(after two), within 5%; Python's objects at the end against those after two rounds, within 1%. Every few rounds
+`specbench generate --prompts` is started and ended by SIGTERM: it must exit with 143 and have printed whole lines,
+none twice. Prints one line of JSON at the end; exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     python benchmarks/training_prompts.py
 
-Every subject meets a few of its category's templates, in turn. None of them is a prompt that is measured on, nor close
-to one (tests/test_training_prompts.py). Ends with one line of JSON: how many prompts there are, by category.
+Every subject is combined with a few of its category's templates, in turn. None is a prompt that is measured on, or
+close to one (tests/test_training_prompts.py). Prints one line of JSON at the end: the number of prompts by category.
 """
 
 from __future__ import annotations

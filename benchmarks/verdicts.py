@@ -1,13 +1,13 @@
-"""How many tokens does each way to verify keep of the same drafts?
+"""Compare verification methods by the tokens that they keep of the same drafts.
 
     python benchmarks/verdicts.py --drafter self:layers=20 --steps 400
     python benchmarks/verdicts.py --target FOLDER --drafter SMALL --shape chain --steps 5000 --out rows.jsonl
 
-Decodes prompts with chains and with trees, drawn without replacement. Every step's rows p and q give the number of
-tokens that each way *expects* to keep of that step's drafts, over all tosses: rejection and block of a chain, recursive
-and traversal of a tree, and naive of both, were they certain. So ways are compared on the same drafts, and no toss adds
-noise. Prints tokens per step (with the one behind the drafts) and the ratio to rejection or recursive, with 95%
-intervals over prompts; ends with one line of JSON. It goes on with what ``--out`` holds.
+Decodes prompts with chains and with trees, drawn without replacement. From every step's rows p and q follows the
+*expected* number of tokens that each method keeps of its drafts: rejection and block for a chain, recursive and
+traversal for a tree, and naive for both, as if they were deterministic. So no draw adds noise. Prints tokens per step
+(with the closing one) and the ratio to rejection or recursive, with 95% intervals over prompts, and one line of JSON
+at the end. ``--out`` continues what the file holds.
 """
 
 from __future__ import annotations

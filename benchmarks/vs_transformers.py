@@ -1,19 +1,18 @@
-"""How fast is specbench beside `transformers`' own decoding: same models, prompts and number of tokens, in turn?
+"""Compare specbench with `transformers`' own decoding: same models, prompts and number of tokens, in turn.
 
     python benchmarks/vs_transformers.py --setting lookup@5 --setting self:int8@5         # the built-in model
     python benchmarks/vs_transformers.py --target FOLDER --assistant SMALL --setting SMALL@5 --setting self:int8@auto
     python benchmarks/vs_transformers.py ... --resume vs.jsonl --minutes 6                # in parts
 
-For every prompt, in a fresh random order: `generate`; its assisted generation with --assistant, with its defaults and
-with 5 tokens in every step and no threshold, and again with the assistant in int8 (--assistant-int8: specbench's own
-drafter models are int8 on a CPU); its prompt lookup; specbench plain, with its defaults and with every
---setting, written DRAFTER@γ or DRAFTER@RULE; and other decoders with --peer (see peers.py). Greedy, every output as
-long as asked for. Timed is the whole call, with the prompt; speeds behind the first emission are given beside it.
-Outputs are compared with those of `generate`: identical, parted at a numerical tie, or different. With --dtype int8 or
-int4 `generate` decodes the weights as they are stored, and outputs are compared with specbench's plain ones. Ratios are
-geometric means over prompts with 95% intervals, over `generate`, the best assisted setting and the best peer. Ends with
-one line of JSON; exit code 1 if an output (not of a peer, nor of `transformers` beside int8 and int4) differs otherwise
-than by a tie, 3 if prompts are left to do.
+For every prompt, in random order: `generate`; assisted generation with --assistant, with its defaults, with 5 tokens
+in every step and no threshold, and with the assistant in int8 (--assistant-int8: specbench's own drafter models are
+int8 on a CPU); prompt lookup; specbench plain, with its defaults and with every --setting, written DRAFTER@γ or
+DRAFTER@POLICY; and other decoders with --peer (see peers.py). All greedy with a fixed length. Times are of the whole
+call with the prompt; decode speeds are given too. Outputs are compared with those of `generate`: identical, different
+after a numerical tie, or different. With --dtype int8 or int4 `generate` decodes the stored weights, and outputs are
+compared with specbench's plain ones. Ratios are geometric means over prompts with 95% intervals, over `generate`, the
+best assisted setting and the best peer. Prints one line of JSON at the end; exit code 1 if an output (not of a peer,
+nor of `transformers` with int8 and int4) differs beyond a tie, 3 if prompts are left.
 """
 
 from __future__ import annotations
