@@ -1,4 +1,4 @@
-"""The benchmark scripts on tiny and scripted models: they run, go on where they stopped, and their figures fit."""
+"""The benchmark scripts on tiny and scripted models: they run, continue where they stopped, and their figures fit."""
 
 from __future__ import annotations
 
@@ -54,18 +54,9 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 # --- Passes ---------------------------------------------------------------------------------------
 
 
-def test_passes_over_several_requests_are_timed_beside_one_over_each(models, capsys):
-    arguments = [
-        "--target",
-        str(models / "target"),
-        "--dtype",
-        "float32",
-        "--contexts",
-        "24",
-        "--rounds",
-        "2",
-    ]
-    assert batch.main([*arguments, "--requests", "1", "3"]) == 0
+def test_passes_over_several_requests_are_timed_against_single_ones(models, capsys):
+    sizes = ["--dtype", "float32", "--contexts", "24", "--rounds", "2", "--requests", "1", "3"]
+    assert batch.main(["--target", str(models / "target"), *sizes]) == 0
     rows = last_json(capsys)["passes"]
     assert [(row["requests"], row["rows"]) for row in rows] == [(1, 1), (1, 5), (3, 1), (3, 5)]
     for row in rows:
@@ -73,18 +64,11 @@ def test_passes_over_several_requests_are_timed_beside_one_over_each(models, cap
 
 
 def test_ways_to_decode_many_prompts_are_timed_in_turn(models, capsys):
-    arguments = [
-        "--target",
-        str(models / "target"),
-        "--dtype",
-        "float32",
-        "--drafter",
-        "ngram",
-        "--sets",
-        "chat",
-    ]
-    sizes = ["--prompts", "4", "--tokens", "6", "--batch", "3", "--group", "2", "--rounds", "1"]
-    assert many.main([*arguments, *sizes, "--spread", "0.5", "--rules", "auto", "fixed:gamma=2"]) == 0
+    arguments = (
+        "--dtype float32 --drafter ngram --sets chat --prompts 4 --tokens 6 --batch 3 --group 2 --rounds 1"
+    )
+    more = ["--spread", "0.5", "--rules", "auto", "fixed:gamma=2"]
+    assert many.main(["--target", str(models / "target"), *arguments.split(), *more]) == 0
     found = last_json(capsys)
     assert found["parted"] == 0
     assert found["tokens_per_second"].keys() == {*many.WAYS, "auto", "fixed:gamma=2"}
@@ -226,7 +210,7 @@ def test_sweeps_differ_in_prompts_and_order():
     assert [prompt.id for prompt in first.prompts] != [prompt.id for prompt in second.prompts]
 
 
-def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_a_sweep_that_ran_out_of_time_continues(tmp_path, monkeypatch):
     sweep = aa.make_sweep(
         0, load_prompts(["all"]), aa.parse(["--tokens", "5", "--limit", "2", "--repeats", "2"])
     )
@@ -235,7 +219,7 @@ def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(aa, "time", SimpleNamespace(monotonic=lambda: next(looks)))
         with pytest.raises(aa.TimeUpError):
-            aa.run_one(sweep, engine, TARGET, tmp_path, until=9)  # looks at the clock behind each generation
+            aa.run_one(sweep, engine, TARGET, tmp_path, until=9)  # looks at the clock after each generation
     assert len(engine.calls) == 10
     aa.run_one(sweep, engine, TARGET, tmp_path)
     assert len(load_results(tmp_path).generations) == 16
@@ -262,12 +246,7 @@ def test_the_pause_is_a_share_of_the_step(monkeypatch):
     assert clock.t - began == pytest.approx(5.5, abs=0.002)
 
 
-def test_aa_runs_and_goes_on_from_its_file(
-    models,
-    tmp_path,
-    capsys,
-    monkeypatch,
-):
+def test_aa_continues_from_its_file(models, tmp_path, capsys, monkeypatch):
     common = ["--target", str(models / "target"), "--limit", "2", "--tokens", "5", "--repeats", "1",
               "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
     assert aa.main([*common, "--sweeps", "1"]) in (0, 1)
@@ -287,7 +266,7 @@ def test_aa_runs_and_goes_on_from_its_file(
 # --- A/A over servers ------------------------------------------------------------------------------
 
 
-def test_aa_over_a_server_goes_on_from_its_file(tmp_path, capsys):
+def test_aa_over_a_server_continues_from_its_file(tmp_path, capsys):
     with ScriptedServer(Manner(owner="llamacpp")) as server:
         common = ["--server", server.url, "--limit", "3", "--tokens", "6", "--repeats", "2",
                   "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
@@ -297,7 +276,7 @@ def test_aa_over_a_server_goes_on_from_its_file(tmp_path, capsys):
         first = last_json(capsys)
         assert (first["sweeps"], first["failed_generations"]) == (1, 0)
         answers = [body for body in server.asked if body["max_tokens"] == 6 and body.get("ignore_eos")]
-        # Warm-ups of a process are its own, and the first one was cut off behind one of them.
+        # Warm-ups of a process are its own, and the first one was interrupted after one of them.
         assert len(answers) == 3 * 2 * 2 + 2 + 1
         assert aa_servers.main([*common, "--sweeps", "2"]) in (0, 1)
         second = last_json(capsys)
@@ -362,7 +341,7 @@ def test_overhead_measures_steps_that_accept_what_they_should(capsys):
     assert all(len(line["step_us"]) == 2 for line in result["growth"])
 
 
-# --- Beside transformers --------------------------------------------------------------------------
+# --- Against transformers --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -419,7 +398,7 @@ def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(compare
     assert {type(module).__module__ for module in linears} == {"torch.ao.nn.quantized.dynamic.modules.linear"}
 
 
-def test_outputs_that_differ_are_told(compared, capsys, monkeypatch):
+def test_outputs_that_differ_are_reported(compared, capsys, monkeypatch):
     honest = vs_transformers.specbench_way
 
     def spoilt(target: Any, drafter: str, rule: str, options: Any) -> tuple[str, Any]:
@@ -456,7 +435,7 @@ def test_a_setting_or_peer_that_is_none_is_refused(arguments):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_verdict_expects_to_keep_is_what_it_keeps(seed):
+def test_a_verdict_keeps_as_many_tokens_as_expected(seed):
     """Against the verdicts themselves, over all tosses of a drawn tree."""
     generator = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(6, 4, generator=generator).mul(1.5).softmax(-1) for _ in range(2))

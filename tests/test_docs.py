@@ -1,4 +1,4 @@
-"""The documentation is true: every command of the README runs, every command there is stands in it."""
+"""Every command of the README runs, the README names every command, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PAGES = [
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a page that are no code and no row of a table, with their numbers."""
+    """Yield the lines of a page outside code and tables, with their numbers."""
     code = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -59,7 +59,7 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link can name behind ``#``: the headings, in small letters, with hyphens for spaces."""
+    """Return what links can name after ``#``: the headings, in lower case, with hyphens for spaces."""
     headings = [line.lstrip("# ") for _, line in prose(page) if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -102,7 +102,7 @@ def test_ci_runs_the_readmes_test_command():
 
 
 def small(arguments: list[str], out: Path) -> list[str] | None:
-    """The same command at a size a test can afford; ``None`` if it needs a model from the hub, or somebody to talk."""
+    """Return the command at a size that a test can afford; ``None`` if it needs the hub, a server or a person."""
     if arguments[0] in ("chat", "serve", "tune") or "--server" in arguments:  # they run in tests of their own
         return None
     if any("/" in argument and argument.count("/") == 1 and argument[0].isupper() for argument in arguments):
@@ -133,7 +133,7 @@ def small(arguments: list[str], out: Path) -> list[str] | None:
 
 
 def runs_of_commands() -> list[Any]:
-    """Commands on their own, and in order those that read what an earlier one has written."""
+    """Return single commands, and as one test those that read what an earlier one has written."""
     kept = [arguments for arguments in COMMANDS if small(arguments, Path("run")) is not None]
     alone = [each for each in kept if each[0] in ("generate", "check") and "--trace-file" not in each]
     together = [each for each in kept if each not in alone]
@@ -145,16 +145,11 @@ def runs_of_commands() -> list[Any]:
 
 @pytest.mark.real
 @pytest.mark.parametrize("commands", runs_of_commands())
-def test_the_commands_of_the_readme_run(
-    commands,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
-    """And every drafter that is shown drafts, and the target accepts some of it."""
+def test_the_commands_of_the_readme_run(commands, tmp_path, monkeypatch, capsys):
+    """Also: every drafter shown drafts something, and the target accepts some of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")  # --show-accepted asks for a terminal
-    # Weights in small pages are the same, and sooner there.
+    # Weights load faster into small pages.
     monkeypatch.setattr(huge_pages, "huge_page_setting", lambda: "never")
     for arguments in commands:
         shortened = small(arguments, tmp_path / "run")
@@ -176,7 +171,7 @@ def test_drafters_are_shown():
 
 
 def accepted(out: str, err: str) -> int:
-    """How many drafts were kept, by the summary or the object of ``--json``."""
+    """Return how many drafts were accepted, from the summary or the object of ``--json``."""
     if (summary := re.search(r"(\d+) of \d+ drafts accepted", err)) is not None:
         return int(summary[1])
     return int(json.loads(out)["accepted"])

@@ -1,5 +1,4 @@
-"""The shape of the code and of its tests: imports go one way, only the command line prints, every test can fail, and
-nothing tells where it was written."""
+"""The structure of the code and of its tests: imports go one way, only the command line prints, every test can fail."""
 
 from __future__ import annotations
 
@@ -14,49 +13,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
-FOLDERS = (
-    "_version",
-    "base",
-    "specs",
-    "options",
-    "recipe",
-    "config",
-    "decoding",
-    "policies",
-    "backends",
-    "drafters",
-    "models",
-    "generate",
-    "generate_many conversation",
-    "results",
-    "bench",
-    "show",
-    "check",
-    "export",
-    "tune",
-    "train",
-    "serve",
-    "cli",
-    "__main__",
-)
-"""From the ground up. What stands in a row imports from the rows below its own, and a folder's files from each other
-as long as no circle arises."""
+FOLDERS = [
+    "_version", "base", "specs", "options", "recipe", "config", "decoding", "policies", "backends", "drafters",
+    "models", "generate", "generate_many,conversation", "results", "bench", "show", "check", "export", "tune", "train",
+    "serve", "cli", "__main__",
+]  # fmt: skip
+"""From the bottom up: modules import from the entries before their own, and from each other without a circle."""
 
 HEAVY = {
-    "torch",
-    "transformers",
-    "pandas",
-    "matplotlib",
-    "scipy",
-    "numpy",
-    "accelerate",
-    "gguf",
-    "huggingface_hub",
-}
+    "torch", "transformers", "pandas", "matplotlib", "scipy", "numpy", "accelerate", "gguf", "huggingface_hub",
+}  # fmt: skip
 
 
 def files() -> dict[str, Path]:
-    """The modules of the package by their names within it; ``""`` is the package itself."""
+    """Return the modules of the package by name; ``""`` is the package itself."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -70,8 +40,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def statements(node: ast.AST, *, nested: bool, checked: bool = False) -> Iterator[ast.AST]:
-    """All below ``node``; without ``nested`` not what stands in functions, without ``checked`` not what only a type
-    checker reads."""
+    """Yield all below ``node``: with ``nested`` also inside functions, with ``checked`` also for type checkers."""
     for child in ast.iter_child_nodes(node):
         if not checked and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -83,7 +52,7 @@ def statements(node: ast.AST, *, nested: bool, checked: bool = False) -> Iterato
 
 @cache
 def imports(name: str, *, nested: bool = True, checked: bool = False) -> frozenset[str]:
-    """What a module imports: other modules of the package as ``specbench.x``, everything else by its first name."""
+    """Return what a module imports: modules of the package as ``specbench.x``, everything else by its first name."""
     found = set()
     for statement in statements(modules()[name], nested=nested, checked=checked):
         if isinstance(statement, ast.Import):
@@ -105,7 +74,7 @@ def own(imported: frozenset[str]) -> set[str]:
 
 
 def closure(name: str, *, nested: bool) -> set[str]:
-    """Every module outside the package that a module imports, itself or by way of others."""
+    """Return every module outside the package that a module imports, directly or indirectly."""
     seen, waiting, outside = set(), [name], set()
     while waiting:
         current = waiting.pop()
@@ -119,11 +88,11 @@ def closure(name: str, *, nested: bool) -> set[str]:
 
 
 def rank(name: str) -> int:
-    return next(i for i, row in enumerate(FOLDERS) if name.split(".")[0] in row.split())
+    return next(i for i, row in enumerate(FOLDERS) if name.split(".")[0] in row.split(","))
 
 
 def test_every_module_has_one_place():
-    places = " ".join(FOLDERS).split()
+    places = ",".join(FOLDERS).split(",")
     assert len(places) == len(set(places))
     assert {name.split(".")[0] for name in modules()} - {""} == set(places), (
         "give the new folder a row in FOLDERS"
@@ -132,16 +101,14 @@ def test_every_module_has_one_place():
 
 @pytest.mark.smoke
 def test_imports_go_one_way():
-    """Those for a type checker too: what a module has to know of another is a dependency, run or not."""
+    """Including imports for type checkers: they are dependencies too."""
     for name in sorted(modules()):
         if name == "":
-            continue  # the package hands out names of all layers, and imports them when they are first asked for
+            continue  # the package exports names of all layers, imported on first use
         for imported in sorted(own(imports(name, checked=True))):
             assert imported, f"{name} imports from the package itself; import from the module that defines it"
             same = name.split(".")[0] == imported.split(".")[0]
-            assert same or rank(imported) < rank(name), (
-                f"{name} imports {imported}, which does not stand below it"
-            )
+            assert same or rank(imported) < rank(name), f"{name} imports {imported}, which is not below it"
 
 
 def test_no_circles():
@@ -184,8 +151,8 @@ def test_only_the_command_line_prints():
                 assert used not in {"sys.stdout", "sys.stderr", "sys.__stdout__"}, f"{name} uses {used}"
 
 
-def test_no_module_works_when_it_is_imported():
-    """No calls stand alone on the top level: nothing is registered, configured or read."""
+def test_importing_a_module_does_nothing():
+    """No bare calls at the top level: nothing is registered, configured or read."""
     for name, tree in modules().items():
         for statement in tree.body:
             standing_alone = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
@@ -224,7 +191,7 @@ def functions(name: str) -> Functions:
 
 
 def called(call: ast.Call, name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions of the tests that a call may mean, each behind the name of its file."""
+    """The functions of the tests that a call may mean, each with the name of its file."""
     if isinstance(call.func, ast.Attribute):
         for file in {name, *(file for file, _ in functions(name).imported.values())}:
             yield from ((file, function) for function in functions(file).methods.get(call.func.attr, []))
@@ -276,24 +243,11 @@ FOREIGN = re.compile(
         )
     )
 )
-"""Paths of the machine a file was written on, and papers that are not part of the project."""
+"""Paths of the machine that a file was written on, and documents outside the project."""
 
 TEXT = {
-    ".py",
-    ".md",
-    ".toml",
-    ".txt",
-    ".jsonl",
-    ".json",
-    ".csv",
-    ".yml",
-    ".yaml",
-    ".sh",
-    ".cfg",
-    ".html",
-    ".svg",
-    "",
-}
+    "", ".py", ".md", ".toml", ".txt", ".jsonl", ".json", ".csv", ".yml", ".yaml", ".sh", ".cfg", ".html", ".svg",
+}  # fmt: skip
 
 
 def project_files() -> Iterator[Path]:
