@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+import msgspec
+
 from specbench.base.errors import UsageError
-from specbench.base.textsafe import one_line
+from specbench.base.record import wrong_field
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions, arguments_of
 from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
@@ -145,12 +147,8 @@ def _changed(group: Any) -> dict[str, Any]:
 
 def options_of(kind: Any, data: Mapping[str, Any]) -> Any:
     """Return a group of stored options, without unknown ones; raise ``UsageError`` for a value of another type."""
-    values = {}
-    for each in fields(kind):
-        if each.name in data:
-            value, usual = data[each.name], each.default
-            value = tuple(value) if isinstance(value, list) else value
-            if type(value) is not type(usual) and not (usual is None and isinstance(value, str)):
-                raise UsageError(f"{each.name} is {one_line(value)}, which it cannot be.")
-            values[each.name] = value
-    return kind(**values)
+    known = {each.name: data[each.name] for each in fields(kind) if each.name in data}
+    try:
+        return msgspec.convert(known, kind)
+    except ValueError as error:
+        raise UsageError(f"{wrong_field(error)} holds what it cannot be.") from None

@@ -284,7 +284,9 @@ def time_shared_passes(
     factory = RequestFactory(target.scorer, tokens, places, "slotted")
 
     def target_pass(scorers: Sequence[Scorer], n: int) -> float:
-        passes = [ForwardRequest(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)]
+        passes = [
+            ForwardRequest(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)
+        ]
         began = clock.now()
         _score_together(passes)
         took = clock.now() - began
