@@ -177,10 +177,7 @@ def test_a_gpu_that_is_not_there(monkeypatch):
     [
         (None, "neither a strategy nor a readable file"),
         ("{", "not valid JSON"),
-        ("[]", "not an object"),
-        ("{}", "not an object"),
-        ('{"": true}', "on no device"),
-        ('{"": null}', "on no device"),
+        *((text, "does not map module names") for text in ("[]", "{}", '{"": true}', '{"": null}')),
         ('{"model": "disk"}', "on disk"),
         ('{"model": "gpu"}', "Unknown device"),
     ],

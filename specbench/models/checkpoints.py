@@ -266,21 +266,21 @@ def weight_candidates(config: PreTrainedConfig, allow_pickle: bool) -> list[str]
     return candidates + (["pytorch_model.bin", "pytorch_model.bin.index.json"] if allow_pickle else [])
 
 
+class _Index(Record):
+    weight_map: Annotated[dict[str, str], Meta(min_length=1)]
+
+
 def shard_names(index: Path, name: str) -> list[str]:
+    """Return the files that an index of weights names, sorted."""
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        names = sorted(plain_name(shard, name) for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"The file {str(index)!r} is damaged: it is no index of weights.") from error
-    if not names:
-        raise RunError(f"The file {str(index)!r} is damaged: it names no weights.")
-    return names
+    return sorted({plain_name(shard, name) for shard in shards})
 
 
-def plain_name(file: object, name: str) -> str:
+def plain_name(file: str, name: str) -> str:
     """Return ``file``; raise ``UsageError`` if it leads out of the model's folder."""
-    if not isinstance(file, str):
-        raise TypeError("a file name is a string")
     path = PurePosixPath(file.replace("\\", "/"))
     if not file or path.is_absolute() or ".." in path.parts or ":" in file or "\0" in file:
         raise UsageError(f"The model {name} is refused: it names weights outside its own folder ({file!r}).")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
+import msgspec
 import psutil
 import torch
+from msgspec import Meta
 
 from specbench.base.errors import UsageError
 from specbench.options import DtypeName, LoadOptions
 
 DTYPES = get_args(DtypeName)
 
+_Places = Annotated[dict[str, int | str], Meta(min_length=1)]
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -66,18 +68,16 @@ def read_device_map(text: str) -> str | dict[str, Any]:
         return text
     hint = f"Give one of {', '.join(DEVICE_MAPS)}, or a JSON file from module names to devices."
     try:
-        places = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        places = msgspec.json.decode(Path(text).expanduser().read_bytes(), type=_Places)
     except (OSError, RuntimeError) as error:
         raise UsageError(
             f"The device map {text!r} is neither a strategy nor a readable file.", hint
         ) from error
+    except msgspec.ValidationError as error:
+        raise UsageError(f"The device map {text!r} does not map module names to devices.", hint) from error
     except ValueError as error:
         raise UsageError(f"The device map {text!r} is not valid JSON.", hint) from error
-    if not isinstance(places, dict) or not places:
-        raise UsageError(f"The device map {text!r} is not an object from module names to devices.", hint)
     for module, place in places.items():
-        if isinstance(place, bool) or not isinstance(place, int | str):
-            raise UsageError(f"The device map {text!r} places {module!r} on no device: {place!r}.", hint)
         if place == "disk":
             raise UsageError(
                 f"The device map {text!r} leaves {module!r} on disk, which cannot be decoded from.", hint
