@@ -304,8 +304,7 @@ class SamplingOptions:
     ] = 0.0
     top_k: Annotated[int, _sampling("--top-k", "K", "Keep the K most probable tokens, 0 for all.", min=0)] = 0
     top_p: Annotated[
-        float,
-        _sampling("--top-p", "P", "Keep the most probable tokens that reach P; above 0 and at most 1."),
+        float, _sampling("--top-p", "P", "Keep the most probable tokens that reach P; above 0 and at most 1.")
     ] = 1.0
     min_p: Annotated[
         float,

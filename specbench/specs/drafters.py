@@ -216,13 +216,7 @@ class Suffix(FreeSpec):
     drafter = "suffix:SuffixDrafter"
     trees = True
 
-    n: int = option(
-        16,
-        "n=TOKENS",
-        "longest match (16)",
-        least=1,
-        most=_LONGEST_MATCH,
-    )
+    n: int = option(16, "n=TOKENS", "longest match (16)", least=1, most=_LONGEST_MATCH)
     min: int = option(
         1, "min=TOKENS", "shortest match that counts", least=1, most=lambda spec: spec.n, before_model=2
     )
