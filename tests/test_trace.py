@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
 import typer
+from msgspec import structs
 from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,11 +20,14 @@ from typer.testing import CliRunner
 from specbench.base.errors import UsageError
 from specbench.cli.trace import trace
 from specbench.decoding.records import DraftVerdict, Prefill, Step, StepTimes
+from specbench.errors import UsageError
+from specbench.record import builtins
 from specbench.results.trace import (
     TRACE_VERSION,
     Event,
-    end_event,
-    header_event,
+    TraceEnd,
+    TraceHeader,
+    TraceStep,
     parse_trace,
     prefill_event,
     read_trace,
@@ -51,12 +54,12 @@ def header(**changes: Any) -> Event:
         "drafter": "org/drafter, int8",
         "dtype": "bfloat16",
         "options": {"gamma": 3, "temperature": 0.8, "top_k": None, "stop": ["\n\n\n"], "seed": 0},
-        "prompt": "Why is the sky blue?\n",
         "prompt_tokens": 37,
+        "prompt_tail": "Why is the sky blue?\n",
         "greedy": False,
         "lossless": True,
     }
-    return header_event(**(settings | changes))
+    return TraceHeader(**(settings | changes))
 
 
 def prefill(token: int | None = THE) -> Event:
@@ -136,7 +139,7 @@ GREEDY = Step(
     verdicts=(verdict(SKY, 0.9123, 0.953, None), DraftVerdict(IS, 0.6, 0.3, None, "rejected")),
     closing_probability=0.61,
 )
-SUMMARY = end_event(
+SUMMARY = TraceEnd(
     finish_reason="eos",
     new_tokens=9,
     steps=3,
@@ -148,7 +151,7 @@ SUMMARY = end_event(
 )
 
 
-def event(step: Step) -> Event:
+def event(step: Step) -> TraceStep:
     return step_event(step, PIECES.__getitem__)
 
 
@@ -167,72 +170,11 @@ def last(*events: Event, **options: Any) -> str:
     return shown(*events, **options).removeprefix(shown(*events[:-1], **options))
 
 
-def block(text: str) -> str:
-    return dedent(text).removeprefix("\n")
-
-
 # --- What events hold -----------------------------------------------------------------------------
 
 
-def test_a_step_event_holds_the_whole_record():
-    assert event(REJECTION) == {
-        "event": "step",
-        "index": 1,
-        "position": 42,
-        "gamma": 3,
-        "drafted": [AIR, BREAK, IS],
-        "accepted": 1,
-        "tested": 2,
-        "tokens": [AIR, SCATTERS],
-        "texts": [" air", " scatters"],
-        "closing": "corrected",
-        "closing_probability": 0.0314,
-        "expected_acceptance": [0.9, 0.1],
-        "times": {
-            "draft_s": 0.0121,
-            "verify_s": 0.0203,
-            "accept_s": 0.0004,
-            "rollback_s": 0.0001,
-            "other_s": 0.0023,
-            "draft_prefill_s": 0.0,
-        },
-        "finish_reason": None,
-        "policy": {},
-        "verdicts": [
-            {
-                "token": AIR,
-                "text": " air",
-                "q": 0.5,
-                "p": 0.25,
-                "ratio": 0.5,
-                "r": 0.4,
-                "verdict": "accepted",
-            },
-            {
-                "token": BREAK,
-                "text": "\n\n",
-                "q": 0.7,
-                "p": 3e-7,
-                "ratio": 3e-7 / 0.7,
-                "r": 0.1133,
-                "verdict": "rejected",
-            },
-            {
-                "token": IS,
-                "text": " is",
-                "q": 1e-9,
-                "p": None,
-                "ratio": None,
-                "r": None,
-                "verdict": "untested",
-            },
-        ],
-        "siblings": [],
-    }
-
-
-def test_the_header_keeps_only_the_end_of_the_prompt():
-    assert header(prompt="x" * 10_000 + "end")["prompt_tail"] == "x" * 237 + "end"
+def test_a_step_event_holds_the_whole_record(snapshot):
+    snapshot(json.dumps(builtins(event(REJECTION)), indent=1))
 
 
 SIBLING_RIGHT = replace(REJECTION, tokens=(AIR, SCATTERS, IS), siblings=((1, SCATTERS), (1, BREAK), (0, IS)))
@@ -240,13 +182,13 @@ SIBLING_RIGHT = replace(REJECTION, tokens=(AIR, SCATTERS, IS), siblings=((1, SCA
 
 def test_siblings_and_what_they_gave_are_shown():
     made = event(SIBLING_RIGHT)
-    assert made["siblings"] == [
-        {"place": 1, "token": SCATTERS, "text": " scatters"},
-        {"place": 1, "token": BREAK, "text": "\n\n"},
-        {"place": 0, "token": IS, "text": " is"},
+    assert [(each.place, each.token, each.text) for each in made.siblings] == [
+        (1, SCATTERS, " scatters"),
+        (1, BREAK, "\n\n"),
+        (0, IS, " is"),
     ]
     text = last(event(REJECTION), made)
-    assert re.search(r"beside +2: ␣scatters +2: ⏎⏎ +1: ␣is\n", text)
+    assert re.search(r"siblings +2: ␣scatters +2: ⏎⏎ +1: ␣is\n", text)
     assert re.search(r"corrected +␣scatters ", text)
     assert re.search(r"gained +␣is\n", text)
     assert "air⟨scatters⟩ ⟨+is⟩" in text.replace("⟨ ", "⟨").replace(" ⟨scatters", "⟨scatters")
@@ -271,29 +213,10 @@ TREE = replace(
 )
 
 
-def test_a_tree_is_drawn_by_branches():
-    made = event(TREE)
-    assert made["parents"] == [-1, -1, 1, 1, 0]
-    text = last(header(), made)
-    assert "5 nodes · accepted 2/2" in text
-    table = block(
-        """
-                  i  token                               q       p     p/q    verdict
-                  1  ├─␣air                         0.5000  0.2500  0.5000  ✗ rejected
-                  5  │ └─␣blue                      0.2500       –       –  · untested
-                  2  ┕━⏎⏎                           0.2500  0.5000  2.0000  ✓ accepted
-                  3    ├─␣is                        0.5000  0.1250  0.2500  ✗ rejected
-                  4    ┕━␣sky                       0.5000  0.7500  1.5000  ✓ accepted
-        """
-    )
-    assert table.split() == text[text.index("i  token") :].partition("bonus")[0].split()
-    assert [line.find("─␣is") for line in text.splitlines() if "␣is" in line] == [line_of("├─␣is", text) + 1]
-    ascii_text = last(header(), made, encoding="ascii")
-    assert re.search(r"  1  \|-_air .*\n.*  5  \| `-_blue .*\n.*  2  `=", ascii_text)
-
-
-def line_of(sign: str, text: str) -> int:
-    return next(line.find(sign) for line in text.splitlines() if sign in line)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_tree_is_drawn_by_branches(snapshot, encoding):
+    assert event(TREE).parents == [-1, -1, 1, 1, 0]
+    snapshot(last(header(), event(TREE), encoding=encoding))
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 120])
@@ -311,9 +234,7 @@ def test_a_deep_tree_keeps_its_columns(width):
 
 
 def test_tokens_of_a_tree_are_data():
-    made = event(TREE)
-    made["verdicts"][0]["text"] = "[red]\x1b[31m\n"
-    text = last(header(), made)
+    text = last(header(), step_event(TREE, lambda token: "[red]\x1b[31m\n"))
     assert "[red]" in text
     assert "\x1b" not in text
 
@@ -325,28 +246,27 @@ def test_the_header_says_how_a_tree_is_verified(method):
     assert f"by {method}, see docs/trees.md" in shown(beginning)
     assert "r < p/q" not in shown(beginning)
     corrected = last(beginning, event(replace(TREE, closing="corrected")))
-    assert ("what is left of p₃" in corrected) == (method != "naive")
+    assert ("the residual of p₃" in corrected) == (method != "naive")
     assert "max(0" not in corrected
 
 
 @pytest.mark.parametrize("told", ["residual", "rejection", None])
 def test_the_header_says_what_becomes_of_drafts_beside_others(told):
     text = " ".join(shown(header(options={"verification": told})).split())
-    beside = ", one beside it if the token in its place is it" if told == "residual" else ""
-    assert f"verdict a draft is accepted if r < p/q{beside} legend" in text
+    sibling = ", a sibling of it if it is the correction token" if told == "residual" else ""
+    assert f"verdict a draft is accepted if r < p/q{sibling} legend" in text
 
 
 @pytest.mark.parametrize("parents", [[-1, -1, 1, 1], [-1, 1, 1, 1, 0], [-2, -1, 1, 1, 0]])
 def test_a_tree_that_is_none_is_refused(parents):
-    lines = [json.dumps(each) for each in (header(), {**event(TREE), "parents": parents})]
+    lines = [json.dumps(builtins(each)) for each in (header(), structs.replace(event(TREE), parents=parents))]
     with pytest.raises(UsageError, match=r"step.parents is missing or wrong"):
         list(parse_trace(io.BytesIO("\n".join(lines).encode()), "x"))
 
 
-def test_traces_from_before_siblings_are_shown_too():
-    old = event(REJECTION)
-    del old["siblings"]
-    assert last(event(REJECTION), old) == last(event(REJECTION), event(REJECTION))
+def test_traces_from_before_siblings_are_read(trace_file):
+    old = without(event(REJECTION), "siblings")
+    assert list(read_trace(trace_file(header(), rest=old))) == [header(), event(REJECTION)]
 
 
 def test_a_step_without_verdicts_is_no_trace():
@@ -364,13 +284,11 @@ def test_values_that_json_lacks_are_left_open():
         closing_probability=nan,
     )  # fmt: skip
     held = event(step)
-    assert held["verdicts"][0]["ratio"] == 0.5 * 2.0**126  # as if q were the smallest normal float
-    assert [held["verdicts"][1][name] for name in ("q", "p", "ratio")] == [None, None, None]
-    assert (held["closing_probability"], held["expected_acceptance"], held["policy"]) == (
-        None,
-        [None, 0.0],
-        {"H_norm": None},
-    )
+    first, second = held.verdicts
+    assert first.ratio == 0.5 * 2.0**126  # as if q were the smallest normal float
+    assert (second.q, second.p, second.ratio) == (None, None, None)
+    assert (held.closing_probability, held.expected_acceptance) == (None, [None, 0.0])
+    assert held.policy == {"H_norm": None}
     file = io.StringIO()
     write_event(file, header())
     write_event(file, held)
@@ -399,7 +317,7 @@ def hostile_events() -> list[Event]:
     step = Step(0, 9, drafted, 9, 9, (*drafted, 0), "bonus", (), TIMES, None, {"[b]\x1b": 1.0}, verdicts, 0.5)
     text = "".join(HOSTILE)
     return [
-        header(target=text, drafter=text, dtype=text, options={text: text, "stop": [text]}, prompt=text),
+        header(target=text, drafter=text, dtype=text, options={text: text, "stop": [text]}, prompt_tail=text),
         prefill_event(Prefill(9, 2, 0.1, probability=0.5), HOSTILE.__getitem__),
         step_event(step, HOSTILE.__getitem__),
         SUMMARY,
@@ -436,7 +354,7 @@ def test_events_are_written_at_once(tmp_path):
 
 
 def test_a_last_line_cut_short_is_reported_after_the_rest(trace_file):
-    path = trace_file(header(), prefill(), rest=json.dumps(event(REJECTION))[:100].encode())
+    path = trace_file(header(), prefill(), rest=as_line(event(REJECTION))[:100])
     events = read_trace(path)
     assert [next(events), next(events)] == [header(), prefill()]
     with pytest.raises(UsageError, match=r"trace\.jsonl, line 3 is cut short") as raised:
@@ -445,57 +363,59 @@ def test_a_last_line_cut_short_is_reported_after_the_rest(trace_file):
 
 
 def test_a_missing_last_line_end_is_no_harm(trace_file):
-    path = trace_file(header(), rest=b"\n" + json.dumps(prefill()).encode())
+    path = trace_file(header(), rest=b"\n" + as_line(prefill()).rstrip())
     assert list(read_trace(path)) == [header(), prefill()]
 
 
+def as_line(event: Event, **changes: Any) -> bytes:
+    return json.dumps(builtins(event) | changes).encode() + b"\n"
+
+
 def without(whole: Event, *path: Any) -> bytes:
-    """The event as a line, one field of it gone."""
-    changed = json.loads(json.dumps(whole))
-    holder = changed
+    """The event as a line without one field."""
+    changed = holder = builtins(whole)
     for key in path[:-1]:
         holder = holder[key]
     del holder[path[-1]]
     return json.dumps(changed).encode() + b"\n"
 
 
-def instead(whole: Event, **fields: Any) -> bytes:
-    return json.dumps(whole | fields).encode() + b"\n"
-
-
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
-        (b'{"event": \n{}\n', "line 2 is broken: it is no JSON"),
-        (b"\xff\xfe\n", "line 2 is broken: it is no JSON"),
-        (b"[" * 100_000 + b"\n", "line 2 is broken: it is no JSON"),
-        (b"[1]\n", "line 2 is broken: it is no event"),
-        (b"{}\n", "line 2 is broken: it is no event"),
-        (b'{"event": ["step"]}\n', "line 2 is broken: it is no event"),
-        (b'{"event": "leap"}\n', "line 2 is broken: it is no event"),
-        (without(event(REJECTION), "texts"), r"line 2 is broken: step\.texts is missing"),
-        (without(event(REJECTION), "times", "draft_s"), r"line 2 is broken: step\.times\.draft_s is missing"),
+        (b'{"event": \n{}\n', "line 2 is damaged: it is not JSON"),
+        (b"\xff\xfe\n", "line 2 is damaged: it is not JSON"),
+        (b"[" * 100_000 + b"\n", "line 2 is damaged: it is not JSON"),
+        (b"[1]\n", "line 2 is damaged: it is not an event"),
+        (b"{}\n", "line 2 is damaged: it is not an event"),
+        (b'{"event": ["step"]}\n', "line 2 is damaged: it is not an event"),
+        (b'{"event": "leap"}\n', "line 2 is damaged: it is not an event"),
+        (without(event(REJECTION), "texts"), r"line 2 is damaged: step\.texts is missing"),
+        (
+            without(event(REJECTION), "times", "draft_s"),
+            r"line 2 is damaged: step\.times\.draft_s is missing",
+        ),
         (
             without(event(REJECTION), "verdicts", 1, "q"),
-            r"line 2 is broken: step\.verdicts\[1\]\.q is missing",
+            r"line 2 is damaged: step\.verdicts\[1\]\.q is missing",
         ),
-        (instead(event(REJECTION), closing="lost"), r"line 2 is broken: step\.closing is missing or wrong"),
+        (as_line(event(REJECTION), closing="lost"), r"line 2 is damaged: step\.closing is missing or wrong"),
         (
-            instead(event(REJECTION), texts=[" air", 7]),
-            r"line 2 is broken: step\.texts\[1\] is missing or wrong",
+            as_line(event(REJECTION), texts=[" air", 7]),
+            r"line 2 is damaged: step\.texts\[1\] is missing or wrong",
         ),
-        (instead(event(REJECTION), verdicts=7), r"line 2 is broken: step\.verdicts is missing or wrong"),
-        (instead(event(REJECTION), times=[]), r"line 2 is broken: step\.times is missing or wrong"),
+        (as_line(event(REJECTION), verdicts=7), r"line 2 is damaged: step\.verdicts is missing or wrong"),
+        (as_line(event(REJECTION), times=[]), r"line 2 is damaged: step\.times is missing or wrong"),
         (
-            instead(event(REJECTION), policy={"a": "b"}),
-            r"line 2 is broken: step\.policy\[\.\.\.\] is missing or wrong",
+            as_line(event(REJECTION), policy={"a": "b"}),
+            r"line 2 is damaged: step\.policy\[\.\.\.\] is missing or wrong",
         ),
-        (instead(event(REJECTION), index="1"), r"line 2 is broken: step\.index is missing or wrong"),
-        (instead(SUMMARY, tokens_per_second=float("nan")), r"line 2 is broken: end\.tokens_per_second"),
-        (instead(SUMMARY, tokens_per_step=10**400), r"line 2 is broken: end\.tokens_per_step"),
-        (instead(prefill(), time_s=None), r"line 2 is broken: prefill\.time_s"),
-        (instead(header(), trace_version=TRACE_VERSION + 1), f"a trace of version {TRACE_VERSION + 1}"),
-        (instead(header(), trace_version="new"), "line 2 is broken: it has no trace version"),
+        (as_line(event(REJECTION), index="1"), r"line 2 is damaged: step\.index is missing or wrong"),
+        (as_line(SUMMARY, tokens_per_second=float("nan")), r"line 2 is damaged: end\.tokens_per_second"),
+        (as_line(SUMMARY, tokens_per_step=10**400), r"line 2 is damaged: end\.tokens_per_step"),
+        (as_line(prefill(), time_s=None), r"line 2 is damaged: prefill\.time_s"),
+        (as_line(header(), trace_version=TRACE_VERSION + 1), f"a trace of version {TRACE_VERSION + 1}"),
+        (as_line(header(), trace_version="new"), "line 2 is damaged: it has no trace version"),
     ],
 )
 def test_broken_lines(trace_file, rest, message):
@@ -510,16 +430,16 @@ def test_broken_lines(trace_file, rest, message):
     [
         (b"", "is not a step trace: it is empty"),
         (b"\n\n", "is not a step trace: it is empty"),
-        (b"Dear diary\n", "is not a step trace: line 1 is no JSON"),
-        (b"\x00" * 1000, "is not a step trace: line 1 is no JSON"),
-        (b'{"text": "a result"}\n', "is not a step trace: line 1 is no header"),
-        (b'["header"]\n', "is not a step trace: line 1 is no header"),
-        (json.dumps(event(REJECTION)).encode(), "is not a step trace: line 1 is no header"),
+        (b"Dear diary\n", "is not a step trace: line 1 is not JSON"),
+        (b"\x00" * 1000, "is not a step trace: line 1 is not JSON"),
+        (b'{"text": "a result"}\n', "is not a step trace: line 1 is not a header"),
+        (b'["header"]\n', "is not a step trace: line 1 is not a header"),
+        (as_line(event(REJECTION)), "is not a step trace: line 1 is not a header"),
         (
-            instead(header(), trace_version=TRACE_VERSION + 1),
+            as_line(header(), trace_version=TRACE_VERSION + 1),
             f"a trace of version {TRACE_VERSION + 1}.* Update",
         ),
-        (without(header(), "trace_version"), "line 1 is broken: it has no trace version"),
+        (without(header(), "trace_version"), "line 1 is damaged: it has no trace version"),
     ],
 )
 def test_files_that_are_no_trace(trace_file, content, message):
@@ -537,7 +457,7 @@ def test_files_that_cannot_be_read(tmp_path):
 # --- The view -------------------------------------------------------------------------------------
 
 
-NOTHING = end_event(
+NOTHING = TraceEnd(
     finish_reason=None, new_tokens=0, steps=0, tokens_per_step=None, drafted=0, accepted=0, acceptance_rate=None,
     tokens_per_second=None,
 )  # fmt: skip

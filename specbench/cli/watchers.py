@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 
     Paint: TypeAlias = Callable[[str, Origin], str]
 
-_END_FIGURES = (
-    "finish_reason",
-    "new_tokens",
-    "steps",
-    "tokens_per_step",
-    "drafted",
-    "accepted",
-    "acceptance_rate",
-    "tokens_per_second",
-)
-
 
 @dataclass(frozen=True)
 class ShownOptions:
@@ -133,11 +122,11 @@ class TraceOutput:
             self._view.show(event)
 
     def _keep(self, file: TextIO, event: Event) -> None:
-        from specbench.results.trace import write_event
+        from specbench.results.trace import TraceEnd, TraceHeader, write_event
 
         if self._held is not None:
             self._held.append(event)
-            if event["event"] in ("header", "end"):
+            if isinstance(event, TraceHeader | TraceEnd):
                 return
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.truncate()
@@ -307,10 +296,10 @@ class Tracer:
 
     def end(self, result: Generation) -> None:
         from specbench.decoding.metrics import summary
-        from specbench.results.trace import end_event
+        from specbench.results.trace import TraceEnd
 
         figures = summary(result)
-        self._output.event(end_event(**{name: figures[name] for name in _END_FIGURES}))
+        self._output.event(TraceEnd(**{name: figures[name] for name in TraceEnd.__struct_fields__}))
 
 
 def tokens_of(record: Prefill | Step) -> tuple[int, ...]:

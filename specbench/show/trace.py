@@ -1,9 +1,9 @@
-"""The step trace (``specbench.results.trace``) as a view for the terminal; it does not care where events come from."""
+"""The step trace (``specbench.results.trace``) as a view for the terminal, from a run or a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,18 @@ from rich.text import Text
 
 from specbench.base.textsafe import terminal_safe, visible
 from specbench.decoding.records import PARTS
+from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
+from specbench.textsafe import terminal_safe, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specbench.results.trace import Event
+    from specbench.results.trace import Event, TraceTimes, TraceVerdict
 
 _WIDEST = 100  # cells; wider consoles are not filled
-_GUTTER = 13  # cells of a label and what stands before its value
-_ROOMY = 72  # cells from which the table of drafts starts in the column of the values
-_TOKEN_CELLS = (6, 30)  # least and most for a token in the table of drafts
+_GUTTER = 13  # cells of a label and its margins
+_WIDE = 72  # cells from which the table of drafts starts in the column of the values
+_TOKEN_CELLS = (6, 30)  # minimum and maximum for a token in the table of drafts
 _TAIL_CHARACTERS, _TAIL_LINES = 600, 8  # of the text so far
 
 _STYLES = {
@@ -36,7 +38,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Signs:
-    """What is not a letter of data, in the one encoding or the other."""
+    """Signs of the view for one encoding; ``branches``: line, branch, last branch, and both of these if accepted."""
 
     gamma: str
     rule: str
@@ -46,21 +48,12 @@ class _Signs:
     minus: str
     verdicts: Mapping[str, str]
     marks: Mapping[str, tuple[str, str]]
-    branches: tuple[
-        str, str, str, str, str
-    ]  # a line that goes on, a branch and the last one, and both where kept
+    branches: tuple[str, str, str, str, str]
     digits: str
 
-    def p(self, i: int) -> str:
-        """p with an index."""
-        return "p" + self._index(i)
-
-    def q(self, i: int) -> str:
-        """q with an index."""
-        return "q" + self._index(i)
-
-    def _index(self, i: int) -> str:
-        return "".join(self.digits[int(digit)] for digit in str(i)) if self.digits else f"_{i}"
+    def indexed(self, name: str, i: int) -> str:
+        """Return p or q with an index."""
+        return name + ("".join(self.digits[int(digit)] for digit in str(i)) if self.digits else f"_{i}")
 
 
 _UNICODE = _Signs(
@@ -90,11 +83,10 @@ _ASCII = _Signs(
 
 
 class TraceView:
-    """Shows a trace on a console, event by event: a rule and a few lines for each, from 60 columns up.
+    """Shows a trace on a console, event by event, in 60 columns or more.
 
-    Tokens of the text so far are told apart by marks and, where the console has colors, by styles: accepted
-    drafts stand plain; a corrected token, a bonus token and the target's own (of the prefill and of steps
-    without a draft) stand in marks that the header explains.
+    In the text so far accepted drafts are plain; correction tokens, bonus tokens and the target's own (of the prefill
+    and of steps without a draft) are in marks that the header explains, and in styles if the console has colors.
 
     Args:
         console: Where to print. Without a UTF encoding everything is shown in characters that it has.
@@ -107,42 +99,47 @@ class TraceView:
         self._begin(greedy=False, lossless=True)
 
     def show(self, event: Event) -> None:
-        """Print one event of this module's making."""
-        show = {"header": self._header, "prefill": self._prefill, "step": self._step, "end": self._end}
-        show[event["event"]](event)
+        """Print one event."""
+        match event:
+            case TraceHeader():
+                self._header(event)
+            case TracePrefill():
+                self._prefill(event)
+            case TraceStep():
+                self._step(event)
+            case TraceEnd():
+                self._end(event)
 
     def _begin(self, *, greedy: bool, lossless: bool) -> None:
         self._greedy = greedy
         self._lossless = lossless
         self._verification: str | None = None
-        self._runs: list[tuple[str, str]] = []  # (where from, text): the end of the output so far
+        self._runs: list[tuple[str, str]] = []  # (origin, text): the end of the output so far
         self._cut = False
 
     # One method per kind of event.
 
-    def _header(self, event: Event) -> None:
-        self._begin(greedy=event["greedy"], lossless=event["lossless"])
+    def _header(self, event: TraceHeader) -> None:
+        self._begin(greedy=event.greedy, lossless=event.lossless)
         self._rule("trace")
-        self._label("target", f"{self._one_line(event['target'])} ({self._one_line(event['dtype'])})")
-        self._label("drafter", self._one_line(event["drafter"]))
-        options = [
-            f"{self._one_line(name)} {self._option(value)}"
-            for name, value in event["options"].items()
-            if value is not None
-        ]
-        self._items("options", options)
-        self._label("prompt", f"{event['prompt_tokens']} tokens: {self._end_of(event['prompt_tail'])}")
-        verification = event["options"].get("verification")
+        self._label("target", f"{self._one_line(event.target)} ({self._one_line(event.dtype)})")
+        self._label("drafter", self._one_line(event.drafter))
+        options = {name: value for name, value in event.options.items() if value is not None}
+        self._items(
+            "options", [f"{self._one_line(name)} {self._option(value)}" for name, value in options.items()]
+        )
+        self._label("prompt", f"{event.prompt_tokens} tokens: {self._end_of(event.prompt_tail)}")
+        verification = options.get("verification")
         if isinstance(verification, str) and verification not in ("rejection", "residual"):
             self._verification = verification
-        beside = ", one beside it if the token in its place is it" if verification == "residual" else ""
         if self._greedy:
             self._label("verdict", "a draft is accepted if it is the argmax of p")
-            self._label("note", "greedy: p and q are of the untempered softmax and decide nothing")
+            self._label("note", "greedy: p and q are of the softmax without temperature and decide nothing")
         elif self._verification is not None:
             self._label("verdict", f"by {self._one_line(self._verification)}, see docs/trees.md")
         else:
-            self._label("verdict", f"a draft is accepted if r < p/q{beside}")
+            sibling = ", a sibling of it if it is the correction token" if verification == "residual" else ""
+            self._label("verdict", f"a draft is accepted if r < p/q{sibling}")
         if not self._lossless:
             self._label("note", Text("not lossless: the residual adjustment is off", "bold red"))
         legend = Text("accepted")
@@ -151,161 +148,136 @@ class TraceView:
         self._label("legend", legend)
         self._console.print()
 
-    def _prefill(self, event: Event) -> None:
-        self._rule("prefill", f"{event['prompt_tokens']} tokens", f"{_milliseconds(event['time_s'])} ms")
-        if event["text"] is not None:
-            self._closing("target", event["text"], event["probability"], self._signs.p(1))
-            self._extend("target", event["text"])
-        elif event["finish_reason"] is None:
+    def _prefill(self, event: TracePrefill) -> None:
+        self._rule("prefill", f"{event.prompt_tokens} tokens", f"{_milliseconds(event.time_s)} ms")
+        if event.text is not None:
+            self._closing("target", event.text, event.probability, self._signs.indexed("p", 1))
+            self._extend("target", event.text)
+        elif event.finish_reason is None:
             self._label("target", "no first-target pass: the first step reads the prompt")
-        if event["finish_reason"] is not None:
-            self._label("stop", event["finish_reason"])
+        if event.finish_reason is not None:
+            self._label("stop", event.finish_reason)
         self._console.print()
 
-    def _step(self, event: Event) -> None:
-        gamma, accepted, times = event["gamma"], event["accepted"], event["times"]
-        total = sum(times[f"{part}_s"] for part in PARTS)
-        parents = event.get("parents")
-        size = f"{self._signs.gamma} {gamma}" if not parents else f"{len(parents)} nodes"
+    def _step(self, event: TraceStep) -> None:
+        gamma, accepted, closing, texts = event.gamma, event.accepted, event.closing, event.texts
+        parents = event.parents or []
         self._rule(
-            f"step {event['index'] + 1}",
-            f"position {event['position']}",
-            size,
+            f"step {event.index + 1}",
+            f"position {event.position}",
+            f"{len(parents)} nodes" if parents else f"{self._signs.gamma} {gamma}",
             f"accepted {accepted}/{gamma}" if gamma else "nothing drafted",
-            f"{_milliseconds(total)} ms",
+            f"{_milliseconds(sum(_seconds(event.times, part) for part in PARTS))} ms",
         )
-        if parents:
-            self._tree(event["verdicts"], parents)
-        elif event["verdicts"]:
-            self._drafts(event["verdicts"])
-        if event.get("siblings"):
-            self._siblings(event["siblings"])
-        closing, texts = event["closing"], event["texts"]
+        if event.verdicts:
+            self._drafts(event.verdicts, parents)
+        siblings = [f"{each.place + 1}: {self._fitted(each.text, 12)}" for each in event.siblings]
+        self._items("siblings", siblings)
         end = len(texts) if closing is None else min(accepted, len(texts) - 1)
         if closing is not None and texts:
             source = self._source(closing, accepted, tree=bool(parents))
-            self._closing(closing, texts[end], event["closing_probability"], source)
+            self._closing(closing, texts[end], event.closing_probability, source)
         for text in texts[end + 1 :]:
-            self._label("gained", Text().append(self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]))
-        if event["finish_reason"] is not None:
-            inside = "" if closing else ", inside the accepted drafts: nothing behind it counts"
-            self._label("stop", event["finish_reason"] + inside)
-        self._time(times)
-        if event["policy"]:
-            notes = (f"{self._one_line(name)} {self._note(value)}" for name, value in event["policy"].items())
-            self._items("policy", list(notes))
-        for text in texts[:end]:
-            self._extend("accepted", text)
-        for text in texts[end : end + 1]:
-            self._extend(closing, text)
-        for text in texts[end + 1 :]:
-            self._extend("bonus", text)
+            self._label("gained", Text(self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]))
+        if event.finish_reason is not None:
+            inside = "" if closing else ", inside the accepted drafts: nothing after it counts"
+            self._label("stop", event.finish_reason + inside)
+        self._time(event.times)
+        notes = [f"{self._one_line(name)} {self._note(value)}" for name, value in event.policy.items()]
+        self._items("policy", notes)
+        for place, text in enumerate(texts):
+            self._extend("accepted" if place < end else closing or "" if place == end else "bonus", text)
         self._text_so_far()
         self._console.print()
 
-    def _end(self, event: Event) -> None:
-        self._rule("end", event["finish_reason"] or "interrupted")
-        output = [f"{event['new_tokens']} tokens", f"{event['steps']} steps"]
-        if event["tokens_per_step"] is not None:
-            output.append(f"{event['tokens_per_step']:.2f} tokens/step")
+    def _end(self, event: TraceEnd) -> None:
+        self._rule("end", event.finish_reason or "interrupted")
+        output = [f"{event.new_tokens} tokens", f"{event.steps} steps"]
+        if event.tokens_per_step is not None:
+            output.append(f"{event.tokens_per_step:.2f} tokens/step")
         self._items("output", output)
-        if event["acceptance_rate"] is None:
-            self._label("drafts", "none")
-        else:
-            share = f"{100 * event['acceptance_rate']:.1f}%"
-            self._label("drafts", f"{event['accepted']} of {event['drafted']} accepted ({share})")
-        if event["tokens_per_second"] is not None:
-            self._label("speed", f"{event['tokens_per_second']:.1f} tokens/s")
+        drafts = "none"
+        if event.acceptance_rate is not None:
+            drafts = f"{event.accepted} of {event.drafted} accepted ({100 * event.acceptance_rate:.1f}%)"
+        self._label("drafts", drafts)
+        if event.tokens_per_second is not None:
+            self._label("speed", f"{event.tokens_per_second:.1f} tokens/s")
 
     # Parts of them.
 
-    def _drafts(self, verdicts: Sequence[Mapping[str, Any]]) -> None:
-        """The table: i, token, q, p, p/q, r and verdict; the token gets the room that is left."""
-        left = _GUTTER if self._width >= _ROOMY else 6
+    def _drafts(self, verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> None:
+        """Print the table of drafts: i, token, q, p, p/q and verdict; of a chain also r, of a tree its branches."""
+        left = _GUTTER if self._width >= _WIDE else 6
         least, most = _TOKEN_CELLS
-        cells = max(least, min(most, self._width - left - 46))
-        names = "  ".join(f"{name:>6}" for name in ("q", "p", "p/q", "r"))
-        self._line(Text(f"{'i':>{left - 2}}  {'token':{cells}}  {names}    verdict", style="dim"))
-        for i, verdict in enumerate(verdicts, start=1):
-            decision = verdict["verdict"]
-            numbers = "  ".join(f"{self._number(verdict[name]):>6}" for name in ("q", "p", "ratio", "r"))
-            row = Text(style="dim" if decision == "untested" else "")
-            row.append(f"{i:>{left - 2}}", "dim")
-            row.append(f"  {self._fitted(verdict['text'], cells, pad=True)}  {numbers}  ")
-            row.append(f"{self._signs.verdicts[decision]} {decision}", _STYLES[decision])
-            self._line(row)
-
-    def _tree(self, verdicts: Sequence[Mapping[str, Any]], parents: Sequence[int]) -> None:
-        """The table of a tree: place in the pass, token behind its branch, q, p, p/q and verdict.
-
-        Heavy lines lead to what was kept.
-        """
-        left = _GUTTER if self._width >= _ROOMY else 6
-        least, most = _TOKEN_CELLS
-        cells = max(2 * least, min(most, self._width - left - 38))
-        names = "  ".join(f"{name:>6}" for name in ("q", "p", "p/q"))
-        self._line(Text(f"{'i':>{left - 2}}  {'token':{cells}}  {names}    verdict", style="dim"))
-        on, branch, last, kept_branch, kept_last = self._signs.branches
-        behind: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents):
-            behind.setdefault(parent, []).append(node)
-        waiting = [(node, "") for node in reversed(behind.get(-1, []))]
-        while waiting:
-            node, lines = waiting.pop()
-            verdict, ends = verdicts[node], node == behind[parents[node]][-1]
-            decision = verdict["verdict"]
-            if decision == "accepted":
-                line = lines + (kept_last if ends else kept_branch)
-            else:
-                line = lines + (last if ends else branch)
+        names = ("q", "p", "p/q") if parents else ("q", "p", "p/q", "r")
+        cells = max(least * (1 + bool(parents)), min(most, self._width - left - 14 - 8 * len(names)))
+        heads = "  ".join(f"{name:>6}" for name in names)
+        self._line(Text(f"{'i':>{left - 2}}  {'token':{cells}}  {heads}    verdict", style="dim"))
+        order = (
+            self._branches(verdicts, parents) if parents else ((node, "") for node in range(len(verdicts)))
+        )
+        for node, line in order:
             if len(line) > cells - least:  # far down: the beginning of the lines makes room
                 line = self._signs.cut + line[len(line) - (cells - least) + len(self._signs.cut) :]
-            numbers = "  ".join(f"{self._number(verdict[name]):>6}" for name in ("q", "p", "ratio"))
-            row = Text(style="dim" if decision == "untested" else "")
+            each = verdicts[node]
+            values = (each.q, each.p, each.ratio, each.r)[: len(names)]
+            row = Text(style="dim" if each.verdict == "untested" else "")
             row.append(f"{node + 1:>{left - 2}}", "dim")
-            row.append(f"  {line}", _STYLES[decision])
-            row.append(f"{self._fitted(verdict['text'], cells - len(line), pad=True)}  {numbers}  ")
-            row.append(f"{self._signs.verdicts[decision]} {decision}", _STYLES[decision])
+            row.append(f"  {line}", _STYLES[each.verdict])
+            token = self._fitted(each.text, cells - len(line), pad=True)
+            row.append(f"{token}  {'  '.join(f'{self._number(value):>6}' for value in values)}  ")
+            row.append(f"{self._signs.verdicts[each.verdict]} {each.verdict}", _STYLES[each.verdict])
             self._line(row)
-            waiting += [(child, lines + ("  " if ends else on)) for child in reversed(behind.get(node, []))]
 
-    def _siblings(self, siblings: Sequence[Mapping[str, Any]]) -> None:
-        """What was verified beside which draft."""
-        self._items("beside", [f"{each['place'] + 1}: {self._fitted(each['text'], 12)}" for each in siblings])
+    def _branches(
+        self, verdicts: Sequence[TraceVerdict], parents: Sequence[int]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the nodes of a tree depth first, each after its lines; heavy ones lead to accepted nodes."""
+        through, branch, last, accepted_branch, accepted_last = self._signs.branches
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            children.setdefault(parent, []).append(node)
+        waiting = [(node, "") for node in reversed(children.get(-1, []))]
+        while waiting:
+            node, lines = waiting.pop()
+            ends = node == children[parents[node]][-1]
+            if verdicts[node].verdict == "accepted":
+                yield node, lines + (accepted_last if ends else accepted_branch)
+            else:
+                yield node, lines + (last if ends else branch)
+            below = lines + ("  " if ends else through)
+            waiting += [(child, below) for child in reversed(children.get(node, []))]
 
-    def _source(self, closing: str, accepted: int, *, tree: bool = False) -> str:
-        """The distribution that the closing token came from, by its formula."""
-        i = accepted + 1
-        p = self._signs.p(i)
+    def _source(self, closing: str, accepted: int, *, tree: bool) -> str:
+        """Return the distribution of the closing token as a formula."""
+        p, q = (self._signs.indexed(name, accepted + 1) for name in "pq")
         if closing == "corrected" and not self._greedy:
             if tree or self._verification is not None:
-                return p if self._verification == "naive" else f"what is left of {p}"
+                return p if self._verification == "naive" else f"the residual of {p}"
             if not self._lossless:
                 return f"{p}: adjustment off"
-            return f"norm(max(0, {p} {self._signs.minus} {self._signs.q(i)}))"
+            return f"norm(max(0, {p} {self._signs.minus} {q}))"
         return p
 
     def _closing(self, kind: str, text: str, probability: float | None, source: str) -> None:
         line = Text().append(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind])
+        number = "" if probability is None else f"probability {self._number(probability)}"
         if self._greedy:
-            drawn = "" if probability is None else f", probability {self._number(probability)}"
-            line.append(f"  argmax of {source}{drawn}")
+            line.append(f"  argmax of {source}{number and f', {number}'}")
         else:
-            drawn = "" if probability is None else f"with probability {self._number(probability)} "
-            line.append(f"  {drawn}from {source}")
+            line.append(f"  {number and f'with {number} '}from {source}")
         self._label(kind, line)
 
-    def _time(self, times: Mapping[str, float]) -> None:
-        prefill = times["draft_prefill_s"]
-        items = [f"draft {_milliseconds(times['draft_s'] - prefill)}"]
-        if prefill:
-            items.insert(0, f"draft prefill {_milliseconds(prefill)}")
-        items += (f"{part} {_milliseconds(times[f'{part}_s'])}" for part in PARTS[1:])
+    def _time(self, times: TraceTimes) -> None:
+        prefill = times.draft_prefill_s
+        items = [f"draft prefill {_milliseconds(prefill)}"] if prefill else []
+        items.append(f"draft {_milliseconds(times.draft_s - prefill)}")
+        items += (f"{part} {_milliseconds(_seconds(times, part))}" for part in PARTS[1:])
         items[-1] += " ms"
         self._items("time", items)
 
     def _extend(self, kind: str, text: str) -> None:
-        """Add a token to the text so far, and forget what lies too far back to be shown."""
+        """Add a token to the text so far, and drop what is too far back to be shown."""
         if kind in ("accepted", "target") and self._runs and self._runs[-1][0] == kind:
             text = self._runs.pop()[1] + text  # such tokens read better in one run
         self._runs.append((kind, text))
@@ -331,7 +303,7 @@ class TraceView:
         self._lines("text", lines)
 
     def _marked(self, kind: str, text: str) -> Text:
-        """A run of the output with its marks, white space around them; white space alone is made visible."""
+        """Return a run of the output in its marks, white space outside; white space alone is made visible."""
         safe = terminal_safe(text, self._encoding)
         if kind == "accepted":
             return Text(safe)
@@ -345,7 +317,7 @@ class TraceView:
     # Numbers and text in few cells.
 
     def _number(self, value: float | None) -> str:
-        """At most six characters: up to four decimals, or a power of ten."""
+        """Format in at most six characters: up to four decimals, or a power of ten."""
         if value is None:
             return self._signs.nothing
         if value == 0 or 1e-4 <= abs(value) < 1e6:
@@ -372,7 +344,7 @@ class TraceView:
         return safe.replace("\n", self._visible("\n")).replace("\t", self._visible("\t"))
 
     def _end_of(self, prompt: str) -> str:
-        """The end of the prompt, about two lines of it."""
+        """Return about two lines of the prompt's end."""
         shown = self._one_line(prompt)
         most = 2 * (self._width - _GUTTER) - 24  # less what stands before it and what wrapping leaves free
         return self._signs.cut + shown[-most:] if len(shown) > most else shown
@@ -388,7 +360,7 @@ class TraceView:
         self._console.print(line, soft_wrap=True)
 
     def _rule(self, title: str, *facts: str) -> None:
-        """A title and the facts that fit beside it; the others stand below."""
+        """Print a title with the facts that fit next to it, and the others below."""
         rule, between = self._signs.rule, self._signs.between
         line = Text(f"{rule * 2} ", "dim").append(title, "bold not dim")
         rest = list(facts)
@@ -404,7 +376,7 @@ class TraceView:
         self._lines(label, text.wrap(self._console, self._width - _GUTTER, overflow="fold"))
 
     def _items(self, label: str, items: Sequence[str]) -> None:
-        """Short items on as few lines as hold them, none broken in two."""
+        """Print short items on as few lines as hold them, none broken in two."""
         lines: list[str] = []
         for item in items:
             if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._width - _GUTTER:
@@ -417,6 +389,11 @@ class TraceView:
         for n, line in enumerate(lines):
             head = Text(f"  {'' if n else label:{_GUTTER - 2}}", "dim")
             self._line(Text().append_text(head).append_text(line))
+
+
+def _seconds(times: TraceTimes, part: str) -> float:
+    seconds: float = getattr(times, f"{part}_s")
+    return seconds
 
 
 def _milliseconds(seconds: float) -> str:
