@@ -58,8 +58,8 @@ def tune(cli, models, tmp_path, monkeypatch) -> Tune:
         tmp_path / "mine.jsonl", {f"{('talk', 'chat')[n % 2]}-{n}": [f"Hello {n}"] for n in range(4)}
     )
     speeds(monkeypatch, {"lookup@auto": 2.0})
-    monkeypatch.setattr(specbench.results.advice, "at_start", lambda _: [])
-    monkeypatch.setattr(loading, "is_available", lambda: False)  # native products, and with them int4
+    monkeypatch.setattr(specbench.results.advice, "warn_at_start", lambda _: [])
+    monkeypatch.setattr(loading, "available", lambda: False)  # native products, and with them int4
     few = lambda given, forms: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
 
     def call(*arguments: object, drafters: Any = few, factors: dict[str, float] | None = None) -> Result:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from specbench.base.record import Json, to_dict
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
-from specbench.policies.costs import MeasuredCosts
-from specbench.results.advice import disturbed, during
+from specbench.lengths.costs import MeasuredCosts
+from specbench.record import Json, builtins
+from specbench.results.advice import disturbances, warn_of_disturbances
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import RunWarning
 
@@ -73,8 +74,8 @@ class Pairs:
                 before = self._snapshot()
                 self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
                 (self.plain if plain else self.speculative).append(self._decode(plain))
-                found = during(before, self._snapshot(), self._fastest_mhz or None)
-                self._disturbances.update({warning.id for warning in found})
+                after = self._snapshot()
+                self._disturbances.update(disturbances(before, after, self._fastest_mhz or None))
 
     def _is_enough(self, seconds: float) -> bool:
         pairs = min(len(self.plain), len(self.speculative))
@@ -108,7 +109,7 @@ class Pairs:
         explanation = explain([fast for fast, _ in pairs], [slow for _, slow in pairs])
         doubt = None if explanation is None or speedup is None else unexplained(speedup, explanation)
         count = len(self.speculative) + len(self.plain)
-        warnings = [*disturbed(count, self._disturbances), *([doubt] if doubt else [])]
+        warnings = [*warn_of_disturbances(count, self._disturbances), *([doubt] if doubt else [])]
         return {
             "speedup": speedup,
             "speedup_interval": interval,

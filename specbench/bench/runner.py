@@ -22,7 +22,8 @@ from specbench.bench.passes import TREE_NODES, PassTimes, SharedTimes, cost_widt
 from specbench.bench.serving import BenchRequest, Encoded, Workload
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
-from specbench.results.advice import during, review
+from specbench.record import Json, rounded
+from specbench.results.advice import disturbances, review
 from specbench.results.lines import Generation, Group, Line, Measurement, RequestLine, StepLists
 from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.results import load_results
@@ -273,10 +274,9 @@ class CellRunner(Generic[Encoded]):
             steal_share=rounded(after.steal_share(before), 4),
             busy_elsewhere=rounded(after.busy_elsewhere(before), 2),
             warnings=[
-                warning.id
-                for warning in during(before, after, self._fastest_mhz or None)
-                if warning.id != "machine-busy"
-                or not self._sweep.options.servers  # a server may be what is busy
+                name
+                for name in disturbances(before, after, self._fastest_mhz or None)
+                if name != "machine-busy" or not self._sweep.options.servers  # which may be what is busy
             ],
         )
         return Measurement(line, result)
@@ -360,8 +360,19 @@ class CellRunner(Generic[Encoded]):
         return self._engine.measure_shared_costs(prompt, batch, shared_widths(options.gammas, trees))
 
 
-def _measured_fields(outcome: Outcome) -> Json:
-    """Return the fields of ``Measured``."""
+def _answers(measurements: Iterable[Measurement]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:
+    """The outputs of earlier turns by configuration, prompt and repeat: what a conversation goes on with."""
+    answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
+    for each in measurements:
+        line = each.line
+        if isinstance(each.result, Generation) and not line.warmup:
+            turns = answers.setdefault((line.config, line.prompt, line.repeat), {})
+            turns[line.turn] = tuple(each.result.token_ids)
+    return answers
+
+
+def _measured(outcome: Outcome) -> Json:
+    """The fields of ``MeasuredOutput``."""
     return {
         "prompt_tokens": outcome.prompt_tokens,
         "new_tokens": outcome.tokens,

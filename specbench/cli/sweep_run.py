@@ -213,11 +213,11 @@ class RunJob:
 
     def say_at_start(self, start: Any, notes: Sequence[str], going_on: str | None) -> None:
         """What the machine is like, what there is to say of models, and that a run goes on (``None``: it begins)."""
-        from specbench.results.advice import at_start
+        from specbench.results.advice import warn_at_start
 
         for note in notes:
             self.say(f"note: {note}")
-        for warning in at_start(start):
+        for warning in warn_at_start(start):
             self.warn(warning)
         if going_on is not None and not self.quiet:
             self.say(f"Going on with {self.folder}{going_on}.")
