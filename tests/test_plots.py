@@ -386,7 +386,7 @@ class TestLooks:
         ], "each name has the mark of its line"
 
     def test_colors_of_several_drafters_are_theirs(self, drawn, df):
-        series = canvas.Run(df, plots.Look()).series
+        series = canvas.PlotData(df, plots.Look()).series
         colors = {each.name: each.color for each in series}
         assert colors["Qwen2.5-Coder-0.5B-Instruct, egag"] == colors["Qwen2.5-Coder-0.5B-Instruct"]
         assert len(set(colors.values())) == 4

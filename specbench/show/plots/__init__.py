@@ -1,7 +1,7 @@
-"""Figures of one run, each a ``matplotlib.figure.Figure`` of its own; no state of pyplot, no window.
+"""Figures of one run, each a ``matplotlib.figure.Figure`` of its own, without the state of pyplot or a window.
 
-A builder takes a ``canvas.Run`` and raises ``NoDataError`` with a reason where the run has nothing to show in its
-figure. Each stands in the file of its kind, under ``canvas.figure``, which enters it into ``FIGURES``.
+A function under ``canvas.figure`` draws a ``canvas.PlotData``, and raises ``NoDataError`` with a reason where there is
+nothing to show.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from matplotlib.ticker import FixedLocator
 from specbench.base.errors import UsageError
 from specbench.base.files import file_errors, write_bytes
 from specbench.results.results import Results
-from specbench.show.plots.canvas import FIGURES, SIZES, STYLE, Look, NoDataError, Run
+from specbench.show.plots.canvas import FIGURES, SIZES, STYLE, Look, NoDataError, PlotData
 
 __all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "figure_bytes", "save_figure"]
 
 FORMATS = ("png", "svg", "pdf")
 
-# Whatever `canvas.figure` enters; speed is what a report shows first.
+# Registers the figures; speed is what a report shows first.
 for _module in sorted(iter_modules(__path__), key=lambda module: (module.name != "speed", module.name)):
     import_module(f"{__name__}.{_module.name}")
 
@@ -43,12 +43,12 @@ class Drawn:
 
 
 def draw_figures(results: Results, only: Collection[str] | None = None, look: Look | None = None) -> Drawn:
-    """Draw a run.
+    """Draw figures of a run.
 
     Args:
         results: The run.
         only: Names of ``FIGURES``; ``None`` for all of them.
-        look: How they are laid out.
+        look: Their layout.
 
     Raises:
         UsageError: There is no figure of such a name, or nothing can be drawn.
@@ -58,10 +58,10 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
         raise UsageError(f"There is no figure {unknown[0]!r}.", f"Choose from {', '.join(FIGURES)}.")
     if results.done.empty:
         raise UsageError(
-            "There is nothing to plot: no generation of this run has finished.", "Go on with its sweep."
+            "There is nothing to plot: no generation of this run has finished.", "Continue its sweep."
         )
     look = look or Look()
-    run = Run(results, look)
+    run = PlotData(results, look)
     figures: dict[str, Figure] = {}
     skipped: dict[str, str] = {}
     style: Any = {**STYLE, **{name: share * look.font_size for name, share in SIZES.items()}}
@@ -71,10 +71,10 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
         for name, kind in FIGURES.items():
             if only is None or name in only:
                 try:
-                    figures[name] = _settled(kind.build(run))
+                    figures[name] = _freeze_layout(kind.build(run))
                 except NoDataError as reason:
-                    untold = run.servers and not kind.of_servers
-                    skipped[name] = "no server tells its single steps" if untold else str(reason)
+                    unknown_steps = run.servers and not kind.of_servers
+                    skipped[name] = "servers do not report their steps" if unknown_steps else str(reason)
                 except UserWarning:
                     skipped[name] = "its letters do not fit into its width"
     if not figures:
@@ -84,15 +84,15 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
     return Drawn(figures, skipped)
 
 
-def _settled(figure: Figure) -> Figure:
-    """Lay it out for good: done anew at every saving, the layout would wander a little each time.
+def _freeze_layout(figure: Figure) -> Figure:
+    """Lay a figure out for good, with its ticks: each saving would change the layout a little, and the ticks.
 
-    Its ticks stay too: matplotlib chooses as many as fit letters of the size that is in force, and saving has another.
+    matplotlib chooses as many ticks as fit letters of the current size, which is another one at saving.
     """
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)
-    engine.execute(figure)  # once more, with the ticks that go with the room there is
+    engine.execute(figure)  # once more, with the ticks that fit the final size
     figure.set_layout_engine("none")
     for axes in figure.findobj(Axes):
         for axis in (axes.xaxis, axes.yaxis):
@@ -102,17 +102,17 @@ def _settled(figure: Figure) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the name's ending says; the same figure gives the same bytes.
+    """Write a figure in the format of the file's extension; the same figure gives the same bytes.
 
     Raises:
-        UsageError: A symbolic link stands there. RunError: The file cannot be written.
+        UsageError: There is a symbolic link. RunError: The file cannot be written.
     """
     with file_errors(f"{str(path)!r} cannot be written", "Give another --out."):
         write_bytes(path, figure_bytes(figure, path.suffix[1:]))
 
 
 def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
-    """A figure as a file of one of ``FORMATS``; ``dpi`` other than the usual makes a smaller one."""
+    """Return a figure as a file of one of ``FORMATS``."""
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")

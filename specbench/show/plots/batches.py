@@ -1,36 +1,17 @@
-"""Figures of requests side by side: speedup against batch, and throughput against what each request sees."""
+"""Figures of requests side by side: speedup against batch size, and throughput against latency."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from specbench.results.requests import Line, RequestRow, is_closed, lines_of, request_rows
+from specbench.results.requests import BatchCurve, RequestRow, batch_curves, is_closed, request_rows
 from specbench.results.run import RunConfig
-from specbench.show.plots.canvas import (
-    BLACK,
-    COLORS,
-    GRAY,
-    MARKERS,
-    NoDataError,
-    Run,
-    Series,
-    all_rows,
-    draw_levels,
-    draw_series,
-    figure,
-    finish,
-    fit_y,
-    grid_lines,
-    letter_size,
-    mark_cut,
-    new_figure,
-    panels,
-    short,
-)
+from specbench.show.plots import canvas
+from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,31 +19,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ALONE = "requests were decoded one after the other"
-_NAME = 30  # characters of a drafter's name
-_CORNERS: tuple[tuple[int, int, Literal["left", "right"]], ...] = (
-    (-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right"),
-)  # fmt: skip
+_CORNERS = ((-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right"))
 """Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
 
 
-@figure("batches", "speedup against batch, one line per drafter and policy", table="Speed", of_servers=True)
-def speedup_by_batch(run: Run) -> Figure:
-    """A line for each drafter and policy over the batches."""
+@figure(
+    "batches",
+    "speedup against batch size, one line per drafter and draft policy",
+    table="Speed",
+    of_servers=True,
+)
+def speedup_by_batch(run: PlotData) -> Figure:
     series = _series(run)
     if not series:
         raise NoDataError("no closed loop was measured" if run.summary.side_by_side else _ALONE)
-    body = new_figure(run, 3.6)
+    body = canvas.new_figure(run, 3.6)
     axes = body.subplots()
     _batch_axis(axes, sorted({x for each in series for x in each.x}))
-    draw_series(axes, series, "speedup")
-    fit_y(axes, all_rows(series), "speedup", 1.0)
-    mark_cut(axes, series, "speedup")
+    canvas.draw_series(axes, series, "speedup", include=[1.0])
     over = short(run.summary.over, 20)
-    draw_levels(axes, {f"{over} = 1": 1.0})
+    canvas.draw_levels(axes, {f"{over} = 1": 1.0})
     axes.set_ylabel(f"speedup over {over} (×)")
-    grid_lines(axes)
-    remark = "Of the throughput, at the same batch."
-    return finish(body, run, "Speedup against batch", remark, run.intervals, _chosen(run))
+    canvas.grid_lines(axes)
+    remark = "Ratio of throughputs at the same batch size."
+    return canvas.finish(body, run, "Speedup against batch size", remark, run.intervals, _chosen(run))
 
 
 @figure(
@@ -71,127 +51,124 @@ def speedup_by_batch(run: Run) -> Figure:
     table="Requests side by side",
     of_servers=True,
 )
-def latency(run: Run) -> Figure:
-    """Throughput against the time per token and per answer, a line over the batches with each drafter and without."""
+def latency(run: PlotData) -> Figure:
     requests = request_rows(run.results)
     if not requests:
         raise NoDataError(_ALONE)
-    body, both = panels(run, 2, 2.55, "tokens/s of all requests", sharey=True)
-    shown = list(_served(run, requests))
+    body, both = canvas.panels(run, 2, 2.55, "tokens/s of all requests", sharey=True)
+    lines = list(_lines(run, requests))
     for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
-        for number, (label, mine, color, marker) in enumerate(shown):
+        for number, (label, mine, color, marker) in enumerate(lines):
             right, up, alignment = _CORNERS[number % len(_CORNERS)]
-            x = np.array(
-                [1000.0 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
-            )
-            y = np.array([row.throughput.value for row in mine])
-            batches = np.array([row.config.batch for row in mine])
-            there = np.isfinite(x) & np.isfinite(y)
-            if not there.any():
-                continue
-            axes.plot(x[there], y[there], color=color, marker=marker, zorder=3, label=label)
-            for at, height, batch in zip(x[there], y[there], batches[there], strict=True):
-                axes.annotate(
-                    f"{batch:g}",
-                    (at, height),
-                    xytext=(right, up),
-                    textcoords="offset points",
-                    ha=alignment,
-                    fontsize=letter_size(0.75),
-                    color=color,
+            numbers: Any = {
+                "xytext": (right, up),
+                "textcoords": "offset points",
+                "ha": alignment,
+                "color": color,
+            }
+            points = [
+                (
+                    1000.0 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"],
+                    row.throughput.value,
+                    row,
                 )
+                for row in mine
+            ]
+            points = [point for point in points if np.isfinite(point[:2]).all()]
+            if points:
+                x, y, _ = zip(*points, strict=True)
+                axes.plot(x, y, color=color, marker=marker, zorder=3, label=label)
+                for at, height, row in points:
+                    text = f"{row.config.batch}"
+                    axes.annotate(text, (at, height), fontsize=canvas.font_size(0.75), **numbers)
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        grid_lines(axes, "both")
+        canvas.grid_lines(axes, "both")
     if not any(axes.lines for axes in both):
         raise NoDataError("no request emitted two tokens or more")
-    remark = "Numbers: requests at a time. Up and to the left is better. An answer's time has its wait in it."
-    return finish(body, run, "Throughput against latency", remark, _chosen(run))
+    remark = (
+        "Numbers: requests at a time. Up and to the left is better. The time per answer includes waiting."
+    )
+    return canvas.finish(body, run, "Throughput against latency", remark, _chosen(run))
 
 
-def _served(run: Run, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:
-    """Name, rows by rising batch, color and marker of plain decoding, and of every drafter and policy beside it.
+def _lines(run: PlotData, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:
+    """Yield name, rows by rising batch size, color and marker for plain decoding and every drafter and draft policy.
 
-    Of several γ that with the highest throughput; lines are apart by temperature and by how requests come.
+    Of several γ that with the highest throughput; lines are separate by temperature and arrivals.
     """
-    alike: dict[tuple[str, _Place, str], dict[int | None, list[RequestRow]]] = {}
+    alike: dict[tuple[str, _Key, str], dict[int | None, list[RequestRow]]] = {}
     for row in sorted(requests, key=lambda row: row.config.batch or 1):
-        key = (row.config.kind, _place(row.config), _how(row.config))
-        alike.setdefault(key, {}).setdefault(row.config.gamma, []).append(row)
-    temperatures = {place.temperature for _, place, _ in alike}
-    hows = {how for _, _, how in alike}
-    ranks = [_place(line.rows[0].config) for line in _best(run)]
-    for number, ((kind, place, how), by_gamma) in enumerate(alike.items()):
+        arrivals = "closed" if is_closed(row.config) else str(row.config.arrivals)
+        kind = (row.config.kind, _Key.of(row.config), arrivals)
+        alike.setdefault(kind, {}).setdefault(row.config.gamma, []).append(row)
+    temperatures = {key.temperature for _, key, _ in alike}
+    several = len({arrivals for _, _, arrivals in alike}) > 1
+    ranks = [_Key.of(curve.rows[0].config) for curve in _best(run)]
+    for number, ((what, key, arrivals), by_gamma) in enumerate(alike.items()):
         best = max(by_gamma.values(), key=_mean_throughput)
-        gamma = best[0].config.gamma
-        policy = place.policy if gamma is None else f"γ = {gamma}"
-        parts = ["plain"] if kind == "plain" else [short(place.drafter, _NAME), short(policy, 20)]
-        if kind == "server":
-            parts = parts[:1]
-        elif kind != "plain" and len(run.drafters) == 1:
-            parts = parts[1:]
-        parts += [f"T = {place.temperature:g}"] * (len(temperatures) > 1) + [how or "closed"] * (
-            len(hows) > 1
-        )
-        color = COLORS[ranks.index(place) % len(COLORS)] if place in ranks else GRAY
-        first = best[0].config.id == best[0].config.baseline
-        yield ", ".join(parts), best, BLACK if first else color, MARKERS[number % len(MARKERS)]
+        config = best[0].config
+        parts = ["plain"] if what == "plain" else [short(key.drafter, canvas.NAME)]
+        if what not in ("plain", "server"):
+            parts = [*parts, _policy(config)] if len(run.drafters) > 1 else [_policy(config)]
+        parts += [f"T = {key.temperature:g}"] * (len(temperatures) > 1) + [arrivals] * several
+        color = canvas.COLORS[ranks.index(key) % len(canvas.COLORS)] if key in ranks else canvas.GREY
+        if config.id == config.baseline:
+            color = canvas.BLACK
+        yield ", ".join(parts), best, color, canvas.MARKERS[number % len(canvas.MARKERS)]
 
 
 def _mean_throughput(rows: Sequence[RequestRow]) -> float:
     return float(np.mean(np.log([row.throughput.value for row in rows])))
 
 
-def _how(config: RunConfig) -> str:
-    """How requests come, empty for as many clients as the batch."""
-    return "" if is_closed(config) else str(config.arrivals)
+def _policy(config: RunConfig) -> str:
+    return short(config.policy, 20) if config.gamma is None else f"γ = {config.gamma}"
 
 
-class _Place(NamedTuple):
-    """What a line over the batches is of."""
+class _Key(NamedTuple):
+    """What the configurations of a line over the batch sizes have in common."""
 
     drafter: str
     policy: str
     temperature: float
 
+    @classmethod
+    def of(cls, config: RunConfig) -> _Key:
+        return cls(config.drafter, config.policy, config.temperature)
 
-def _place(config: RunConfig) -> _Place:
-    return _Place(config.drafter, config.draft_policy, config.temperature)
 
-
-def _best(run: Run) -> list[Line]:
-    """Of each drafter, policy and temperature the line of the best γ."""
-    found: dict[_Place, Line] = {}
-    for line in lines_of(run.summary):  # the best first
-        found.setdefault(_place(line.rows[0].config), line)
+def _best(run: PlotData) -> list[BatchCurve]:
+    """Return the curve of the best γ for each drafter, draft policy and temperature."""
+    found: dict[_Key, BatchCurve] = {}
+    for curve in batch_curves(run.summary):  # the best first
+        found.setdefault(_Key.of(curve.rows[0].config), curve)
     return list(found.values())
 
 
-def _chosen(run: Run) -> str:
-    several = len(_best(run)) < len(lines_of(run.summary))
-    return "Of several γ the one that is best over the batches." if several else ""
+def _chosen(run: PlotData) -> str:
+    several = len(_best(run)) < len(batch_curves(run.summary))
+    return "Of several γ the best over all batch sizes." if several else ""
 
 
-def _series(run: Run) -> list[Series]:
-    """Lines over the batches; x is the logarithm of the batch."""
-    lines = _best(run)
-    several = len({line.rows[0].config.temperature for line in lines}) > 1
+def _series(run: PlotData) -> list[Series]:
+    """Return lines over the batch sizes; x is the logarithm of the batch size."""
+    curves = _best(run)
+    several = len({curve.rows[0].config.temperature for curve in curves}) > 1
     out = []
-    for number, line in enumerate(lines):
-        config = line.rows[0].config
+    for number, curve in enumerate(curves):
+        config = curve.rows[0].config
         server = config.kind == "server"
-        policy = short(config.draft_policy, 20) if config.gamma is None else f"γ = {config.gamma}"
         parts = (
-            short(config.drafter, _NAME) if server or len(run.drafters) > 1 else "",
-            "" if server else policy,
+            short(config.drafter, canvas.NAME) if server or len(run.drafters) > 1 else "",
+            "" if server else _policy(config),
             f"T = {config.temperature:g}" if several else "",
             "",
         )
-        name = ", ".join(filter(None, parts))
-        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-        x = np.log2(np.array(line.batches, dtype=float))
-        out.append(Series(name, parts, config.drafter, line.rows, x, False, color, marker))
+        color, marker = (each[number % len(each)] for each in (canvas.COLORS, canvas.MARKERS))
+        x = np.log2(np.array(curve.batches, dtype=float))
+        out.append(Series(parts, config.drafter, curve.rows, x, False, color, marker))
     return out
 
 
