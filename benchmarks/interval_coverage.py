@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats as distributions
 
-from specbench.results.pairs import paired_runs
+from specbench.results.pairs import paired_generations
 from specbench.results.results import load_results
 from specbench.results.stats import mean_intervals, nested_means, pooled_speedup
 
@@ -115,7 +115,7 @@ def stored_logs(folder: Path) -> dict[str, Floats]:
     """Mean log speedups of the prompts of every configuration of every run in a folder."""
     found = {}
     for run in sorted(path.parent for path in folder.glob("*/run.json")):
-        for config, pairs in paired_runs(load_results(run)).groupby("config", sort=False):
+        for config, pairs in paired_generations(load_results(run)).groupby("config", sort=False):
             logs = np.log(pairs["ratio"].to_numpy())
             means = nested_means(logs, pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy())[1]
             found[f"{run.name}: {config}"] = np.asarray(means - means.mean())

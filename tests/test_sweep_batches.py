@@ -35,7 +35,8 @@ from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, p
 from specbench.generate_many import GenerationRuns
 from specbench.results import predict, stats
 from specbench.results.compare import compare_configs
-from specbench.results.requests import Line, RequestRow, lines_of, request_rows
+from specbench.results.load import LoadSnapshot
+from specbench.results.requests import BatchCurve, RequestRow, batch_curves, request_rows
 from specbench.results.results import load_results
 from specbench.results.rows import to_frame
 from specbench.results.run import RunConfig
@@ -568,7 +569,7 @@ def test_percentiles_are_those_of_all_requests(tmp_path):
     assert request_rows(load_results(write_batches(tmp_path / "none", batches=(), turns=None))) == []
 
 
-def line(*points: tuple[int, stats.Verdict | None]) -> Line:
+def line(*points: tuple[int, stats.Verdict | None]) -> BatchCurve:
     values = {"faster": (1.5, 1.2), "cannot tell": (1.05, 0.95), "slower": (0.8, 0.7)}
 
     def row(batch: int, verdict: stats.Verdict | None) -> SummaryRow:
@@ -581,7 +582,7 @@ def line(*points: tuple[int, stats.Verdict | None]) -> Line:
         value, low = values[verdict]
         return SummaryRow(config, 9, verdict=verdict, speedup=Estimate(value, low, value * 1.1, 9))
 
-    return Line([row(batch, verdict) for batch, verdict in points])
+    return BatchCurve([row(batch, verdict) for batch, verdict in points])
 
 
 @pytest.mark.parametrize(
@@ -632,7 +633,7 @@ def test_a_disturbed_run_gives_provisional_verdicts_in_words():
 def test_the_answer_of_batches(falls):
     frame = load_results(falls)
     summary = summarize(frame)
-    lines = lines_of(summary)
+    lines = batch_curves(summary)
     assert [each.rows[0].config.gamma for each in lines] == [3, 1]
     assert lines[0].batches == [1, 2, 4, 8]
     (answer,) = find_answers(frame, summary, categorize(frame))

@@ -23,7 +23,7 @@ from specbench.decoding.records import PARTS, Step, StepTimes
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.acceptance import AcceptedRow, PositionRow, RankRow, accepted_lengths, positions, ranks
-from specbench.results.pairs import paired_runs
+from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results
 from specbench.results.rows import to_frame
 from specbench.results.run import Environment, Run, RunConfig, TargetModel
@@ -107,7 +107,7 @@ class TestPairedRuns:
             row("plain", "a-1", 8.0, turn=1), row("x", "a-1", 4.0, turn=1),
             row("x", "b-1", 30.0),
         )  # fmt: skip
-        pairs = paired_runs(df)
+        pairs = paired_generations(df)
         assert pairs[["turn", "repeat", "ratio"]].to_numpy().tolist() == [
             [0, 0, 2.0],
             [0, 1, 4.0],
@@ -118,14 +118,14 @@ class TestPairedRuns:
     def test_whole_times_are_taken_per_token(self):
         """An output twice as long that takes twice as long is no slower."""
         longer = row("x", "a-1", new_tokens=22, total_s=3.0)
-        pairs = paired_runs(frame_of(row("plain", "a-1"), longer))
+        pairs = paired_generations(frame_of(row("plain", "a-1"), longer))
         assert pairs["ratio_total"].item() == pytest.approx((1.5 / 11) / (3.0 / 22))
 
     def test_failures_pair_with_nothing(self):
         df = frame_of(
             row("plain", "a-1", status="failed"), row("x", "a-1"), row("plain", "b-1"), row("x", "b-1")
         )
-        assert paired_runs(df)["prompt"].tolist() == ["b-1"]
+        assert paired_generations(df)["prompt"].tolist() == ["b-1"]
 
     def test_each_temperature_has_its_own_baseline(self):
         hot = {"temperature": 0.7, "baseline": "plain-hot"}
@@ -133,7 +133,7 @@ class TestPairedRuns:
             row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
             row("plain-hot", "a-1", 5.0, kind="plain", **hot), row("x-hot", "a-1", 20.0, **hot),
         )  # fmt: skip
-        pairs = paired_runs(df).set_index("config")
+        pairs = paired_generations(df).set_index("config")
         assert pairs["ratio"].to_dict() == {"x": 2.0, "x-hot": 4.0}
         assert pairs["identical"].to_dict() == {"x": True, "x-hot": None}
 
@@ -324,7 +324,7 @@ class TestOtherFrames:
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
         cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram-g4")].iloc[0]
-        pairs = paired_runs(made)
+        pairs = paired_generations(made)
         mine = pairs[(pairs["category"] == "code") & (pairs["config"] == "ngram-g4")]
         expected = stats.geometric_mean(mine["ratio"], mine["prompt"].to_numpy(), mine["repeat"].to_numpy())
         assert (cell["speedup"], cell["prompts"]) == (pytest.approx(expected.value), 2)

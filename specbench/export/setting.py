@@ -15,7 +15,7 @@ from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.recipe import Recipe
 from specbench.results import stats
-from specbench.results.compare import named_config, side_by_side
+from specbench.results.compare import find_config, side_by_side
 from specbench.results.results import Results
 from specbench.results.run import Run
 from specbench.results.steps import Steps
@@ -281,9 +281,9 @@ class _RunSettings:
             ),
         )
 
-    def named(self, name: str) -> SummaryRow:
-        """Return the row of a setting by its name or id."""
-        config = named_config(self.run, name, self.name)
+    def named(self, wanted: str) -> SummaryRow:
+        """The row of a setting by its name or id."""
+        config = find_config(self.run, wanted, self.name)
         if config.kind != "speculative":
             raise UsageError(
                 f"The setting {name!r} is not speculative decoding by specbench.", "Name one that drafts."

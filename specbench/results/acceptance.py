@@ -1,4 +1,4 @@
-"""Which drafts were accepted: by position, by rank in trees, and how many in a step."""
+"""Which drafted tokens were accepted: by position, by rank in draft trees, and how many in a step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class PositionRow:
     """A position in the drafts of a configuration.
 
     Attributes:
-        config: Which.
+        config: The configuration.
         position: From 1.
-        drafted, tested, accepted: Numbers of steps that did so with it. A server reports what was accepted there, and
-            how many steps drafted at all: where its drafts are of several lengths, the other two are after the first
-            position the most that can be.
+        drafted, tested, accepted: Numbers of steps. A server reports only acceptance by position and the number of
+            steps that drafted: if its drafts differ in length, ``drafted`` and ``tested`` are upper bounds after the
+            first position.
         rate: Accepted over tested.
         rate_of_drafted: Accepted over drafted.
         alpha: Mean of ``sum_x min(p, q)`` where tested.
-        least: Whether the rates are the least that can be.
+        least: Whether the rates are lower bounds.
     """
 
     config: RunConfig
@@ -44,13 +44,13 @@ class PositionRow:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """Nodes of one depth and rank in the trees of a configuration.
+    """Nodes of one depth and rank in the draft trees of a configuration.
 
     Attributes:
-        config: Which.
+        config: The configuration.
         depth: From 1.
-        rank: How many candidates of the same node come before it.
-        tested, accepted: Nodes there at whose place something was tested, and that were accepted.
+        rank: Number of candidates of the same node before it.
+        tested, accepted: Numbers of nodes that were reached, and of those accepted.
         rate: Accepted over tested.
     """
 
@@ -64,14 +64,14 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRow:
-    """Steps of a configuration that accepted so many drafts, of those that drafted something.
+    """Steps of a configuration with one accepted length, among those that drafted something.
 
     Attributes:
-        config: Which.
-        accepted: How many drafts.
+        config: The configuration.
+        accepted: The accepted length.
         steps: Number of steps.
-        share: Of all that drafted.
-        share_iid: What tests that pass independently with chance α would give.
+        share: Of all steps that drafted.
+        share_iid: The same if every test passed independently with probability α.
         undrafted: Share of all steps that drafted nothing.
     """
 
@@ -84,52 +84,44 @@ class AcceptedRow:
 
 
 def positions(results: Results) -> list[PositionRow]:
-    """Acceptance by draft position, for each configuration from the first to the last."""
+    """Return acceptance by draft position, each configuration's from the first to the last."""
     steps, found = by_config(results), []
     for config in configs_of(results):
         if config.kind == "server":
             found += _positions_of_server(results, config)
             continue
         mine = steps.get(config.id)
-        longest = 0 if mine is None else int(mine["drafted"].max(initial=0))
-        if mine is None or not longest:
+        if mine is None or not (longest := int(mine["drafted"].max(initial=0))):
             continue
-        drafted, tested, accepted = (
-            at_least(mine[name], longest).tolist() for name in ("drafted", "tested", "accepted")
-        )
-        alpha = mine.alpha_by_position(longest).tolist()
-        found += [
-            PositionRow(
-                config, i + 1, drafted[i], tested[i], accepted[i],
-                ratio(accepted[i], tested[i]), ratio(accepted[i], drafted[i]), alpha[i], least=False,
-            )
-            for i in range(longest)
-        ]  # fmt: skip
+        counts = [at_least(mine[name], longest).tolist() for name in ("drafted", "tested", "accepted")]
+        columns = zip(*counts, mine.alpha_by_position(longest).tolist(), strict=True)
+        for position, (drafted, tested, accepted, alpha) in enumerate(columns, 1):
+            rates = ratio(accepted, tested), ratio(accepted, drafted)
+            found.append(PositionRow(config, position, drafted, tested, accepted, *rates, alpha, least=False))
     return found
 
 
 def _positions_of_server(results: Results, config: RunConfig) -> list[PositionRow]:
-    """From what a server reported of its answers, or of groups of them."""
-    told = reported(results, results.done[results.done["config"] == config.id])
-    told = told[told["kept_at"].notna()]
-    if told.empty:
+    """Return what a server reported with its answers, or else for groups of them."""
+    reports = reported(results, results.done[results.done["config"] == config.id])
+    reports = reports[reports["kept_at"].notna()]
+    if reports.empty:
         groups = results.groups
-        told = groups[(groups["config"] == config.id) & groups["kept_at"].notna()]
-    kept = [int(sum(places)) for places in zip_longest(*told["kept_at"], fillvalue=0)]
-    drafts, drafted = int(told["drafts"].sum()), int(told["drafted"].sum())
+        reports = groups[(groups["config"] == config.id) & groups["kept_at"].notna()]
+    kept = [int(sum(counts)) for counts in zip_longest(*reports["kept_at"], fillvalue=0)]
+    drafts, drafted = int(reports["drafts"].sum()), int(reports["drafted"].sum())
     if not drafts:
         return []
-    return [
-        PositionRow(
-            config, place + 1, drafts, tested, accepted, ratio(accepted, tested), ratio(accepted, drafts),
-            math.nan, least=place > 0 and drafted < drafts * len(kept),
-        )
-        for place, (accepted, tested) in enumerate(zip(kept, [drafts, *kept], strict=False))
-    ]  # fmt: skip
+    found = []
+    for position, (accepted, tested) in enumerate(zip(kept, [drafts, *kept], strict=False), 1):
+        rates = ratio(accepted, tested), ratio(accepted, drafts)
+        least = position > 1 and drafted < drafts * len(kept)
+        found.append(PositionRow(config, position, drafts, tested, accepted, *rates, math.nan, least))
+    return found
 
 
 def ranks(results: Results) -> list[RankRow]:
-    """Acceptance in trees by depth and rank; none of configurations without trees."""
+    """Return acceptance in draft trees by depth and rank, for configurations with trees."""
     done = results.done[["config", "steps_widths", "steps_ranks"]]
     counts = {str(config): rank_counts(mine) for config, mine in done.groupby("config", sort=False)}
     return [
@@ -140,7 +132,7 @@ def ranks(results: Results) -> list[RankRow]:
 
 
 def accepted_lengths(results: Results) -> list[AcceptedRow]:
-    """How many drafts steps accepted, from none to all."""
+    """Return how often each accepted length occurred."""
     steps, found = by_config(results), []
     for config in configs_of(results):
         mine = steps.get(config.id)
@@ -154,10 +146,9 @@ def accepted_lengths(results: Results) -> list[AcceptedRow]:
         # At least n pass if n were drafted; steps differ in their draft length.
         reach = [float((gammas >= n).mean() * alpha**n) for n in range(longest + 1)] + [0.0]
         undrafted = float(1.0 - drafting.mean())
+        shares = counts / counts.sum()
         found += [
-            AcceptedRow(
-                config, n, int(counts[n]), float(counts[n] / counts.sum()), reach[n] - reach[n + 1], undrafted
-            )
+            AcceptedRow(config, n, int(counts[n]), float(shares[n]), reach[n] - reach[n + 1], undrafted)
             for n in range(longest + 1)
         ]
     return found

@@ -1,26 +1,25 @@
-"""Two runs, or two configurations of one, held against each other: A over B with an interval and a verdict.
+"""Comparison of two runs, or of two configurations of one: A over B with an interval and a verdict.
 
 Configurations of one run were measured side by side and are paired generation by generation. Two runs were not: they
-are paired by prompt, and what the machine did differently between them stays in the ratio. Definitions:
-docs/metrics.md.
+are paired by prompt, and changes of the machine between them remain in the ratio. Definitions: docs/metrics.md.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
-from specbench.results.pairs import paired_runs, whole_speed
+from specbench.results.pairs import paired_generations, whole_speed
 from specbench.results.results import Results
-from specbench.results.run import PLAIN, Environment, Run, RunConfig
-from specbench.results.summary import baseline_words, disturbance
+from specbench.results.run import PLAIN, Run, RunConfig
+from specbench.results.summary import baseline_name, disturbance
+from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +28,7 @@ COMPARISON_VERSION = 1
 """Version of ``to_json``. 1: first release."""
 
 Measure: TypeAlias = Literal["speed", "speedup"]
-"""Decode tokens/s, or that over the baseline of the same run."""
+"""Decode tokens/s, or their ratio to the baseline of the same run."""
 
 _MANY = 20  # intervals of which one is expected to miss
 _KEY = ["prompt", "turn", "repeat"]
@@ -52,11 +51,11 @@ class Row:
     Attributes:
         config_a, config_b: Their ids.
         label: Name of the row.
-        category: Whose prompts it is about; ``None`` for all.
+        category: Of the prompts; ``None`` for all.
         a, b: Speed (tokens/s) or speedup of either, geometric mean over the prompts that both have.
         ratio: A over B; NaN without common prompts.
-        verdict: What the interval allows to say about A.
-        provisional: Whether the interval was widened for that, because the measurements were disturbed.
+        verdict: What the interval says about A.
+        provisional: Whether the verdict is from a wider interval, because the measurements were disturbed.
     """
 
     config_a: str
@@ -77,9 +76,9 @@ class Compared:
     Attributes:
         a, b: Names of the two sides.
         measure: What is compared.
-        rows: For each configuration a row on all prompts, followed by one for each category where there are several.
-        notes: What has to be known to read it, sentences.
-        disturbance: Why verdicts are provisional, empty where they are not.
+        rows: For each configuration a row for all prompts, then one for each category if there are several.
+        notes: Sentences that explain the table.
+        disturbance: Why verdicts are provisional; empty if they are not.
     """
 
     a: str
@@ -91,11 +90,11 @@ class Compared:
 
     @property
     def overall(self) -> list[Row]:
-        """The rows on all prompts."""
+        """The rows for all prompts."""
         return [row for row in self.rows if row.category is None]
 
     def below(self, ratio: float) -> list[Row]:
-        """The rows on all prompts whose interval over prompts lies wholly below ``ratio``; none if disturbed."""
+        """Return the rows for all prompts whose interval lies wholly below ``ratio``; none if disturbed."""
         return [
             row
             for row in self.overall
@@ -108,28 +107,22 @@ class Compared:
 
 
 def compare_configs(results: Results, a: str, b: str) -> Compared:
-    """Configuration ``a`` over ``b`` of one run, each named by id or label.
-
-    Args:
-        results: The run.
-        a, b: The configurations.
+    """Compare configuration ``a`` with ``b`` of one run, each given by id or label.
 
     Raises:
         UsageError: There is no such configuration, both are the same, or they have no generation in common.
     """
-    run = results.run
-    first, second = named_config(run, a, "this run"), named_config(run, b, "this run")
+    first, second = (find_config(results.run, name, "this run") for name in (a, b))
     if first.id == second.id:
         raise UsageError(
             "A configuration is compared with itself.", "Name two configurations with --a and --b."
         )
+    label_a, label_b = one_line(first.label), one_line(second.label)
     pairs = side_by_side(results, first.id, second.id)
     if pairs.empty:
         raise UsageError(
-            f"{one_line(first.label)} and {one_line(second.label)} have no finished generation in common.",
-            "Go on with the sweep.",
+            f"{label_a} and {label_b} have no finished generation in common.", "Continue the sweep."
         )
-    labels = one_line(first.label), one_line(second.label)
     rows = []
     for category, mine in _by_category(pairs):
         prompts, repeats = mine["prompt"].to_numpy(), mine["repeat"].to_numpy()
@@ -137,40 +130,31 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
             stats.geometric_mean(values.to_numpy(), prompts, repeats)
             for values in (mine["a"], mine["b"], mine["a"] / mine["b"])
         )
-        rows.append(
-            Row(first.id, second.id, labels[0], category, speed_a, speed_b, ratio, stats.verdict(ratio))
-        )
+        verdict = stats.verdict(ratio)
+        rows.append(Row(first.id, second.id, label_a, category, speed_a, speed_b, ratio, verdict))
     notes = [
         "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
         " Both decoded each prompt back to back.",
         *_batch_notes(first, second),
         *_interval_notes(rows),
     ]
-    return _judged(Compared(*labels, "speed", rows, notes), disturbance(results))
+    return _with_disturbance(Compared(label_a, label_b, "speed", rows, notes), disturbance(results))
 
 
-def _judged(compared: Compared, disturbed: str) -> Compared:
-    """A comparison, with provisional verdicts if the measurements were disturbed."""
-    if not disturbed:
+def _with_disturbance(compared: Compared, why: str) -> Compared:
+    """Make the verdicts provisional if the measurements were disturbed."""
+    if not why:
         return compared
     rows = []
     for row in compared.rows:
         verdict = stats.verdict(row.ratio, disturbed=True)
-        rows.append(dataclasses.replace(row, verdict=verdict, provisional=verdict != "cannot tell"))
-    notes = [
-        disturbed,
-        *([stats.PROVISIONAL] if any(row.provisional for row in rows) else []),
-        *compared.notes,
-    ]
-    return dataclasses.replace(compared, rows=rows, notes=notes, disturbance=disturbed)
+        rows.append(replace(row, verdict=verdict, provisional=verdict != "cannot tell"))
+    explained = [stats.PROVISIONAL] if any(row.provisional for row in rows) else []
+    return replace(compared, rows=rows, notes=[why, *explained, *compared.notes], disturbance=why)
 
 
 def side_by_side(results: Results, a: str, b: str) -> pd.DataFrame:
-    """Decode speeds of two configurations of one run for the same prompt, turn and repeat.
-
-    Args:
-        results: The run.
-        a, b: Ids of the configurations.
+    """Pair the decode speeds of two configurations of one run, given by id, by prompt, turn and repeat.
 
     Returns:
         One row per pair with ``prompt, turn, repeat, category, a, b``.
@@ -196,18 +180,18 @@ def compare_runs(
     measure: Measure | None = None,
     other_target: bool = False,
 ) -> Compared:
-    """Run A over run B: configurations matched by id, or else by label, and paired by prompt.
+    """Compare run A with run B: configurations matched by id, else by label, and paired by prompt.
 
     Args:
         results_a, results_b: The runs.
-        names: Of the runs.
-        a, b: Compare this configuration of A with that of B only; one alone stands for both.
-        measure: ``None`` takes speeds on one kind of machine and speedups on two.
+        names: Names of the runs.
+        a, b: Compare only this configuration of A with that of B; one alone stands for both.
+        measure: ``None`` compares speeds on one kind of machine and speedups on two.
         other_target: Compare although the targets differ.
 
     Raises:
-        UsageError: They are one run, their targets differ, they have no configuration or prompt in common, or speeds
-            of two machines are asked for.
+        UsageError: They are one run, their targets differ, they have no configuration or prompt in common, or
+            ``measure`` is speed on two machines.
     """
     run_a, run_b = results_a.run, results_b.run
     if run_a.run_id == run_b.run_id:
@@ -217,93 +201,82 @@ def compare_runs(
         )
     targets = _differing_targets(run_a, run_b)
     if targets and not other_target:
-        raise UsageError(
-            f"The targets differ ({targets}).", "Add --other-target to compare them nevertheless."
-        )
+        raise UsageError(f"The targets differ ({targets}).", "Add --other-target to compare them anyway.")
     machines = _differing_machines(run_a, run_b)
     if machines and measure == "speed":
         raise UsageError(
-            f"The runs were made on different machines ({machines}), so their speeds say nothing about each other.",
+            f"The runs were made on different machines ({machines}), so their speeds cannot be compared.",
             "Compare speedups: --measure speedup.",
         )
     measure = measure or ("speedup" if machines else "speed")
     matches = _matched(run_a, run_b, a, b, measure)
-    values_a, values_b = (_values(each, measure) for each in (results_a, results_b))
-    prompts, left_out = _common_prompts(results_a, results_b)
+    values = [_values(each, measure) for each in (results_a, results_b)]
+    prompts, prompt_notes = _common_prompts(results_a, results_b)
     rows: list[Row] = []
     missing: list[str] = []
-    for config_a, config_b in matches:
-        found = list(
-            _rows(
-                config_a,
-                config_b,
-                *(
-                    values[(values["config"] == config.id) & values["prompt"].isin(prompts)]
-                    for values, config in ((values_a, config_a), (values_b, config_b))
-                ),
-            )
+    for match in matches:
+        ours, theirs = (
+            each[(each["config"] == config.id) & each["prompt"].isin(prompts)]
+            for each, config in zip(values, match, strict=True)
         )
+        found = list(_rows(*match, ours, theirs))
         rows += found
-        missing += [] if found else [one_line(config_a.label)]
+        missing += [] if found else [one_line(match[0].label)]
     if not rows:
         what = "prompt" if not prompts else "finished generation"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
     over = _baselines(run_a, run_b)
+    what = "decode tokens/s" if measure == "speed" else f"speedup over {over} of its own run,"
     notes = [
-        _meaning(measure, over),
-        *_batch_notes(*(config for pair in matches for config in pair)),
-        *_machine_notes(machines, measure, over),
-        *(_baseline_notes(rows, run_a) if measure == "speed" else ()),
-        *([f"The targets differ: {targets}."] if targets else []),
-        *_difference_notes(run_a, run_b),
-        *left_out,
-        *_missing_notes(missing, _unmatched(run_a, run_b, matches) if a is b is None else [], names),
-        *_interval_notes(rows),
+        f"A / B: {what} of A over that of B, geometric mean over the prompts that both have; above 1, A is faster.",
+        *_batch_notes(*(config for match in matches for config in match)),
     ]
-    disturbed = [
-        f"{'AB'[side]}: {why}"
-        for side, each in enumerate((results_a, results_b))
-        if (why := disturbance(each))
-    ]
+    if machines:
+        notes.append(f"The machines differ ({machines}), so only ratios to {over} of each run are compared.")
+    if measure == "speed":
+        notes.append(
+            "The runs were not made at the same time: changes of the machine between them are in the ratios and not in"
+            f" their intervals. --measure speedup compares each with {over} of its own run instead."
+        )
+        notes += _baseline_notes(rows, run_a)
+    if targets:
+        notes.append(f"The targets differ: {targets}.")
+    notes += [*_difference_notes(run_a, run_b), *prompt_notes]
+    if missing:
+        notes.append(f"No common finished generation: {_listed(missing)}.")
+    for side, run in enumerate((run_a, run_b) if a is b is None else ()):
+        matched = {match[side].id for match in matches} | {config.baseline for config in run.configs}
+        if only := [one_line(config.label) for config in run.configs if config.id not in matched]:
+            notes.append(f"Only in {'AB'[side]} ({one_line(names[side])}): {_listed(only)}.")
+    notes += _interval_notes(rows)
+    reasons = zip("AB", map(disturbance, (results_a, results_b)), strict=True)
     compared = Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
-    return _judged(compared, " ".join(disturbed))
+    return _with_disturbance(compared, " ".join(f"{side}: {why}" for side, why in reasons if why))
 
 
 def _rows(
     config_a: RunConfig, config_b: RunConfig, ours: pd.DataFrame, theirs: pd.DataFrame
 ) -> Iterator[Row]:
-    """All prompts, then each category. A turn that only one has finished is left out, for both to be alike."""
+    """Yield all prompts, then each category; turns that only one run has finished are left out."""
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
     label = one_line(config_a.label)
     if config_a.id != config_b.id and config_a.label != config_b.label:
         label = f"{label} / {one_line(config_b.label)}"
-    if ours.empty:
-        return
-    for category, mine in _by_category(ours):
+    for category, mine in _by_category(ours) if len(ours) else ():
         other = theirs[theirs["prompt"].isin(mine["prompt"])]
-        sides = [_arrays(each) for each in (mine, other)]
+        sides = [
+            (each["value"].to_numpy(), each["prompt"].to_numpy(), each["repeat"].to_numpy())
+            for each in (mine, other)
+        ]
         compared = stats.compare(*sides[0], *sides[1])
         speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
-        yield Row(
-            config_a.id,
-            config_b.id,
-            label,
-            category,
-            speed_a,
-            speed_b,
-            compared.ratio,
-            compared.verdict,
-        )
-
-
-def _arrays(rows: pd.DataFrame) -> tuple[Any, Any, Any]:
-    """Values, prompts and repeats."""
-    return rows["value"].to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy()
+        ids = config_a.id, config_b.id
+        yield Row(*ids, label, category, speed_a, speed_b, compared.ratio, compared.verdict)
 
 
 def _speeds(results: Results) -> pd.DataFrame:
-    """Speeds with their keys: after the first emission, of requests side by side from their arrival to their end."""
+    """Return decode speeds with their keys; of requests decoded side by side, speeds from arrival to end."""
     columns = ["config", "category", "group", *_KEY, "tokens_per_second", "new_tokens", "total_s"]
     ok = results.done[columns].copy()
     ok["tokens_per_second"] = ok["tokens_per_second"].where(ok["group"] == "", whole_speed(ok))
@@ -313,12 +286,12 @@ def _speeds(results: Results) -> pd.DataFrame:
 def _values(results: Results, measure: Measure) -> pd.DataFrame:
     if measure == "speed":
         return _speeds(results)
-    pairs = paired_runs(results)[["config", "category", *_KEY, "ratio"]]
+    pairs = paired_generations(results)[["config", "category", *_KEY, "ratio"]]
     return pairs[pairs["ratio"] > 0].rename(columns={"ratio": "value"})
 
 
 def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
-    """All rows, then those of each category where there are several."""
+    """Yield all rows, then those of each category if there are several."""
     yield None, rows
     categories = list(dict.fromkeys(rows["category"]))
     if len(categories) > 1:
@@ -329,8 +302,8 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
 # --- What can be compared -------------------------------------------------------------------------
 
 
-def named_config(run: Run, name: str, where: str) -> RunConfig:
-    """The configuration of that id or label.
+def find_config(run: Run, name: str, where: str) -> RunConfig:
+    """Return the configuration with that id or label.
 
     Raises:
         UsageError: There is none.
@@ -347,11 +320,11 @@ def _matched(
     run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Measure
 ) -> list[tuple[RunConfig, RunConfig]]:
     if a is not None or b is not None:
-        pair = named_config(run_a, str(a or b), "run A"), named_config(run_b, str(b or a), "run B")
+        pair = find_config(run_a, str(a or b), "run A"), find_config(run_b, str(b or a), "run B")
         for config in pair:
             if measure == "speedup" and config.id == config.baseline:
                 raise UsageError(
-                    f"{_itself(config)} is what speedups are over, so it has none of its own.",
+                    f"{_baseline_title(config)} is the baseline, so it has no speedup.",
                     "Name another configuration.",
                 )
         return [pair]
@@ -370,40 +343,25 @@ def _matched(
     return found
 
 
-def _unmatched(
-    run_a: Run,
-    run_b: Run,
-    matches: Sequence[tuple[RunConfig, RunConfig]],
-) -> list[tuple[int, str]]:
-    """Configurations that only one run has: 0 for A or 1 for B, and the label."""
-    return [
-        (side, one_line(config.label))
-        for side, run in enumerate((run_a, run_b))
-        for config in run.configs
-        if config.id != config.baseline and config.id not in {pair[side].id for pair in matches}
-    ]
-
-
 def _common_prompts(results_a: Results, results_b: Results) -> tuple[set[str], list[str]]:
-    """Prompts that both have, with the same text as far as that is known; and what to say about the others."""
-    both_runs = (results_a, results_b)
-    texts = [{prompt.id: prompt.fingerprint for prompt in each.run.prompts} for each in both_runs]
-    ids = [set(each.generations["prompt"]) for each in both_runs]
-    both = ids[0] & ids[1]
-    other = {name for name in both if _differ(texts[0].get(name), texts[1].get(name))}
+    """Return the prompts that both have with the same text, as far as it is known, and notes about the others."""
+    both = (results_a, results_b)
+    texts = [{prompt.id: prompt.fingerprint for prompt in each.run.prompts} for each in both]
+    ids = [set(each.generations["prompt"]) for each in both]
+    common = ids[0] & ids[1]
+    changed = {name for name in common if _differ(texts[0].get(name), texts[1].get(name))}
     notes = []
-    if other:
+    if changed:
         notes.append(
-            f"{counted(len(other), 'prompt')} left out: of one name, but with another text in each run."
+            f"{counted(len(changed), 'prompt')} left out: the same name, but another text in each run."
         )
-    alone = len(ids[0] ^ ids[1])
-    if alone:
+    if alone := len(ids[0] ^ ids[1]):
         notes.append(f"{counted(alone, 'prompt')} left out: measured in one of the runs only.")
-    return both - other, notes
+    return common - changed, notes
 
 
 def _differing_targets(run_a: Run, run_b: Run) -> str:
-    """In what the targets differ, empty if in nothing; one model under two names is one model."""
+    """Return how the targets differ, empty if they do not; one model under two names is one model."""
     a, b = run_a.target, run_b.target
     known = a.fingerprint is not None and b.fingerprint is not None
     differ = a.fingerprint != b.fingerprint if known else a.name != b.name
@@ -418,8 +376,13 @@ def _differing_targets(run_a: Run, run_b: Run) -> str:
 
 
 def _differing_machines(run_a: Run, run_b: Run) -> str:
-    """In what the machines differ, empty if in nothing. A run may have been continued on another machine."""
-    first, *others = [*_environments(run_a), *_environments(run_b)]
+    """Return how the machines differ, empty if they do not. A run may have been continued on another machine."""
+    first, *others = [
+        each
+        for run in (run_a, run_b)
+        for each in (run.environment, *(change.environment for change in run.changes))
+        if each is not None
+    ]
     for other in others:
         for name, what in _MACHINE.items():
             a, b = getattr(first, name), getattr(other, name)
@@ -431,92 +394,54 @@ def _differing_machines(run_a: Run, run_b: Run) -> str:
     return "" if devices[0] == devices[1] else f"device: {_shown(devices[0])} / {_shown(devices[1])}"
 
 
-def _environments(run: Run) -> list[Environment]:
-    earlier = [change.environment for change in run.changes if change.environment is not None]
-    return [run.environment, *earlier]
-
-
 # --- Notes ----------------------------------------------------------------------------------------
 
 
 def _baselines(run_a: Run, run_b: Run) -> str:
-    """What the speedups of either run are over, in words that ``of its own run`` may follow."""
-    a, b = baseline_words(run_a), baseline_words(run_b)
+    """Name the baselines of both runs."""
+    a, b = baseline_name(run_a), baseline_name(run_b)
     if a != b:
         return f"the baseline ({a} / {b})"
     return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
 
 
-def _itself(config: RunConfig) -> str:
-    """A baseline, in words that begin a sentence."""
+def _baseline_title(config: RunConfig) -> str:
     label = one_line(config.label)
     return f"The server {label}" if config.kind == "server" else f"{label[:1].upper()}{label[1:]} decoding"
 
 
-def _meaning(measure: Measure, over: str) -> str:
-    what = "decode tokens/s" if measure == "speed" else f"speedup over {over} of its own run,"
-    return f"A / B: {what} of A over that of B, geometric mean over the prompts that both have; above 1, A is faster."
-
-
 def _batch_notes(*configs: RunConfig) -> Iterator[str]:
     if any(config.batch is not None for config in configs):
-        yield (
-            "With a batch, a request's tokens/s are those from its arrival to its end, time to first token and waiting"
-            " included."
-        )
+        yield "With a batch, a request's tokens/s count from its arrival to its end, including TTFT and waiting."
 
 
-def _machine_notes(machines: str, measure: Measure, over: str) -> Iterator[str]:
-    if machines:
-        yield f"The machines differ ({machines}), so only ratios to {over} of each run are compared."
-    if measure == "speed":
-        yield (
-            "The runs were not made at the same time: what the machine did differently between them is in the ratios"
-            f" and not in their intervals. --measure speedup compares each with {over} of its own run instead."
-        )
-
-
-def _baseline_notes(rows: Sequence[Row], run: Run) -> Iterator[str]:
-    """Where a baseline is surely faster or slower in A, which ``run`` tells of."""
-    baselines = {config.id: config for config in run.configs if config.id == config.baseline}
+def _baseline_notes(rows: Sequence[Row], run_a: Run) -> Iterator[str]:
+    """Say where a baseline itself is faster or slower in A."""
+    baselines = {config.id: config for config in run_a.configs if config.id == config.baseline}
     for row in rows:
         if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
-            name, ratio = _itself(baselines[row.config_a]), stats.ratio_text(row.ratio)
-            yield f"{name} itself is {row.verdict} in A, {ratio}, and so may all be."
+            name = _baseline_title(baselines[row.config_a])
+            yield (
+                f"{name} itself is {row.verdict} in A, {stats.ratio_text(row.ratio)}, and so may all others"
+                " be."
+            )
 
 
 def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
-    """Settings and versions that differ although the comparison stands."""
+    """List settings and versions that differ although the runs can be compared."""
+    runs = (run_a, run_b)
     pairs = [
-        (what, *(getattr(run, name, run.options.get(name)) for run in (run_a, run_b)))
+        (what, *(getattr(run, name, run.options.get(name)) for run in runs))
         for name, what in _OPTIONS.items()
     ]
     pairs += [
-        (name.replace("_", " "), getattr(run_a.environment, name), getattr(run_b.environment, name))
-        for name in _SOFTWARE
+        (name.replace("_", " "), *(getattr(run.environment, name) for run in runs)) for name in _SOFTWARE
     ]
-    weights = [
-        {config.drafter: config.drafter_fingerprint for config in run.configs} for run in (run_a, run_b)
-    ]
-    pairs += [
-        (f"weights of {one_line(name)}", weights[0][name], weights[1][name])
-        for name in weights[0]
-        if name in weights[1]
-    ]
+    ours, theirs = ({config.drafter: config.drafter_fingerprint for config in run.configs} for run in runs)
+    pairs += [(f"weights of {one_line(name)}", ours[name], theirs[name]) for name in ours if name in theirs]
     differing = [f"{what}: {_shown(a)} / {_shown(b)}" for what, a, b in pairs if _differ(a, b)]
     if differing:
         yield f"Also different, A / B: {'; '.join(differing)}."
-
-
-def _missing_notes(
-    missing: Sequence[str], unmatched: Sequence[tuple[int, str]], names: tuple[str, str]
-) -> Iterator[str]:
-    if missing:
-        yield f"No common finished generation: {_listed(missing)}."
-    for side, name in enumerate(names):
-        only = [label for where, label in unmatched if where == side]
-        if only:
-            yield f"Only in {'AB'[side]} ({one_line(name)}): {_listed(only)}."
 
 
 def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
@@ -526,13 +451,13 @@ def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
     if slower := [row.ratio.prompts for row in rows if row.category is None and row.verdict == "slower"]:
         yield stats.unseen_text(min(slower))
     if (intervals := bases.count("prompts")) >= _MANY:
-        yield f"One interval in twenty misses its ratio: of these {intervals}, some do."
+        yield f"One interval in twenty misses its ratio: some of these {intervals} do."
     if "repeats" in bases:
         yield "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether two values that are both known differ."""
+    """Return whether two values differ, both of them known."""
     return a is not None and b is not None and a != b
 
 
@@ -553,7 +478,25 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def to_json(compared: Compared, fail_below: float | None = None) -> Json:
-    """A comparison ready for JSON; ``null`` stands for what there is too little data for."""
+    """Return a comparison for JSON, with ``null`` for figures without enough data."""
+    rows = [
+        {
+            "config_a": row.config_a,
+            "config_b": row.config_b,
+            "label": row.label,
+            "category": row.category,
+            "prompts": row.ratio.prompts,
+            **{
+                f"{name}{end}": _finite(getattr(estimate, part))
+                for name, estimate in (("a", row.a), ("b", row.b), ("ratio", row.ratio))
+                for end, part in (("", "value"), ("_low", "low"), ("_high", "high"))
+            },
+            "basis": row.ratio.basis,
+            "verdict": row.verdict,
+            "provisional": row.provisional,
+        }
+        for row in compared.rows
+    ]
     return {
         "schema": COMPARISON_VERSION,
         "kind": "specbench-comparison",
@@ -561,24 +504,7 @@ def to_json(compared: Compared, fail_below: float | None = None) -> Json:
         "b": compared.b,
         "measure": "tokens_per_second" if compared.measure == "speed" else "speedup",
         "confidence": stats.CONFIDENCE,
-        "rows": [
-            {
-                "config_a": row.config_a,
-                "config_b": row.config_b,
-                "label": row.label,
-                "category": row.category,
-                "prompts": row.ratio.prompts,
-                **{
-                    f"{name}{end}": _finite(getattr(estimate, part))
-                    for name, estimate in (("a", row.a), ("b", row.b), ("ratio", row.ratio))
-                    for end, part in (("", "value"), ("_low", "low"), ("_high", "high"))
-                },
-                "basis": row.ratio.basis,
-                "verdict": row.verdict,
-                "provisional": row.provisional,
-            }
-            for row in compared.rows
-        ],
+        "rows": rows,
         "notes": compared.notes,
         "fail_below": fail_below,
         "below": [] if fail_below is None else [row.label for row in compared.below(fail_below)],

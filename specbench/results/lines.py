@@ -10,19 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from specbench.base.record import (
-    Count,
-    Figure,
-    Number,
-    Record,
-    Seconds,
-    Small,
-    doc,
-    ratio,
-    rounded,
-    to_json,
-)
 from specbench.decoding.records import Step
+from specbench.record import Count, Figure, Number, Record, Seconds, Small, doc, ratio, rounded, to_json
 from specbench.results.run import VERSION
 
 Key = tuple[str, str, int, int, bool]
@@ -32,18 +21,18 @@ Key = tuple[str, str, int, int, bool]
 
 
 class Line(Record):
-    """What every line has."""
+    """The fields of every line."""
 
     schema: Count = VERSION
     run_id: str | None = None
     config: Annotated[str, doc("id of the configuration")]
     prompt: Annotated[
-        str, doc("id of the prompt, or name of the group: its number and a mark of its prompts")
+        str, doc("id of the prompt, or name of the group: its number and a hash of its prompts")
     ]
     category: Annotated[str | None, doc("of the prompt; `null` for a group")] = None
     turn: Annotated[
         Count,
-        doc("from 0; every turn of a conversation is a generation, on this configuration's own answers"),
+        doc("from 0; every turn of a conversation is a generation, after this configuration's own answers"),
     ]
     repeat: Annotated[Count, doc("from 0")]
     order: Annotated[
@@ -54,8 +43,8 @@ class Line(Record):
         Annotated[int, Meta(ge=0)] | None, doc("of sampling; the same for all configurations of a turn")
     ] = None
     started: Annotated[Number | None, doc("Unix time")] = None
-    load_average: Annotated[Number | None, doc("when it began")] = None
-    status: Annotated[Literal["ok", "failed"], doc("a failed line has the fields of this table alone")]
+    load_average: Annotated[Number | None, doc("at the start")] = None
+    status: Annotated[Literal["ok", "failed"], doc("a failed line has only the fields of this table")]
     error: Annotated[str | None, doc("why it failed")] = None
     steal_share: Annotated[
         Number | None,
@@ -65,8 +54,8 @@ class Line(Record):
     warnings: Annotated[
         list[str],
         doc(
-            "ids of those that arose: `machine-busy, steal, frequency-drop, thermal, memory-pressure, stopped` (the"
-            " process was stopped and continued, and so was a second measurement)"
+            "ids of disturbances: `machine-busy, steal, frequency-drop, thermal, memory-pressure, stopped` (the process"
+            " was stopped and continued even when measured again)"
         ),
     ] = []
 
@@ -78,7 +67,7 @@ class Line(Record):
 class StepLists(Record):
     """The steps of a generation, lists with an element per step. Times are rounded to the nanosecond."""
 
-    drafted: Annotated[list[Small], doc("tokens, of a tree along its longest branch (docs/metrics.md)")]
+    drafted: Annotated[list[Small], doc("tokens; of a tree along its longest branch (docs/metrics.md)")]
     tested: Annotated[list[Small], doc("of them")]
     accepted: Annotated[list[Small], doc("of them")]
     emitted: Annotated[
@@ -90,38 +79,36 @@ class StepLists(Record):
     accept_s: list[Figure]
     rollback_s: list[Figure]
     other_s: list[Figure]
-    nodes: Annotated[list[Small], doc("tokens drafted, of a tree all of them; in older lines `drafted`")] = []
-    siblings: Annotated[list[Small], doc("tokens verified beside the draft; in older lines 0")] = []
-    passes: Annotated[list[Small], doc("of the drafter's model; in older lines `drafted`")] = []
+    nodes: Annotated[list[Small], doc("tokens drafted, in a tree all nodes; in older lines `drafted`")] = []
+    siblings: Annotated[list[Small], doc("tokens verified in addition to the draft; in older lines 0")] = []
+    passes: Annotated[
+        list[Small], doc("forward passes of the drafter's model; in older lines `drafted`")
+    ] = []
     expected_acceptance: Annotated[list[list[Figure]], doc("for each step a list over its tested positions")]
     closing: Annotated[
         list[str | None],
-        doc(
-            '`"bonus"`, `"corrected"`, `"target"`, or `null` where a stop ended the output among the accepted tokens'
-        ),
+        doc('`"bonus"`, `"corrected"`, `"target"`, or `null` if the output stopped among accepted tokens'),
     ] = []
     policy: Annotated[
-        dict[str, list[Figure | None]],
-        doc("what the draft policy noted, for each name a list; see below"),
+        dict[str, list[Figure | None]], doc("what the draft policy noted, for each name a list; see below")
     ] = {}
     widths: Annotated[
         list[list[Small]],
         doc(
-            "of trees, else empty: for each step a list over its tested positions, how many nodes stood there"
+            "of trees, else empty: for each step a list over its tested positions, the number of nodes there"
         ),
     ] = []
     ranks: Annotated[
         list[list[Small]],
         doc(
-            "of trees, else empty: for each step a list over its accepted nodes, how many of their siblings come before"
-            " them"
+            "of trees, else empty: for each step a list over its accepted nodes, the number of siblings before each"
         ),
     ] = []
     parents: Annotated[
         list[list[Small]],
         doc(
             "of trees, else empty: for each step a list over its nodes, the number of the parent of each, from 1, or 0"
-            " for the context; older lines with trees lack it, and the prediction takes their drafts to be chains"
+            " for the context; older lines lack it, and their trees are predicted as chains"
         ),
     ] = []
 
@@ -138,13 +125,13 @@ class StepLists(Record):
         if bool(self.widths) != bool(self.ranks):
             raise ValueError("widths without ranks")
         if sum(map(len, self.expected_acceptance)) != sum(self.tested):
-            raise ValueError("another number of expected acceptances than of tested positions")
+            raise ValueError("the numbers of expected acceptances and of tested positions differ")
         if any(parent > node for each in self.parents for node, parent in enumerate(each)):
             raise ValueError("a node stands before its parent")
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> StepLists:
-        """The steps of a generation as they are stored."""
+        """Convert the steps of a generation to their stored form."""
         notes = dict.fromkeys(name for step in steps for name in step.policy)
         trees = steps if any(step.parents is not None for step in steps) else ()
         times = {
@@ -175,125 +162,121 @@ STEP_FIGURES: dict[str, type] = {
     **dict.fromkeys(("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s"), float),
     **dict.fromkeys(("nodes", "siblings", "passes"), int),
 }
-"""The lists of ``StepLists`` with a number per step: tokens and passes, or seconds."""
+"""The lists of ``StepLists`` with a number per step: tokens and forward passes, or seconds."""
 
 
 class Speculation(Record):
-    """What a server reports of its drafts; ``null``: it does not."""
+    """What a server reports about its drafts; ``null`` if it does not."""
 
     drafted: Annotated[Count | None, doc("tokens drafted")] = None
-    accepted: Annotated[Count | None, doc("of them kept")] = None
+    accepted: Annotated[Count | None, doc("of them accepted")] = None
     drafts: Annotated[Count | None, doc("steps that drafted")] = None
     kept_at: Annotated[
-        list[Count] | None, doc("in how many of these the draft at each position was kept, from the first on")
+        list[Count] | None, doc("how many drafts were accepted at each position, from the first")
     ] = None
 
 
 class ServerAnswer(Speculation):
-    """What a server reports of an answer that it generated."""
+    """What a server reports about an answer that it generated."""
 
     text: str
-    counted_by: Annotated[str, doc("what its tokens were counted by: `ids`, `usage` or the `tokenizer`")]
-    problem: Annotated[str | None, doc("what does not fit, a sentence")] = None
+    counted_by: Annotated[str, doc("how its tokens were counted: `ids`, `usage` or `tokenizer`")]
+    problem: Annotated[str | None, doc("which counts disagree, a sentence")] = None
     pieces: Annotated[Count, doc("of its stream")]
     bursts: Annotated[Count, doc("pieces that came together count as one")]
     attempts: Annotated[Count, doc("how often it was requested")] = 1
-    cached_tokens: Annotated[Count | None, doc("of the prompt, those that were not read again")] = None
+    cached_tokens: Annotated[Count | None, doc("tokens of the prompt taken from a cache")] = None
 
 
-class Measured(Record):
+class MeasuredOutput(Record):
     """What is measured of one output."""
 
-    prompt_tokens: Annotated[Count, doc("0 if a server does not say")]
+    prompt_tokens: Annotated[Count, doc("0 if a server does not report it")]
     new_tokens: Annotated[Count, doc("of the output")]
     token_ids: Annotated[
         list[Small],
         doc(
-            "the output; its text is not kept. Of a server those that it named, else the tokenizer's reading of the"
-            " text, else none"
+            "the output, whose text is not stored; of a server its own ids, else those of the tokenizer, else none"
         ),
     ]
     finish_reason: str | None = None
     first_tokens: Annotated[
         Count,
         doc(
-            "tokens in the first emission: 1, or more where `transformers`' assisted generation begins with a draft"
+            "tokens in the first emission: 1, or more if `transformers`' assisted generation starts with a draft"
         ),
     ] = 1
     ttft_s: Annotated[Seconds, doc("time to the first emission; of a request, from when it was sent")]
-    prefill_s: Annotated[Seconds, doc("of that, the target's pass over the prompt")]
+    prefill_s: Annotated[Seconds, doc("of that, the target's prefill")]
     decode_s: Annotated[Seconds, doc("time after the first emission")]
     total_s: Annotated[Seconds, doc("both; to the last token")]
     log_probability: Annotated[
         Number | None,
         doc(
-            "with `--baseline beam:N`, of beam search and of greedy plain decoding: natural logarithm of the"
-            " probability that the target gives the output"
+            "with `--baseline beam:N`, of beam search and of greedy plain decoding: natural logarithm of the output's"
+            " probability under the target"
         ),
     ] = None
     steps: Annotated[StepLists, doc("empty for `transformers`, `beam`, `assisted` and servers")]
-    server: Annotated[ServerAnswer | None, doc("what a server reports of its answer")] = None
+    server: Annotated[ServerAnswer | None, doc("what a server reports about its answer")] = None
 
 
-class Generation(Measured):
+class Generation(MeasuredOutput):
     """An output that was decoded alone."""
 
     peak_memory_bytes: Annotated[
         Count | None,
         doc(
-            "most memory in use meanwhile: allocated by torch on a CUDA device, else resident, with everything that"
-            " was loaded"
+            "peak memory meanwhile: allocated by torch on a CUDA device, else resident, including everything that was"
+            " loaded"
         ),
     ] = None
 
     @property
     def speed(self) -> float:
-        """Decode tokens/s; NaN without any (docs/metrics.md)."""
+        """Decode tokens/s; NaN if undefined (docs/metrics.md)."""
         rest = self.new_tokens - self.first_tokens
         return ratio(rest, self.decode_s) if rest > 0 else math.nan
 
 
-class RequestLine(Measured):
+class RequestLine(MeasuredOutput):
     """One of several outputs that were decoded side by side."""
 
-    prompt: Annotated[str, doc("which it was")]
+    prompt: Annotated[str, doc("id of the prompt")]
     category: str | None = None
     arrived_s: Annotated[Seconds, doc("when it was sent, from when the first could be")]
     queued_s: Annotated[Seconds, doc("how long it waited for its turn; within `ttft_s`")]
 
 
 class Pool(Record):
-    """Of the target's keys and values."""
+    """The pool of the target's KV cache blocks."""
 
     block: Annotated[Count, doc("positions in a block")]
     blocks: Count
-    peak: Annotated[Count, doc("the most blocks taken at a time")]
+    peak: Annotated[Count, doc("most blocks in use")]
     bytes: Annotated[Count, doc("of the whole pool")]
 
 
 class Group(Record):
-    """Outputs that were decoded side by side. If one of its requests fails, all of it has failed."""
+    """Outputs that were decoded side by side. If one of its requests fails, the whole group has failed."""
 
-    requests: Annotated[list[RequestLine], doc("in the order in which they came")]
-    clients: Annotated[Count | None, doc("of a closed loop; `null` where requests came by the clock")]
+    requests: Annotated[list[RequestLine], doc("in order of arrival")]
+    clients: Annotated[Count | None, doc("of a closed loop; `null` if requests arrived by the clock")]
     seconds: Annotated[
         Seconds, doc("from when the first request could be sent to the end of the last of `requests`")
     ]
     tokens: Annotated[
-        Count,
-        doc(
-            "that were emitted in this time, also for requests that kept the clients busy and are not listed"
-        ),
+        Count, doc("emitted in this time, including those for unlisted requests that kept the clients busy")
     ]
     pool: Annotated[Pool | None, doc("`null` without one (batch 1)")] = None
     peak_memory_bytes: Annotated[Count | None, doc("as of a generation")] = None
     speculation: Annotated[
-        Speculation | None, doc("of a server that counts it for all requests, what it drafted meanwhile")
+        Speculation | None, doc("of a server that counts for all requests, what it drafted meanwhile")
     ] = None
 
     @property
     def speed(self) -> float:
-        """Throughput (docs/metrics.md); NaN without any."""
+        """Throughput; NaN if undefined (docs/metrics.md)."""
         tokens = sum(each.new_tokens for each in self.requests)
         if self.clients is None:
             return ratio(tokens, self.seconds)
@@ -319,18 +302,18 @@ class Measurement:
 
     @property
     def speed(self) -> float:
-        """Decode tokens/s, of a group its throughput; NaN without any."""
+        """Decode tokens/s, of a group its throughput; NaN if undefined."""
         return math.nan if self.result is None else self.result.speed
 
     def outputs(self) -> Iterator[tuple[str, Generation | RequestLine]]:
-        """The outputs of the line, with the prompt of each; none if it failed."""
+        """Yield the outputs of the line, each with its prompt; none if it failed."""
         if isinstance(self.result, Generation):
             yield self.line.prompt, self.result
         elif self.result is not None:
             yield from ((each.prompt, each) for each in self.result.requests)
 
     def to_json(self) -> bytes:
-        """The line.
+        """Write the line.
 
         Raises:
             ValueError: A number is not finite.
@@ -347,7 +330,7 @@ _GENERATION, _GROUP = msgspec.json.Decoder(Generation), msgspec.json.Decoder(Gro
 
 
 def parse_line(line: bytes) -> Measurement | None:
-    """A line of ``generations.jsonl``; ``None`` if it is cut short or holds what it cannot hold."""
+    """Parse a line of ``generations.jsonl``; ``None`` if it is cut short or invalid."""
     try:
         head = _LINE.decode(line)
         if head.status == "failed":
@@ -362,14 +345,14 @@ def parse_line(line: bytes) -> Measurement | None:
 
 
 class Times(Record, tag_field="kind"):
-    """Times of one kind of pass."""
+    """Times of one kind of forward pass."""
 
     seconds: Annotated[list[Seconds], doc("every single time")]
     context_tokens: Annotated[Count, doc("of each request")]
 
 
 class TargetTimes(Times, tag="target"):
-    """Passes of the target."""
+    """Forward passes of the target."""
 
     tokens: Annotated[Count, doc("in the pass")]
 
@@ -381,17 +364,17 @@ class DrafterTimes(Times, tag="drafter"):
 
 
 class TreeTimes(Times, tag="tree"):
-    """Drafts of several nodes and one more after each of them: two passes, of which the second has a row for each."""
+    """Drafts of several nodes and one more after each: two forward passes, the second with a row for each node."""
 
     drafter: str
     nodes: Count
 
 
 class SharedTargetTimes(Times, tag="shared-target"):
-    """Passes of the target that several requests share."""
+    """Forward passes of the target that several requests share."""
 
     requests: Count
-    tokens: Annotated[Count, doc("that each of them brings")]
+    tokens: Annotated[Count, doc("of each request")]
 
 
 class SharedDrafterTimes(Times, tag="shared-drafter"):
@@ -406,7 +389,7 @@ _COST: msgspec.json.Decoder[CostLine] = msgspec.json.Decoder(CostLine)
 
 
 def parse_costs_line(line: bytes) -> CostLine | None:
-    """A line of ``costs.jsonl``; ``None`` if it is cut short or holds what it cannot hold."""
+    """Parse a line of ``costs.jsonl``; ``None`` if it is cut short or invalid."""
     try:
         return _COST.decode(line)
     except (ValueError, RecursionError):

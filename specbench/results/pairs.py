@@ -1,4 +1,4 @@
-"""Generations, and groups of them, each beside the one of its baseline."""
+"""Generations and groups of requests, each paired with that of its baseline."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from specbench.results.run import OTHER_ANSWERS
 _KEY = ["group", "prompt", "turn", "repeat"]
 
 
-def paired_runs(results: Results) -> pd.DataFrame:
-    """Each finished generation beside the one of its baseline with the same prompt, turn and repeat.
+def paired_generations(results: Results) -> pd.DataFrame:
+    """Pair each finished generation with that of its baseline for the same prompt, turn and repeat.
 
     Returns:
-        One row per pair with ``config, category, group, prompt, turn, repeat``; ``ratio`` (of decode speeds) and
-        ``ratio_total`` (of whole times per token), above 1 where the configuration is faster; ``tokens`` and
-        ``seconds`` after the first emission and those of the baseline as ``base_tokens`` and ``base_seconds``;
-        ``identical``, whether the tokens are the same, of servers the texts (``None`` where sampling, beam search or
-        prompts that differ make the question pointless).
-        Of requests side by side, all of these are about the whole time from their arrival to their end, which is what
-        their share of the machine shows in. Baselines themselves are left out.
+        One row per pair, without baselines: ``config, category, group, prompt, turn, repeat``; ``ratio`` (of decode
+        speeds) and ``ratio_total`` (of total times per token), above 1 where the configuration is faster; ``tokens``
+        and ``seconds`` after the first emission, and the baseline's as ``base_tokens`` and ``base_seconds``;
+        ``identical``, whether the tokens (of servers the texts) are equal, ``None`` where they need not be: with
+        sampling, beam search, or different prompts. Of requests decoded side by side all figures are about the time
+        from arrival to end.
     """
     same_prompts = results.run.options.get("salt") != "each"
     columns = [
@@ -37,7 +36,7 @@ def paired_runs(results: Results) -> pd.DataFrame:
     rows["tokens_per_second"] = rows["tokens_per_second"].where(alone, whole_speed(rows))
     rows["total"] = rows["total_s"] / rows["new_tokens"].where(rows["new_tokens"] > 0)
     figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids", "text"]
-    pairs = _beside(rows, rows[["config", *_KEY, *figures]], figures, _KEY)
+    pairs = _with_baseline(rows, figures, _KEY)
     pairs["ratio"] = pairs["tokens_per_second"] / pairs["base_tokens_per_second"]
     pairs["ratio_total"] = pairs["base_total"] / pairs["total"]
     meant = (pairs["temperature"] == 0) & ~pairs["kind"].isin(OTHER_ANSWERS) & same_prompts
@@ -52,27 +51,26 @@ def paired_runs(results: Results) -> pd.DataFrame:
 
 
 def paired_groups(results: Results) -> pd.DataFrame:
-    """Each group beside that of its baseline with the same prompts and repeat, in columns of ``paired_runs``.
+    """Pair each group with its baseline's for the same prompts and repeat, in columns of ``paired_generations``.
 
-    ``ratio`` is that of throughputs. A group stands where a prompt does: it is what other groups may differ from.
+    ``ratio`` is that of throughputs, and ``prompt`` the group: the unit of replication.
     """
     keys = ["group", "repeat"]
     groups = results.groups[["config", "baseline", *keys, "new_tokens", "throughput"]]
     groups = groups.rename(columns={"new_tokens": "tokens"})
     groups["seconds"] = groups["tokens"] / groups["throughput"]
-    figures = ["tokens", "seconds", "throughput"]
-    pairs = _beside(groups, groups[["config", *keys, *figures]], figures, keys)
+    pairs = _with_baseline(groups, ["tokens", "seconds", "throughput"], keys)
     pairs["ratio"] = pairs["throughput"] / pairs["base_throughput"]
     return pairs.rename(columns={"group": "prompt"})
 
 
 def whole_speed(rows: pd.DataFrame) -> pd.Series[float]:
-    """Tokens/s from arrival to end, NaN where no time has passed."""
+    """Return tokens/s from arrival to end, NaN where no time has passed."""
     return rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
 
 
-def _beside(rows: pd.DataFrame, others: pd.DataFrame, figures: list[str], keys: list[str]) -> pd.DataFrame:
-    """Rows of configurations that have another one as baseline, with its figures as ``base_<figure>``."""
-    base = others.rename(columns={"config": "baseline", **{name: f"base_{name}" for name in figures}})
-    mine = rows[rows["config"] != rows["baseline"]]
-    return mine.merge(base, on=["baseline", *keys], how="inner")
+def _with_baseline(rows: pd.DataFrame, figures: list[str], keys: list[str]) -> pd.DataFrame:
+    """Return the rows that are no baselines, with the figures of their baselines as ``base_<figure>``."""
+    renamed = {"config": "baseline", **{name: f"base_{name}" for name in figures}}
+    base = rows[["config", *keys, *figures]].rename(columns=renamed)
+    return rows[rows["config"] != rows["baseline"]].merge(base, on=["baseline", *keys], how="inner")

@@ -1,4 +1,4 @@
-"""Speedups that theory expects of the steps and passes that were measured."""
+"""Speedups predicted from the measured steps and the measured costs of forward passes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Prediction:
     Attributes:
         speedup: From acceptance by position.
         speedup_iid: From α.
-        c: Cost of a drafter pass; NaN of requests side by side.
+        c: Cost of a drafter's forward pass; NaN for requests side by side.
     """
 
     speedup: Estimate = NO_FIGURE
@@ -47,11 +47,11 @@ NO_PREDICTION = Prediction()
 
 
 def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results) -> Prediction:
-    """What theory makes of each prompt's acceptance and the run's costs, as a geometric mean over prompts.
+    """Predict the speedup from each prompt's acceptance and the run's costs, as a geometric mean over prompts.
 
     Args:
-        steps, config: Of a configuration.
-        timed: Passes, as the run timed them.
+        steps, config: Of one configuration.
+        timed: Times of forward passes in this run.
         results: The run.
     """
     drafter = config.drafter
@@ -59,13 +59,13 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         return NO_PREDICTION
     if drafter in timed.drafter_s:
         c = timed.c(drafter)
-    elif steps["passes"].any():  # it was not timed apart: what a drafted token took here
+    elif steps["passes"].any():  # not timed separately: what a drafted token took in these steps
         c = (steps["draft_s"] - steps["draft_prefill_s"]).sum() / steps["passes"].sum() / timed.target_s[1]
     else:
         return NO_PREDICTION
     widest = int((steps["nodes"] + steps["siblings"]).max()) + 1
     v = np.array([timed.v(n) for n in range(widest + 1)])
-    wider = np.zeros(len(steps.trees) + 1)  # its last item is that of chains
+    wider = np.zeros(len(steps.trees) + 1)  # extra cost by tree; the last item is that of chains
     if drafter in timed.rows_s:
         for tree in np.unique(steps.tree[steps.tree >= 0]):
             wider[tree] = sum(timed.c(drafter, nodes) - c for nodes in read_by_depth(steps.trees[tree]))
@@ -73,31 +73,28 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
     for prompt, mine in steps.split(steps.prompt).items():
         longest = int(mine["drafted"].max())
         alpha = ratio(mine.alpha_sum.sum(), mine["tested"].sum())
-        by_length = expected_tokens_by_position(mine.rates(longest))
+        by_length = np.array(expected_tokens_by_position(mine.rates(longest)))
         by_length_iid = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
         tokens_iid = np.array(by_length_iid)[mine["drafted"]]
         if grown := np.unique(mine.tree[mine.tree >= 0]).tolist():
             rates = kept_by_rank(rank_counts(results.generations.iloc[np.unique(mine.row)]))
             for tree in grown:
                 tokens_iid[mine.tree == tree] = expected_tokens_of_tree(steps.trees[tree], rates)
-        # Of siblings no acceptance tells.
+        # Siblings have no acceptance rate of their own.
         gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).sum()
-        cost = (
-            mine["passes"].sum(),
-            c,
-            v[mine["nodes"] + mine["siblings"] + 1].sum() + wider[mine.tree].sum(),
-        )
-        by_position.append(predicted_speedup(np.array(by_length)[mine["drafted"]].sum() + gained, *cost))
+        verify = v[mine["nodes"] + mine["siblings"] + 1].sum() + wider[mine.tree].sum()
+        cost = (mine["passes"].sum(), c, verify)
+        by_position.append(predicted_speedup(by_length[mine["drafted"]].sum() + gained, *cost))
         iid.append(predicted_speedup(tokens_iid.sum() + gained, *cost))
         prompts.append(prompt)
     return Prediction(stats.geometric_mean(by_position, prompts), stats.geometric_mean(iid, prompts), c)
 
 
 def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: Results) -> Prediction:
-    """What theory makes of each group's steps and of the times of shared passes, as a geometric mean over groups.
+    """Predict the speedup from each group's steps and the costs of shared passes, as a geometric mean over groups.
 
-    Of a closed loop of as many clients as the batch; prompts take as long to read as in plain decoding. For
-    the arguments see ``predict``.
+    For a closed loop of as many clients as the batch; prefill takes as long as in plain decoding. For the arguments
+    see ``predict``.
     """
     batch, df = config.batch or 1, results.generations
     drafter = timed.drafter_s.get(config.drafter, {})
@@ -106,7 +103,9 @@ def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: 
     if config.arrivals != f"closed:{batch}":
         return NO_PREDICTION
     plain = df[(df["config"] == config.baseline) & (df["status"] == "ok")]
-    read = plain.groupby(["group", "repeat"])["ttft_s"].max()  # in a batch, everybody waits for all prompts
+    read = plain.groupby(["group", "repeat"])[
+        "ttft_s"
+    ].max()  # in a batch, every request waits for all prompts
     first = read.groupby("group").mean().to_dict()
     repeats = df["repeat"].to_numpy(dtype=np.intp)
     groups, names = pd.factorize(df["group"])
@@ -123,13 +122,13 @@ def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: 
         gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).mean()
         readings, more_s = _prompts_read(mine, repeats, batch)
         by_alpha = np.mean([expected_tokens(alpha, gamma) for gamma in mine["drafted"]]) + gained
+        step_s = timed.draft_s(config.drafter, batch, mine["passes"].tolist())
         for found, tokens in ((ratios, mine["emitted"].mean()), (iid, by_alpha)):
             found.append(
                 predicted_throughput_ratio(
                     tokens=float(tokens),
                     plain_s=timed.target_pass_s(batch, 1),
-                    step_s=timed.draft_s(config.drafter, batch, mine["passes"].tolist())
-                    + timed.target_pass_s(batch, verified),
+                    step_s=step_s + timed.target_pass_s(batch, verified),
                     first_s=float(first[name]),
                     behind=float(mine["emitted"].sum()) / requests,
                     more_s=more_s,
@@ -141,10 +140,10 @@ def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: 
 
 
 def _prompts_read(steps: Steps, repeats: NDArray[np.intp], batch: int) -> tuple[tuple[float, float], float]:
-    """Of the steps of one group: ``prompt_readings`` plainly and with its drafts, and seconds of the drafter's first.
+    """Return ``prompt_readings`` of a group in plain decoding and with its drafts, and the drafter's prefill seconds.
 
     Args:
-        steps: Of all repeats.
+        steps: Of all repeats of the group.
         repeats: By row of the data frame.
         batch: Requests at a time.
     """
@@ -152,7 +151,7 @@ def _prompts_read(steps: Steps, repeats: NDArray[np.intp], batch: int) -> tuple[
     for each in steps.split(repeats[steps.row]).values():
         _, places, counts = np.unique(each.row, return_inverse=True, return_counts=True)
         tokens, draft_s = (np.bincount(places, each[name]) for name in ("emitted", "draft_prefill_s"))
-        plain, drafted = (prompt_readings(of.tolist(), batch) for of in (tokens, counts))
+        plain, drafted = (prompt_readings(lengths.tolist(), batch) for lengths in (tokens, counts))
         found.append((plain, drafted, draft_s.max()))
     plain, drafted, more_s = np.mean(found, axis=0).tolist()
     return (plain, drafted), more_s

@@ -1,4 +1,4 @@
-"""What requests saw that were decoded side by side, and how speedups fall with the batch."""
+"""Latencies of requests decoded side by side, and how speedups depend on the batch size."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ PERCENTILES = ("p50", "p95", "p99")
 class RequestRow:
     """Requests of one configuration.
 
-    Latencies are percentiles of all requests, interpolated between neighbors in rank, by the names of
-    ``PERCENTILES``.
+    Latencies are percentiles over all requests, interpolated linearly, by the names in ``PERCENTILES``.
 
     Attributes:
-        config: Which.
-        requests: How many there were.
+        config: The configuration.
+        requests: Number of requests.
         throughput: Tokens/s of all together, geometric mean over groups.
         ttft_s: From arrival to the first emission.
         token_s: Per token after that.
         latency_s: From arrival to the end.
-        queued_s: The wait for a turn.
+        queued_s: Time in the queue.
         acceptance_rate: Accepted over drafted tokens of all.
-        pool_blocks, pool_peak_blocks, pool_peak_bytes: Of the target's pool, the most there were.
+        pool_blocks, pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
     """
 
     config: RunConfig
@@ -50,7 +49,7 @@ class RequestRow:
 
 
 def request_rows(results: Results) -> list[RequestRow]:
-    """A row for each configuration, in the order of the run, that decodes several requests side by side."""
+    """Return a row for each configuration that decodes several requests side by side, in the order of the run."""
     found = []
     for config in configs_of(results):
         done = results.done[(results.done["config"] == config.id) & (results.done["group"] != "")]
@@ -58,20 +57,22 @@ def request_rows(results: Results) -> list[RequestRow]:
             continue
         groups = results.groups[results.groups["config"] == config.id]
         speed = done["tokens_per_second"]
+        blocks, peak_blocks, peak_bytes = (
+            float(groups[name].max()) for name in ("pool_blocks", "pool_peak_blocks", "pool_peak_bytes")
+        )
         found.append(
             RequestRow(
-                config,
-                len(done),
-                speed_of(results, config, done),
-                _percentiles(done["ttft_s"]),
-                _percentiles(1.0 / speed.where(speed > 0)),
-                _percentiles(done["total_s"]),
-                _percentiles(done["queued_s"]),
-                acceptance_rate(results, config).value,
-                *(
-                    float(groups[name].max())
-                    for name in ("pool_blocks", "pool_peak_blocks", "pool_peak_bytes")
-                ),
+                config=config,
+                requests=len(done),
+                throughput=speed_of(results, config, done),
+                ttft_s=_percentiles(done["ttft_s"]),
+                token_s=_percentiles(1.0 / speed.where(speed > 0)),
+                latency_s=_percentiles(done["total_s"]),
+                queued_s=_percentiles(done["queued_s"]),
+                acceptance_rate=acceptance_rate(results, config).value,
+                pool_blocks=blocks,
+                pool_peak_blocks=peak_blocks,
+                pool_peak_bytes=peak_bytes,
             )
         )
     return found
@@ -85,58 +86,52 @@ def _percentiles(values: pd.Series[float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A drafter and a policy, or a server, over the measured batches, each in a closed loop of as many clients.
+class BatchCurve:
+    """Speedups of a drafter with a draft policy, or of a server, by batch size, in closed loops of as many clients.
 
     Attributes:
-        rows: Of the summary, by rising batch; at least one, each with a speedup.
+        rows: Of the summary, by rising batch size; at least one, each with a speedup.
     """
 
     rows: list[SummaryRow]
 
     @property
     def batches(self) -> list[int]:
-        """Those measured, ascending."""
+        """The measured batch sizes, ascending."""
         return [batch_of(row) for row in self.rows]
 
     @property
     def pays(self) -> int | None:
-        """The largest batch whose interval lies wholly above 1; ``None`` if none does."""
+        """The largest batch size whose interval lies wholly above 1."""
         return max((batch_of(row) for row in self.rows if row.verdict == "faster"), default=None)
 
     @property
     def stops(self) -> int | None:
-        """The smallest batch whose interval does not lie wholly above 1; ``None`` if there is none."""
+        """The smallest batch size whose interval does not lie wholly above 1."""
         return min((batch_of(row) for row in self.rows if row.verdict != "faster"), default=None)
 
-    @property
-    def told(self) -> tuple[list[SummaryRow], list[int]]:
-        """The rows that have an interval over groups of prompts, and the batches of the others."""
-        told = [row for row in self.rows if row.speedup.basis == "prompts"]
-        return told, [batch_of(row) for row in self.rows if row.speedup.basis != "prompts"]
-
     def at(self, batch: int) -> SummaryRow:
-        """The row of a batch that was measured."""
+        """Return the row of a measured batch size."""
         return next(row for row in self.rows if row.config.batch == batch)
 
     @property
     def mean(self) -> float:
-        """Geometric mean of the speedups over the batches: to rank lines by."""
+        """Geometric mean of the speedups, to rank curves by."""
         return math.exp(math.fsum(math.log(row.speedup.value) for row in self.rows) / len(self.rows))
 
 
 def batch_of(row: SummaryRow) -> int:
-    """Requests at a time."""
+    """Return the batch size of a configuration."""
     return row.config.batch or 1
 
 
 def is_closed(config: RunConfig) -> bool:
-    """Whether its requests came from as many clients as it decodes at a time."""
+    """Return whether requests came from as many clients as the batch holds."""
     return config.arrivals == f"closed:{config.batch}"
 
 
-def lines_of(summary: Summary) -> list[Line]:
-    """Every drafter and policy, or server, at every temperature over its batches, the best first."""
+def batch_curves(summary: Summary) -> list[BatchCurve]:
+    """Return the curve of every drafter and draft policy, or server, at every temperature, the best first."""
     found: dict[tuple[str, str, int | None, float], list[SummaryRow]] = {}
     for row in summary.rows:
         config = row.config
@@ -145,5 +140,5 @@ def lines_of(summary: Summary) -> list[Line]:
         if row.speedup.value > 0:
             key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
             found.setdefault(key, []).append(row)
-    lines = [Line(sorted(rows, key=batch_of)) for rows in found.values()]
-    return sorted(lines, key=lambda line: -line.mean)
+    curves = [BatchCurve(sorted(rows, key=batch_of)) for rows in found.values()]
+    return sorted(curves, key=lambda curve: -curve.mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,14 +17,14 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from specbench.base.errors import UsageError
-from specbench.base.record import ratio
+from specbench.errors import UsageError
+from specbench.record import Json, ratio
 from specbench.results.lines import (
     STEP_FIGURES,
     Generation,
     Group,
     Line,
-    Measured,
+    MeasuredOutput,
     Measurement,
     RequestLine,
     ServerAnswer,
@@ -34,14 +35,11 @@ from specbench.results.run import Run, RunConfig
 from specbench.results.steps import Steps
 from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines, read_run
 
-_NAN = float("nan")
-
-
 # -- columns ---------------------------------------------------------------------------------------
 
 
 def _columns(record: type[msgspec.Struct], *without: str) -> dict[str, bool]:
-    """The fields of a record, and whether each is a number, which is NaN where there is none."""
+    """Return the fields of a record and whether each is a number, which is NaN where it is missing."""
     fields = msgspec.structs.fields(record)
     return {each.name: _is_number(each.type) for each in fields if each.name not in without}
 
@@ -56,16 +54,21 @@ def _is_number(kind: Any) -> bool:
 
 _LINE = _columns(Line, "schema", "warmup", "warnings")
 _CONFIG = _columns(RunConfig, "id")
-_MEASURED = {
+_OUTPUT = {
     **_columns(Generation, "token_ids", "steps", "server"),
-    **_columns(RequestLine, *Measured.__struct_fields__, "prompt", "category"),
+    **_columns(RequestLine, *MeasuredOutput.__struct_fields__, "prompt", "category"),
 }
 _ANSWER = _columns(ServerAnswer)
+_SPECULATION = _columns(Speculation)
 _FIGURES = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
 _STEP_LISTS = StepLists.__struct_fields__
+_GENERATION_COLUMNS = (
+    *_LINE, "warnings", "group", "target", *_CONFIG, *_OUTPUT, "token_ids", *_FIGURES,
+    *(f"steps_{name}" for name in _STEP_LISTS),
+)  # fmt: skip
 _GROUP_COLUMNS = (
     "config", "baseline", "group", "repeat", "new_tokens", "throughput", "pool_blocks", "pool_peak_blocks",
-    "pool_peak_bytes", *Speculation.__struct_fields__,
+    "pool_peak_bytes", *_SPECULATION,
 )  # fmt: skip
 _ANSWER_COLUMNS = ("generation", *_ANSWER, "step_source", "emitted_in_steps", "reported_steps")
 
@@ -77,19 +80,19 @@ class Results:
     Attributes:
         run: Its ``run.json``.
         generations: A row per output (prompt turn, configuration and repeat) without warm-ups: the fields of
-            ``generations.jsonl`` and those of the row's configuration; ``target`` (its name), ``group`` (of what was
-            decoded side by side the name of the group, else empty); and figures of the steps: ``tokens_per_second``
-            (after the first emission), ``tokens_per_step``, ``acceptance_rate`` and ``alpha``, NaN where they have no
-            meaning. The steps' numbers are arrays with an element per step in columns ``steps_<name>``;
+            ``generations.jsonl`` and those of the row's configuration; ``target`` (its name), ``group`` (name of the
+            group if it was decoded side by side with others, else empty); and figures of the steps:
+            ``tokens_per_second`` (after the first emission), ``tokens_per_step``, ``acceptance_rate`` and ``alpha``,
+            NaN where undefined. Numbers of the steps are arrays with an element per step in columns ``steps_<name>``;
             ``steps_expected_acceptance``, ``steps_widths``, ``steps_ranks`` and ``steps_parents`` are lists of lists,
-            ``steps_closing`` a list of strings and ``None``, ``steps_policy`` a dict of arrays. Generations that failed
+            ``steps_closing`` a list of strings and ``None``, ``steps_policy`` a dict of arrays. Failed generations
             have ``status`` "failed", NaN for figures and no steps.
-        groups: A row per group of requests that were decoded side by side: ``config, baseline, group, repeat,
-            new_tokens, throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and of a server that counts them
-            for all requests ``drafted, accepted, drafts, kept_at``.
-        answers: A row per answer of a server, with the index of its row of ``generations``: what the server reported,
-            and ``step_source, emitted_in_steps, reported_steps``, which the tokens per step come from.
-        problems: Which lines could not be used, a sentence each.
+        groups: A row per group of requests decoded side by side: ``config, baseline, group, repeat, new_tokens,
+            throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and for a server that counts them for all
+            requests ``drafted, accepted, drafts, kept_at``.
+        answers: A row per answer of a server, indexed like ``generations``: what the server reported, and
+            ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
+        problems: A sentence for each line that could not be used.
     """
 
     run: Run
@@ -113,7 +116,7 @@ def load_results(path: str | Path) -> Results:
     """Read one run.
 
     Args:
-        path: Its folder, a file in it, or a folder with this run alone in it. A line cut short by a crash is a problem,
+        path: Its folder, a file in it, or a folder that holds this run alone. A line cut short by a crash is a problem,
             not an error. Of two lines with one key the first counts, except that a success replaces a failure.
 
     Raises:
@@ -125,19 +128,18 @@ def load_results(path: str | Path) -> Results:
             f"There are {len(folders)} runs in {str(path)!r}.", "Name one of them, or read each by itself."
         )
     folder, problems = folders[0], list[str]()
-    with _no_collecting():
+    with _without_garbage_collection():
         run = read_run(folder)
         tables = _Tables(run)
         tables.read(folder, problems)
-        frames = (pd.DataFrame(each) for each in (tables.generations, tables.groups, tables.answers))
-        generations, groups, answers = frames
+        columns = (tables.generations, tables.groups, tables.answers)
+        generations, groups, answers = (pd.DataFrame(each) for each in columns)
     return Results(run, generations, groups, answers.set_index("generation"), problems)
 
 
 @contextmanager
-def _no_collecting() -> Iterator[None]:
-    """Pause the search for cycles: parsed JSON has none, and looking through millions of lists takes most of
-    the time."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause the search for cycles: parsed JSON has none, and searching millions of lists takes most of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -150,33 +152,27 @@ def _no_collecting() -> Iterator[None]:
 # -- filling them ---------------------------------------------------------------------------------
 
 
-def _cells(record: msgspec.Struct | None, columns: Mapping[str, bool]) -> dict[str, Any]:
-    cells = {name: getattr(record, name, None) for name in columns}
-    return {
-        name: (_NAN if columns[name] else None)
-        if value is None
-        else intern(value)
-        if isinstance(value, str) and name != "text"
-        else value
-        for name, value in cells.items()
-    }
+def _cells(record: msgspec.Struct | None, columns: Mapping[str, bool]) -> Json:
+    cells = {}
+    for name, is_number in columns.items():
+        value = getattr(record, name, None)
+        if value is None and is_number:
+            value = math.nan
+        cells[name] = intern(value) if isinstance(value, str) and name != "text" else value
+    return cells
 
 
 class _Tables:
-    """Tables in the making, column by column: step lists become arrays as soon as they are read, to save memory."""
+    """The tables, filled column by column: step lists become arrays as soon as they are read, to save memory."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        names = (
-            *_LINE, "warnings", "group", "target", *_CONFIG, *_MEASURED, "token_ids", *_FIGURES,
-            *(f"steps_{name}" for name in _STEP_LISTS),
-        )  # fmt: skip
-        self.generations: dict[str, list[Any]] = {name: [] for name in names}
+        self.generations: dict[str, list[Any]] = {name: [] for name in _GENERATION_COLUMNS}
         self.groups: dict[str, list[Any]] = {name: [] for name in _GROUP_COLUMNS}
         self.answers: dict[str, list[Any]] = {name: [] for name in _ANSWER_COLUMNS}
 
     def read(self, folder: Path, problems: list[str]) -> None:
-        """Take in all lines but warm-ups."""
+        """Add all lines except warm-ups."""
         configs = {config.id: config for config in self.run.configs}
         foreign = unknown = 0
         for each in distinct(read_lines(folder, problems), problems):
@@ -187,7 +183,7 @@ class _Tables:
             elif each.line.config not in configs:
                 unknown += 1
             else:
-                self._take(each, configs[each.line.config])
+                self._add(each, configs[each.line.config])
         for lines, what in (
             (foreign, "belong to another run"),
             (unknown, "name a configuration that run.json lacks"),
@@ -195,41 +191,41 @@ class _Tables:
             if lines:
                 problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
 
-    def _take(self, measurement: Measurement, config: RunConfig) -> None:
+    def _add(self, measurement: Measurement, config: RunConfig) -> None:
         line, result = measurement.line, measurement.result
-        of_all = {
+        common = {
             **_cells(line, _LINE), **_cells(config, _CONFIG), "warnings": line.warnings,
             "target": self.run.target.name, "group": "",
         }  # fmt: skip
         if isinstance(result, Group):
-            self._add(self.groups, _group_cells(line, config, result))
-            of_all["group"] = line.prompt
+            _append(self.groups, _group_cells(line, config, result))
+            common["group"] = line.prompt
         elif result is None:
-            self._add(self.generations, of_all | _output_cells(None))
+            _append(self.generations, common | _output_cells(None))
         for prompt, output in measurement.outputs():
-            server, told = output.server, dict[str, Any]()
-            if server is not None:
-                told = _answer_cells(output, server)
-                self._add(self.answers, {"generation": len(self.generations["config"]), **told})
-            cells = of_all | _output_cells(output) | _step_cells(output, told)
+            answer: Json = {}
+            if output.server is not None:
+                answer = _answer_cells(output, output.server)
+                _append(self.answers, {"generation": len(self.generations["config"]), **answer})
+            cells = common | _output_cells(output) | _step_cells(output, answer)
             cells["prompt"] = intern(prompt)
             if isinstance(output, RequestLine) and isinstance(result, Group):
                 peak = result.peak_memory_bytes
                 cells["category"] = output.category
-                cells["peak_memory_bytes"] = _NAN if peak is None else peak
-            self._add(self.generations, cells)
-
-    @staticmethod
-    def _add(table: dict[str, list[Any]], cells: Mapping[str, Any]) -> None:
-        for name, values in table.items():
-            values.append(cells[name])
+                cells["peak_memory_bytes"] = math.nan if peak is None else peak
+            _append(self.generations, cells)
 
 
-def _output_cells(output: Generation | RequestLine | None) -> dict[str, Any]:
-    """What was measured of an output; nothing of one that failed."""
+def _append(table: dict[str, list[Any]], cells: Mapping[str, Any]) -> None:
+    for name, values in table.items():
+        values.append(cells[name])
+
+
+def _output_cells(output: Generation | RequestLine | None) -> Json:
+    """Return what was measured of an output; of one that failed nothing."""
     return {
-        **_cells(output, _MEASURED),
-        **dict.fromkeys(_FIGURES, _NAN),
+        **_cells(output, _OUTPUT),
+        **dict.fromkeys(_FIGURES, math.nan),
         "token_ids": np.array([] if output is None else output.token_ids, np.int32),
         **step_columns(_NO_STEPS if output is None else output.steps),
     }
@@ -238,29 +234,29 @@ def _output_cells(output: Generation | RequestLine | None) -> dict[str, Any]:
 _NO_STEPS = StepLists.of([])
 
 
-def step_columns(steps: StepLists) -> dict[str, Any]:
-    """The columns ``steps_<name>`` of a generation, see ``Results``."""
-    cells: dict[str, Any] = {f"steps_{name}": getattr(steps, name) for name in _STEP_LISTS}
+def step_columns(steps: StepLists) -> Json:
+    """Return the columns ``steps_<name>`` of a generation, see ``Results``."""
+    cells: Json = {f"steps_{name}": getattr(steps, name) for name in _STEP_LISTS}
     for name, kind in STEP_FIGURES.items():
         cells[f"steps_{name}"] = np.array(getattr(steps, name), np.int32 if kind is int else np.float64)
     cells["steps_policy"] = {name: np.array(noted, np.float64) for name, noted in steps.policy.items()}
     return cells
 
 
-def _step_cells(output: Generation | RequestLine, told: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of the steps of an output; docs/metrics.md defines them.
+def _step_cells(output: Generation | RequestLine, answer: Json) -> dict[str, float]:
+    """Return figures of the steps of an output; docs/metrics.md defines them.
 
     Args:
         output: What was measured.
-        told: Of the answer of a server its row of ``answers``, else empty.
+        answer: For a server its row of ``answers``, else empty.
     """
     rest = output.new_tokens - output.first_tokens
-    speed = ratio(rest, output.decode_s) if rest > 0 else _NAN
-    if told:
+    speed = ratio(rest, output.decode_s) if rest > 0 else math.nan
+    if answer:
         return {
             "tokens_per_second": speed,
-            "tokens_per_step": told["emitted_in_steps"] / told["reported_steps"],
-            "acceptance_rate": ratio(told["accepted"], told["drafted"]),
+            "tokens_per_step": answer["emitted_in_steps"] / answer["reported_steps"],
+            "acceptance_rate": ratio(answer["accepted"], answer["drafted"]),
         }
     steps = output.steps
     alphas = [value for step in steps.expected_acceptance for value in step]
@@ -268,15 +264,15 @@ def _step_cells(output: Generation | RequestLine, told: Mapping[str, Any]) -> di
         "tokens_per_second": speed,
         "tokens_per_step": ratio(sum(steps.emitted), len(steps.emitted)),
         "acceptance_rate": ratio(sum(steps.accepted), sum(steps.drafted)),
-        "alpha": float(np.mean(alphas)) if alphas else _NAN,
+        "alpha": float(np.mean(alphas)) if alphas else math.nan,
     }
 
 
-def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> dict[str, Any]:
-    """What a server reported, and what follows from that; docs/metrics.md defines it.
+def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> Json:
+    """Return what a server reported and what follows from it; docs/metrics.md defines it.
 
-    After the first token every step emits what it keeps and one token more, so that tokens and kept drafts give the
-    number of steps. Where a server does not say what was kept, the bursts that its answer came in stand for steps.
+    After the first token every step emits what it accepted and one token more, so tokens and accepted drafts give the
+    number of steps. If a server does not report acceptance, the bursts of its answer stand for steps.
     """
     if server.accepted is not None:
         emitted, source = output.new_tokens - 1, "server"
@@ -288,20 +284,20 @@ def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> dic
     return {
         **_cells(server, _ANSWER),
         "step_source": source if known else None,
-        "emitted_in_steps": emitted if known else _NAN,
-        "reported_steps": steps if known else _NAN,
+        "emitted_in_steps": emitted if known else math.nan,
+        "reported_steps": steps if known else math.nan,
     }
 
 
-def _group_cells(line: Line, config: RunConfig, group: Group) -> dict[str, Any]:
-    """A group's row; docs/metrics.md defines its figures."""
+def _group_cells(line: Line, config: RunConfig, group: Group) -> Json:
+    """Return a group's row; docs/metrics.md defines its figures."""
     pool = group.pool
     return {
         "config": line.config, "baseline": config.baseline, "group": line.prompt, "repeat": line.repeat,
         "new_tokens": sum(each.new_tokens for each in group.requests),
         "throughput": group.speed,
-        "pool_blocks": _NAN if pool is None else pool.blocks,
-        "pool_peak_blocks": _NAN if pool is None else pool.peak,
-        "pool_peak_bytes": _NAN if pool is None else pool.bytes * ratio(pool.peak, pool.blocks),
-        **_cells(group.speculation, _columns(Speculation)),
+        "pool_blocks": math.nan if pool is None else pool.blocks,
+        "pool_peak_blocks": math.nan if pool is None else pool.peak,
+        "pool_peak_bytes": math.nan if pool is None else pool.bytes * ratio(pool.peak, pool.blocks),
+        **_cells(group.speculation, _SPECULATION),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows of tables: dataclasses whose fields are figures, and data frames made of them."""
+"""Data frames made of rows: dataclasses whose fields are figures."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ _CONFIG_FIELDS = (
 
 
 def to_frame(rows: Sequence[DataclassInstance], kind: type[DataclassInstance]) -> pd.DataFrame:
-    """Rows as a data frame with a column per field.
+    """Return rows of one class as a data frame with a column per field; an empty one has the fields as columns.
 
-    An ``Estimate`` becomes ``<name>``, ``<name>_low`` and ``<name>_high``, of one named ``speedup`` also
+    An ``Estimate`` becomes ``<name>``, ``<name>_low`` and ``<name>_high``, one named ``speedup`` also
     ``speedup_basis``; a configuration its id as ``config`` and its fields; a mapping a column ``<name>_<key>`` each.
-
-    Args:
-        rows: All of one kind.
-        kind: Their class, which an empty frame has its columns of, as far as they do not hang on the rows.
     """
     names = [field.name for field in fields(kind)]
     cells = [dict(cell for name in names for cell in _cells(name, getattr(row, name))) for row in rows]

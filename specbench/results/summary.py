@@ -1,4 +1,4 @@
-"""What a run says of every configuration, over all prompts and by category.
+"""The figures of every configuration of a run, over all prompts and by category.
 
 Definitions of the figures and their pitfalls: docs/metrics.md.
 """
@@ -18,7 +18,7 @@ from specbench.base.record import NO_FIGURE, Estimate, ratio
 from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
 from specbench.results import stats
-from specbench.results.pairs import paired_groups, paired_runs
+from specbench.results.pairs import paired_generations, paired_groups
 from specbench.results.predict import NO_PREDICTION, Prediction, predict, predict_batch
 from specbench.results.results import Results
 from specbench.results.rows import to_frame
@@ -28,21 +28,21 @@ from specbench.results.steps import Steps
 _NAN = math.nan
 _OTHERS = frozenset({"machine-busy", "steal"})
 _MOST_DISTURBED = 0.5
-"""Share of the generations from which on pairing within a round no longer makes up for it."""
+"""Share of disturbed generations above which pairing within a round no longer makes up for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What all steps of a configuration accepted; NaN where nothing was drafted.
+    """Acceptance over all steps of a configuration; NaN where nothing was drafted.
 
     Attributes:
         tokens_per_step: Emitted over steps.
         acceptance_rate: Accepted over drafted.
         acceptance_tested: Accepted over tested.
         alpha: Mean expected acceptance where tested.
-        mean_gamma: Tokens drafted in a step.
-        mean_nodes: The same, of trees all nodes.
-        step_source: Of servers what the tokens per step come from: the ``server``, or ``bursts``, an estimate.
+        mean_gamma: Tokens drafted per step.
+        mean_nodes: Nodes drafted per step.
+        step_source: Where a server's tokens per step come from: the ``server``, or ``bursts``, an estimate.
     """
 
     tokens_per_step: Estimate = NO_FIGURE
@@ -62,31 +62,31 @@ class SummaryRow:
     throughputs, both geometric means over groups.
 
     Attributes:
-        config: Which.
-        prompts, generations, failures: How many prompts, finished and failed generations.
-        verdict: What the interval of ``speedup`` allows to say; ``None`` for a baseline.
+        config: The configuration.
+        prompts, generations, failures: Numbers of prompts, finished and failed generations.
+        verdict: What the interval of ``speedup`` says; ``None`` for a baseline.
         tokens_per_second: Decode speed, geometric mean over prompts.
         speedup: Over the baseline, geometric mean over prompts of paired ratios, 1 for a baseline.
-        speedup_total: The same with the time to first token.
+        speedup_total: The same including the time to first token.
         pooled_speedup: All tokens over all seconds.
         tokens_per_step, acceptance_rate, acceptance_tested, alpha, mean_gamma, mean_nodes, step_source: See
             ``Acceptance``.
-        predicted_speedup: From acceptance by position and the measured costs of passes, geometric mean over prompts;
-            none if others used the machine most of the time.
+        predicted_speedup: From acceptance by position and the measured costs of forward passes, geometric mean over
+            prompts; none if others used the machine most of the time.
         predicted_speedup_iid: The same from α.
-        speedup_first: Of servers the speedup over the first repeat alone.
-        warming: Of servers how many times as fast the later repeats are, where a server has seen the prompts before.
-        c: Cost of a drafter pass, in passes of the target with one token.
+        speedup_first: Speedup of a server over the first repeat alone.
+        warming: Speed of a server's later repeats, whose prompts it has seen before, over that of its first.
+        c: Cost of a drafter's forward pass relative to a forward pass of the target with one token.
         ttft_s: Time to the first token, geometric mean over prompts.
         ms_per_token: Time of the steps per emitted token.
-        share: Of that, by part of a step.
-        share_draft_prefill: Within that of drafting.
+        share: Of that time, by part of a step.
+        share_draft_prefill: Of that time, within drafting.
         peak_memory_bytes: The largest.
-        log_probability: Of an answer's token, mean over prompts, where it was requested.
-        identical_share: Greedy outputs with the baseline's very tokens.
-        difference: What the others come from (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none.
-        cached_share: Of the prompts' tokens those that a server did not read, where it says so.
-        provisional: Whether the verdict rests on a wider interval, because others used the machine most of the time.
+        log_probability: Per token of an answer, mean over prompts, where it was requested.
+        identical_share: Share of greedy outputs that equal the baseline's.
+        difference: Why the others differ (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none does.
+        cached_share: Share of the prompts' tokens that a server took from its cache, where it reports it.
+        provisional: Whether the verdict is from a wider interval, because others used the machine most of the time.
     """
 
     config: RunConfig
@@ -133,15 +133,15 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's configurations, in its order.
+    """The configurations of a run, in its order.
 
     Attributes:
         rows: One for each that has generations.
-        over: What speedups are over, in words.
+        over: Name of the baseline.
         dtype: Of the target.
-        disturbance: Why verdicts are provisional: others used the machine most of the time. Empty where they did not.
-        withheld: Why there are no predictions, a sentence; empty where there are.
-        fastest: Of `specbench tune` the id of its leader, if that is surely faster; ``None`` for other runs.
+        disturbance: Why verdicts are provisional: others used the machine most of the time. Empty if they did not.
+        withheld: Why there are no predictions, a sentence; empty if there are.
+        fastest: The leader of `specbench tune` by id, if its speedup is certain; ``None`` for other runs.
     """
 
     rows: list[SummaryRow]
@@ -158,10 +158,7 @@ class Summary:
 
     @cached_property
     def winners(self) -> set[str]:
-        """Over each baseline the configuration with the largest speedup of those that are surely faster, by id.
-
-        Of `specbench tune` it is the leader, if that is surely faster.
-        """
+        """Ids of the fastest configurations over each baseline whose verdict is faster; of `tune` its leader."""
         if self.fastest is not None:
             return set(self.fastest)
         best: dict[str, SummaryRow] = {}
@@ -177,13 +174,13 @@ class Summary:
         return any(row.config.batch is not None for row in self.rows)
 
     def row(self, config: str) -> SummaryRow:
-        """That of a configuration, by id."""
+        """Return the row of a configuration, by id."""
         return next(row for row in self.rows if row.config.id == config)
 
 
 @dataclass(frozen=True, slots=True)
 class CategoryRow:
-    """Speedup of a configuration on the prompts of a category; fields as of ``SummaryRow``."""
+    """Speedup of a configuration on the prompts of a category; fields as in ``SummaryRow``."""
 
     category: str
     config: RunConfig
@@ -196,7 +193,7 @@ class CategoryRow:
 
 @dataclass(frozen=True)
 class Categories:
-    """A row for each category and configuration but baselines; for the rest see ``Summary``."""
+    """A row for each category and configuration except baselines; for the rest see ``Summary``."""
 
     rows: list[CategoryRow]
     over: str
@@ -209,7 +206,7 @@ class Categories:
 
 
 def disturbance(results: Results) -> str:
-    """Why verdicts are provisional: others used the machine most of the time. Empty where they did not."""
+    """Return why verdicts are provisional: others used the machine most of the time. Empty if they did not."""
     warnings = results.generations["warnings"]
     busy = sum(not _OTHERS.isdisjoint(names) for names in warnings)
     if busy <= _MOST_DISTURBED * len(warnings):
@@ -220,29 +217,29 @@ def disturbance(results: Results) -> str:
 
 
 def configs_of(results: Results) -> list[RunConfig]:
-    """The configurations that have generations, in the order of the run."""
-    there = set(results.generations["config"])
-    return [config for config in results.run.configs if config.id in there]
+    """Return the configurations that have generations, in the order of the run."""
+    present = set(results.generations["config"])
+    return [config for config in results.run.configs if config.id in present]
 
 
 def summarize(results: Results) -> Summary:
-    """The figures of every configuration."""
+    """Return the figures of every configuration."""
     run, tuning = results.run, results.run.tuning
-    pairs = dict(list(paired_runs(results).groupby("config", sort=False)))
+    pairs = dict(list(paired_generations(results).groupby("config", sort=False)))
     groups = dict(list(paired_groups(results).groupby("config", sort=False)))
-    told = {} if tuning is None or tuning.answer is None else tuning.answer.measured
+    tuned = {} if tuning is None or tuning.answer is None else tuning.answer.measured
     rows = results.generations
     places = rows.groupby("config", sort=False).indices
     steps = by_config(results)
+    no_steps = results.steps.take(np.empty(0, dtype=np.intp))
     found = []
     for config in configs_of(results):
-        mine = rows.iloc[places[config.id]]
-        its_steps = steps.get(config.id, results.steps.take(np.empty(0, dtype=np.intp)))
-        row = _summary_row(results, config, mine, its_steps, pairs.get(config.id), groups.get(config.id))
-        if config.id in told:
-            stored = told[config.id]
-            row = replace(row, speedup=stored.speedup, verdict=stored.verdict)
-        if told:  # the same rows, with what is taken off left in
+        mine, its_steps = rows.iloc[places[config.id]], steps.get(config.id, no_steps)
+        row = _summary_row(results, config, mine, its_steps)
+        row = _with_speedups(row, pairs.get(config.id), groups.get(config.id), run.differences or ())
+        if config.id in tuned:
+            row = replace(row, speedup=tuned[config.id].speedup, verdict=tuned[config.id].verdict)
+        if tuned:  # it is over the same generations without noise correction
             row = replace(row, pooled_speedup=NO_FIGURE)
         found.append(row)
     why = disturbance(results)
@@ -251,49 +248,49 @@ def summarize(results: Results) -> Summary:
     if tuning is not None and tuning.ranking:
         fastest = tuple(tuning.ranking[:1]) if tuning.verdict == "faster" else ()
     if disturbed:
-        found = [*map(_disturbed, found)]
+        found = [*map(_with_provisional_verdict, found)]
     withheld = ""
     if why and any(not math.isnan(row.predicted_speedup.value) for row in found):
         found = [replace(row, predicted_speedup=NO_FIGURE, predicted_speedup_iid=NO_FIGURE) for row in found]
         withheld = (
-            "Predicted speedups are left out:"
-            f"{why.partition(':')[2]} Passes timed meanwhile say little of what generations took."
+            f"Predicted speedups are left out:{why.partition(':')[2]} Forward passes timed meanwhile say little about"
+            " what generations took."
         )
-    return Summary(found, baseline_words(run), run.target.dtype, disturbed, withheld, fastest)
+    return Summary(found, baseline_name(run), run.target.dtype, disturbed, withheld, fastest)
 
 
 def categorize(results: Results) -> Categories:
-    """Speedup of every configuration in every category."""
+    """Return the speedup of every configuration in every category."""
     tuning = results.run.tuning
-    told = {} if tuning is None or tuning.answer is None else tuning.answer.measured
-    groups = dict(list(paired_runs(results).groupby(["category", "config"], sort=False)))
+    tuned = {} if tuning is None or tuning.answer is None else tuning.answer.measured
+    groups = dict(list(paired_generations(results).groupby(["category", "config"], sort=False)))
     rows = []
     for category in dict.fromkeys(results.generations["category"].dropna()):
         for config in configs_of(results):
             if (category, config.id) not in groups:
                 continue
             speedup, pooled = _speedups_of(groups[category, config.id])
-            row = CategoryRow(category, config, speedup.prompts, speedup, pooled, stats.verdict(speedup))
-            if config.id in told:
-                stored = told[config.id].categories.get(category, NO_FIGURE)
-                row = replace(row, speedup=stored, verdict=stats.verdict(stored))
-            rows.append(replace(row, pooled_speedup=NO_FIGURE) if told else row)
-    disturbed = "" if told else disturbance(results)
+            prompts = speedup.prompts
+            if tuned:
+                pooled = NO_FIGURE
+            if config.id in tuned:
+                speedup = tuned[config.id].categories.get(category, NO_FIGURE)
+            rows.append(CategoryRow(category, config, prompts, speedup, pooled, stats.verdict(speedup)))
+    disturbed = "" if tuned else disturbance(results)
     if disturbed:
-        rows = [*map(_disturbed, rows)]
-    return Categories(rows, baseline_words(results.run), disturbed)
+        rows = [*map(_with_provisional_verdict, rows)]
+    return Categories(rows, baseline_name(results.run), disturbed)
 
 
-def baseline_words(run: Run) -> str:
-    """What speedups are over, in words."""
+def baseline_name(run: Run) -> str:
+    """Return the name of what speedups are relative to."""
     return one_line(run.baseline)
 
 
 AnyRow = TypeVar("AnyRow", SummaryRow, CategoryRow)
 
 
-def _disturbed(row: AnyRow) -> AnyRow:
-    """With the provisional verdict of disturbed measurements."""
+def _with_provisional_verdict(row: AnyRow) -> AnyRow:
     if row.verdict is None:
         return row
     wider = stats.verdict(row.speedup, disturbed=True)
@@ -301,7 +298,7 @@ def _disturbed(row: AnyRow) -> AnyRow:
 
 
 def by_config(results: Results) -> dict[str, Steps]:
-    """The steps of each configuration that has any, in their order."""
+    """Return the steps of each configuration that has any, by id."""
     codes, names = pd.factorize(results.generations["config"])
     steps = results.steps
     return {str(names[i]): mine for i, mine in steps.split(codes[steps.row]).items()}
@@ -310,21 +307,15 @@ def by_config(results: Results) -> dict[str, Steps]:
 # -- figures of a configuration --------------------------------------------------------------------
 
 
-def _summary_row(
-    results: Results,
-    config: RunConfig,
-    rows: pd.DataFrame,
-    steps: Steps,
-    pairs: pd.DataFrame | None,
-    groups: pd.DataFrame | None,
-) -> SummaryRow:
-    """A row, from a configuration's generations, its steps, and its pairs of generations and of groups."""
+def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps: Steps) -> SummaryRow:
+    """Return a row without its speedups, from the generations and steps of a configuration."""
     done = rows[rows["status"] == "ok"]
     prompts, repeats = done["prompt"].to_numpy(), done["repeat"].to_numpy()
     server = config.kind == "server"
     prediction = NO_PREDICTION if server else _prediction(results, config, steps)
     acceptance = _reported_acceptance(results, config, done) if server else _acceptance(steps)
-    row = SummaryRow(
+    log_probability = (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean()
+    return SummaryRow(
         config,
         prompts=done["prompt"].nunique(),
         generations=len(done),
@@ -345,34 +336,27 @@ def _summary_row(
         share={part: _share(steps, f"{part}_s") for part in PARTS},
         share_draft_prefill=_share(steps, "draft_prefill_s"),
         peak_memory_bytes=float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
-        log_probability=float(
-            (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean().mean()
-        ),
+        log_probability=float(log_probability.mean()),
         step_source=acceptance.step_source,
         cached_share=_cached_share(results, done) if server else _NAN,
     )
-    return _with_speedups(row, len(rows), pairs, groups, results.run.differences or ())
 
 
 def _with_speedups(
-    row: SummaryRow,
-    generations: int,
-    pairs: pd.DataFrame | None,
-    groups: pd.DataFrame | None,
-    differences: Iterable[Mismatch],
+    row: SummaryRow, pairs: pd.DataFrame | None, groups: pd.DataFrame | None, differences: Iterable[Mismatch]
 ) -> SummaryRow:
+    """Add the speedups, from the pairs of a configuration's generations and of its groups."""
     config = row.config
-    if (config.kind == "plain" or row.is_baseline) and generations:
-        one = bare(1.0)
-        return replace(
-            row, speedup=one, speedup_total=one if config.batch is None else NO_FIGURE, pooled_speedup=one
-        )
+    if (config.kind == "plain" or row.is_baseline) and row.generations + row.failures:
+        one = without_interval(1.0)
+        total = one if config.batch is None else NO_FIGURE
+        return replace(row, speedup=one, speedup_total=total, pooled_speedup=one)
     if pairs is None:
         return row
     compared = pairs if groups is None else groups
     speedup, pooled = _speedups_of(compared)
     # With a batch, the speedup itself is about whole times.
-    totals = pairs["ratio_total"].to_numpy() * (1.0 if groups is None else _NAN)
+    totals = pairs["ratio_total"] * (1.0 if groups is None else _NAN)
     identical = pairs["identical"].dropna()
     first = compared[compared["repeat"] == 0]
     return replace(
@@ -380,43 +364,38 @@ def _with_speedups(
         speedup=speedup,
         verdict=stats.verdict(speedup),
         pooled_speedup=pooled,
-        speedup_total=stats.geometric_mean(totals, pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()),
+        speedup_total=_mean_of(pairs, totals),
         speedup_first=_mean_of(first, first["ratio"]) if config.kind == "server" else NO_FIGURE,
         identical_share=float(identical.astype(bool).mean()) if len(identical) else _NAN,
         difference=None if identical.all() else _cause(differences, config.id),
     )
 
 
-def bare(value: float) -> Estimate:
-    """A figure without an interval."""
+def without_interval(value: float) -> Estimate:
+    """Return a figure without an interval."""
     return Estimate(value, None, None, 0)
 
 
 def _speedups_of(pairs: pd.DataFrame) -> tuple[Estimate, Estimate]:
-    """Speedup of some pairs, and the pooled one."""
-    prompts, repeats = pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
-    pooled = stats.pooled_speedup(
-        pairs["tokens"].to_numpy(),
-        pairs["seconds"].to_numpy(),
-        pairs["base_tokens"].to_numpy(),
-        pairs["base_seconds"].to_numpy(),
-        prompts,
-    )
-    return stats.geometric_mean(pairs["ratio"].to_numpy(), prompts, repeats), pooled
+    """Return the speedup of some pairs, and the pooled one."""
+    columns = pairs[["tokens", "seconds", "base_tokens", "base_seconds"]].to_numpy().T
+    tokens, seconds, base_tokens, base_seconds = columns
+    pooled = stats.pooled_speedup(tokens, seconds, base_tokens, base_seconds, pairs["prompt"].to_numpy())
+    return _mean_of(pairs, pairs["ratio"]), pooled
 
 
 def _cause(differences: Iterable[Mismatch], config: str) -> str:
-    """What outputs that differ come from, by what the end of the sweep found at the first differing tokens."""
+    """Return why outputs differ, from what the end of the sweep found at the first differing tokens."""
     ties = {each.numerical_tie for each in differences if each.config == config}
     return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
 
 
 def speed_of(results: Results, config: RunConfig, done: pd.DataFrame) -> Estimate:
-    """Decode tokens/s, geometric mean over prompts; of requests side by side throughput, over groups."""
+    """Return decode tokens/s, geometric mean over prompts; of requests side by side throughput, over groups."""
     groups = results.groups[results.groups["config"] == config.id]
-    units, name, unit = (done, "tokens_per_second", "prompt")
-    if len(groups):
-        units, name, unit = (groups, "throughput", "group")
+    units, name, unit = (
+        (groups, "throughput", "group") if len(groups) else (done, "tokens_per_second", "prompt")
+    )
     return stats.geometric_mean(
         units[name].to_numpy(dtype=float), units[unit].to_numpy(), units["repeat"].to_numpy()
     )
@@ -428,7 +407,7 @@ def _share(steps: Steps, name: str) -> float:
 
 def _acceptance(steps: Steps) -> Acceptance:
     if not steps["drafted"].any():
-        return Acceptance(bare(float(ratio(steps["emitted"].sum(), len(steps)))))
+        return Acceptance(without_interval(float(ratio(steps["emitted"].sum(), len(steps)))))
     return Acceptance(
         stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt),
         stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt),
@@ -448,17 +427,12 @@ def _prediction(results: Results, config: RunConfig, steps: Steps) -> Prediction
 
 
 def reported(results: Results, done: pd.DataFrame) -> pd.DataFrame:
-    """Answers of a server, with the keys of their generations.
-
-    Args:
-        results: Of the run.
-        done: Its generations.
-    """
+    """Return the answers of a server with the keys of the given generations."""
     return results.answers.join(done[["prompt", "prompt_tokens", "repeat", "group"]], how="inner")
 
 
 def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame) -> Acceptance:
-    """What a server reports of its speculation."""
+    """Return what a server reports about its speculation."""
     answers = reported(results, done)
     stepped, drafting = answers[answers["reported_steps"] > 0], answers[answers["drafted"] > 0]
     groups = results.groups[(results.groups["config"] == config.id) & (results.groups["drafted"] > 0)]
@@ -473,7 +447,7 @@ def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame
 
 
 def acceptance_rate(results: Results, config: RunConfig) -> Estimate:
-    """Accepted over drafted tokens of all requests of a configuration."""
+    """Return accepted over drafted tokens of all requests of a configuration."""
     done = results.done[results.done["config"] == config.id]
     if config.kind == "server":
         return _reported_acceptance(results, config, done).acceptance_rate
@@ -488,7 +462,7 @@ def _cached_share(results: Results, done: pd.DataFrame) -> float:
 
 
 def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str) -> Estimate:
-    """Sum of a column over that of another; NaN without rows."""
+    """Return the sum of a column over that of another; NaN without rows."""
     if rows.empty:
         return NO_FIGURE
     part, whole = rows[numerator].to_numpy(dtype=float), rows[denominator].to_numpy(dtype=float)
@@ -496,7 +470,7 @@ def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str) -> 
 
 
 def _warming(done: pd.DataFrame) -> Estimate:
-    """How many times as fast a prompt is answered when it comes again."""
+    """Return how many times as fast a prompt is answered when it comes again."""
     alone = done[done["group"] == ""]
     first = alone.loc[alone["repeat"] == 0, ["prompt", "tokens_per_second"]]
     again = alone[alone["repeat"] > 0].merge(first, on="prompt", suffixes=("", "_first"))
@@ -504,5 +478,5 @@ def _warming(done: pd.DataFrame) -> Estimate:
 
 
 def _mean_of(rows: pd.DataFrame, values: pd.Series[float]) -> Estimate:
-    """Geometric mean over prompts."""
+    """Return the geometric mean over prompts."""
     return stats.geometric_mean(values.to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy())

@@ -14,7 +14,7 @@ from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
-from specbench.results.requests import Line, RequestRow, batch_of, is_closed, lines_of, request_rows
+from specbench.results.requests import BatchCurve, RequestRow, batch_curves, batch_of, is_closed, request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, PLAIN, RunConfig, TuningAnswer, stored_recipes
 from specbench.results.summary import Categories, CategoryRow, Summary, SummaryRow
@@ -158,7 +158,9 @@ def _answer_of_servers(
         headline = f"{over} runs at {', '.join(speeds)}." if base else f"Nothing of {over} has finished."
         return Answer(when + headline, None)
     lines = [
-        line for line in lines_of(summary) if line.rows[0].config.temperature == rows[0].config.temperature
+        line
+        for line in batch_curves(summary)
+        if line.rows[0].config.temperature == rows[0].config.temperature
     ]
     details = [*_throughputs(base)]
     if lines:
@@ -208,7 +210,7 @@ def _answer_with_batches(
 ) -> Answer:
     """The answer for requests side by side: up to which batch the best drafter and policy pay."""
     temperature = rows[0].config.temperature
-    lines = [line for line in lines_of(summary) if line.rows[0].config.temperature == temperature]
+    lines = [line for line in batch_curves(summary) if line.rows[0].config.temperature == temperature]
     plain = [row for row in rows if row.config.kind == "plain" and row.generations]
     details = [*_throughputs(plain), *_latencies(results, temperature)]
     if not lines:
@@ -237,7 +239,7 @@ def _answer_with_batches(
     )
 
 
-def where_it_stops(line: Line, disturbance: str = "", over: str = PLAIN) -> str:
+def where_it_stops(line: BatchCurve, disturbance: str = "", over: str = PLAIN) -> str:
     """At which batch speculation stops paying, in a sentence, as far as the intervals tell.
 
     Args:
@@ -254,7 +256,8 @@ def where_it_stops(line: Line, disturbance: str = "", over: str = PLAIN) -> str:
         if line.pays is None:
             return f"{disturbance} At batch {last} it measured {at(last)}."
         return f"{disturbance} The largest batch at which it pays is {line.pays}, {at(line.pays)}."
-    told, untold = line.told
+    told = [row for row in line.rows if row.speedup.basis == "prompts"]
+    untold = [batch_of(row) for row in line.rows if row not in told]
     if not told:
         return (
             "too few groups of prompts for intervals, so it cannot be told where it stops paying; at batch"
@@ -262,7 +265,8 @@ def where_it_stops(line: Line, disturbance: str = "", over: str = PLAIN) -> str:
         )
     if untold:
         batches = ", ".join(map(str, untold))
-        return f"{where_it_stops(Line(told), over=over)} Too few groups of prompts for an interval at batch {batches}."
+        rest = f"Too few groups of prompts for an interval at batch {batches}."
+        return f"{where_it_stops(BatchCurve(told), over=over)} {rest}"
     pays, stops = line.pays, line.stops
     if stops is None:
         every = f"pays at all batches from {first} to {last}, at the last {at(last)}"

@@ -22,7 +22,7 @@ from specbench.results.heads import HeadRow, TrainingRow, head_rows, training_ro
 from specbench.results.requests import RequestRow, request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning
-from specbench.results.summary import Categories, Summary, baseline_words, categorize, summarize
+from specbench.results.summary import Categories, Summary, baseline_name, categorize, summarize
 from specbench.show.answer import Answer, find_answers
 from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
 
@@ -192,7 +192,7 @@ def _method(results: Results) -> list[tuple[str, str]]:
     side_by_side = bool((done["group"] != "").any())
     together = "groups of prompts" if side_by_side else "prompts"
     servers = bool((done["kind"] == "server").any())
-    over = baseline_words(run)
+    over = baseline_name(run)
     return [
         (
             "Measured",
