@@ -14,9 +14,9 @@ from cli_runs import refusal
 from msgspec import structs
 from stored_runs import Drafter, change_run, write_run
 
-from specbench.errors import UsageError
-from specbench.models.stories import HeadStory, story_of
-from specbench.results.heads import best_measure, head_rows, measured_trainings, training_rows
+from specbench.base.errors import UsageError
+from specbench.models.training_metadata import TrainingMetadata, read_metadata
+from specbench.results.heads import best_measurement, distinct_trainings, head_rows, training_rows
 from specbench.results.results import Results, load_results
 from specbench.results.summary import categorize
 from specbench.show import tables
@@ -74,10 +74,10 @@ def test_heads_are_told_by_category(df):
 
 
 def test_the_best_measure_is_that_of_the_head_that_was_kept(df):
-    told = measured_trainings(df.run.heads)
-    assert told == {HEAD.name: msgspec.convert(STORY, HeadStory)}
-    assert best_measure(told[HEAD.name]).tokens == 300_000
-    assert measured_trainings({"x": HeadStory(kind="eagle")}) == {}
+    told = distinct_trainings(df.run.heads)
+    assert told == {HEAD.name: msgspec.convert(TRAINING, TrainingMetadata)}
+    assert best_measurement(told[HEAD.name]).tokens == 300_000
+    assert distinct_trainings({"x": TrainingMetadata(kind="eagle")}) == {}
 
 
 def test_the_report_says_where_a_head_loses(df, folder, tmp_path):

@@ -20,12 +20,12 @@ from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
 from specbench.base.errors import SpecbenchError
+from specbench.base.record import to_dict
 from specbench.bench.manifest import changes, merge_runs
 from specbench.bench.passes import PassTimes
 from specbench.bench.runner import run_sweep
 from specbench.generate import autoregressive_generate
 from specbench.models.target import load_target
-from specbench.record import builtins
 from specbench.results.compare import compare_configs, compare_runs
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
@@ -197,7 +197,7 @@ def test_ill_typed_fields_of_a_run(stored, place, value):
 
 @pytest.mark.parametrize("at", range(4))
 def test_ill_typed_traces(at):
-    events = [*map(builtins, (header(), prefill(), event(REJECTION), SUMMARY))]
+    events = [*map(to_dict, (header(), prefill(), event(REJECTION), SUMMARY))]
 
     def show(changed: Any) -> None:
         lines = [json.dumps(each) + "\n" for each in (*events[:at], changed, *events[at + 1 :])]

@@ -18,10 +18,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from specbench.base.errors import UsageError
+from specbench.base.record import to_dict
 from specbench.cli.trace import trace
 from specbench.decoding.records import DraftVerdict, Prefill, Step, StepTimes
-from specbench.errors import UsageError
-from specbench.record import builtins
 from specbench.results.trace import (
     TRACE_VERSION,
     Event,
@@ -174,7 +173,7 @@ def last(*events: Event, **options: Any) -> str:
 
 
 def test_a_step_event_holds_the_whole_record(snapshot):
-    snapshot(json.dumps(builtins(event(REJECTION)), indent=1))
+    snapshot(json.dumps(to_dict(event(REJECTION)), indent=1))
 
 
 SIBLING_RIGHT = replace(REJECTION, tokens=(AIR, SCATTERS, IS), siblings=((1, SCATTERS), (1, BREAK), (0, IS)))
@@ -259,7 +258,7 @@ def test_the_header_says_what_becomes_of_drafts_beside_others(told):
 
 @pytest.mark.parametrize("parents", [[-1, -1, 1, 1], [-1, 1, 1, 1, 0], [-2, -1, 1, 1, 0]])
 def test_a_tree_that_is_none_is_refused(parents):
-    lines = [json.dumps(builtins(each)) for each in (header(), structs.replace(event(TREE), parents=parents))]
+    lines = [json.dumps(to_dict(each)) for each in (header(), structs.replace(event(TREE), parents=parents))]
     with pytest.raises(UsageError, match=r"step.parents is missing or wrong"):
         list(parse_trace(io.BytesIO("\n".join(lines).encode()), "x"))
 
@@ -368,12 +367,12 @@ def test_a_missing_last_line_end_is_no_harm(trace_file):
 
 
 def as_line(event: Event, **changes: Any) -> bytes:
-    return json.dumps(builtins(event) | changes).encode() + b"\n"
+    return json.dumps(to_dict(event) | changes).encode() + b"\n"
 
 
 def without(whole: Event, *path: Any) -> bytes:
     """The event as a line without one field."""
-    changed = holder = builtins(whole)
+    changed = holder = to_dict(whole)
     for key in path[:-1]:
         holder = holder[key]
     del holder[path[-1]]

@@ -22,7 +22,6 @@ from specbench.bench.passes import TREE_NODES, PassTimes, SharedTimes, cost_widt
 from specbench.bench.serving import BenchRequest, Encoded, Workload
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
-from specbench.record import Json, rounded
 from specbench.results.advice import disturbances, review
 from specbench.results.lines import Generation, Group, Line, Measurement, RequestLine, StepLists
 from specbench.results.load import LoadSnapshot, count_stops, load_snapshot

@@ -281,9 +281,9 @@ class _RunSettings:
             ),
         )
 
-    def named(self, wanted: str) -> SummaryRow:
-        """The row of a setting by its name or id."""
-        config = find_config(self.run, wanted, self.name)
+    def named(self, name: str) -> SummaryRow:
+        """Return the row of a setting by its name or id."""
+        config = find_config(self.run, name, self.name)
         if config.kind != "speculative":
             raise UsageError(
                 f"The setting {name!r} is not speculative decoding by specbench.", "Name one that drafts."

@@ -200,7 +200,7 @@ def tokens_differ(
                 if servers
                 else "Please report it: the output should be the same."
             )
-        data = {"differences": [*map(builtins, entries)]}
+        data = {"differences": [*map(to_dict, entries)]}
         severe = first.numerical_tie is False
         found.append(
             RunWarning("tokens-differ", "error" if severe else "warning", f"{message}.", advice, data)
@@ -222,7 +222,7 @@ def tokens_differ(
             advice = "Nothing to do" + (
                 "." if servers else "; with --dtype float32 the outputs are the same."
             )
-        data = {"differences": [*map(builtins, every)]}
+        data = {"differences": [*map(to_dict, every)]}
         found.append(RunWarning("tokens-differ", "info", message, advice, data))
     return found
 

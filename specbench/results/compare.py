@@ -19,7 +19,6 @@ from specbench.results.pairs import paired_generations, whole_speed
 from specbench.results.results import Results
 from specbench.results.run import PLAIN, Run, RunConfig
 from specbench.results.summary import baseline_name, disturbance
-from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -62,19 +62,19 @@ class HeadRow:
     provisional: bool
 
 
-def measured_trainings(heads: Mapping[str, HeadStory]) -> dict[str, HeadStory]:
+def distinct_trainings(heads: Mapping[str, TrainingMetadata]) -> dict[str, TrainingMetadata]:
     """Return the heads that were measured during training, by drafter, each training once.
 
     A head that drafts alone and in a cascade was trained once.
     """
-    found: dict[str, HeadStory] = {}
+    found: dict[str, TrainingMetadata] = {}
     for name, training in heads.items():
         if training.measured and training not in found.values():
             found[name] = training
     return found
 
 
-def best_measure(training: HeadStory) -> HeadMeasure:
+def best_measurement(training: TrainingMetadata) -> TrainingMeasurement:
     """Return the measurement of the head that was kept."""
     return max(training.measured, key=lambda each: each.tokens_per_step)
 
@@ -82,8 +82,8 @@ def best_measure(training: HeadStory) -> HeadMeasure:
 def training_rows(results: Results) -> list[TrainingRow]:
     """Return how trained heads did during training, a row per head and measurement."""
     found = []
-    for name, training in measured_trainings(results.run.heads).items():
-        best = best_measure(training)
+    for name, training in distinct_trainings(results.run.heads).items():
+        best = best_measurement(training)
         for each in training.measured:
             rates = [*each.accepted, *[math.nan] * PLACES][:PLACES]
             kept = {str(position): rate for position, rate in enumerate(rates, 1)}
@@ -115,7 +115,7 @@ def head_rows(results: Results) -> list[HeadRow]:
                     tokens_per_step=float(mine["emitted"].mean()),
                     first=first,
                     second=second,
-                    trained=best_measure(training).categories.get(category, math.nan),
+                    trained=best_measurement(training).categories.get(category, math.nan),
                     speedup=NO_FIGURE if row is None else row.speedup,
                     verdict=None if row is None else row.verdict,
                     provisional=row is not None and row.provisional,

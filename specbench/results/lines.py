@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from specbench.base.record import Count, Figure, Number, Record, Seconds, Small, doc, ratio, rounded, to_json
 from specbench.decoding.records import Step
-from specbench.record import Count, Figure, Number, Record, Seconds, Small, doc, ratio, rounded, to_json
 from specbench.results.run import VERSION
 
 Key = tuple[str, str, int, int, bool]

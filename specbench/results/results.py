@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from specbench.errors import UsageError
-from specbench.record import Json, ratio
+from specbench.base.errors import UsageError
+from specbench.base.record import Json, ratio
 from specbench.results.lines import (
     STEP_FIGURES,
     Generation,

@@ -17,9 +17,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from specbench._version import __version__
+from specbench.base.errors import UsageError
+from specbench.base.record import Count, Json, Number, Record, to_dict, wrong_field
 from specbench.decoding.records import Prefill, Step
-from specbench.errors import UsageError
-from specbench.record import Count, Json, Number, Record, builtins, wrong_field
 
 TRACE_VERSION = 1
 """Version of the trace format, written in its header. 1: first release."""
@@ -215,7 +215,7 @@ def _finite(value: float | None) -> float | None:
 
 def write_event(file: TextIO, event: Event) -> None:
     """Append one event as a line of ASCII JSON and flush it, so that a crash loses no finished step."""
-    file.write(json.dumps(builtins(event), allow_nan=False) + "\n")
+    file.write(json.dumps(to_dict(event), allow_nan=False) + "\n")
     file.flush()
 
 

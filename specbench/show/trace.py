@@ -13,7 +13,6 @@ from rich.text import Text
 from specbench.base.textsafe import terminal_safe, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
-from specbench.textsafe import terminal_safe, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

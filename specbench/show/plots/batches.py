@@ -113,7 +113,7 @@ def _lines(run: PlotData, requests: Sequence[RequestRow]) -> Iterator[tuple[str,
         if what not in ("plain", "server"):
             parts = [*parts, _policy(config)] if len(run.drafters) > 1 else [_policy(config)]
         parts += [f"T = {key.temperature:g}"] * (len(temperatures) > 1) + [arrivals] * several
-        color = canvas.COLORS[ranks.index(key) % len(canvas.COLORS)] if key in ranks else canvas.GREY
+        color = canvas.COLORS[ranks.index(key) % len(canvas.COLORS)] if key in ranks else canvas.GRAY
         if config.id == config.baseline:
             color = canvas.BLACK
         yield ", ".join(parts), best, color, canvas.MARKERS[number % len(canvas.MARKERS)]

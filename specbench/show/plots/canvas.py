@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-PURPLE, SKY, _RED, BLACK, GREY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
+PURPLE, SKY, _RED, BLACK, GRAY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 WIDTH = 6.8  # inches: two columns of a paper

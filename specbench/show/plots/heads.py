@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.ticker import FuncFormatter
 
-from specbench.results.heads import PLACES, measured_trainings
+from specbench.results.heads import PLACES, distinct_trainings
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure
 
@@ -25,17 +25,19 @@ _MOST = 4
 
 @figure("training", "a trained head's acceptance and tokens per step during training", table="Training")
 def training(run: PlotData) -> Figure:
-    heads = [*measured_trainings(run.run.heads).items()][:_MOST]
+    heads = [*distinct_trainings(run.run.heads).items()][:_MOST]
     if not heads:
         raise NoDataError("no head was trained by specbench")
     body = canvas.new_figure(run, 2.5 * len(heads) + 0.75)
     grid = body.subplots(len(heads), 2, squeeze=False)
     colors: dict[str, int] = {}  # of categories
-    for (left, right), (name, story) in zip(grid, heads, strict=True):
-        _acceptance(left, story)
-        _tokens_per_step(right, story, colors)
+    for (left, right), (name, training) in zip(grid, heads, strict=True):
+        _acceptance(left, training)
+        _tokens_per_step(right, training, colors)
         left.set_title(canvas.short(name, 34))
-        right.set_title(f"{story.tokens or 0:,} tokens of text, {(story.seconds or 0.0) / 60:.0f} minutes")
+        right.set_title(
+            f"{training.tokens or 0:,} tokens of text, {(training.seconds or 0.0) / 60:.0f} minutes"
+        )
     remark = (
         "Acceptance of the drafts tested at each position; measured by the decoder, greedily and with chains, on"
         " prompts that were not trained on. Of the categories the best and the worst at the end."
@@ -43,21 +45,21 @@ def training(run: PlotData) -> Figure:
     return canvas.finish(body, run, "Training", remark)
 
 
-def _acceptance(axes: Axes, story: HeadStory) -> None:
+def _acceptance(axes: Axes, training: TrainingMetadata) -> None:
     """Draw acceptance by draft position against tokens trained on."""
-    depth = max((len(each.accepted) for each in story.measured), default=0)
+    depth = max((len(each.accepted) for each in training.measured), default=0)
     for place in range(min(PLACES, depth)):
         points = [
-            (each.tokens, each.accepted[place]) for each in story.measured if len(each.accepted) > place
+            (each.tokens, each.accepted[place]) for each in training.measured if len(each.accepted) > place
         ]
         _line(axes, points, place, f"position {place + 1}")
     canvas.share_axis(axes, None)
     axes.set_ylabel("accepted, of those tested")
 
 
-def _tokens_per_step(axes: Axes, story: HeadStory, colors: dict[str, int]) -> None:
+def _tokens_per_step(axes: Axes, training: TrainingMetadata, colors: dict[str, int]) -> None:
     """Draw tokens per step against tokens trained on: all prompts, and the best and the worst category at the end."""
-    measured = story.measured
+    measured = training.measured
     last = sorted(measured[-1].categories, key=lambda name: measured[-1].categories[name])
     _line(axes, [(each.tokens, each.tokens_per_step) for each in measured], _ALL, "all prompts")
     for category in dict.fromkeys([*last[-1:], *last[:1]]):

@@ -32,5 +32,5 @@ def servers(run: PlotData) -> Figure:
         axes.set_ylim(len(rows) - 0.5, -0.5)
         canvas.grid_lines(axes, "x")
     both[0].set_xlim(left=0)
-    both[1].axvline(1.0, color=canvas.GREY, linewidth=0.9, linestyle=canvas.DASHED, zorder=1.5)
+    both[1].axvline(1.0, color=canvas.GRAY, linewidth=0.9, linestyle=canvas.DASHED, zorder=1.5)
     return canvas.finish(body, run, "Servers", run.intervals)

@@ -74,7 +74,7 @@ def prediction(run: PlotData) -> Figure:
     spans = [canvas.span(canvas.all_rows(series), name) for name in ("speedup", *titles)]
     low, high = min(1.0, *(span[0] for span in spans)) / 1.04, max(1.0, *(span[1] for span in spans)) * 1.04
     for axes, (name, title) in zip(both, titles.items(), strict=True):
-        axes.plot((low, high), (low, high), color=canvas.GREY, linewidth=0.9, zorder=1)
+        axes.plot((low, high), (low, high), color=canvas.GRAY, linewidth=0.9, zorder=1)
         axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
         for each in series:

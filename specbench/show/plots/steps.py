@@ -15,7 +15,6 @@ from specbench.decoding.records import PARTS
 from specbench.results.stats import Floats
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure, short
-from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     import pandas as pd
