@@ -104,7 +104,7 @@ class TestAnswer:
         report = reported(
             tmp_path, {"plain": PLAIN, "d@2": times(1.5), "d@3": times(2.0), "transformers": times(3.0)}
         )
-        assert report.answers[0].rivals == "Everything else that was measured is slower than it."
+        assert report.answers[0].rivals == "All other configurations are slower than it."
         lines = [line for line in to_markdown(report).splitlines() if "| fastest measured |" in line]
         assert [line.startswith("| d γ=3 |") for line in lines] == [True]
         page = Page(to_html(report))
@@ -138,7 +138,7 @@ class TestAnswer:
         assert reported(tmp_path / "quiet", speeds).answers[0].verdict == "faster"
         report = reported(tmp_path, speeds, disturbed=("machine-busy",))
         assert headline(report).startswith(
-            "Verdicts are provisional: others used the processor during 24 of 24 generations. It cannot be told whether"
+            "Verdicts are provisional: others used the processor during 24 of 24 generations. It is not certain that"
         )
         (answer,) = report.answers
         assert (answer.verdict, answer.command, answer.rivals) == ("cannot tell", "", "")

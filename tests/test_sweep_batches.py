@@ -607,7 +607,7 @@ def line(*points: tuple[int, stats.Verdict | None]) -> BatchCurve:
         ),
         (
             [(1, "cannot tell"), (2, "faster"), (4, "slower")],
-            "the largest batch at which it surely pays is 2, 1.50× [1.20, 1.65] over plain decoding at the same"
+            "the largest batch at which it is certain to pay is 2, 1.50× [1.20, 1.65] over plain decoding at the same"
             " batch; yet at batch 1 the interval reaches below 1",
         ),
         ([(1, None), (2, None)], "it cannot be told where it stops paying; at batch 2 it measured 1.30×"),

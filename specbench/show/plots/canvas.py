@@ -514,8 +514,9 @@ def draw_series(
     axes.set_ylim(bottom, top)
     for each, x, (_, low, high) in drawn:
         for cut, at, marker in ((high > top, top, "^"), (low < bottom, bottom, "v")):
-            head: Any = {"color": each.color, "markersize": 3, "clip_on": False}
-            axes.plot(x[cut], np.full(cut.sum(), at), marker, **head)
+            if cut.any():
+                head: Any = {"color": each.color, "markersize": 3, "clip_on": False}
+                axes.plot(x[cut], np.full(cut.sum(), at), marker, **head)
 
 
 def with_gamma(run: PlotData, name: str) -> list[Series]:
