@@ -599,18 +599,18 @@ def line(*points: tuple[int, stats.Verdict | None]) -> BatchCurve:
         ([(1, "faster"), (8, "faster")], "where it stops was not seen"),
         (
             [(2, "slower"), (4, "slower")],
-            "surely pays at no batch from 2 to 4: at batch 2 the interval lies below 1, 0.80×",
+            "is certain to pay at no batch from 2 to 4: at batch 2 the interval lies below 1, 0.80×",
         ),
         (
             [(4, "cannot tell")],
-            "does not surely pay at batch 4, the only one measured: the interval reaches below 1, 1.05×",
+            "is not certain to pay at batch 4, the only one measured: the interval reaches below 1, 1.05×",
         ),
         (
             [(1, "cannot tell"), (2, "faster"), (4, "slower")],
             "the largest batch at which it is certain to pay is 2, 1.50× [1.20, 1.65] over plain decoding at the same"
             " batch; yet at batch 1 the interval reaches below 1",
         ),
-        ([(1, None), (2, None)], "it cannot be told where it stops paying; at batch 2 it measured 1.30×"),
+        ([(1, None), (2, None)], "it is not certain where it stops paying; at batch 2 it measured 1.30×"),
         (
             [(1, "faster"), (2, "slower"), (4, None)],
             "at batch 2 the interval lies below 1, 0.80× [0.70, 0.88] over plain decoding at the same batch. Too few"

@@ -351,9 +351,9 @@ def where_it_stops(curve: BatchCurve, disturbance: str = "", over: str = PLAIN) 
     reaches = "lies below 1" if curve.at(stops).verdict == "slower" else "reaches below 1"
     seen = f"at batch {stops} the interval {reaches}, {at(stops)}"
     if pays is None and first == last:
-        return f"not certain to pay at batch {first}, the only one measured: the interval {reaches}, {at(first)}."
+        return f"is not certain to pay at batch {first}, the only one measured: the interval {reaches}, {at(first)}."
     if pays is None:
-        return f"certain to pay at no batch from {first} to {last}: {seen}."
+        return f"is certain to pay at no batch from {first} to {last}: {seen}."
     if pays < stops:
         return f"pays up to batch {pays}, {at(pays)}; {seen}."
     return f"the largest batch at which it is certain to pay is {pays}, {at(pays)}; yet {seen}."
