@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from specbench.base.record import Json, to_dict
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
-from specbench.lengths.costs import MeasuredCosts
+from specbench.policies.costs import MeasuredCosts
 from specbench.results.advice import disturbances, warn_of_disturbances
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import RunWarning

@@ -378,9 +378,11 @@ def _described(row: SummaryRow | RequestRow) -> str:
         return one_line(config.drafter)
     word = ""
     with suppress(UsageError):  # a stored run may be of another version
-        word = parse_rule(config.policy).word
+        word = parse_policy(config.draft_policy).word
     fixed = word == "fixed" and config.gamma is not None
-    return f"{one_line(config.drafter)} with {f'γ = {config.gamma}' if fixed else one_line(config.policy)}"
+    return (
+        f"{one_line(config.drafter)} with {f'γ = {config.gamma}' if fixed else one_line(config.draft_policy)}"
+    )
 
 
 def _speed(row: SummaryRow) -> str:

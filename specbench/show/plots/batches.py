@@ -124,7 +124,7 @@ def _mean_throughput(rows: Sequence[RequestRow]) -> float:
 
 
 def _policy(config: RunConfig) -> str:
-    return short(config.policy, 20) if config.gamma is None else f"γ = {config.gamma}"
+    return short(config.draft_policy, 20) if config.gamma is None else f"γ = {config.gamma}"
 
 
 class _Key(NamedTuple):
@@ -136,7 +136,7 @@ class _Key(NamedTuple):
 
     @classmethod
     def of(cls, config: RunConfig) -> _Key:
-        return cls(config.drafter, config.policy, config.temperature)
+        return cls(config.drafter, config.draft_policy, config.temperature)
 
 
 def _best(run: PlotData) -> list[BatchCurve]:

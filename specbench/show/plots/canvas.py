@@ -240,7 +240,7 @@ class _Key(NamedTuple):
     @classmethod
     def of(cls, row: SummaryRow) -> _Key:
         config = row.config
-        return cls(config.drafter, config.policy, config.temperature, _load(config))
+        return cls(config.drafter, config.draft_policy, config.temperature, _load(config))
 
 
 def _series_of(rows: Sequence[SummaryRow]) -> list[Series]:
