@@ -59,7 +59,7 @@ def tune(cli, models, tmp_path, monkeypatch) -> Tune:
     )
     speeds(monkeypatch, {"lookup@auto": 2.0})
     monkeypatch.setattr(specbench.results.advice, "warn_at_start", lambda _: [])
-    monkeypatch.setattr(loading, "available", lambda: False)  # native products, and with them int4
+    monkeypatch.setattr(loading, "is_available", lambda: False)  # native products, and with them int4
     few = lambda given, forms: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
 
     def call(*arguments: object, drafters: Any = few, factors: dict[str, float] | None = None) -> Result:

@@ -193,7 +193,7 @@ class TestAnswer:
     )
     def test_the_command_decodes_as_the_configuration_did(self, changes, row, command):
         config = RunConfig(
-            id="d@3", label="d γ=3", kind="speculative", drafter="d", gamma=3, policy="fixed", temperature=0.0,
+            id="d@3", label="d γ=3", kind="speculative", drafter="d", gamma=3, draft_policy="fixed", temperature=0.0,
             cache="dynamic", baseline="plain",
         )  # fmt: skip
         recipe = Recipe(ModelSpec("hub", "y"), parse_drafter("d"), parse_policy("fixed:gamma=3"))
@@ -208,8 +208,8 @@ class TestAnswer:
             (
                 [True, True],
                 "bfloat16",
-                "Outputs part from plain decoding's only where two tokens tie within the rounding of bfloat16, which"
-                " was checked at each place: either is the target's own choice. 0% of the outputs are token for token",
+                "0% of the outputs are token for token those of plain decoding; the others differ only where two tokens"
+                " tie within the rounding of bfloat16, which was checked",
             ),
             ([True], "int8", "within the rounding of int8"),
             (
@@ -217,8 +217,8 @@ class TestAnswer:
                 "bfloat16",
                 "0% of the outputs are token for token those of plain decoding; rounding does not",
             ),
-            ([None], "bfloat16", "whether rounding explains the others is checked at the end of a sweep"),
-            (None, "bfloat16", "whether rounding explains the others is checked at the end of a sweep"),
+            ([None], "bfloat16", "the end of a sweep checks whether rounding explains the others"),
+            (None, "bfloat16", "the end of a sweep checks whether rounding explains the others"),
         ],
     )
     def test_outputs_that_differ_come_with_their_cause(self, tmp_path, ties, dtype, said):
@@ -469,11 +469,11 @@ def test_narrow_screens_get_figures_of_their_own(page):
 
 def test_long_tables_are_folded_without_a_script(written, page, tmp_path):
     report = written[1]
-    assert len(report.positions) <= 16 < len(report.positions) * 4
     assert not page.all("details")
-    long = dataclasses.replace(report, positions=report.positions * 4)
+    sheet = dataclasses.replace(report.tables["Acceptance by position"], folded=True)
+    long = dataclasses.replace(report, tables={**report.tables, "Acceptance by position": sheet})
     folded = Page(to_html(long))
-    rows = f"{len(long.positions)} rows"
+    rows = f"{len(sheet.rows)} rows"
     assert folded.all("details") == [{}], "closed; the browser opens it"
     assert rows in folded.text
     assert f"<details><summary>{rows}</summary>\n\n| configuration" in to_markdown(long)
@@ -563,11 +563,11 @@ def test_costs_are_shown_as_passes(tmp_path):
     costs = {"target_pass_s": {"1": 0.1, "3": 0.12}, "drafter_pass_s": {"d": 0.025}}
     costs["drafter_rows_s"] = {"d": {"4": 0.03}}
     report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, costs=costs)
-    assert report.costs == [
+    assert report.costs.rows == [
         ["target, 1 token", "100.00", "v(1) = 1.00"],
         ["target, 3 tokens", "120.00", "v(3) = 1.20"],
         ["drafter d, 1 token", "25.00", "c = 0.25"],
-        ["drafter d, behind 4 nodes", "30.00", "c(4) = 0.30"],
+        ["drafter d, after 4 nodes", "30.00", "c(4) = 0.30"],
     ]
 
 

@@ -193,7 +193,7 @@ def test_of_repeated_keys_the_first_counts(tmp_path):
         file.write(json.dumps(row(decode_s=99.0)) + "\n")
     frame = load_results(tmp_path)
     assert frame.generations["decode_s"].tolist() == [3.0]
-    assert frame.problems == ["1 generations stand there more than once; the first of each is used."]
+    assert frame.problems == ["1 generations are there more than once; the first of each is used."]
 
 
 def test_fields_of_run_json_change_all_or_nothing(tmp_path, monkeypatch):
@@ -302,9 +302,9 @@ def test_a_read_only_folder_is_the_users_fault(tmp_path):
 
 def test_a_file_in_the_folders_place_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UsageError, match=r"is no folder.*--out"):
+    with pytest.raises(UsageError, match=r"is not a folder.*--out"):
         RunStore.create(tmp_path / "run", RUN)
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         RunStore.create(tmp_path / "run" / "below", RUN)
 
 
@@ -486,15 +486,15 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path):
         (json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
         (
             json.dumps({"kind": "specbench-sweep", "schema": 1}),
-            "damaged: run_id is missing or holds what it cannot be",
+            "damaged: run_id is missing or invalid",
         ),
         (
             json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
-            "damaged: configs is missing or holds what it cannot be",
+            "damaged: configs is missing or invalid",
         ),
         (
             json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 1, "configs": [3]}),
-            r"damaged: configs\[0\] is missing or holds what it cannot be",
+            r"damaged: configs\[0\] is missing or invalid",
         ),
     ],
 )

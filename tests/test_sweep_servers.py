@@ -213,7 +213,7 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     for wrong in ("plain decoding", "nothing was drafted", "no speculative configuration", "single passes"):
         assert wrong not in page
     assert report.missing["positions"] == "no server reports acceptance by position"
-    assert report.missing["time"] == "no server tells its single steps"
+    assert report.missing["time"] == "servers do not report their steps"
 
 
 def test_a_prompt_goes_out_as_it_is_and_caches_are_off(sweep, plain, tmp_path):

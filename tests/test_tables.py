@@ -494,7 +494,7 @@ class TestRendering:
         df = frame_of(*rows)
         for frame in (summarize(df), categorize(df)):
             assert "2.00 [too few to say]" in shown(frame)
-            assert "Too few to say: one run of one prompt, or an interval whose ends" in " ".join(
+            assert "Too few to say: one run of one prompt, or an interval with ends" in " ".join(
                 document.to_markdown(sheet(frame)).split()
             )
         assert one(summarize(df), "x")["verdict"] == "cannot tell"
@@ -567,10 +567,6 @@ class TestRendering:
         )
         by_position = document.to_markdown(tables.position_sheet(positions(made)))
         assert "| accepted/tested | accepted/drafted |" in by_position
-
-    def test_a_live_table(self, small):
-        table = document.terminal_table(sheet(small), 80)
-        assert table.row_count == 2
 
     @pytest.mark.parametrize(
         ("value", "text"),

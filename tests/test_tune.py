@@ -651,7 +651,7 @@ def test_a_search_of_an_older_version_is_shown_by_its_ranking(tmp_path):
     report = make_report(df, "run", tmp_path)
     assert report.answers[0].headline.startswith("It is not certain")
     (warning,) = (each for each in report.warnings if each.id == "unfinished")
-    assert re.fullmatch(r"The search has not come to its end: \d+ generations are there\.", warning.message)
+    assert re.fullmatch(r"The search is not finished: it has \d+ generations\.", warning.message)
     assert found.race.leader == setting_of_run(df).measured.config
 
 

@@ -23,7 +23,7 @@ from specbench.decoding.metrics import summary
 from specbench.generate import GenerationRun
 from specbench.options import SharedPolicyOptions
 from specbench.policies import FixedLength
-from specbench.results.trace import header_event
+from specbench.results.trace import PROMPT_TAIL, TraceHeader
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
 if TYPE_CHECKING:
@@ -75,15 +75,15 @@ class PromptJob(LoadedRecipe):
         assert self.target.tokenizer is not None
         return str(self.target.tokenizer.decode([token], skip_special_tokens=False))
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> TraceHeader:
         """Return the first event of a trace."""
-        return header_event(
+        return TraceHeader(
             target=self.target.name,
             drafter=self.drafter.name,
             dtype=self.target.dtype,
             options=self.options(),
-            prompt=self.prompt_text,
             prompt_tokens=len(self.prompt),
+            prompt_tail=self.prompt_text[-PROMPT_TAIL:],
             greedy=self.sampling.greedy,
             lossless=self.recipe.decoding.residual_adjustment,
         )

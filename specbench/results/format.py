@@ -1,8 +1,8 @@
-"""The tables of docs/results-format.md, made of the declarations of the records.
+"""The tables of docs/results-format.md, generated from the declarations of the records.
 
     python -m specbench.results.format docs/results-format.md
 
-A line ``<!-- NAME -->`` of the page stands before the table of the record of that name, which is written anew.
+replaces the table after each line ``<!-- NAME -->`` with that of the record of this name.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def _records(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
 
 
 _ALL: list[type[msgspec.Struct]] = [*_records(Record), PassCosts, SharedCosts]
-RECORDS = {each.__name__: each for each in _ALL}
-"""By the names that stand in the page."""
+RECORDS = {each.__name__: each for each in _ALL if each.__module__ != "specbench.results.trace"}
+"""By name."""
 
 _JSON = {str: "text", bool: "true or false", int: "integer", float: "number", Any: "anything", list: "list"}
 
 
 def table_of(record: type[msgspec.Struct]) -> str:
-    """The fields of a record as a Markdown table; of one that extends another, its own alone."""
+    """Return the fields of a record, without inherited ones, as a Markdown table."""
     inherited = {
         name for base in record.__bases__ if issubclass(base, Record) for name in base.__struct_fields__
     }
@@ -48,7 +48,7 @@ def table_of(record: type[msgspec.Struct]) -> str:
 
 
 def _meaning(kind: Any) -> str:
-    """The last description of an annotation, the outermost."""
+    """Return the outermost description of an annotation."""
     if get_origin(kind) is not Annotated:
         return ""
     found = [each.description for each in kind.__metadata__ if isinstance(each, msgspec.Meta)]
@@ -56,7 +56,7 @@ def _meaning(kind: Any) -> str:
 
 
 def _type(kind: Any) -> str:
-    """A type in the words of JSON."""
+    """Return a type in terms of JSON."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _type(inner[0])
@@ -79,7 +79,7 @@ _PLACE = re.compile(r"^<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
 
 
 def with_tables(text: str) -> str:
-    """The page with its tables as the declarations have them."""
+    """Return the page with its tables up to date."""
     return _PLACE.sub(lambda found: f"<!-- {found[1]} -->\n\n{table_of(RECORDS[found[1]])}\n", text)
 
 

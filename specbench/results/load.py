@@ -1,10 +1,11 @@
-"""How busy the machine is: what disturbs a measurement."""
+"""Snapshots of how busy the machine is."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,21 +17,18 @@ _stops = 0
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """How busy the machine is at one moment; two of them tell what happened between.
-
-    ``None`` stands for what cannot be told here.
+    """How busy the machine is at one moment; ``None`` for what is unknown here.
 
     Attributes:
         cores: Logical cores of the machine.
         load_average: Runnable processes, averaged over a minute.
-        busy_s, steal_s, total_s: Processor time of all cores since the machine started: in use, taken by
-            other virtual machines, and in all.
-        own_s: Processor time that this process and its children have used.
+        busy_s, steal_s, total_s: Processor time of all cores since boot: in use, by other virtual machines, total.
+        own_s: Processor time of this process and its children.
         frequency_mhz: Mean over the cores.
-        throttled: How often the processor has slowed itself down because of heat.
+        throttled: How often the processor has slowed down because of heat.
         memory_bytes, available_bytes: Of main memory.
-        swapped_in_bytes: Read back from swap since the machine started.
-        stops: How often this process was stopped and continued since `count_stops` was called.
+        swapped_in_bytes: Read back from swap since boot.
+        stops: How often this process was stopped and continued since ``count_stops`` was called.
     """
 
     cores: int
@@ -47,13 +45,13 @@ class LoadSnapshot:
     stops: int = 0
 
     def steal_share(self, before: LoadSnapshot) -> float | None:
-        """Share of processor time that the machine's host gave to others since ``before``; ``None``: not told."""
+        """Return the share of processor time that the host gave to others since ``before``; ``None`` if unknown."""
         if before.steal_s is None or self.steal_s is None or self.total_s <= before.total_s:
             return None
         return (self.steal_s - before.steal_s) / (self.total_s - before.total_s)
 
     def busy_elsewhere(self, before: LoadSnapshot) -> float | None:
-        """How many cores other processes kept busy since ``before``; ``None`` if no time has passed."""
+        """Return how many cores other processes kept busy since ``before``; ``None`` if no time has passed."""
         passed = (self.total_s - before.total_s) / self.cores
         if passed <= 0:
             return None
@@ -61,7 +59,7 @@ class LoadSnapshot:
 
 
 def load_snapshot() -> LoadSnapshot:
-    """Look at the machine; takes well under a millisecond on Linux."""
+    """Take a snapshot of the machine; takes well under a millisecond on Linux."""
     times = psutil.cpu_times()
     steal: float | None = getattr(times, "steal", None)
     # On Linux a guest's time is counted in user and nice as well.
@@ -86,10 +84,7 @@ def load_snapshot() -> LoadSnapshot:
 
 
 def count_stops() -> None:
-    """Have snapshots count how often this process is stopped (SIGSTOP, Ctrl-Z) and continued.
-
-    Outside the main thread, and on Windows, nothing is counted.
-    """
+    """Count in snapshots how often this process is stopped and continued; not on Windows or outside the main thread."""
     if hasattr(signal, "SIGCONT") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCONT, _continued)
 
@@ -100,32 +95,27 @@ def _continued(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - 
 
 
 def _load_average() -> float | None:
-    try:
+    with suppress(AttributeError, OSError):
         return os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return None
+    return None
 
 
 def _frequency() -> float | None:
-    try:
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):
         frequency = psutil.cpu_freq()
-    except (AttributeError, OSError, RuntimeError, ValueError):
-        return None
-    return float(frequency.current) if frequency is not None and frequency.current else None
+        return float(frequency.current) if frequency is not None and frequency.current else None
+    return None
 
 
 def _throttled() -> int | None:
-    try:
-        counters = sorted(
-            Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
-        )
+    folder = Path("/sys/devices/system/cpu")
+    with suppress(OSError, ValueError):
+        counters = sorted(folder.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
         return sum(int(counter.read_text(encoding="ascii")) for counter in counters) if counters else None
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def _swapped_in() -> int | None:
-    try:
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):
         return int(psutil.swap_memory().sin)
-    except (AttributeError, OSError, RuntimeError, ValueError):
-        return None
+    return None

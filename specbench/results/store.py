@@ -1,7 +1,7 @@
-"""Results on disk: a folder per run that a crash at any moment leaves readable, and its reader.
+"""Results on disk: a folder per run that stays readable after a crash at any moment, and its reader.
 
-A run is described once, in ``run.json``; every finished generation is one line of ``generations.jsonl``,
-written in one piece and synchronized before the next one begins. docs/results-format.md describes the fields.
+``run.json`` describes the run; every finished generation is one line of ``generations.jsonl``, written in one piece and
+synchronized before the next one begins. docs/results-format.md describes the fields.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ RUN, GENERATIONS, COSTS, LOCK = "run.json", "generations.jsonl", "costs.jsonl", 
 
 
 class RunStore:
-    """The folder of one run, open for writing; nobody else can open it until it is closed or its process is
-    gone.
+    """The folder of one run, locked for writing until it is closed or its process ends.
 
     Use ``create`` or ``open``, and close it (it is a context manager).
 
     Attributes:
         path: The folder.
-        run: What ``run.json`` holds.
-        problems: What was wrong with the lines that were there, a sentence each; those lines are not used.
+        run: Content of ``run.json``.
+        problems: What was wrong with existing lines, a sentence each; those lines are not used.
     """
 
     def __init__(self, path: Path, lock: Any) -> None:
@@ -53,18 +52,18 @@ class RunStore:
 
     @classmethod
     def create(cls, path: str | Path, run: Run) -> RunStore:
-        """Start a run in a folder that holds none; the folder is made.
+        """Create a run in a folder that holds none, and the folder if needed.
 
         Raises:
-            UsageError: There are results already, another process writes there, or the folder cannot be
-                written. RunError: The disk is full.
+            UsageError: There are results already, another process writes there, or the folder is not writable.
+            RunError: The disk is full.
         """
         store = cls._locked(Path(path), make=True)
         try:
             if cls.exists(path):
                 raise UsageError(
                     f"The folder {str(path)!r} holds results already.",
-                    "Add --resume to go on with them, or give another --out.",
+                    "Add --resume to continue them, or give another --out.",
                 )
             store.run = run
             store._write_run()
@@ -76,11 +75,10 @@ class RunStore:
 
     @classmethod
     def open(cls, path: str | Path) -> RunStore:
-        """Go on with a run. What a crash left of an unfinished line is removed.
+        """Open a run to continue it; an unfinished line left by a crash is removed.
 
         Raises:
-            UsageError: There is no run, a newer version wrote it, another process writes there, or it is
-                read-only.
+            UsageError: There is no run, a newer version wrote it, another process writes there, or it is read-only.
         """
         run = read_run(path)
         store = cls._locked(Path(path), make=False)
@@ -96,16 +94,16 @@ class RunStore:
 
     @classmethod
     def check_writable(cls, path: str | Path) -> None:
-        """Refuse early, before models are loaded, a folder that cannot be written or that another process writes to.
+        """Check before models are loaded that a folder can be written.
 
         Raises:
-            UsageError: It is one of these.
+            UsageError: It is not writable, or another process writes to it.
         """
         cls._locked(Path(path), make=True).close()
 
     @staticmethod
     def exists(path: str | Path) -> bool:
-        """Whether the folder holds results, however few."""
+        """Return whether the folder holds any results."""
         return any((Path(path) / name).exists() for name in (RUN, GENERATIONS))
 
     @classmethod
@@ -115,7 +113,7 @@ class RunStore:
                 try:
                     path.mkdir(parents=True, exist_ok=True)
                 except (FileExistsError, NotADirectoryError):
-                    raise UsageError(f"{str(path)!r} is no folder.", "Give another --out.") from None
+                    raise UsageError(f"{str(path)!r} is not a folder.", "Give another --out.") from None
             for name in (RUN, GENERATIONS, COSTS, LOCK):
                 refuse_link(path / name)
             lock = try_lock(path / LOCK)
@@ -133,12 +131,11 @@ class RunStore:
             sync(self.path)
 
     def append(self, measurement: Measurement) -> None:
-        """Add one line. When this returns the line has reached the disk; when it raises, nothing of it is
-        there.
+        """Add one line: it has reached the disk on return, and nothing of it has if this raises.
 
         Raises:
             RunError: The disk is full or fails.
-            ValueError: A number is not finite, or the key is there already.
+            ValueError: A number is not finite, or the key exists already.
         """
         if self._file is None:
             raise ValueError("the store is closed")
@@ -149,7 +146,7 @@ class RunStore:
         self._remember(measurement)
 
     def append_costs(self, lines: Iterable[CostLine]) -> None:
-        """Add raw times of single passes to ``costs.jsonl``.
+        """Add times of single forward passes to ``costs.jsonl``.
 
         Raises:
             RunError: The disk is full or fails.
@@ -164,7 +161,7 @@ class RunStore:
                 os.close(file)
 
     def costs(self) -> list[CostLine]:
-        """The lines of ``costs.jsonl``; what a crash or a hand has damaged is left out."""
+        """Return the lines of ``costs.jsonl`` that are not damaged."""
         file = self.path / COSTS
         lines = file.read_bytes().splitlines() if file.exists() else []
         return [parsed for line in lines if (parsed := parse_costs_line(line)) is not None]
@@ -173,12 +170,12 @@ class RunStore:
         """Change fields of ``run.json``, all or nothing.
 
         Raises:
-            RunError: The disk is full or fails; the file is as it was.
+            RunError: The disk is full or fails; the file is unchanged.
         """
         self.replace(msgspec.structs.replace(self.run, **fields))
 
     def replace(self, run: Run) -> None:
-        """Put another ``run.json`` in place of what is there, likewise."""
+        """Replace ``run.json``, likewise."""
         self.run = run
         self._write_run()
 
@@ -187,11 +184,11 @@ class RunStore:
             write_text(self.path / RUN, to_json(self.run, indent=1).decode() + "\n")
 
     def done_keys(self, *, retry_failed: bool = False) -> set[Key]:
-        """What needs no measuring; with ``retry_failed``, failed generations do."""
+        """Return the keys that need no measuring; with ``retry_failed``, failed generations do."""
         return {key for key, status in self._done.items() if status == "ok" or not retry_failed}
 
     def measurements(self) -> Iterator[Measurement]:
-        """Every usable line, one per key (see ``distinct``)."""
+        """Yield every usable line, one per key (see ``distinct``)."""
         yield from distinct(read_lines(self.path, []), [])
 
     def _remember(self, measurement: Measurement) -> None:
@@ -199,7 +196,7 @@ class RunStore:
             self._done[measurement.key] = measurement.line.status
 
     def close(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -215,8 +212,7 @@ class RunStore:
 
 
 def _append(file: int, data: bytes) -> None:
-    """Write at the end of a file and wait for the disk; take back what was written if that does not
-    succeed."""
+    """Write at the end of a file and wait for the disk; on failure remove what was written."""
     before = os.fstat(file).st_size
     rest = memoryview(data)
     try:
@@ -230,7 +226,7 @@ def _append(file: int, data: bytes) -> None:
 
 
 def _end_last_line(file: int, data: bytes, parse: Callable[[bytes], Any]) -> None:
-    """End what a crash left behind the last line break: add the break if that is all it lacks, or cut it."""
+    """Complete or remove what a crash left after the last line break."""
     start = data.rfind(b"\n") + 1
     if start == len(data):
         return
@@ -242,7 +238,7 @@ def _end_last_line(file: int, data: bytes, parse: Callable[[bytes], Any]) -> Non
 
 
 def _writing(path: Path, *, begun: bool = False) -> AbstractContextManager[None]:
-    """What a file system refuses while a run is written; ``begun``: something measured is there to be kept."""
+    """Turn errors of the file system into messages; ``begun``: something was measured before."""
     kept = "What was measured before is kept."
     full = RunError(
         f"The disk is full: {str(path)!r} takes no more results.{f' {kept}' if begun else ''}",
@@ -255,9 +251,9 @@ def _writing(path: Path, *, begun: bool = False) -> AbstractContextManager[None]
 
 
 def write_csv(frame: DataFrame, path: str | Path) -> None:
-    """Write a table as CSV that a spreadsheet shows and never runs.
+    """Write a table as CSV in which a spreadsheet runs no formula.
 
-    Text that looks like a formula gets a quote, also where a spreadsheet of another language would begin a cell: behind
+    Text that looks like a formula gets a quote, also where a spreadsheet of another language would begin a cell: after
     a semicolon, a tab, a bar or a line break.
     """
     safe = frame.map(_no_formula).rename(columns=_no_formula)
@@ -278,10 +274,10 @@ def _no_formula(value: Any) -> Any:
 
 
 def find_runs(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The folders of runs that are meant: each path is a run, a file in one, or a folder with runs in it.
+    """Return folders of runs; each path is a run, a file in one, or a folder with runs in it.
 
     Raises:
-        UsageError: A path does not exist, or no run is there.
+        UsageError: A path does not exist, or holds no run.
     """
     found: dict[Path, None] = {}
     for given in [paths] if isinstance(paths, str | Path) else paths:
@@ -306,7 +302,7 @@ def find_runs(paths: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def stored_runs(folder: str | Path) -> list[tuple[Path, Run]]:
-    """The readable runs in a folder, each with its ``run.json``, the newest first; none where there is none."""
+    """Return the readable runs in a folder, each with its ``run.json``, the newest first."""
     found = []
     with suppress(UsageError):
         for path in find_runs(folder):
@@ -316,7 +312,7 @@ def stored_runs(folder: str | Path) -> list[tuple[Path, Run]]:
 
 
 def measured_configs(path: str | Path) -> set[str]:
-    """Ids of the configurations of a run that have a finished generation, warm-ups apart."""
+    """Return the ids of configurations that have a finished generation other than warm-ups."""
     return {
         each.line.config
         for each in read_lines(Path(path), [])
@@ -330,7 +326,7 @@ class _Version(msgspec.Struct):
 
 
 def read_run(path: str | Path) -> Run:
-    """What ``run.json`` in a folder holds.
+    """Read ``run.json`` in a folder.
 
     Raises:
         UsageError: It is missing, damaged, of another program, or of a newer version of specbench.
@@ -349,7 +345,7 @@ def read_run(path: str | Path) -> Run:
         version = _Version()
     except (ValueError, RecursionError):
         raise UsageError(
-            f"{str(file)!r} is damaged: it is not JSON.", "Restore it, or measure anew."
+            f"{str(file)!r} is damaged: it is not JSON.", "Restore it, or measure again."
         ) from None
     if version.kind != KIND:
         raise UsageError(f"{str(file)!r} does not describe a specbench sweep.", "Name another folder.")
@@ -362,8 +358,8 @@ def read_run(path: str | Path) -> Run:
     except (ValueError, RecursionError) as error:
         where = wrong_field(error) if isinstance(error, ValueError) else ""
         raise UsageError(
-            f"{str(file)!r} is damaged: {where or 'a field'} is missing or holds what it cannot be.",
-            "Restore it, or measure anew.",
+            f"{str(file)!r} is damaged: {where or 'a field'} is missing or invalid.",
+            "Restore it, or measure again.",
         ) from None
     return upgraded(run)
 
@@ -379,7 +375,7 @@ def _check_version(version: object, file: Path) -> None:
 
 
 def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
-    """The usable lines of ``generations.jsonl``; what is wrong with the others is added to ``problems``."""
+    """Yield the usable lines of ``generations.jsonl``, and add to ``problems`` what is wrong with others."""
     path = folder / GENERATIONS
     try:
         file = path.open("rb")
@@ -400,7 +396,7 @@ def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
 
 
 def distinct(measurements: Iterable[Measurement], problems: list[str]) -> Iterator[Measurement]:
-    """Measurements in order with one per key: the first, or the first success if that failed."""
+    """Yield one measurement per key: the first, or the first success if that failed."""
     waiting: dict[Key, Measurement] = {}  # failures that a later line may replace
     done: set[Key] = set()
     repeated = 0
@@ -414,5 +410,5 @@ def distinct(measurements: Iterable[Measurement], problems: list[str]) -> Iterat
             done.add(each.key)
             yield each
     if repeated:
-        problems.append(f"{repeated} generations stand there more than once; the first of each is used.")
+        problems.append(f"{repeated} generations are there more than once; the first of each is used.")
     yield from waiting.values()

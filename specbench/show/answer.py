@@ -407,7 +407,7 @@ def generate_command(
     if recipe is None:
         return ""
     recipe = replace(recipe if drafts else recipe.plain, decoding=DecodingOptions())
-    words = [*recipe.words(), *more]
+    words = [*recipe.arguments(), *more]
     if config.batch is None:
         return f'specbench generate {shlex.join(map(one_line, words))} "Your prompt"'
     words += ["--prompts", "PROMPTS.jsonl", "--batch", f"{config.batch}"]

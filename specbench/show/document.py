@@ -1,7 +1,7 @@
-"""Documents: what is said, in parts, and the writers that show it on a terminal and as Markdown.
+"""Documents in parts, with writers for a terminal and for Markdown.
 
-Parts hold text as it is. Only writers make it safe for where it goes: no control characters or markup on a terminal, no
-markup, HTML or line break out of its place in Markdown. The page of a report has its templates (``show/report``).
+Parts hold plain text. Writers make it safe for its destination: no control characters or markup on a terminal, no
+markup, HTML or line breaks in Markdown. The HTML page of a report has its own templates (``show/report``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import io
 import re
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,14 +38,14 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What to type, to be copied whole."""
+    """A command to be copied."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list; without lines it is not shown."""
+    """A list, left out if it has no lines."""
 
     lines: Sequence[str]
     heading: str = ""
@@ -54,7 +53,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture in a file beside the document, which only Markdown shows."""
+    """An image file next to the document; terminals do not show it."""
 
     alternative: str
     path: str
@@ -67,15 +66,15 @@ class Sheet:
     Attributes:
         headings: One per column; the first column names the rows, the others hold figures.
         rows: Cells, one list per row.
-        values: What to sort the cells by, shaped as ``rows``: text in the first column, numbers elsewhere (NaN: none).
-        ranks: How soon a column may be left out where there is no room: the highest first, 0 never; none: all 0.
-        notes: Sentences to stand below.
-        marked: Rows that stand out, by number.
-        left: Columns besides the first that hold text.
-        styles: Of the last cells of rows on a terminal, by the cell's text.
-        matrix: Whether all columns matter alike, so that several tables show those that do not fit into one.
+        values: Values to sort the cells by, shaped like ``rows``: text in the first column, numbers elsewhere or NaN.
+        ranks: Which columns a narrow terminal leaves out: the highest first, 0 never; empty for all 0.
+        notes: Sentences below the table.
+        marked: Numbers of highlighted rows.
+        left: Other columns than the first that hold text.
+        styles: Terminal styles of the last cells of rows, by their text.
+        matrix: Whether all columns are equally important, so that further tables show those that do not fit.
         folded: Whether Markdown shows the number of rows, and the table on demand.
-        elsewhere: Where the columns are that were left out.
+        elsewhere: Where to find the columns that were left out.
     """
 
     headings: list[str]
@@ -98,7 +97,7 @@ Part = Heading | Paragraph | Code | Items | Image | Sheet
 
 
 def to_markdown(*parts: Part) -> str:
-    """A document as Markdown, tables with all of their columns."""
+    """Return a document as Markdown, tables with all of their columns."""
     return "\n\n".join(filter(None, map(_markdown, parts))) + "\n"
 
 
@@ -108,7 +107,7 @@ def _markdown(part: Part) -> str:
             return f"{'#' * part.level} {_escaped(part.text)}"
         case Paragraph():
             return f"**{_escaped(part.text)}**" if part.style == "bold" else _escaped(part.text)
-        case Code():  # as code, if there is nothing in it that could be HTML
+        case Code():  # as code, unless it holds what could be HTML
             command = one_line(part.text)
             return _escaped(command) if re.search("[<>&]", command) else f"    {command}"
         case Items():
@@ -132,32 +131,31 @@ _MARKDOWN = str.maketrans({each: "\\" + each for each in "\\`*_{}[]|#~$"})
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no way out of its cell or line."""
+    """Escape text so that Markdown shows it as it is, within its cell or line."""
     return html.escape(one_line(text).translate(_MARKDOWN), quote=False)
 
 
 # --- Terminal -------------------------------------------------------------------------------------
 
-_LABEL_CELLS = 28  # a longer name takes several lines
+_NAME_CELLS = 28  # a longer name takes several lines
+_LEAST_NAME_CELLS = 8
 _VERDICT_CELLS = 12
-_INDENT = "  "  # of a name's other lines
-_BREAKS = " ,:/+"  # signs of a name behind which a line may end
-_BETWEEN = 2  # cells between columns, one of them the box's own
-_WORDS = {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x", "≥": ">="}
+_BETWEEN = 2  # cells between columns
+_ASCII_WORDS = {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x", "≥": ">="}
 
 
 def show(console: Console, *parts: Part, wrap: bool = True) -> None:
-    """Print a document, readable from 60 columns up; paragraphs stand close to each other, all else apart.
+    """Print a document, readable from 60 columns, with blank lines except between paragraphs.
 
     Args:
         console: Where.
         *parts: What.
-        wrap: Whether paragraphs and lists are broken into lines.
+        wrap: Whether to break paragraphs and lists into lines.
     """
     from rich.text import Text
 
     def say(text: str, style: str = "", *, whole: bool = not wrap) -> None:
-        console.print(Text(_told(text, console.encoding), style=style), soft_wrap=whole)
+        console.print(Text(_safe_line(text, console.encoding), style=style), soft_wrap=whole)
 
     before: Part | None = None
     for part in parts:
@@ -179,11 +177,15 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
                 for line in part.lines:
                     say(f"  {line}")
             case Sheet():
-                _show_sheet(part, console)
+                tables, notes = _tables(part, console.width, console.encoding)
+                for table in tables:
+                    console.print(table)
+                for note in notes:
+                    say(note, "dim", whole=False)
 
 
 def to_text(*parts: Part, width: int = 80) -> str:
-    """A document as ``show`` prints it, with tables of at most so many cells; paragraphs are single lines."""
+    """Return a document as ``show`` prints it, with tables of at most ``width`` cells and paragraphs unbroken."""
     from rich.console import Console
 
     out = io.StringIO()
@@ -192,108 +194,66 @@ def to_text(*parts: Part, width: int = 80) -> str:
 
 
 def spelled_out(text: str, encoding: str) -> str:
-    """Text for a terminal, without power over it; signs that its encoding lacks become words."""
+    """Return text that is safe for a terminal, with words for symbols that its encoding lacks."""
     if not encoding.lower().startswith("utf"):
-        for sign, word in _WORDS.items():
+        for sign, word in _ASCII_WORDS.items():
             text = text.replace(sign, word)
     return terminal_safe(text, encoding)
 
 
-def _told(text: str, encoding: str) -> str:
-    """The same in one line."""
+def _safe_line(text: str, encoding: str) -> str:
     return re.sub(r"[\n\t]+", " ", spelled_out(text, encoding))
 
 
-def terminal_table(sheet: Sheet, width: int = 80, encoding: str = "utf-8") -> Table:
-    """A sheet as a table for a console of that many cells, with the columns that matter least left out as needed.
-
-    A matrix keeps as many of its columns as there is room for; ``show`` shows the others below.
-    """
-    headings, rows = _text_of(sheet, encoding)
-    return _table(sheet, headings, rows, _kept(sheet, _widths(headings, rows), width), width)
-
-
-def _show_sheet(sheet: Sheet, console: Console) -> None:
-    from rich.text import Text
-
-    headings, rows = _text_of(sheet, console.encoding)
+def _tables(sheet: Sheet, width: int, encoding: str) -> tuple[list[Table], list[str]]:
+    """Return the tables that show a sheet in ``width`` cells, and its notes."""
+    headings = [_in_two_lines(_safe_line(heading, encoding)) for heading in sheet.headings]
+    rows = [[_safe_line(cell, encoding) for cell in row] for row in sheet.rows]
     widths = _widths(headings, rows)
-    kept = _kept(sheet, widths, console.width)
-    console.print(_table(sheet, headings, rows, kept, console.width))
     notes = list(sheet.notes)
-    if sheet.matrix:
-        while (begin := kept[-1] + 1) < len(widths):
-            kept = _fitting(widths, begin, console.width)
-            console.print(_table(sheet, headings, rows, kept, console.width))
-    elif hidden := len(widths) - len(kept):
-        notes.append(f"{counted(hidden, 'more column')}: {sheet.elsewhere}.")
-    for note in notes:
-        console.print(Text(_told(note, console.encoding), style="dim"), soft_wrap=False)
-
-
-def _text_of(sheet: Sheet, encoding: str) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells as a console shows them, long headings and verdicts in several lines."""
-    headings = [_broken(_told(heading, encoding)) for heading in sheet.headings]
-    rows = [[_told(cell, encoding) for cell in row] for row in sheet.rows]
-    if "verdict" in headings:
-        at = headings.index("verdict")
-        for row in rows:
-            row[at] = textwrap.fill(row[at], _VERDICT_CELLS)
-    return headings, rows
-
-
-def _in_lines(text: str, cells: int) -> str:
-    """A name in lines of at most so many cells, broken where its parts end, all but the first indented."""
-    from rich.cells import cell_len, chop_cells
-
-    lines: list[str] = []
-    while text:
-        indent = _INDENT if lines else ""
-        line = chop_cells(text, cells - len(indent))[0]
-        if cell_len(text) > cells - len(indent):
-            end = max(line.rfind(sign) for sign in _BREAKS) + 1
-            line = line[:end] if end > len(line) // 2 else line
-        lines.append(indent + line.rstrip())
-        text = text[len(line) :]
-    return "\n".join(lines)
+    if not sheet.matrix:
+        kept = _most_important(sheet.ranks, widths, width)
+        if hidden := len(widths) - len(kept):
+            notes.append(f"{counted(hidden, 'more column')}: {sheet.elsewhere}.")
+        return [_table(sheet, headings, rows, kept, width)], notes
+    tables: list[Table] = []
+    begin = 1
+    while begin < len(widths) or not tables:
+        end, used = begin, widths[0]
+        while end < len(widths) and (end == begin or used + _BETWEEN + widths[end] <= width):
+            used += _BETWEEN + widths[end]
+            end += 1
+        tables.append(_table(sheet, headings, rows, [0, *range(begin, end)], width))
+        begin = end if end > begin else len(widths)
+    return tables, notes
 
 
 def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of each column; names and verdicts may take several lines."""
     from rich.cells import cell_len
 
     columns = zip(headings, *rows, strict=True)
     widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    return [min(widths[0], _LABEL_CELLS), *widths[1:]]
+    limits = {"verdict": _VERDICT_CELLS}
+    limits[headings[0]] = _NAME_CELLS
+    return [min(width, limits.get(heading, width)) for heading, width in zip(headings, widths, strict=True)]
 
 
-def _broken(heading: str) -> str:
-    """A long heading in two lines, broken at a space or before a slash."""
+def _in_two_lines(heading: str) -> str:
+    """Break a long heading at a space or before a slash."""
     if len(heading) <= 7:
         return heading
     return heading.replace(" ", "\n", 1) if " " in heading else heading.replace("/", "\n/", 1)
 
 
-def _kept(sheet: Sheet, widths: Sequence[int], width: int) -> list[int]:
-    """The columns to show, in order: the least important go until the rest fits; a matrix keeps its first ones."""
-    if sheet.matrix:
-        return _fitting(widths, 1, width)
+def _most_important(ranks: Sequence[int], widths: Sequence[int], width: int) -> list[int]:
+    """Return the columns to show, in order: the least important are left out until the others fit."""
     kept = list(range(len(widths)))
-    while sheet.ranks and sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
-        last = max(sheet.ranks[i] for i in kept)
+    while ranks and sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
+        last = max(ranks[i] for i in kept)
         if not last:
             break
-        kept = [i for i in kept if sheet.ranks[i] < last]  # columns of one rank belong together
-    return kept
-
-
-def _fitting(widths: Sequence[int], begin: int, width: int) -> list[int]:
-    """The first column and as many from ``begin`` on as fit, at least one."""
-    kept, used = [0], widths[0]
-    for i in range(begin, len(widths)):
-        used += _BETWEEN + widths[i]
-        if used > width and len(kept) > 1:
-            break
-        kept.append(i)
+        kept = [i for i in kept if ranks[i] < last]  # columns of one rank belong together
     return kept
 
 
@@ -306,14 +266,13 @@ def _table(
 
     widths = _widths(headings, rows)
     over = max(0, sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width)
-    label_cells = max(8, widths[0] - over)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
     for i in kept:
         side: Literal["left", "right"] = "left" if i == 0 or i in sheet.left else "right"
-        table.add_column(Text(headings[i]), justify=side, vertical="bottom", no_wrap=True)
+        cells = max(_LEAST_NAME_CELLS, widths[0] - over) if i == 0 else widths[i]
+        table.add_column(Text(headings[i]), justify=side, vertical="bottom", overflow="fold", width=cells)
     for number, row in enumerate(rows):
-        # As Text: what looks like markup in a name stays as it is.
-        cells = [Text(_in_lines(row[0], label_cells)), *(Text(row[i]) for i in kept[1:])]
-        cells[-1].stylize(sheet.styles.get(sheet.rows[number][kept[-1]], ""))
-        table.add_row(*cells, style="bold" if number in sheet.marked else "")
+        cells_of_row = [Text(row[i]) for i in kept]  # as Text: markup in a name stays as it is
+        cells_of_row[-1].stylize(sheet.styles.get(sheet.rows[number][kept[-1]], ""))
+        table.add_row(*cells_of_row, style="bold" if number in sheet.marked else "")
     return table

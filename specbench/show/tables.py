@@ -19,29 +19,29 @@ from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show.document import Sheet
 
 Row = TypeVar("Row")
-_NAN = float("nan")
 
-
-def _too_few(one: str) -> str:
-    return (
-        f"Too few to say: one run of one {one}, or an interval whose ends are more than a factor of {stats.WIDEST:g}"
-        " apart."
-    )
+_FOR_P95, _FOR_P99 = 20, 100
+"""Requests from which these percentiles are no longer close to the largest value."""
 
 
 # --- Notes ----------------------------------------------------------------------------------------
 
 
+def _too_few(one: str) -> str:
+    return f"Too few to say: one run of one {one}, or an interval with ends more than {stats.WIDEST:g} times apart."
+
+
 def notes(summary: Summary) -> list[str]:
-    """What to say below a summary: what the intervals are over, and every figure that could be misread."""
+    """Return the notes below a summary: what the intervals are over, and every figure that could be misread."""
     out, rows, over = list[str](), summary.rows, summary.over
     bases = {row.speedup.basis for row in rows}
+    unit, one = ("groups of prompts", "group of prompts") if summary.side_by_side else ("prompts", "prompt")
+    short = unit.split()[0]
     if summary.side_by_side:
         out.append(
-            "With a batch, tokens/s are the throughput of all requests, from the arrival of each to its end, and the"
+            "With a batch, tokens/s is the throughput of all requests, from the arrival of each to its end, and the"
             f" speedup is the ratio of throughputs over {over} at the same batch."
         )
-    unit, one = ("groups of prompts", "group of prompts") if summary.side_by_side else ("prompts", "prompt")
     if "prompts" in bases:
         out.append(f"Speedups are geometric means over {unit}; in brackets the 95% interval over {unit}.")
     slower = [row.prompts for row in rows if row.verdict == "slower"]
@@ -54,87 +54,75 @@ def notes(summary: Summary) -> list[str]:
         )
     if any(row.measured and row.speedup.low is None for row in rows):
         out.append(_too_few(one))
-    if summary.disturbance:
-        out.append(summary.disturbance)
-    if any(row.provisional for row in rows):
-        out.append(stats.PROVISIONAL)
-    if summary.withheld:
-        out.append(summary.withheld)
-    out += [
-        f"{row.config.label}: all tokens over all seconds give {_ratio_text(row.pooled_speedup)}, "
-        f"the mean over {unit} {_ratio_text(row.speedup)}: its {unit.split()[0]} fare differently."
-        for row in rows
-        if _means_differ(row)
-    ]
+    provisional = stats.PROVISIONAL if any(row.provisional for row in rows) else ""
+    out += filter(None, (summary.disturbance, provisional, summary.withheld))
     differing: dict[str | None, list[SummaryRow]] = {}
     for row in rows:
+        label = row.config.label
+        if _means_differ(row):
+            out.append(
+                f"{label}: all tokens over all seconds give {_ratio_text(row.pooled_speedup)}, the mean over {unit}"
+                f" {_ratio_text(row.speedup)}: its {short} differ."
+            )
         if row.identical_share < 1:
             differing.setdefault(row.difference, []).append(row)
+        if row.failures:
+            out.append(
+                f"{label}: {counted(row.failures, 'generation')} failed, not included in any other figure."
+            )
+        if row.config.kind in OTHER_ANSWERS:
+            out.append(
+                f"{label} searches for more probable answers than plain decoding: compare speeds only."
+            )
+        if not row.is_baseline and not row.measured:
+            out.append(f"{label}: no generation of its baseline to compare with.")
     for alike in differing.values():
         label = f"{alike[0].config.label}: " if len(alike) == 1 else f"{len(alike)} configurations: "
         out.append(label + identity_text(alike, summary.dtype, over))
-    out += [
-        f"{row.config.label}: {counted(row.failures, 'generation')} failed and count nowhere else."
-        for row in rows
-        if row.failures
-    ]
-    out += [
-        f"{row.config.label} looks for more probable answers than plain decoding's: its ratio is one of speeds alone."
-        for row in rows
-        if row.config.kind in OTHER_ANSWERS
-    ]
-    out += [
-        f"{row.config.label}: no generation of its baseline to compare with."
-        for row in rows
-        if not row.is_baseline and not row.measured
-    ]
     if any(row.step_source == "bursts" for row in rows):
-        out.append(
-            "~: estimated from the bursts in which tokens came, for the server does not say what it accepted."
-        )
+        out.append("~: estimated from bursts of tokens, because the server does not report what it accepted.")
     if any(not math.isnan(row.speedup_first.value) for row in rows):
         out.append(
-            "First time: the speedup over the first repeat, when a server has not seen the prompts yet; again: how"
-            " many times as fast it answers them when they come again."
+            "First time: the speedup over the first repeat, when a server has not seen the prompts yet; again: speed"
+            " of the later repeats over that of the first."
         )
     return [one_line(note) for note in out]
 
 
 def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLAIN) -> str:
-    """Whether the outputs of rows of a summary are those of the baseline, and why some are not.
+    """Say whether the outputs of rows are those of the baseline, and why some are not.
 
     Args:
-        rows: At least one, with a number as ``identical_share`` and one ``difference``.
+        rows: At least one, each with an ``identical_share``, and with one ``difference``.
         dtype: Of the target.
-        over: The baseline, in words.
+        over: Name of the baseline.
     """
     shares = sorted(row.identical_share for row in rows)
     if shares[0] == 1:
-        return f"The outputs are token for token those of {over}."
+        return f"Outputs are token for token those of {over}."
     several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
     share = f"{_percent(shares[0])}{several} of the outputs are token for token those of {over}"
     if rows[0].difference == "ties":
-        rounding = one_line(dtype or "bfloat16")
         return (
-            f"Outputs part from {over}'s only where two tokens tie within the rounding of {rounding}, which was"
-            f" checked at each place: either is the target's own choice. {share}."
+            f"{share}; the others differ only where two tokens tie within the rounding of"
+            f" {one_line(dtype or 'bfloat16')}, which was checked: either is the target's own choice."
         )
     if rows[0].difference == "beyond rounding":
-        return f"{share}; rounding does not explain all of the others: see the warnings."
+        return f"{share}; rounding does not explain all others: see the warnings."
     if over != PLAIN:
-        return f"{share}; --check-outputs tells whether rounding explains the others."
-    return f"{share}; whether rounding explains the others is checked at the end of a sweep."
+        return f"{share}; --check-outputs checks whether rounding explains the others."
+    return f"{share}; the end of a sweep checks whether rounding explains the others."
 
 
 def verdict_text(verdict: str | None, provisional: bool) -> str:
-    """A verdict as tables show it, a dash for a baseline's."""
+    """Return a verdict for tables, a dash for a baseline's."""
     if verdict is None:
         return "–"
     return f"{verdict}, provisional" if provisional else verdict
 
 
 def _means_differ(row: SummaryRow) -> bool:
-    """Whether pooled and per-prompt speedup would be read differently: opposite sides of 1, or outside the interval."""
+    """Return whether the pooled speedup is on the other side of 1, or outside the interval of the speedup."""
     mean, pooled = row.speedup.value, row.pooled_speedup.value
     if not row.measured or math.isnan(pooled) or abs(math.log(pooled / mean)) < 0.02:
         return False
@@ -146,14 +134,7 @@ def _means_differ(row: SummaryRow) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Column(Generic[Row]):
-    """A column of rows of one kind.
-
-    Attributes:
-        heading: Its name.
-        rank: See ``Sheet.ranks``.
-        text: Of a row's cell.
-        value: To sort the cell by.
-    """
+    """A column of rows of one kind: heading, rank (see ``Sheet.ranks``), text of a cell, and value to sort it by."""
 
     heading: str
     rank: int
@@ -162,7 +143,7 @@ class _Column(Generic[Row]):
 
 
 def _percent(value: float) -> str:
-    """A share; 99.97% is not 100%."""
+    """Format a share; 99.97% is not 100%."""
     if math.isnan(value):
         return "–"
     whole = round(100 * value)
@@ -176,11 +157,11 @@ def _bytes(value: float) -> str:
 
 
 def _count(value: float) -> str:
-    return "–" if math.isnan(value) else str(int(value))
+    return "–" if math.isnan(value) else f"{int(value):,}"
 
 
-def _scaled(by: float) -> Callable[[float], str]:
-    return lambda value: stats.decimals(by * value)
+def _thousand(value: float) -> str:
+    return stats.decimals(1000.0 * value)
 
 
 def _ratio_text(estimate: Estimate) -> str:
@@ -203,9 +184,8 @@ def _ratio(heading: str, rank: int, of: Callable[[Row], Estimate]) -> _Column[Ro
 
 def _speedup(heading: str, rank: int, of: Callable[[SummaryRow], Estimate]) -> _Column[SummaryRow]:
     def text(row: SummaryRow) -> str:
-        speedup = of(row)
-        is_one = row.is_baseline and speedup.low is None and speedup.value == 1.0
-        return "1 (baseline)" if is_one else _ratio_text(speedup)
+        is_one = row.is_baseline and of(row).low is None and of(row).value == 1.0
+        return "1 (baseline)" if is_one else _ratio_text(of(row))
 
     return _Column(heading, rank, text, lambda row: of(row).value)
 
@@ -215,7 +195,6 @@ def _part(name: str) -> _Column[SummaryRow]:
 
 
 def _tokens_per_step(row: SummaryRow) -> str:
-    """With a sign where it is an estimate."""
     return ("~" if row.step_source == "bursts" else "") + stats.decimals(row.tokens_per_step.value)
 
 
@@ -237,7 +216,7 @@ _SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
     _ratio("predicted", 8, lambda row: row.predicted_speedup),
     _ratio("predicted (i.i.d.)", 18, lambda row: row.predicted_speedup_iid),
     _number("cached", 12, lambda row: row.cached_share, _percent),
-    _number("TTFT ms", 9, lambda row: row.ttft_s, _scaled(1000.0)),
+    _number("TTFT ms", 9, lambda row: row.ttft_s, _thousand),
     *map(_part, PARTS),
     _number("log p/token", 11, lambda row: row.log_probability),
     _number("memory", 13, lambda row: row.peak_memory_bytes, _bytes),
@@ -248,14 +227,12 @@ _SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
 
 
 def _percentiles(
-    name: str, rank: int, of: Callable[[RequestRow], dict[str, float]], by: float
+    name: str, rank: int, of: Callable[[RequestRow], dict[str, float]], form: Callable[[float], str]
 ) -> list[_Column[RequestRow]]:
-    """A column for each percentile of a latency; the median is the last to be left out."""
+    """Return a column for each percentile of a latency; the median is the last to be left out."""
 
     def column(number: int, percentile: str) -> _Column[RequestRow]:
-        return _number(
-            f"{name} {percentile}", rank + 5 * number, lambda row: of(row)[percentile], _scaled(by)
-        )
+        return _number(f"{name} {percentile}", rank + 5 * number, lambda row: of(row)[percentile], form)
 
     return [column(number, percentile) for number, percentile in enumerate(PERCENTILES)]
 
@@ -264,10 +241,10 @@ _REQUEST_COLUMNS: list[_Column[RequestRow]] = [
     _name("configuration", lambda row: row.config.label),
     _number("requests", 9, lambda row: row.requests, _count),
     _number("tokens/s", 0, lambda row: row.throughput.value),
-    *_percentiles("ms/token", 1, lambda row: row.token_s, 1000.0),
-    *_percentiles("TTFT ms", 2, lambda row: row.ttft_s, 1000.0),
-    *_percentiles("whole s", 3, lambda row: row.latency_s, 1.0),
-    *_percentiles("waited s", 4, lambda row: row.queued_s, 1.0),
+    *_percentiles("ms/token", 1, lambda row: row.token_s, _thousand),
+    *_percentiles("TTFT ms", 2, lambda row: row.ttft_s, _thousand),
+    *_percentiles("total s", 3, lambda row: row.latency_s, stats.decimals),
+    *_percentiles("queued s", 4, lambda row: row.queued_s, stats.decimals),
     _number("accepted", 8, lambda row: row.acceptance_rate, _percent),
     _number("blocks", 10, lambda row: row.pool_peak_blocks, _count),
     _number("pool", 10, lambda row: row.pool_peak_bytes, _bytes),
@@ -275,10 +252,8 @@ _REQUEST_COLUMNS: list[_Column[RequestRow]] = [
 
 
 def _least(heading: str, of: Callable[[PositionRow], float]) -> _Column[PositionRow]:
-    """A share, with a sign where it may be more."""
-    return _Column(
-        heading, 0, lambda row: ("≥ " if row.least and of(row) < 1 else "") + _percent(of(row)), of
-    )
+    """Return a column of shares, with a sign where they are lower bounds."""
+    return _Column(heading, 0, lambda row: "≥ " * (row.least and of(row) < 1) + _percent(of(row)), of)
 
 
 _POSITION_COLUMNS: list[_Column[PositionRow]] = [
@@ -291,27 +266,26 @@ _POSITION_COLUMNS: list[_Column[PositionRow]] = [
     _least("accepted/drafted", lambda row: row.rate_of_drafted),
     _number("α", 1, lambda row: row.alpha),
 ]
-
 _HEAD_COLUMNS: list[_Column[HeadRow]] = [
     _name("configuration", lambda row: row.config.label),
     _name("category", lambda row: row.category),
     _number("tokens/step", 0, lambda row: row.tokens_per_step),
     _number("when trained", 3, lambda row: row.trained),
-    _number("first kept", 1, lambda row: row.first, _percent),
-    _number("second kept", 2, lambda row: row.second, _percent),
+    _number("first accepted", 1, lambda row: row.first, _percent),
+    _number("second accepted", 2, lambda row: row.second, _percent),
     _ratio("speedup", 0, lambda row: row.speedup),
 ]
 
 
-def _kept(place: int) -> _Column[TrainingRow]:
-    return _number(f"{place}. kept", place - 1, lambda row: row.kept[str(place)], _percent)
+def _accepted_at(position: int) -> _Column[TrainingRow]:
+    return _number(f"{position}. accepted", position - 1, lambda row: row.kept[str(position)], _percent)
 
 
 _TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
     _name("drafter", lambda row: row.drafter),
-    _number("tokens trained on", 0, lambda row: row.tokens, lambda value: f"{int(value):,}"),
+    _number("tokens trained on", 0, lambda row: row.tokens, _count),
     _number("tokens/step", 0, lambda row: row.tokens_per_step),
-    *map(_kept, range(1, PLACES + 1)),
+    *map(_accepted_at, range(1, PLACES + 1)),
 ]
 
 # --- Sheets ---------------------------------------------------------------------------------------
@@ -334,26 +308,25 @@ def _sheet(
 
 
 def summary_sheet(summary: Summary) -> Sheet:
-    """Columns without a single figure are left out, and so is what would only say that all is well."""
+    """Return the summary, without columns that hold no figure or only say that nothing failed."""
 
-    def says_something(column: _Column[SummaryRow]) -> bool:
+    def is_needed(column: _Column[SummaryRow]) -> bool:
         values = [column.value(row) for row in summary.rows]
         if column.heading == "failed":
             return any(values)
         return column.rank == 0 or any(value == value for value in values)
 
     marked = [number for number, row in enumerate(summary.rows) if row.config.id in summary.winners]
-    columns = [*filter(says_something, _SUMMARY_COLUMNS)]
+    columns = [*filter(is_needed, _SUMMARY_COLUMNS)]
     sheet = _sheet(summary.rows, columns, notes(summary), frozenset(marked))
     for number in marked:
-        sheet.rows[number][sheet.headings.index("verdict")] = verdict_text(
-            "fastest measured", summary.rows[number].provisional
-        )
+        provisional = summary.rows[number].provisional
+        sheet.rows[number][sheet.headings.index("verdict")] = verdict_text("fastest measured", provisional)
     return sheet
 
 
 def category_sheet(categories: Categories) -> Sheet:
-    """A matrix of configurations and categories."""
+    """Return a matrix of configurations and categories."""
     names = list(dict.fromkeys(row.category for row in categories.rows))
     configs: dict[str, RunConfig] = {row.config.id: row.config for row in categories.rows}
     speedups = {(row.config.id, row.category): row.speedup for row in categories.rows}
@@ -370,68 +343,59 @@ def category_sheet(categories: Categories) -> Sheet:
         said.append(_too_few("prompt"))
     if any(speedup.basis == "repeats" for speedup in speedups.values()):
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
-    headings = ["configuration", *map(one_line, names)]
-    return Sheet(headings, rows, values, notes=said, matrix=True)
-
-
-_FOR_P95, _FOR_P99 = 20, 100
-"""Requests from which on these percentiles are not near to the largest value."""
+    return Sheet(["configuration", *map(one_line, names)], rows, values, notes=said, matrix=True)
 
 
 def request_sheet(rows: Sequence[RequestRow]) -> Sheet:
-    """What requests saw that were decoded side by side."""
+    """Return latencies of requests decoded side by side."""
     said = [
-        "Of all requests: ms/token behind the first emission, TTFT and the whole time from a request's arrival, which"
-        " include the wait for its turn; blocks and bytes are the most of the target's pool that were taken."
+        "Percentiles over all requests: ms/token after the first emission; TTFT and total time from a request's"
+        " arrival, including its time in the queue. Blocks and pool: the peak of the target's KV cache."
     ]
     if rows and min(row.requests for row in rows) < _FOR_P99:
         said.append(
-            f"The 99th percentile of fewer than {_FOR_P99} requests lies close to the slowest of them, and the 95th of"
-            f" fewer than {_FOR_P95}."
+            f"The 99th percentile of fewer than {_FOR_P99} requests is close to their maximum, as is the 95th of fewer"
+            f" than {_FOR_P95}."
         )
     return _sheet(rows, _REQUEST_COLUMNS, said)
 
 
 def position_sheet(rows: Sequence[PositionRow]) -> Sheet:
-    """Acceptance by position."""
+    """Return acceptance by position."""
     least = (
-        "≥: the server's drafts are of several lengths, and it does not tell how many reach this position: counted as"
-        " if all did."
+        "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
+        " counted as if all did."
     )
     return _sheet(rows, _POSITION_COLUMNS, [least] if any(row.least for row in rows) else [])
 
 
 def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
-    """Trained heads by category, and where each configuration with one loses."""
+    """Return trained heads by category, with notes on where each configuration loses."""
     out = [
-        "Kept: of the drafts tested at that place. When trained: tokens per step, greedily and as a chain, on prompts"
-        " of a category of that name that it was not trained on."
+        "Accepted: of the drafts tested at that position. When trained: tokens per step, greedily and with chains, on"
+        " held-out prompts of a category of that name."
     ]
     if any("+" in row.config.drafter for row in rows):
-        out.append("Of a cascade the drafts of both parts count.")
+        out.append("In a cascade the drafts of both parts count.")
     for label in dict.fromkeys(row.config.label for row in rows):
         mine = [row for row in rows if row.config.label == label]
         slower = [row.category for row in mine if row.verdict == "slower"]
         if slower:
-            surely = " provisionally" if any(row.provisional for row in mine) else ""
-            out.append(f"{label}{surely} loses to plain decoding on {', '.join(slower)}.")
+            provisionally = " (provisionally)" if any(row.provisional for row in mine) else ""
+            out.append(f"{label} is slower than plain decoding on {', '.join(slower)}{provisionally}.")
         known = [row for row in mine if not math.isnan(row.first)]
         if len(known) > 1:
             worst = min(known, key=lambda row: row.first)
             share = _percent(worst.first)
-            out.append(f"{label} drafts worst on {worst.category}: {share} of its first drafts are kept.")
+            out.append(f"{label} drafts worst on {worst.category}: {share} of its first drafts are accepted.")
     return _sheet(rows, _HEAD_COLUMNS, [one_line(note) for note in out])
 
 
 def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
-    """How heads did as they learnt, and which measure is of the head that drafts."""
+    """Return measurements of heads during training, with a note on which was kept."""
     said = [
-        "Measured by the decoder, greedily and as a chain, on prompts that were not trained on; kept: of the drafts"
-        " tested at that place.",
-        *(
-            one_line(f"{row.drafter} is the head as it was behind {row.tokens:,} tokens.")
-            for row in rows
-            if row.best
-        ),
+        "Measured by the decoder, greedily and with chains, on prompts that were not trained on; accepted: of the"
+        " drafts tested at that position."
     ]
+    said += [one_line(f"{row.drafter} is the head after {row.tokens:,} tokens.") for row in rows if row.best]
     return _sheet(rows, _TRAINING_COLUMNS, said)

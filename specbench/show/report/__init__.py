@@ -1,4 +1,4 @@
-"""A run as a report: one HTML file that needs nothing else, and Markdown with its figures beside it."""
+"""A run as a report: one HTML file, and Markdown with its figures next to it."""
 
 from __future__ import annotations
 
