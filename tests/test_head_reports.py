@@ -86,27 +86,27 @@ def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
     worst = min((row for row in rows if row.config.id == "head (int8)-g2"), key=lambda row: row.first)
     assert f"head (int8) γ=2 drafts worst on {worst.category}: " in "\n".join(sheet.notes)
     slower = {row.config.label for row in rows if row.verdict == "slower"}
-    assert {note.partition(" loses")[0] for note in sheet.notes if " loses" in note} == slower
+    assert {note.partition(" is slower")[0] for note in sheet.notes if " is slower" in note} == slower
     report, (page, markdown) = write_report(folder, tmp_path)
     assert "training" in {picture.name for picture in report.pictures}
     for text in (page.read_text(encoding="utf-8"), markdown.read_text(encoding="utf-8")):
         assert "Trained heads" in text
-        assert "first kept" in text
+        assert "first accepted" in text
         assert EVIL not in text
 
 
 def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
     sheet = tables.training_sheet(training_rows(df))
     assert sheet.headings == [
-        "drafter", "tokens trained on", "tokens/step", "1. kept", "2. kept", "3. kept", "4. kept",
+        "drafter", "tokens trained on", "tokens/step", "1. accepted", "2. accepted", "3. accepted", "4. accepted",
     ]  # fmt: skip
     assert sheet.rows[1] == ["head (int8)", "300,000", "1.50", "40%", "30%", "–", "–"]
     assert len(sheet.rows) == 3
-    assert "head (int8) is the head as it was behind 300,000 tokens." in sheet.notes
+    assert "head (int8) is the head after 300,000 tokens." in sheet.notes
     _, (page, markdown) = write_report(folder, tmp_path)
     for file in (page, markdown):
         assert "300,000" in (text := file.read_text(encoding="utf-8"))
-        assert "Its figures stand in the table 'Training'" in text.replace("&#39;", "'")
+        assert "Its figures are in the table 'Training'" in text.replace("&#39;", "'")
 
 
 def test_the_figure_shows_acceptance_by_place_against_tokens(df):
@@ -128,7 +128,7 @@ def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path):
 
 
 def test_in_a_cascade_the_drafts_of_both_parts_count(df):
-    note = "Of a cascade the drafts of both parts count."
+    note = "In a cascade the drafts of both parts count."
     rows = head_rows(df)
     assert note not in tables.head_sheet(rows).notes
     cascade = structs.replace(rows[0].config, drafter="lookup+head (int8)")

@@ -149,12 +149,12 @@ class TestAnswer:
         [
             ({}, {}, "--drafter d --gamma 3 --target y"),
             (
-                {"rule": parse_policy("auto"), "costs": Path("a.json")},
+                {"policy": parse_policy("auto"), "costs": Path("a.json")},
                 {},
                 "--drafter d --draft-policy auto --costs a.json --target y",
             ),
             (
-                {"rule": parse_policy("fixed:siblings=2,gamma=3")},
+                {"policy": parse_policy("fixed:siblings=2,gamma=3")},
                 {},
                 "--drafter d --draft-policy fixed:siblings=2 --gamma 3 --target y",
             ),
