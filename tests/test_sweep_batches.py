@@ -35,7 +35,6 @@ from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, p
 from specbench.generate_many import GenerationRuns
 from specbench.results import predict, stats
 from specbench.results.compare import compare_configs
-from specbench.results.load import LoadSnapshot
 from specbench.results.requests import BatchCurve, RequestRow, batch_curves, request_rows
 from specbench.results.results import load_results
 from specbench.results.rows import to_frame

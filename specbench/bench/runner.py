@@ -275,7 +275,7 @@ class CellRunner(Generic[Encoded]):
             warnings=[
                 name
                 for name in disturbances(before, after, self._fastest_mhz or None)
-                if name != "machine-busy" or not self._sweep.options.servers  # which may be what is busy
+                if name != "machine-busy" or not self._sweep.options.servers  # a server may be what is busy
             ],
         )
         return Measurement(line, result)
@@ -359,19 +359,8 @@ class CellRunner(Generic[Encoded]):
         return self._engine.measure_shared_costs(prompt, batch, shared_widths(options.gammas, trees))
 
 
-def _answers(measurements: Iterable[Measurement]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:
-    """The outputs of earlier turns by configuration, prompt and repeat: what a conversation goes on with."""
-    answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
-    for each in measurements:
-        line = each.line
-        if isinstance(each.result, Generation) and not line.warmup:
-            turns = answers.setdefault((line.config, line.prompt, line.repeat), {})
-            turns[line.turn] = tuple(each.result.token_ids)
-    return answers
-
-
-def _measured(outcome: Outcome) -> Json:
-    """The fields of ``MeasuredOutput``."""
+def _measured_fields(outcome: Outcome) -> Json:
+    """Return the fields of ``MeasuredOutput``."""
     return {
         "prompt_tokens": outcome.prompt_tokens,
         "new_tokens": outcome.tokens,
