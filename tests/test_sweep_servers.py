@@ -212,8 +212,9 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     assert "127.0.0.1" not in page
     for wrong in ("plain decoding", "nothing was drafted", "no speculative configuration", "single passes"):
         assert wrong not in page
-    assert report.missing["positions"] == "no server reports acceptance by position"
-    assert report.missing["time"] == "servers do not report their steps"
+    missing = " ".join(report.missing)
+    assert "acceptance by position in the draft (no server reports acceptance by position)" in missing
+    assert re.search(r"where the time goes[^(]*\(servers do not report their steps\)", missing)
 
 
 def test_a_prompt_goes_out_as_it_is_and_caches_are_off(sweep, plain, tmp_path):
@@ -340,7 +341,7 @@ def test_acceptance_by_position_from_counters(sweep, tmp_path, batch):
     assert "75%" in table
     assert "≥" not in table
     report, _ = write_report(tmp_path / "run")
-    assert len(report.positions) == 3
+    assert len(report.tables["Acceptance by position"].rows) == 3
 
 
 def test_drafts_of_several_lengths_have_least_rates(sweep, tmp_path):
@@ -350,7 +351,7 @@ def test_drafts_of_several_lengths_have_least_rates(sweep, tmp_path):
     table = to_markdown(position_sheet(positions(load_results(tmp_path / "run"))))
     lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| drafting")]
     assert [line[5:7] for line in lines] == [["80%", "80%"], ["≥ 50%", "≥ 40%"]]
-    assert "it does not tell how many reach this position" in table
+    assert "it does not report how many reach this position" in table
 
 
 def test_places_of_other_answers_are_left_out(sweep, tmp_path):
@@ -412,7 +413,8 @@ def test_servers_over_batches(sweep, plain, fast, tmp_path):
     assert {"batches", "latency"} <= set(drawn.figures)
     (answer,) = find_answers(frame, summarize(frame), categorize(frame))
     assert "over base at the same batch" in answer.headline
-    requests = write_report(tmp_path / "run")[0].requests
+    assert len(write_report(tmp_path / "run")[0].tables["Requests side by side"].rows) == 6
+    requests = request_rows(frame)
     assert [row.config.batch for row in requests] == [1, 1, 2, 2, 4, 4]
 
 
