@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import chain, repeat
 from pathlib import Path
 from random import Random
@@ -34,21 +34,20 @@ from specbench.models.heads import TrainedHead, load_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
-from specbench.train import figures as figures_module
 from specbench.train import hidden_states as hidden_states_module
 from specbench.train import learner as learner_module
 from specbench.train import result as result_module
 from specbench.train import run as run_module
+from specbench.train import state as state_module
 from specbench.train import texts as texts_module
-from specbench.train.figures import Stand
 from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner
-from specbench.train.lessons import Lesson, Teacher, batches, fitting, padded
+from specbench.train.lessons import Lesson, Teacher, make_batches, pad_batch, trainable_texts
 from specbench.train.result import write_head
 from specbench.train.run import Training, processes
-from specbench.train.settings import Measured, TrainingSettings
-from specbench.train.state import read_state, write_state
-from specbench.train.students import KINDS, Marks, make_student, soft_cross_entropy
+from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
+from specbench.train.state import TrainerState, read_state, write_state
+from specbench.train.students import KINDS, Metrics, make_student, soft_cross_entropy
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 DEPTH = 3
@@ -113,7 +112,7 @@ def made_up(*lengths: int, start: int = 4) -> list[Text]:
 def lesson_of(
     model: Any, student: Any, texts: Sequence[Text], drafted: torch.Tensor | None = DRAFTED
 ) -> Lesson:
-    batch, teacher = padded(texts, torch.device("cpu")), Teacher(model, drafted)
+    batch, teacher = pad_batch(texts, torch.device("cpu")), Teacher(model, drafted)
     return teacher.lesson(teacher.read(batch, student.layers, keeps_cache=student.needs_cache))
 
 
@@ -167,7 +166,7 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers)
         for parameter in student.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     lesson = lesson_of(model, student, texts)
-    marks = student(lesson)
+    metrics = student(lesson)
     offset = int(lesson.ids.sum()) % (2 * DEPTH)
     drafted = set(DRAFTED.tolist())
     losses: list[list[float]] = [[] for _ in range(DEPTH)]
@@ -187,11 +186,11 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers)
                 right = rows[place].argmax() == p[end - 1].argmax()
                 if kind == "eagle" and not right and (behind + int(lesson.ids.sum())) % every:
                     break
-    assert marks.counted.tolist() == [len(each) for each in losses]
+    assert metrics.counted.tolist() == [len(each) for each in losses]
     expected = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
-    torch.testing.assert_close(marks.losses.detach(), expected, atol=1e-4, rtol=1e-4)
-    assert marks.counted[0] > 0
-    marks.losses.sum().backward()
+    torch.testing.assert_close(metrics.losses.detach(), expected, atol=1e-4, rtol=1e-4)
+    assert metrics.counted[0] > 0
+    metrics.losses.sum().backward()
     learning = [parameter for parameter in student.parameters() if parameter.requires_grad]
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in learning)
 
@@ -216,7 +215,7 @@ def test_padding_teaches_nothing(model):
     short, long = made_up(9, 30)
     together = student(lesson_of(model, student, [short, long], None))
     apart = [student(lesson_of(model, student, [text], None)) for text in (short, long)]
-    sums = sum(marks.losses.detach() * marks.counted for marks in apart)
+    sums = sum(metrics.losses.detach() * metrics.counted for metrics in apart)
     torch.testing.assert_close(together.losses.detach() * together.counted, sums, atol=1e-3, rtol=1e-4)
 
 
@@ -244,7 +243,7 @@ def test_states_are_no_use_where_a_head_does_more_than_a_product(model, target, 
         )
     finally:
         hook.remove()
-    assert "do not follow from its hidden states by a product alone" in said
+    assert "are more than a product of its hidden states" in said
 
 
 # -- texts and batches -----------------------------------------------------------------------------
@@ -253,13 +252,13 @@ def test_states_are_no_use_where_a_head_does_more_than_a_product(model, target, 
 def test_batches_hold_every_text_once_within_the_budget():
     texts = made_up(*Random(1).choices(range(6, 40), k=50), 90)
     for epoch in (0, 1):
-        found = batches(texts, 80, 7, epoch)
+        found = make_batches(texts, 80, 7, epoch)
         assert sorted(place for batch in found for place in batch) == list(range(51))
         for batch in found:
             longest = max(len(texts[place].tokens) for place in batch)
             assert len(batch) == 1 or longest * len(batch) <= 80
-    assert batches(texts, 80, 7, 0) == batches(texts, 80, 7, 0) != batches(texts, 80, 7, 1)
-    assert [len(text.tokens) for text in fitting(made_up(5, 6, 50), 20, 3)] == [6, 20]
+    assert make_batches(texts, 80, 7, 0) == make_batches(texts, 80, 7, 0) != make_batches(texts, 80, 7, 1)
+    assert [len(text.tokens) for text in trainable_texts(made_up(5, 6, 50), 20, 3)] == [6, 20]
 
 
 def test_texts_are_the_targets_own_and_written_once(target, monkeypatch):
@@ -308,20 +307,20 @@ def test_states_are_heard_while_the_target_writes(model, target, tmp_path):
     texts = {**store.read(), **cut.read()}
     assert {number for number, _ in texts} == {0, 1}
     for text in texts.values():
-        found = states.of(text.key, text.tokens)
+        found = states.find(text.key, text.tokens)
         assert found is not None
         expected = states_of(model, text.tokens, layers)[: len(found)]
         assert len(found) >= len(text.tokens) - 1
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        shorter = states.of(text.key, text.tokens[:6])
+        shorter = states.find(text.key, text.tokens[:6])
         assert shorter is not None
         assert torch.equal(shorter, found[:6])
-        assert states.of(text.key, (*text.tokens[:-1], text.tokens[-1] + 1)) is None
-    assert states.of((2, 0), (1, 2, 3)) is None
+        assert states.find(text.key, (*text.tokens[:-1], text.tokens[-1] + 1)) is None
+    assert states.find((2, 0), (1, 2, 3)) is None
     other = HiddenStates(tmp_path / "states", layers[1:], 32, torch.float32)
-    assert other.of((0, 0), texts[0, 0].tokens) is None
+    assert other.find((0, 0), texts[0, 0].tokens) is None
     next((tmp_path / "states").iterdir()).write_bytes(b"x")
-    assert [states.of(text.key, text.tokens) is None for text in texts.values()].count(True) == 1
+    assert [states.find(text.key, text.tokens) is None for text in texts.values()].count(True) == 1
 
 
 def test_a_full_disk_ends_a_training_that_goes_on_later(target, tmp_path, monkeypatch):
@@ -384,7 +383,7 @@ def test_a_line_cut_short_is_written_again(tmp_path):
 # -- the whole of it -------------------------------------------------------------------------------
 
 
-class Watched:
+class Watched(TrainingProgress):
     """Remembers what it is told, and ends the training where it is told to."""
 
     def __init__(self, ends_at: int = -1, *, writing: bool = False) -> None:
@@ -396,14 +395,14 @@ class Watched:
         if self._left == 0:
             raise KilledError
 
-    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
+    def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
         self._count(writing=True)
 
-    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
+    def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
         assert left_s >= 0
         self._count()
 
-    def measured(self, measured: Measured, *, best: bool) -> None:
+    def report_measurement(self, measured: Measured, *, best: bool) -> None:
         self.measures.append(measured)
         self._count()
 
@@ -413,7 +412,7 @@ class KilledError(BaseException):
 
 
 def training(target: Target, out: Path, settings: TrainingSettings = QUICK, **more: Any) -> Training:
-    return Training(target, PROMPTS, settings, out, source="mine", saved_every_s=0, **more)
+    return Training(target, PROMPTS, settings, out, source="mine", save_interval_s=0, **more)
 
 
 def story(out: Path) -> dict[str, Any]:
@@ -427,7 +426,7 @@ def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
     settings = replace(
         QUICK, kind=kind, epochs=20, tokens=300, learning_rate=None if kind == "pass" else 5e-3
     )
-    best = training(easy, out, settings, watch=watch).run()
+    best = training(easy, out, settings, progress=watch).run()
     told = story(out)
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
@@ -470,7 +469,7 @@ def test_cut_off_anywhere_it_ends_the_same(target, tmp_path, monkeypatch, stored
         writing = starts < 4
         watch = Watched(random.randint(1, 100 if writing else 6), writing=writing) if starts < 14 else None
         try:
-            training(target, parts, settings, resume=resume, watch=watch).run()
+            training(target, parts, settings, resume=resume, progress=watch).run()
         except KilledError:
             resume = (parts / "state" / "begun.json").is_file()
     assert starts > 7
@@ -501,7 +500,7 @@ def test_killed_while_its_state_is_removed_a_training_has_ended(target, tmp_path
 def test_half_a_file_of_a_killed_training_is_gone_at_its_end(target, tmp_path):
     out = tmp_path / "head"
     with pytest.raises(KilledError):
-        training(target, out, QUICK, watch=Watched(1)).run()
+        training(target, out, QUICK, progress=Watched(1)).run()
     (out / ".model.safetensors.0123456789abcdef.partial").write_bytes(b"half")
     training(target, out, QUICK, resume=True).run()
     assert sorted(path.name for path in out.iterdir()) == [
@@ -528,17 +527,17 @@ class Clock:
     ) -> None:
         self.now, self._seconds = 0.0, {"writing": writing, "measuring": measuring, "learning": learning}
         self.spent = dict.fromkeys(self._seconds, 0.0)
-        for module in (run_module, learner_module, figures_module):
+        for module in (run_module, learner_module, state_module):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         for module, what in ((texts_module, "writing"), (run_module, "measuring")):
             patch.setattr(module, "GenerationRuns", self._timed(what, module.GenerationRuns))
-        gradients = Learner._gradients
+        gradients = Learner._backward
 
         def learnt(learner: Learner, reading: Any) -> Any:
             self.pass_by("learning")
             return gradients(learner, reading)
 
-        patch.setattr(Learner, "_gradients", learnt)
+        patch.setattr(Learner, "_backward", learnt)
 
     def pass_by(self, what: str) -> None:
         self.now += self._seconds[what]
@@ -588,13 +587,13 @@ def test_minutes_hold_where_the_machine_becomes_slow(target, tmp_path, monkeypat
     clock = Clock(monkeypatch, writing=1.0, measuring=0.2, learning=1.0)
 
     class Slowed(Watched):
-        def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
+        def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
             assert left_s <= max(0.0, 300 - clock.now)
             if step == 20:
                 clock.slow_down(5.0)
 
     settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
-    training(target, tmp_path / "head", settings, watch=Slowed()).run()
+    training(target, tmp_path / "head", settings, progress=Slowed()).run()
     assert clock.now <= 1.1 * 300
 
 
@@ -603,16 +602,16 @@ def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(target, tmp_pat
     Clock(monkeypatch, writing=1.0, measuring=3.0, learning=1.0)
     watch = Watched()
     seen: list[int] = []
-    decoded = Training._decoded
+    decoded = Training._decode_held_out
 
-    def counted(self: Training, drafter: Any, stand: Any) -> Any:
-        found = decoded(self, drafter, stand)
+    def counted(self: Training, drafter: Any, state: Any) -> Any:
+        found = decoded(self, drafter, state)
         seen.append(sum(len(step.tokens) for steps in found.values() for step in steps))
         return found
 
-    monkeypatch.setattr(Training, "_decoded", counted)
+    monkeypatch.setattr(Training, "_decode_held_out", counted)
     settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
-    training(target, tmp_path / "head", settings, watch=watch).run()
+    training(target, tmp_path / "head", settings, progress=watch).run()
     assert len(seen) >= 2
     assert len({*seen}) == 1
     assert 0 < seen[0] < 2 * 15
@@ -634,12 +633,13 @@ def test_what_a_head_brings_is_held_against_what_its_drafts_cost():
 @pytest.mark.parametrize(("tokens", "pays"), [(1.03, False), (1.6, True)])
 def test_a_head_is_recommended_only_where_it_pays(tokens, pays, capsys):
     best = Measured(5, 472, 5.0, tokens, (tokens - 1, 0.0), step_cost=1.2)
-    sys.modules["specbench.cli.train"]._tell(best, "eagle", Path("head"), as_json=False)
+    show = import_module("specbench.cli.train")._show_result
+    show(best, "eagle", Path("head"), as_json=False, verbose=False)
     said = capsys.readouterr().out
     assert ("--drafter head" in said) == pays
     assert ("SLOWS decoding" in said) != pays
-    assert "A step with it takes 1.20 times a plain one" in said
-    sys.modules["specbench.cli.train"]._tell(best, "eagle", Path("head"), as_json=True)
+    assert "a step takes 1.20 times a plain one" in said
+    show(best, "eagle", Path("head"), as_json=True, verbose=False)
     assert (json.loads(capsys.readouterr().out)["expected_speedup"] > 1) == pays
 
 
@@ -647,7 +647,7 @@ def test_more_minutes_may_be_given_later(target, tmp_path):
     out = tmp_path / "head"
     short = replace(QUICK, tokens=None, minutes=0.05, epochs=10_000, patience=10_000)
     with pytest.raises(KilledError):
-        training(target, out, short, watch=Watched(1)).run()
+        training(target, out, short, progress=Watched(1)).run()
     counted = training(target, out, QUICK, resume=True)
     assert "was begun with another tokens" in refusal(counted.run, kind=UsageError)
     training(target, out, replace(short, minutes=0.15), resume=True).run()
@@ -657,7 +657,7 @@ def test_more_minutes_may_be_given_later(target, tmp_path):
 
 
 def test_texts_are_read_once_for_several_turns():
-    course: Any = SimpleNamespace(epoch_steps=5, _together=2, turns=3)
+    course: Any = SimpleNamespace(epoch_steps=5, _chunk_size=2, turns=3)
     places = [Learner._place(course, number) for number in range(30)]
     assert [place for _, _, place in places[:15]] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 4, 4]
     assert [(whole, chunk) for whole, chunk, _ in places[:15]] == 6 * [(0, 0)] + 6 * [(0, 1)] + 3 * [(0, 2)]
@@ -666,7 +666,7 @@ def test_texts_are_read_once_for_several_turns():
 
 def test_a_text_is_read_again_only_after_all_others(target, monkeypatch):
     texts = made_up(*range(8, 40))
-    monkeypatch.setattr(learner_module, "_READ_BYTES", 3 * 64 * 4 * 32 * 4)  # three batches of 64 tokens
+    monkeypatch.setattr(learner_module, "_KEPT_BYTES", 3 * 64 * 4 * 32 * 4)  # three batches of 64 tokens
     settings = replace(QUICK, batch_tokens=64)
     learner = Learner(target, target.language_model.model, texts, settings, processes(cpu=True))
     read: list[Sequence[Text]] = []
@@ -688,37 +688,37 @@ def test_a_place_weighs_what_share_of_drafts_gets_there(target, monkeypatch):
     texts = made_up(20, 20)
     learner = Learner(target, target.language_model.model, texts, QUICK, processes(cpu=True))
     losses = torch.full((DEPTH,), 2.0, requires_grad=True)
-    marks = Marks(losses, torch.zeros(DEPTH), torch.tensor([8, 4, 0]))
-    monkeypatch.setattr(learner, "_module", lambda _lesson: marks)
-    learner._gradients(learner._read(texts))
+    metrics = Metrics(losses, torch.zeros(DEPTH), torch.tensor([8, 4, 0]))
+    monkeypatch.setattr(learner, "_module", lambda _lesson: metrics)
+    learner._backward(learner._read(texts))
     assert losses.grad is not None
     torch.testing.assert_close(losses.grad, torch.tensor([1.0, 0.8 * 4 / 8, 0.0]))
 
 
 def test_measures_are_spread_over_the_steps_there_are_time_for():
-    stand = Stand(measures_made=1)  # untrained
+    state = TrainerState(num_measured=1)  # untrained
     found = []
     for steps in (100, 70, 70, 90):  # the machine becomes slower, and quicker again
-        stand.plan(steps, 4)
-        found.append(stand.measured_next)
-        stand.step, stand.measures_made = stand.measured_next, stand.measures_made + 1
+        state.plan(steps, 4)
+        found.append(state.next_measurement)
+        state.step, state.num_measured = state.next_measurement, state.num_measured + 1
     assert found == [25, 40, 55, 90]
-    assert stand.measures_left(4) == 0
+    assert state.measurements_left(4) == 0
 
 
 def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(target, tmp_path, monkeypatch):
     settings = replace(QUICK, tokens=None, minutes=2.0, epochs=None, measures=4)
     running: Any = training(target, tmp_path / "head", settings)
     monkeypatch.setattr(Training, "_seconds", 60.0)
-    stand = Stand(step=10, measures_made=2, measure_s=5.0, first_measure_s=2.0)
+    state = TrainerState(step=10, num_measured=2, measure_s=5.0, first_measure_s=2.0)
     learner: Any = SimpleNamespace(epoch_steps=20)
-    assert running._in_time(learner, stand, 0.5) == 10 + (60 - 3 * 5) / 0.5
-    assert running._in_time(learner, stand, 1e9) == 11
-    assert running._measures(stand) == 4
-    assert running._measures(Stand(first_measure_s=6.0)) == 0.15 * 0.6 * 120 // 6
-    assert running._measures(Stand(first_measure_s=60.0)) == 1
+    assert running._steps_in_time(learner, state, 0.5) == 10 + (60 - 3 * 5) / 0.5
+    assert running._steps_in_time(learner, state, 1e9) == 11
+    assert running._measures(state) == 4
+    assert running._measures(TrainerState(first_measure_s=6.0)) == 0.15 * 0.6 * 120 // 6
+    assert running._measures(TrainerState(first_measure_s=60.0)) == 1
     capped: Any = training(target, tmp_path / "other", replace(settings, epochs=3))
-    assert capped._in_time(learner, stand, 0.5) == 60
+    assert capped._steps_in_time(learner, state, 0.5) == 60
 
 
 def test_wide_targets_have_heads_that_learn_at_a_lower_rate():
@@ -766,7 +766,7 @@ def test_what_cannot_be_gone_on_from_is_refused(model, target, easy, tmp_path):
         student = make_student(kind, model, teacher.head, DEPTH, 0)
         write_head(tmp_path / kind, student, target, teacher.head, DRAFTED, compact=False)
     eagle, medusa = head_in(tmp_path / "eagle"), head_in(tmp_path / "medusa")
-    assert "is of the kind medusa" in refusal(
+    assert "is of kind medusa, not eagle" in refusal(
         training, target, tmp_path / "x", replace(QUICK, vocab=None), start=medusa, kind=UsageError
     )
     for start, depth, odd in (
@@ -774,23 +774,23 @@ def test_what_cannot_be_gone_on_from_is_refused(model, target, easy, tmp_path):
         (
             medusa,
             DEPTH - 1,
-            f"it has a tensor blocks.{DEPTH - 1}.layers.0.weight, 32×32, that they do not make",
+            f"it has another tensor blocks.{DEPTH - 1}.layers.0.weight, 32×32",
         ),
         (
             altered(eagle, {}, {"layers.0.mlp.up_proj.weight": torch.zeros(40, 32)}),
             DEPTH,
-            "its tensor layers.0.mlp.up_proj.weight is 40×32, and would be 64×32",
+            "its tensor layers.0.mlp.up_proj.weight is 40×32 instead of 64×32",
         ),
         (
             altered(eagle, {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, {}),
             DEPTH,
-            "it takes what the layers 0, 1, 1 read, and would what 0, 1, 2 do",
+            "it reads the states of layers 0, 1, 1 instead of 0, 1, 2",
         ),
     ):
         kind = "medusa" if start is medusa else "eagle"
         other = replace(QUICK, kind=kind, vocab=None, depth=depth, start=start.fingerprint)
         said = refusal(training, target, tmp_path / "x", other, start=start, kind=UsageError)
-        assert f"is none that is trained here with these options: {odd}." in said
+        assert f"cannot be trained further with these options: {odd}." in said
     assert not (tmp_path / "x").exists()
     assert "was trained for" in refusal(
         training, easy, tmp_path / "y", replace(QUICK, vocab=None), start=eagle, kind=UsageError
@@ -846,11 +846,11 @@ def test_a_head_for_other_weights_is_refused_unless_told(model, target, tmp_path
 REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
     "layers": (
         lambda target, out: training(target, out, replace(QUICK, layers=4)),
-        "A head of 4 layers is larger than its target, which has 3.",
+        "A head of 4 layers is larger than its target (3).",
     ),
     "layers of Medusa": (
         lambda _target, _out: replace(QUICK, kind="medusa", layers=1),
-        "A head of the kind medusa has no layers.",
+        "A head of kind medusa has no layers.",
     ),
     "layers of a head": (
         lambda _target, _out: replace(QUICK, start="a head", layers=1),
@@ -858,10 +858,10 @@ REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
     ),
     "states of PaSS": (
         lambda _target, _out: replace(QUICK, kind="pass", store_states=True),
-        "learns from no hidden states",
+        "uses no hidden states",
     ),
-    "both": (lambda _target, _out: replace(QUICK, minutes=3), "is said twice"),
-    "neither": (lambda _target, _out: replace(QUICK, tokens=None), "is not said"),
+    "both": (lambda _target, _out: replace(QUICK, minutes=3), "are both given"),
+    "neither": (lambda _target, _out: replace(QUICK, tokens=None), "are both missing"),
     "no time": (lambda _target, _out: replace(QUICK, tokens=None, minutes=0.0), "0 minutes"),
     "rate": (lambda _target, _out: replace(QUICK, learning_rate=2.0), "The learning rate is 2."),
     "vocabulary": (
@@ -891,20 +891,20 @@ def test_what_cannot_be_is_said_in_a_sentence(target, tmp_path, case):
 def test_a_training_goes_on_as_it_was_begun(target, tmp_path):
     out = tmp_path / "head"
     with pytest.raises(KilledError):
-        training(target, out, watch=Watched(2)).run()
+        training(target, out, progress=Watched(2)).run()
     assert "has not ended" in refusal(training, target, out, kind=UsageError)
     other = training(target, out, replace(QUICK, epochs=9), resume=True)
     assert "was begun with another epochs" in refusal(other.run, kind=UsageError)
     for file in (tmp_path / "cache").rglob("texts-*.jsonl"):
         file.unlink()
-    assert "gone from the cache" in refusal(training(target, out, resume=True).run, kind=RunError)
+    assert "missing in the cache" in refusal(training(target, out, resume=True).run, kind=RunError)
     (out / "state" / "begun.json").write_text("{", encoding="utf-8")
     assert "is damaged" in refusal(training(target, out, resume=True).run, kind=RunError)
 
 
 def test_one_process_trains_into_a_folder(target, tmp_path):
     first, second = (training(target, tmp_path / "head") for _ in range(2))
-    with first._only_one():
+    with first._lock():
         assert "Another process trains" in refusal(second.run, kind=RunError)
 
 
@@ -938,7 +938,7 @@ def test_train_on_the_command_line(cli, train, tmp_path):
     short = ("--tokens", 120, "--epochs", 1, "--held-out", 1)
     told = train(*short, "--out", out, "--compact")
     assert told.code == 0, told.err
-    assert "tokens per step on prompts it was not trained on" in told.out
+    assert "tokens per step on held-out prompts" in told.out
     assert "SLOWS decoding" in told.out  # a target this small is as quick as its head
     assert f"--start {out}" in told.out
     assert "--drafter" not in told.out
@@ -958,8 +958,8 @@ def test_train_on_the_command_line(cli, train, tmp_path):
     train("--out", tmp_path / "x").refused(2, "Give either --tokens or --minutes")
     for dtype in ("int8", "int4"):
         train(*short, "--out", tmp_path / "x", "--dtype", dtype).refused(
-            2, f"not trained on an {dtype} target"
+            2, f"cannot be trained for an {dtype} target"
         )
-    train(*short, "--out", tmp_path / "x", "--prompts", "chat").refused(2, "among those that are measured on")
+    train(*short, "--out", tmp_path / "x", "--prompts", "chat").refused(2, "also in a benchmark set")
     train(*short, "--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt file")
     assert not (tmp_path / "x").exists()

@@ -43,7 +43,7 @@ def test_the_set_is_large_and_varied_and_never_measured_on():
 def test_what_is_measured_on_is_refused():
     measured = load_prompts(["chat"])[4]
     changed = measured.turns[0].upper().replace(" ", "  ").rstrip(".") + " !"
-    with pytest.raises(UsageError, match=f"'mine' is among those that are measured on .{measured.id}"):
+    with pytest.raises(UsageError, match=f"'mine' is also in a benchmark set .{measured.id}"):
         refuse_measured([Prompt("mine", "x", ("Hello", changed))])
     refuse_measured([Prompt("mine", "x", (measured.turns[0] + " And why?",))])
 

@@ -28,9 +28,6 @@ class TokenCounts:
     the earlier ones. So observed minus expected counts are a sum of differences with mean 0 and covariance diag(s) -
     s·sᵀ each, and their squared length in units of the summed covariance follows χ². All contexts may differ.
 
-    Args:
-        groups: Number of groups.
-
     Attributes:
         tokens: Tokens counted.
         impossible: Those with probability 0.

@@ -66,7 +66,6 @@ class DeviationResult:
     """The deviations of all rows, and their limits.
 
     Attributes:
-        rows: Rows of speculative decoding.
         median, largest: Of their deviations.
         plain_median, plain_largest: The same for plain decoding.
         limit, median_limit, plain_limit: The largest allowed ``largest``, ``median`` and ``plain_largest``.
@@ -96,7 +95,6 @@ def judge_deviations(
     """Compare the deviations of speculative and plain decoding; ``None`` if there are none.
 
     Args:
-        speculative, plain: Of all rows of all runs.
         dtype: Of the logits. Limits are at least half of its ``tie_units`` times its epsilon, because plain decoding
             may happen to be exact.
     """

@@ -40,7 +40,6 @@ def acceptance_by_token(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
     Args:
         draft: The step's draft; without ``q`` every token but the drafted one gets 0.
         p: The target's distributions, float32 [> i, vocab].
-        i: Position in the draft.
     """
     vocab = p.shape[-1]
     if draft.q is None:
@@ -59,8 +58,6 @@ def emitted_distribution(
     """Return the distribution of the token at position i, given that those before it were accepted: float64 [vocab].
 
     Args:
-        draft: The step's draft.
-        i: Position in the draft.
         acceptance: Acceptance probability of every token, float64 [vocab].
         closing: The correction token's distribution, [vocab], not necessarily of sum 1.
     """

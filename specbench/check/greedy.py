@@ -53,12 +53,10 @@ class GreedyOutput:
     """A greedy output and the logits of its run; a reference has tokens and tops only.
 
     Attributes:
-        tokens: The output.
         tops: The largest logits before every token.
         columns: Some of the logits before every token, float32 [columns] each.
         digests: Of all bits of the logits before every token.
         clean: The same columns of a clean forward over the output; for plain decoding only.
-        violations: Violated invariants.
         steps, drafted, accepted: Counts of the run.
     """
 
@@ -78,7 +76,6 @@ class GreedyResult:
     """The result for one prompt.
 
     Attributes:
-        prompt: Its id.
         tokens: Length of the speculative output.
         steps, drafted, accepted: Counts of the speculative run.
         against_plain, against_transformers: The first difference; ``None`` for none.
@@ -152,9 +149,6 @@ def check_greedy(
     """Check one prompt.
 
     Args:
-        setup: What decodes.
-        name: The prompt's id.
-        prompt: Its token ids.
         reference: Result of ``reference_output``; ``None`` for no comparison.
         dtype: Whose rounding explains a tie.
         plain: Result of ``run_plain`` with the same target, cache and stop rules; ``None`` to run it.

@@ -45,7 +45,6 @@ class RunRules:
     """What a run of ``observe`` has to keep to.
 
     Attributes:
-        sampling: The transforms.
         method: Verification above temperature 0.
         max_length: Largest length of prompt and output.
     """
@@ -97,9 +96,7 @@ def check_observation(seen: Observation, before: Observation | None, rules: RunR
     """Return the violations in a record.
 
     Args:
-        seen: The record and what happened before it.
         before: The previous one; ``None`` for the first.
-        rules: Of the run.
     """
     step = seen.record.index if isinstance(seen.record, Step) else None
     complaints: list[tuple[Invariant, str]] = [*_check_position(seen, before), *_check_caches(seen, before)]

@@ -45,16 +45,10 @@ class DecodingSetup:
     """Everything that decides an output, except the prompt.
 
     Attributes:
-        target: The target.
-        drafter: The drafter.
-        policy: How much it drafts.
         sampling: The transforms; greedy runs keep only its repetition penalty and the model's own settings.
-        max_new_tokens: Longest output.
-        end_ids: Tokens that end an output.
         stop: Stop strings; they need the tokenizer.
         tokenizer: The target's, or ``None``.
         first_target, residual_adjustment: See ``Request``.
-        seed: Of sampling.
         decoder: The loop; tests of the check replace it.
     """
 
@@ -87,12 +81,7 @@ class DrawEvent:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceEvent:
-    """A test of drafted tokens in order.
-
-    Attributes:
-        acceptance: Acceptance probabilities, float32 [γ].
-        accepted: Tokens accepted before the first rejection.
-    """
+    """A test of drafted tokens in order."""
 
     acceptance: torch.Tensor
     accepted: int
@@ -295,12 +284,8 @@ def observe(
     """Decode a prompt and yield every record with what happened.
 
     Args:
-        setup: What decodes.
-        prompt: Token ids.
         greedy: Decode greedily, whatever the setup's temperature.
-        plain: Decode without the drafter.
         forcing: Force half of the outcomes of tests, see ``_RecordingRandomness``.
-        seed: In place of the setup's.
     """
     log = _Log()
     target = setup.target

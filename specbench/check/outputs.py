@@ -27,8 +27,6 @@ class ExternalOutput:
     Attributes:
         line: Its number, from 1.
         id: Its "id", or the line number as text.
-        prompt: Text or token ids.
-        token_ids: The output; not empty.
     """
 
     line: int
@@ -50,7 +48,6 @@ class Mismatch:
     """A token that is not the target's choice.
 
     Attributes:
-        position: In the output.
         token, best: The token, and the target's choice.
         logits: Of both, after the repetition penalty.
         gap: Their difference.
@@ -72,8 +69,6 @@ class OutputResult:
     """The result for a line.
 
     Attributes:
-        line, id: See ``ExternalOutput``.
-        tokens: Length of the output.
         first: The first token that is not the target's choice; ``None`` if all are.
         first_wrong: The first of these that is no tie.
         ties, wrong: Numbers of each. Every token is judged after the output's own tokens before it.
@@ -97,12 +92,7 @@ class OutputResult:
 
 
 def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> Iterator[ExternalOutput | RejectedLine]:
-    """Read the lines of a file. Empty ones are skipped, invalid ones rejected.
-
-    Args:
-        lines: Of the file.
-        limit: Largest number of lines that are not empty; ``None`` for all.
-    """
+    """Read the lines of a file. Empty ones are skipped, invalid ones rejected."""
     given = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     for count, (number, line) in enumerate(given):
         if count == limit:
@@ -137,13 +127,7 @@ def _parse_line(number: int, line: bytes) -> ExternalOutput:
 def find_misfit(
     prompt: Sequence[int], output: Sequence[int], vocab_size: int, limit: int | None
 ) -> str | None:
-    """Return why the target cannot score an output; ``None`` if it can.
-
-    Args:
-        prompt, output: Token ids.
-        vocab_size: Width of the target's logits.
-        limit: Its context limit; ``None`` for none.
-    """
+    """Return why the target cannot score an output; ``None`` if it can."""
     for what, ids in (("prompt", prompt), ("token_ids", output)):
         unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
@@ -165,8 +149,6 @@ def check_output(
 
     Args:
         target: Runs one forward over prompt and output, see ``clean_rows``.
-        given: The output.
-        prompt: Token ids of its prompt.
         sampling: Its repetition penalty and the model's own settings apply, but no forced end: the limit is unknown.
         end_ids: Tokens that end an output; none if the outputs ignore them.
         dtype: Whose rounding is the unit of a gap; ``None`` for that of the logits.

@@ -33,9 +33,7 @@ def reference_output(
 
     Args:
         model: As ``transformers`` loads it; its own generation settings are removed meanwhile.
-        prompt: Token ids.
         max_new_tokens, end_ids, stop, tokenizer: See ``DecodingSetup``.
-        repetition_penalty: 1 for none.
         context_rules: See ``DecodingOptions.context_rules``.
         context_limit: Of the target; ``None`` for no limit.
     """

@@ -37,7 +37,6 @@ def check_parts(
         target: The target and its cache, in words.
         dtype: Name of the dtype whose rounding is the unit of gaps.
         piece: Returns a token's text; ``None`` shows ids alone.
-        encoding: Of the terminal.
         verbose: Whether to show all findings, not only those that are wrong.
     """
     parts: list[Part] = [Paragraph(_headline(results), "bold")]

@@ -43,7 +43,6 @@ class CheckResult:
         sampled: The test of sampled tokens; ``None`` if not requested or not finished.
         no_transformers: Why there is no comparison with ``transformers``; ``None`` if there is one.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
-        complete: False if the check was interrupted.
     """
 
     greedy: tuple[GreedyResult, ...] = ()
@@ -162,14 +161,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class OutputsResult:
-    """The findings on outputs of another engine so far.
-
-    Attributes:
-        outputs: One result per scored line.
-        rejected: Lines that cannot be checked.
-        failed: Lines whose scoring failed.
-        complete: False if the check was interrupted.
-    """
+    """The findings on outputs of another engine so far."""
 
     outputs: tuple[OutputResult, ...] = ()
     rejected: tuple[RejectedLine, ...] = ()

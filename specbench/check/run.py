@@ -21,8 +21,6 @@ class Case:
     """A prompt to check with.
 
     Attributes:
-        id: Its name.
-        prompt: Token ids.
         reference: The output of ``transformers``; ``None`` for no comparison.
     """
 
@@ -35,8 +33,6 @@ class DecodingCheck:
     """A check of one configuration: call ``check_steps``, then ``check_samples`` if wanted; ``result`` at any time.
 
     Args:
-        setup: What is checked.
-        cases: The prompts.
         dtype: Whose rounding explains a tie: that of the logits, or a coarser one used within the model.
         no_transformers: Why the cases have no reference; ``None`` if they have.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.

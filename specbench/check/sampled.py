@@ -45,9 +45,7 @@ class ExactPosition:
     """A position whose emitted distribution is known exactly.
 
     Attributes:
-        prompt: Id of the prompt.
         step: Index of the step; ``None`` for the prefill.
-        position: In the draft.
         kind: Of the closing token; ``first`` for the prefill's token, ``enumerated`` for an enumeration of all outcomes
             over a few tokens.
         error: Total variation of the emitted distribution from p.
@@ -71,11 +69,7 @@ class ExactCase:
     """The exact test of one prompt.
 
     Attributes:
-        prompt: Its id.
-        steps: Steps checked.
-        positions: Positions with a known distribution.
         acceptances: α of every tested token, as recorded by the loop.
-        violations: Violated invariants.
     """
 
     prompt: str
@@ -170,10 +164,6 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
 class _HardCase:
     """Distributions of a step, reduced to a few tokens: after the context and after the first accepted token (after
     the context again without one).
-
-    Attributes:
-        step: Its index.
-        p, q: [2, tokens].
     """
 
     step: int | None
@@ -218,7 +208,6 @@ class SampledTest:
 
     Attributes:
         outputs, tokens: Numbers sampled; the time limit may cut off the last output.
-        seconds: Duration.
         freedom: Degrees of freedom; 0 for too few tokens.
         p_value: See ``TokenCounts``; 0 if a token was sampled that the transforms exclude.
         limit: The p-value below which the tokens count as biased.
@@ -257,12 +246,9 @@ def sample(
     draws, or when the time is up.
 
     Args:
-        setup: What decodes.
-        prompts: Token ids.
         bias: Share of tokens in a wrong group, see ``TokenCounts.smallest_bias``.
         seconds: Time limit, checked after every step.
         report: Called after every step with the seconds so far.
-        clock: In seconds.
     """
     counts, began, number, spent = TokenCounts(_GROUPS), clock(), 0, 0.0
     for number, prompt in enumerate(itertools.cycle(prompts), start=1):

@@ -13,10 +13,10 @@ from specbench.cli.console import write_json, write_lines
 from specbench.cli.progress import starting
 from specbench.options import ModelOptions, quantized
 from specbench.specs.models import parse_model
+from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
-    from specbench.train.settings import Measured
 
 KindName = Literal["eagle", "medusa", "pass"]
 
@@ -137,6 +137,7 @@ def train(
         ),
     ] = False,
     json_output: opt.JsonOption = False,
+    verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:
     """Train a head to draft for a target: --drafter FOLDER.
@@ -147,7 +148,6 @@ def train(
     """
     from specbench.bench.prompts import TRAINING_SET
     from specbench.train.prompts import training_prompts
-    from specbench.train.settings import TrainingSettings
 
     begun = _head(start, allow_pickle=models.allow_pickle)
     settings = TrainingSettings(
@@ -159,7 +159,7 @@ def train(
     )
     if quantized(models.dtype) is not None:
         raise UsageError(
-            f"A head is not trained on an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
+            f"Heads cannot be trained for an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
         )
     sources = lessons.prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
@@ -169,7 +169,7 @@ def train(
         from specbench.models.load import load_model
         from specbench.models.prepare import prepare
         from specbench.train.run import Training, processes
-        from specbench.train.start import check_folder
+        from specbench.train.state import check_folder
 
         check_folder(out, resume=resume)
         group = processes(cpu=resolve_device(models.device).type == "cpu")
@@ -191,12 +191,12 @@ def train(
         start=begun,
         model=model,
         group=group,
-        watch=display,
+        progress=display,
     )
     with display:
         best = job.run()
     if group.is_main_process:
-        _tell(best, lessons.kind, out, as_json=json_output)
+        _show_result(best, lessons.kind, out, as_json=json_output, verbose=verbose)
 
 
 def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
@@ -212,39 +212,33 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     return load_head(files, allow_pickle=allow_pickle)
 
 
-def _tell(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:
+def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool, verbose: bool) -> None:
     speedup = best.speedup(kind)
     if as_json:
         write_json({"folder": str(out), "best": asdict(best), "expected_speedup": speedup})
         return
-    accepted = ", ".join(f"{share:.0%}" for share in best.accepted)
-    write_lines(
-        [
-            f"{best.tokens_per_step:.2f} tokens per step on prompts it was not trained on; drafts accepted, by"
-            f" position: {accepted}.",
-            *(f"  {name}: {figure:.2f}" for name, figure in sorted(best.categories.items())),
-            *_verdict(best, speedup, out),
-        ]
-    )
-
-
-def _verdict(best: Measured, speedup: float | None, out: Path) -> list[str]:
-    """Return whether to draft with it."""
+    tokens = f"{best.tokens_per_step:.2f} tokens per step on held-out prompts"
     if speedup is None:
-        return [f"Kept in {out}: --drafter {out}"]
-    cost = f"A step with it takes {best.step_cost:.2f} times a plain one"
-    if speedup > 1:
-        return [
-            f"{cost}: about {speedup:.2f} times plain decoding, at the best draft length.",
-            f"Kept in {out}: --drafter {out}",
+        lines = [f"The head reaches {tokens}."]
+    elif speedup > 1:
+        lines = [f"The head is predicted to decode at {speedup:.2f} × the speed of plain decoding: {tokens}."]
+    else:
+        lines = [f"The head SLOWS decoding, to {speedup:.2f} × the speed of plain decoding: {tokens}."]
+    accepted = ", ".join(f"{share:.0%}" for share in best.accepted)
+    cost = "" if best.step_cost is None else f"; a step takes {best.step_cost:.2f} times a plain one"
+    lines.append(f"Drafted tokens accepted, by position: {accepted}{cost}.")
+    if verbose:
+        lines += [
+            f"  {name}: {figure:.2f} tokens per step" for name, figure in sorted(best.categories.items())
         ]
-    return [
-        f"{cost}, more than its tokens pay for: drafting with it SLOWS decoding, to about {speedup:.2f} times plain.",
-        f"Kept in {out}, to train on from: specbench train --start {out}, with more --minutes or --tokens.",
-    ]
+    if speedup is None or speedup > 1:
+        lines.append(f"Draft with it:  specbench generate --drafter {out}")
+    else:
+        lines.append(f"Train it further:  specbench train --start {out}  (with more --minutes or --tokens)")
+    write_lines(lines)
 
 
-class _Display:
+class _Display(TrainingProgress):
     """Progress of a training on stderr: a bar on a terminal, and a line for each measurement.
 
     Args:
@@ -282,18 +276,15 @@ class _Display:
             self._said = now
             self._print(words)
 
-    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        """See ``Watch``."""
+    def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
         of = "" if wanted is None else f" of {wanted:,}"
         left = "" if left_s is None else f", {_time(left_s)} left"
         self.say(f"the target has written {tokens:,}{of} tokens{left}", tokens, wanted)
 
-    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        """See ``Watch``."""
+    def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
         self.say(f"step {step} of {steps}, loss {loss:.2f}, {_time(left_s)} left", step, steps)
 
-    def measured(self, measured: Measured, *, best: bool) -> None:
-        """See ``Watch``."""
+    def report_measurement(self, measured: Measured, *, best: bool) -> None:
         loss = "untrained" if measured.loss is None else f"loss {measured.loss:.2f}"
         mark = ", the best so far" if best else ""
         self._said = time.monotonic()

@@ -122,6 +122,7 @@ def tune(
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     results: _Results,
     json_output: opt.JsonOption = False,
+    verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:
     """Find the fastest drafter, draft policy and KV cache for a target on this machine, and write specbench.toml.
@@ -201,7 +202,7 @@ def tune(
         until = began + 60 * search.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * search.minutes)
         found = job.search(store, clock, 60 * search.minutes, until, progress)
         answer = job.answer(found, store)
-    job.tell(answer, found, results.out, search.cache, json_output=json_output)
+    job.tell(answer, found, results.out, search.cache, json_output=json_output, verbose=verbose)
     if found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
@@ -356,42 +357,41 @@ class _Job(RunJob):
         cache: str | None,
         *,
         json_output: bool,
+        verbose: bool,
     ) -> None:
         """Write and print the answer."""
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
         from specbench.show import tables
         from specbench.show.document import spelled_out, to_markdown
-        from specbench.tune.answer import as_json, as_markdown, exports, exports_json, full_text
+        from specbench.tune.answer import as_json, as_markdown, exports, exports_json, full_text, short_text
 
         results = load_results(self.folder)
         summary = summarize(results)
         table = to_markdown(tables.summary_sheet(summary))
         self.write_summary(summary, "\n".join([as_markdown(answer), table]))
         written = self._write_configuration(answer, out, cache)
-        exported = exports(results, self.folder) if found.race.verdict == "faster" else []
+        exported = exports(results, self.folder) if found.race.verdict == "faster" else None
         if json_output:
             facts = {
                 **as_json(answer, found),
                 "configuration": str(out) if written else None,
                 "results": str(self.folder),
-                "exports": exports_json(exported),
+                "exports": exports_json(exported or []),
             }
             write_out(json.dumps(facts, allow_nan=False) + "\n")
         else:
-            text = full_text(
-                answer, self._command(results), exported if found.race.verdict == "faster" else None
-            )
+            command = self._command(results)
+            text = (full_text if verbose else short_text)(answer, command, exported)
             encoding = sys.stdout.encoding or "utf-8"
             write_out(spelled_out(_wrapped(text), encoding))
         for warning in found.warnings:
             self.warn(warning)
         if written:
-            self.say(
-                f"{out} is written{', marked as provisional' if answer.provisional else ''}: generate, chat, serve,"
-                " sweep and check read it in this folder, or with --config."
-            )
-        self.say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
+            provisional = " (provisional)" if answer.provisional else ""
+            commands = "generate, chat, serve, sweep and check"
+            self.say(f"Saved: {out}{provisional}, which {commands} read in this folder or with --config.")
+        self.say(f"Results: {self.folder}; specbench report {self.folder} shows them.")
 
     def _command(self, results: Results) -> str:
         """What decodes as the answer says, with models as they were typed, which nothing stored repeats."""

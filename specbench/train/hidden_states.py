@@ -1,7 +1,7 @@
-"""What the target's layers held while it wrote: stored, so that it need not read its own answers again.
+"""Store the target's hidden states while it writes, so that it need not read its own answers again.
 
-Writing a token takes a pass of the target, which computes all that a head learns from. So the states are taken as they
-come, and lie in the folder of a training until it ends.
+Writing a token takes a forward of the target, which computes everything that a head learns from. The states stay in the
+folder of the training until it ends.
 """
 
 from __future__ import annotations
@@ -23,77 +23,70 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import ScorerLike
 
-_SPARED = 1 << 30
-"""Bytes of a disk that they leave free."""
+_MIN_FREE = 1 << 30
+"""Bytes of the disk that stay free."""
 
 
-class StateListener(NoDraft):
-    """Plain decoding of one request that hears the target's hidden states.
-
-    Args:
-        layers: Whose, see ``ForwardRequest``.
-        dtype: They are kept in.
-    """
+class StateRecorder(NoDraft):
+    """Plain decoding of one request that records the target's hidden states."""
 
     def __init__(self, layers: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
         self._layers, self._dtype = layers, dtype
         self._parts: list[torch.Tensor] = []
-        self._heard = 0
+        self._recorded = 0
 
     @property
     def layers(self) -> Sequence[int]:
         return self._layers
 
-    def fork(self, scorer_like: ScorerLike) -> StateListener:  # noqa: ARG002
+    def fork(self, scorer_like: ScorerLike) -> StateRecorder:  # noqa: ARG002
         return self
 
     def begin(self, prompt: Sequence[int]) -> None:  # noqa: ARG002
-        self._parts, self._heard = [], 0
+        self._parts, self._recorded = [], 0
 
     def update(self, outcome: StepOutcome) -> None:
         states = outcome.states
         assert states is not None
-        fresh = len(outcome.context) - 1 - self._heard
+        fresh = len(outcome.context) - 1 - self._recorded
         self._parts.append(states[len(states) - fresh :].to("cpu", self._dtype, copy=True))
-        self._heard += fresh
+        self._recorded += fresh
 
     def take(self) -> torch.Tensor:
-        """Of all tokens but the last, [positions, layers, width]; they are not kept any longer."""
+        """Return those of all tokens but the last, [positions, layers, width], and forget them."""
         parts, self._parts = self._parts, []
         return torch.cat(parts)
 
 
 class HiddenStates:
-    """States of texts in a folder, in a file for each, known by the text's round and prompt.
+    """Hidden states of texts in a folder, a file for each, by the text's key.
 
     Args:
-        folder: Made when the first ones are added.
-        layers: Whose they are, the last of them what the target's head reads.
-        width: Of the states.
-        dtype: They are kept in.
+        folder: Created when the first states are added.
+        layers: The layers, the last of them the input of the target's head.
     """
 
     def __init__(self, folder: Path, layers: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self._folder, self.layers, self._dtype = folder, tuple(layers), dtype
         self._position_bytes = len(self.layers) * width * dtype.itemsize
 
-    def listener(self) -> StateListener:
-        """What hears those of a request."""
-        return StateListener(self.layers, self._dtype)
+    def recorder(self) -> StateRecorder:
+        """Return what records the states of one request."""
+        return StateRecorder(self.layers, self._dtype)
 
     def check_space(self, tokens: int) -> None:
-        """Refuse where those of so many tokens more, prompts included, have no room.
+        """Check the disk space for the states of so many tokens, prompts included.
 
         Raises:
-            RunError: They have none.
+            RunError: There is not enough.
         """
         there = next(each for each in (self._folder, *self._folder.parents) if each.is_dir())
-        if shutil.disk_usage(there).free < tokens * self._position_bytes + _SPARED:
+        if shutil.disk_usage(there).free < tokens * self._position_bytes + _MIN_FREE:
             raise self._full()
 
     def add(self, key: tuple[int, int], tokens: Sequence[int], states: torch.Tensor) -> None:
-        """Store those of a text, [positions, layers, width]; in place of others to the same prompt.
+        """Store the states of a text, [positions, layers, width], in place of earlier ones with its key.
 
         Raises:
             RunError: The folder cannot be written, or is full.
@@ -108,8 +101,8 @@ class HiddenStates:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_bytes(self._path(key), save(content))
 
-    def of(self, key: tuple[int, int], tokens: Sequence[int]) -> torch.Tensor | None:
-        """Those of a text, which may end earlier than the one that was added; ``None`` for another one."""
+    def find(self, key: tuple[int, int], tokens: Sequence[int]) -> torch.Tensor | None:
+        """Return the states of a text, which may be shorter than the stored one; ``None`` if it differs."""
         try:
             found = load_file(self._path(key))
             known, states = found["tokens"].tolist(), found["states"]

@@ -1,11 +1,11 @@
-"""A head and its teacher: one step of learning after the other, on one device or on several."""
+"""Train a head on the target's texts, step by step, on one device or several."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ from specbench.base.errors import UsageError
 from specbench.models.calibrations import TokenCounts
 from specbench.models.checkpoints import text_config
 from specbench.models.heads import shape_text
-from specbench.train.lessons import Reading, Teacher, batches, padded
-from specbench.train.state import restore_optimizer, stored_optimizer
-from specbench.train.students import Student, make_student
+from specbench.train.lessons import TargetOutput, Teacher, make_batches, pad_batch
+from specbench.train.state import StepResult, restore_optimizer, stored_optimizer
+from specbench.train.students import KINDS, Metrics, Student, make_student
 from specbench.tune.vocabulary import ranked_tokens
 
 if TYPE_CHECKING:
@@ -30,61 +30,43 @@ if TYPE_CHECKING:
     from specbench.train.texts import Text
 
 _DECAY = 0.8
-"""Weight of a draft at each place beside the one before it; a place weighs what share of drafts gets there."""
+"""Weight of the loss at each draft position relative to the one before, times the share of drafts that get there."""
 
-_WARM_UP, _LOWEST = 0.05, 0.02
-"""Share of the steps in which the learning rate rises, and what it falls to, of its highest."""
+_WARM_UP, _MIN_RATE = 0.05, 0.02
+"""Share of the steps in which the learning rate rises, and its final value as a share of the largest."""
 
-_TURNS = 4
-"""Steps at most for which a text is read once."""
+_MAX_TURNS = 4
+"""Most steps for which one forward of the target over a batch is used."""
 
-_READ_BYTES = 128 << 20
-"""Of the texts that are read at a time for as many steps."""
+_KEPT_BYTES = 128 << 20
+"""Size of the target's outputs that are kept for these."""
 
 _BETAS, _WEIGHT_DECAY = (0.9, 0.95), 0.01
-_LARGEST_GRADIENT = 1.0
-
-
-class Learnt(NamedTuple):
-    """What came of a step, in all processes.
-
-    Attributes:
-        tokens: Of answers.
-        losses: Mean cross-entropy by place of the draft.
-        right: Share of the likeliest tokens that were the target's, by place.
-    """
-
-    tokens: int
-    losses: tuple[float, ...]
-    right: tuple[float, ...]
+_MAX_GRADIENT = 1.0
 
 
 class Learner:
-    """A head that learns from texts.
+    """Trains a head on texts.
 
-    The order of the texts follows from the seed, batch by batch; processes take turns. The target's pass over a text
-    takes longer than a step that learns from it, so some batches are read together, and learnt from in several turns
+    The order of the texts follows from the seed, batch by batch; processes take turns. The target's forward over a
+    batch takes longer than a training step, so several batches are read together and each is used for several turns
     before others are read.
 
     Args:
         target: Whose texts they are.
         model: What gradients may go through, see ``Training``.
-        texts: What it learns from.
-        settings: How.
-        group: The processes.
-        start: A head to go on from; ``None`` to begin anew.
-        states: The target's hidden states, to which those that lack are added; ``None`` to have it read the texts, now
-            and again.
+        start: A head to continue from; ``None`` to begin anew.
+        states: Stored hidden states, to which missing ones are added; ``None`` to have the target read the texts.
 
     Attributes:
         student: The head.
         head: The rows of the target's head that it drafts with.
-        drafted: The tokens of these rows, ascending; ``None`` for all.
-        epoch_steps: Steps in which each text is seen once.
-        turns: How often a text is learnt from before others are read.
+        draft_vocab: The tokens of these rows, ascending; ``None`` for all.
+        epoch_steps: Steps of an epoch.
+        turns: How often a batch is used before others are read.
 
     Raises:
-        UsageError: The head to go on from is none that is trained here.
+        UsageError: The head to continue from does not have the form of those trained here.
     """
 
     def __init__(
@@ -99,21 +81,21 @@ class Learner:
     ) -> None:
         self._texts, self._settings, self._group = texts, settings, group
         if start is None:
-            self.drafted = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
+            self.draft_vocab = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
             layers = settings.head_layers(text_config(model.config).num_hidden_layers)
-            self._teacher = Teacher(model, self.drafted)
+            self._teacher = Teacher(model, self.draft_vocab)
             self.student: Any = make_student(
                 settings.kind, model, self._teacher.head, settings.depth, settings.seed, layers
             )
         else:
-            self.drafted = start.target_tokens
-            self._teacher = Teacher(model, self.drafted)
-            self.student = _student_like(start, model, self._teacher.head, settings)
+            self.draft_vocab = start.target_tokens
+            self._teacher = Teacher(model, self.draft_vocab)
+            self.student = _student_from(start, model, self._teacher.head, settings)
         self.head = self._teacher.head
-        self._names: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
+        self._parameters: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
         self._rate = settings.rate(self.head.shape[1])
         self._optimizer = torch.optim.AdamW(
-            [*self._names.values()],
+            [*self._parameters.values()],
             self._rate,
             betas=_BETAS,
             weight_decay=_WEIGHT_DECAY,
@@ -124,147 +106,149 @@ class Learner:
         self._weights = torch.tensor(
             [_DECAY**place for place in range(settings.depth)], device=self.head.device
         )
-        self._round, self._order = 0, self._batches(0)
+        self._epoch, self._order = 0, self._batches(0)
         self.epoch_steps = max(1, len(self._order) // group.num_processes)
         self.turns = 1
         self._states = states
-        width = (len(self.student.layers) + 1) * self.head.shape[1] * self.head.element_size()
-        self._together = (
-            1 if self.student.needs_cache else max(1, _READ_BYTES // (settings.batch_tokens * width))
-        )
-        self._chunk, self._readings = (0, 0), dict[int, Reading]()
+        batch_bytes = settings.batch_tokens * self.head.shape[1] * self.head.element_size()
+        batch_bytes *= len(self.student.layers) + 1
+        self._chunk_size = 1 if self.student.needs_cache else max(1, _KEPT_BYTES // batch_bytes)
+        self._chunk, self._outputs = (0, 0), dict[int, TargetOutput]()
 
     def plan(self, steps: int) -> None:
-        """There will be about so many steps. All texts come before any of them is read again, and each of them is
-        learnt from about equally often."""
-        most = 1 if self.student.needs_cache or self._states is not None else _TURNS
+        """Set ``turns`` for about so many steps, such that all texts are used about equally often."""
+        limit = 1 if self.student.needs_cache or self._states is not None else _MAX_TURNS
         epochs = max(1, round(steps / self.epoch_steps))
-        self.turns = round(epochs / -(-epochs // most))
+        self.turns = round(epochs / -(-epochs // limit))
 
-    def _batches(self, number: int) -> list[list[int]]:
-        return batches(self._texts, self._settings.batch_tokens, self._settings.seed, number)
+    def _batches(self, epoch: int) -> list[list[int]]:
+        return make_batches(self._texts, self._settings.batch_tokens, self._settings.seed, epoch)
 
-    def _place(self, number: int) -> tuple[int, int, int]:
-        """Which batch a step is about: in the how manieth round over all texts, among which that are read together,
-        and its place in the round."""
-        whole, rest = divmod(number, self.epoch_steps * self.turns)
-        chunk, rest = divmod(rest, self._together * self.turns)
-        first = chunk * self._together
-        return whole, chunk, first + rest % min(self._together, self.epoch_steps - first)
+    def _place(self, step: int) -> tuple[int, int, int]:
+        """Return a step's round over all texts, its chunk of batches that are read together, and its batch."""
+        whole, rest = divmod(step, self.epoch_steps * self.turns)
+        chunk, rest = divmod(rest, self._chunk_size * self.turns)
+        first = chunk * self._chunk_size
+        return whole, chunk, first + rest % min(self._chunk_size, self.epoch_steps - first)
 
-    def _batch(self, whole: int, place: int) -> Sequence[Text]:
-        """What this process reads."""
-        if whole != self._round:
-            self._round, self._order = whole, self._batches(whole)
+    def _batch(self, epoch: int, place: int) -> Sequence[Text]:
+        """Return the texts of this process."""
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._batches(epoch)
         place = place * self._group.num_processes + self._group.process_index
         return [self._texts[text] for text in self._order[place % len(self._order)]]
 
-    def _reading(self, number: int) -> tuple[Reading, int]:
-        """What the target says about the texts of a step, and how many tokens of answers these have."""
-        whole, chunk, place = self._place(number)
-        texts = self._batch(whole, place)
-        if (whole, chunk) != self._chunk:
-            self._chunk, self._readings = (whole, chunk), {}
-        if place not in self._readings:
-            self._readings[place] = self._read(texts)
-        return self._readings[place], sum(text.written for text in texts)
+    def _read(self, texts: Sequence[Text]) -> TargetOutput:
+        batch, states = pad_batch(texts, self._teacher.device), self._states
+        if states is None:
+            return self._teacher.read(batch, self.student.layers, keeps_cache=self.student.needs_cache)
+        known = []
+        for text in texts:
+            found = states.find(text.key, text.tokens)
+            if found is None:
+                found = self._teacher.states(text.tokens, states.layers)
+                states.add(text.key, text.tokens, found)
+            known.append(found)
+        return self._teacher.from_states(batch, known)
 
-    def _read(self, texts: Sequence[Text]) -> Reading:
-        batch = padded(texts, self._teacher.device)
-        if self._states is not None:
-            return self._teacher.recalled(batch, [self._recalled(text, self._states) for text in texts])
-        return self._teacher.read(batch, self.student.layers, keeps_cache=self.student.needs_cache)
-
-    def _recalled(self, text: Text, states: HiddenStates) -> torch.Tensor:
-        """The target's states at a text, which it reads by itself where they are not known, and only once."""
-        found = states.of(text.key, text.tokens)
-        if found is None:
-            found = self._teacher.states(text.tokens, states.layers)
-            states.add(text.key, text.tokens, found)
-        return found
-
-    def step(self, number: int, steps: int) -> Learnt:
-        """Learn from a batch.
-
-        Args:
-            number: Of the step, from 0.
-            steps: How many there are, which decides the learning rate.
-        """
-        reading, written = self._reading(number)
-        marks = self._gradients(reading)
-        self._group.clip_grad_norm_([*self._names.values()], _LARGEST_GRADIENT)
+    def step(self, number: int, steps: int) -> StepResult:
+        """Train on a batch."""
+        epoch, chunk, place = self._place(number)
+        texts = self._batch(epoch, place)
+        if (epoch, chunk) != self._chunk:
+            self._chunk, self._outputs = (epoch, chunk), {}
+        if place not in self._outputs:
+            self._outputs[place] = self._read(texts)
+        metrics = self._backward(self._outputs[place])
+        self._group.clip_grad_norm_([*self._parameters.values()], _MAX_GRADIENT)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * _course(number, steps)
+            group["lr"] = self._rate * _rate_factor(number, steps)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        tokens = torch.tensor(written, device=self.head.device)
-        right = marks.right / marks.counted.clamp_min(1)
+        tokens = torch.tensor(sum(text.written for text in texts), device=self.head.device)
+        right = metrics.right / metrics.counted.clamp_min(1)
         counts = self._group.reduce(tokens, "sum")
-        figures = self._group.reduce(torch.stack((marks.losses.detach(), right)), "mean")
+        figures = self._group.reduce(torch.stack((metrics.losses.detach(), right)), "mean")
         losses, shares = figures.tolist()
-        return Learnt(int(counts), tuple(losses), tuple(shares))
+        return StepResult(int(counts), tuple(losses), tuple(shares))
 
-    def rehearse(self, number: int) -> tuple[float, float]:
-        """Seconds that a batch takes to be read, and to compute what a step learns from it, which it does not."""
+    def time_step(self, number: int) -> tuple[float, float]:
+        """Return the seconds to read a batch and to compute its gradients, which are discarded."""
         began = time.monotonic()
-        reading = self._read(self._batch(0, number))
+        output = self._read(self._batch(0, number))
         read = time.monotonic()
-        self._gradients(reading)
+        self._backward(output)
         self._optimizer.zero_grad()
         return read - began, time.monotonic() - read
 
-    def _gradients(self, reading: Reading) -> Any:
-        lesson = self._teacher.lesson(reading)
+    def _backward(self, output: TargetOutput) -> Metrics:
+        lesson = self._teacher.lesson(output)
         with torch.autocast(self._teacher.device.type, torch.bfloat16, enabled=self._half):
-            marks = self._module(lesson)
-            arrived = marks.counted / marks.counted[0].clamp_min(1)
-            loss = (marks.losses * arrived * self._weights).sum()
+            metrics: Metrics = self._module(lesson)
+            reached = metrics.counted / metrics.counted[0].clamp_min(1)
+            loss = (metrics.losses * reached * self._weights).sum()
         self._group.backward(loss)
-        return marks
+        return metrics
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that it has learnt and goes on from."""
-        own = {f"own/{name}": parameter.detach() for name, parameter in self._names.items()}
-        return own | stored_optimizer(self._optimizer, self._names)
+        """Return all that is needed to continue: parameters and the optimizer's averages."""
+        own = {f"own/{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        return own | stored_optimizer(self._optimizer, self._parameters)
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from there."""
+        """Continue from the tensors of another learner."""
         with torch.no_grad():
-            for name, parameter in self._names.items():
+            for name, parameter in self._parameters.items():
                 parameter.copy_(tensors[f"own/{name}"])
         rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("own/")}
-        restore_optimizer(self._optimizer, self._names, rest)
+        restore_optimizer(self._optimizer, self._parameters, rest)
 
 
-def _course(number: int, steps: int) -> float:
-    """The learning rate of a step, of its highest: it rises in a line, and falls along a cosine."""
+def _rate_factor(number: int, steps: int) -> float:
+    """Return a step's learning rate over the largest: linear warm-up, then a cosine."""
     rise = min(1.0, (number + 1) / max(1.0, _WARM_UP * steps))
-    return rise * (_LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * number / steps)))
+    return rise * (_MIN_RATE + (1 - _MIN_RATE) * 0.5 * (1 + math.cos(math.pi * number / steps)))
 
 
-def check_start(start: TrainedHead, model: PreTrainedModel, settings: TrainingSettings) -> None:
-    """Refuse a head to go on from whose tensors are not those of one that is trained here, before anything is written.
+def check_start(
+    start: TrainedHead, target: Target, model: PreTrainedModel, settings: TrainingSettings
+) -> None:
+    """Check the head to continue from, before anything is written.
 
     Raises:
-        UsageError: They are not.
+        UsageError: It is of another kind, of another target, or its tensors differ from those trained here.
     """
-    _student_like(start, model, Teacher(model, start.target_tokens).head, settings)
+    files, identity = start.files, target.language_model.identity
+    kind = "eagle" if files.kind == "eagle3" else files.kind
+    if kind != settings.kind:
+        raise UsageError(
+            f"The head {start.name} is of kind {kind}, not {settings.kind}.",
+            f"Give --kind {kind}." if kind in KINDS else "Choose another --start.",
+        )
+    files.check(target.language_model.model.config, target.name)
+    if files.settings.get("target_fingerprint", identity) != identity:
+        raise UsageError(
+            f"The head {start.name} was trained for other weights than those of {target.name}.",
+            "Choose another --start.",
+        )
+    _student_from(start, model, Teacher(model, start.target_tokens).head, settings)
 
 
-def _student_like(
+def _student_from(
     start: TrainedHead, model: PreTrainedModel, head: torch.Tensor, settings: TrainingSettings
 ) -> Student:
-    """A student with the weights of a head."""
+    """Return a student with the weights of a head."""
     layers = start.files.number("num_hidden_layers", 1)
     student: Student = make_student(settings.kind, model, head, settings.depth, settings.seed, layers)
     own = student.tensors()
-    odd = _misfit(start.tensors, own)
-    if odd is None and (read := start.files.layers(model.config)) != student.layers:
-        odd = f"it takes what the layers {_listed(read)} read, and would what {_listed(student.layers)} do"
-    if odd is not None:
+    difference = _find_difference(start.tensors, own)
+    if difference is None and (read := start.files.layers(model.config)) != student.layers:
+        listed, wanted = (", ".join(map(str, each)) for each in (read, student.layers))
+        difference = f"it reads the states of layers {listed} instead of {wanted}"
+    if difference is not None:
         raise UsageError(
-            f"The head {start.name} is none that is trained here with these options: {odd}.",
-            "Name one that specbench train wrote with the same --kind and --depth, or leave --start out.",
+            f"The head {start.name} cannot be trained further with these options: {difference}.",
+            "Choose one that specbench train wrote with the same --kind and --depth, or leave --start out.",
         )
     for name, tensor in own.items():
         tensor.copy_(start.tensors[name])
@@ -272,28 +256,19 @@ def _student_like(
     return student
 
 
-def _misfit(found: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> str | None:
-    """The first tensor of a head that is not a student's, in words; ``None`` if all are, but for the target's rows."""
+def _find_difference(found: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> str | None:
+    """Return how a head's tensors differ from a student's, apart from the target's rows; ``None`` if they do not."""
     for name, wanted in own.items():
         if name not in found:
             return f"it lacks the tensor {name}, {shape_text(wanted)}"
         if found[name].shape != wanted.shape:
-            return f"its tensor {name} is {shape_text(found[name])}, and would be {shape_text(wanted)}"
-    rest = (name for name in found if name not in own and not name.startswith("lm_head"))
-    extra = next(rest, None)
-    return (
-        None
-        if extra is None
-        else f"it has a tensor {extra}, {shape_text(found[extra])}, that they do not make"
-    )
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
+            return f"its tensor {name} is {shape_text(found[name])} instead of {shape_text(wanted)}"
+    extra = next((name for name in found if name not in own and not name.startswith("lm_head")), None)
+    return None if extra is None else f"it has another tensor {extra}, {shape_text(found[extra])}"
 
 
 def _draft_vocabulary(target: Target, texts: Sequence[Text], number: int) -> torch.Tensor | None:
-    """So many tokens that the target writes most often, ascending; ``None`` for all."""
+    """Return the tokens that the target writes most often, ascending; ``None`` for all."""
     if number == target.vocab_size:
         return None
     written = [token for text in texts for token in text.tokens[text.start :]]

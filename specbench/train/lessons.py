@@ -1,4 +1,4 @@
-"""Texts in batches, and what the target says about them: its hidden states and what it would write next."""
+"""Batches of texts, and what the target computes on them: its hidden states and its distributions."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """Texts side by side, filled up at their ends: what is attended to causally never looks there.
+    """Texts padded at their ends, which causal attention never reads.
 
     Attributes:
         ids: [texts, longest].
-        wanted: Bool [texts, longest]: positions behind which a token of an answer stands that has to be drafted, which
-            the first one never has to be.
+        wanted: Bool [texts, longest]: positions before a token of an answer that has to be drafted; the first token of
+            an answer never has to be.
     """
 
     ids: torch.Tensor
     wanted: torch.Tensor
 
 
-def fitting(texts: Sequence[Text], longest: int, depth: int) -> list[Text]:
-    """Texts that teach something, cut to a length."""
-    cut = [replace(text, tokens=text.tokens[:longest]) for text in texts if text.start + 1 < longest]
+def trainable_texts(texts: Sequence[Text], max_length: int, depth: int) -> list[Text]:
+    """Return the texts that are long enough to learn from, cut to a length."""
+    cut = [replace(text, tokens=text.tokens[:max_length]) for text in texts if text.start + 1 < max_length]
     return [text for text in cut if text.written > 1 and len(text.tokens) > depth + 1]
 
 
-def batches(texts: Sequence[Text], budget: int, seed: int, epoch: int) -> list[list[int]]:
-    """The places of texts, those of about one length together, in an order that seed and epoch decide.
+def make_batches(texts: Sequence[Text], budget: int, seed: int, epoch: int) -> list[list[int]]:
+    """Return batches of indices of texts of similar lengths, in an order that follows from seed and epoch.
 
     Args:
-        texts: At least one.
-        budget: Tokens of a batch, padding included; a longer text is one by itself.
-        seed, epoch: Of the order.
+        budget: Tokens of a batch, padding included; a longer text is a batch of its own.
     """
     random = Random(f"{seed} {epoch}")
     order = random.sample(range(len(texts)), len(texts))
@@ -56,8 +54,7 @@ def batches(texts: Sequence[Text], budget: int, seed: int, epoch: int) -> list[l
     return found
 
 
-def padded(texts: Sequence[Text], device: torch.device) -> Batch:
-    """Texts side by side."""
+def pad_batch(texts: Sequence[Text], device: torch.device) -> Batch:
     longest = max(len(text.tokens) for text in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
     wanted = torch.zeros(len(texts), longest, dtype=torch.bool)
@@ -67,16 +64,16 @@ def padded(texts: Sequence[Text], device: torch.device) -> Batch:
     return Batch(ids.to(device), wanted.to(device))
 
 
-class Reading(NamedTuple):
-    """What the target's pass over a batch is kept as, small enough to keep that of several.
+class TargetOutput(NamedTuple):
+    """What is kept of the target's forward over a batch; small enough to keep several.
 
     Attributes:
         ids: See ``Batch``.
-        states: Of the target's layers that were asked for, [texts, longest, layers, width].
-        places: Where each position is among those that are wanted, -1 for one that is not, [texts, longest].
-        last: At these positions, what is multiplied by the head, [n, width]; or, where more than that makes logits of
-            it, the logits over the draft vocabulary, [n, vocab].
-        cache: The target's keys and values, where they were asked for; whoever reads on with them changes them.
+        states: Hidden states of the requested layers, [texts, longest, layers, width].
+        places: Index of each position among the wanted ones, -1 for the others, [texts, longest].
+        last: At the wanted positions, the inputs of the target's head, [n, width]; or, for a head that is more than a
+            product, the logits over the draft vocabulary, [n, vocab].
+        cache: The target's KV cache if requested; further forwards change it.
     """
 
     ids: torch.Tensor
@@ -87,66 +84,61 @@ class Reading(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What is learnt from a batch.
+    """What a head learns from a batch.
 
     Attributes:
-        ids: See ``Batch``.
-        embedded: Their embeddings, [texts, longest, width].
-        states: Of the target's layers that were asked for, [texts, longest, layers, width].
-        p: What the target would write next, over the draft vocabulary, at the positions that are wanted: [n, vocab].
-        choices: The likeliest of these, [n].
-        places: Where each position is among these, -1 for one that is not wanted, [texts, longest].
-        cache: The target's keys and values, where they were asked for.
+        ids, states, places, cache: See ``TargetOutput``.
+        embedded: Embeddings of the ids, [texts, longest, width].
+        p: The target's distributions over the draft vocabulary at the wanted positions, [n, vocab].
+        choices: The most probable tokens of ``p``, [n].
     """
 
     ids: torch.Tensor
-    embedded: torch.Tensor
     states: torch.Tensor
+    places: torch.Tensor
+    cache: Any
+    embedded: torch.Tensor
     p: torch.Tensor
     choices: torch.Tensor
-    places: torch.Tensor
-    cache: Any = None
 
 
 class Teacher:
-    """The target, reading texts.
+    """The target, which computes the training targets of texts.
 
     Args:
         model: A causal language model of ``transformers``.
-        drafted: The draft vocabulary, ascending; ``None`` for all tokens.
+        draft_vocab: Token ids of the draft vocabulary, ascending; ``None`` for all tokens.
 
     Attributes:
         head: The rows of its head for the draft vocabulary, [vocab, width], in its dtype.
-        device: Where it is.
     """
 
-    def __init__(self, model: PreTrainedModel, drafted: torch.Tensor | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, draft_vocab: torch.Tensor | None = None) -> None:
         self._model: Any = model
         self.device = model.device
         self._last: int = model.config.get_text_config(decoder=True).num_hidden_layers
         whole = self._model.get_output_embeddings().weight.detach()
-        self._drafted = torch.arange(len(whole)) if drafted is None else drafted
-        self._drafted = self._drafted.to(self.device)
-        self.head: torch.Tensor = whole[self._drafted].contiguous()
+        self._vocab = torch.arange(len(whole)) if draft_vocab is None else draft_vocab
+        self._vocab = self._vocab.to(self.device)
+        self.head: torch.Tensor = whole[self._vocab].contiguous()
         self._draftable = torch.zeros(len(whole), dtype=torch.bool, device=self.device)
-        self._draftable[self._drafted] = True
+        self._draftable[self._vocab] = True
         self._plain = has_plain_head(model)
 
     @torch.no_grad()
-    def read(self, batch: Batch, layers: Sequence[int] = (), *, keeps_cache: bool = False) -> Reading:
-        """Read texts, which takes a pass of the target.
+    def read(self, batch: Batch, layers: Sequence[int] = (), *, keeps_cache: bool = False) -> TargetOutput:
+        """Run the target's forward over a batch.
 
         Args:
-            batch: The texts.
-            layers: Whose hidden states are wanted, see ``ForwardRequest``.
-            keeps_cache: Whether keys and values are wanted.
+            layers: Whose hidden states are returned, see ``ForwardRequest``.
+            keeps_cache: Whether to return the KV cache.
         """
         wanted = self._wanted(batch)
-        output = self._read(batch.ids, layers, 1 if self._plain else 0, cached=keeps_cache)
+        output = self._forward(batch.ids, layers, 1 if self._plain else 0, cached=keeps_cache)
         last = output.hidden_states[self._last]
-        found = last[wanted] if self._plain else output.logits[wanted][:, self._drafted]
+        found = last[wanted] if self._plain else output.logits[wanted][:, self._vocab]
         states = [output.hidden_states[layer] for layer in layers]
-        return Reading(
+        return TargetOutput(
             batch.ids,
             torch.stack(states, dim=2) if states else last.new_empty(*batch.ids.shape, 0, last.shape[-1]),
             _places(wanted),
@@ -156,47 +148,40 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
-        """The states of some layers at a text, [tokens, layers, width], which takes a pass of the target."""
-        output = self._read(torch.tensor([tokens], device=self.device), layers, 1)
+        """Return the hidden states of layers for a text, [tokens, layers, width], from a forward of the target."""
+        output = self._forward(torch.tensor([tokens], device=self.device), layers, 1)
         return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
 
-    def recalled(self, batch: Batch, states: Sequence[torch.Tensor]) -> Reading:
-        """What ``read`` gives where the head is plain, from states that are known.
+    def from_states(self, batch: Batch, states: Sequence[torch.Tensor]) -> TargetOutput:
+        """Return what ``read`` returns, from stored states and without a forward; for a plain head only.
 
         Args:
-            batch: The texts.
-            states: Of each text, the last layer's behind those that were asked for, [positions, layers + 1, width]; no
-                position that matters may be missing.
+            states: For each text, of the requested layers and the last one, [positions, layers + 1, width]; only
+                positions that are not wanted may be missing at its end.
         """
         ids, (_, layers, width) = batch.ids, states[0].shape
         known = torch.zeros(*ids.shape, layers, width, dtype=states[0].dtype, device=self.device)
         for row, each in enumerate(states):
             known[row, : len(each)] = each
         wanted = self._wanted(batch)
-        return Reading(ids, known[:, :, :-1], _places(wanted), known[:, :, -1][wanted])
+        return TargetOutput(ids, known[:, :, :-1], _places(wanted), known[:, :, -1][wanted])
 
     def _wanted(self, batch: Batch) -> torch.Tensor:
-        """Those of the positions behind which a token stands that can be drafted, bool [texts, longest]."""
+        """Return the wanted positions that are followed by a token of the draft vocabulary, bool [texts, longest]."""
         followed = torch.zeros_like(batch.wanted)
         followed[:, :-1] = self._draftable[batch.ids[:, 1:]]
         return batch.wanted & followed
 
     @torch.no_grad()
-    def lesson(self, reading: Reading) -> Lesson:
-        """What is learnt from texts that were read."""
-        logits = (linear(reading.last, self.head) if self._plain else reading.last).float()
+    def lesson(self, output: TargetOutput) -> Lesson:
+        logits = (linear(output.last, self.head) if self._plain else output.last).float()
+        embedded = self._model.get_input_embeddings()(output.ids).float()
         return Lesson(
-            reading.ids,
-            self._model.get_input_embeddings()(reading.ids).float(),
-            reading.states,
-            logits.softmax(-1),
-            logits.argmax(-1),
-            reading.places,
-            reading.cache,
-        )
+            output.ids, output.states, output.places, output.cache, embedded, logits.softmax(-1), logits.argmax(-1)
+        )  # fmt: skip
 
-    def _read(self, ids: torch.Tensor, layers: Sequence[int], rows: int, *, cached: bool = False) -> Any:
-        """``rows``: of how many of the last positions logits are wanted, 0 for all."""
+    def _forward(self, ids: torch.Tensor, layers: Sequence[int], rows: int, *, cached: bool = False) -> Any:
+        """Run a forward with logits of the last ``rows`` positions, 0 for all."""
         return self._model(
             input_ids=ids,
             use_cache=cached,
@@ -207,7 +192,7 @@ class Teacher:
 
 @torch.no_grad()
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are the last hidden states times the head, without a scale or a cap: then few are computed."""
+    """Return whether logits are the last hidden states times the head, without a scale or a cap."""
     untyped: Any = model
     output = untyped(
         input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device),
@@ -220,7 +205,6 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 
 
 def _places(wanted: torch.Tensor) -> torch.Tensor:
-    """See ``Reading``."""
     places = torch.full(wanted.shape, -1, device=wanted.device)
     places[wanted] = torch.arange(int(wanted.sum()), device=wanted.device)
     return places

@@ -1,4 +1,4 @@
-"""Which prompts a head is trained on, and which it is measured on."""
+"""Choose the prompts that a head is trained on, and those that it is measured on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NO_WORD = re.compile(r"[\W_]+")
 
 
 def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
-    """Prompts to train on.
+    """Load prompts to train on.
 
     Args:
-        sources: See ``load_prompts``; ``"training"`` is the set for it that comes with specbench.
+        sources: See ``load_prompts``; ``"training"`` is the built-in training set.
 
     Raises:
-        UsageError: See ``load_prompts``; or one of them is among those that are measured on.
+        UsageError: See ``load_prompts``; or a prompt is also in a benchmark set.
     """
     prompts = load_prompts(sources)
     refuse_measured(prompts)
@@ -27,18 +27,18 @@ def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
 
 
 def refuse_measured(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that the built-in sets hold: whoever was trained on them would be measured on his memory.
+    """Check that no prompt is in the built-in benchmark sets, up to case, spaces and punctuation.
 
     Raises:
-        UsageError: One of them is there, up to case, spaces and punctuation.
+        UsageError: One of them is.
     """
     measured = {_words(turn): prompt.id for prompt in load_prompts([ALL_SETS]) for turn in prompt.turns}
     for prompt in prompts:
         for turn in prompt.turns:
             if (found := measured.get(_words(turn))) is not None:
                 raise UsageError(
-                    f"The training prompt {prompt.id!r} is among those that are measured on ({found}).",
-                    "Take it out of the training set.",
+                    f"The training prompt {prompt.id!r} is also in a benchmark set ({found}).",
+                    "Remove it from the training set.",
                 )
 
 
@@ -47,18 +47,17 @@ def _words(text: str) -> str:
 
 
 def held_out_prompts(prompts: Sequence[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to train on, and those that are only measured on: the last of every category, in turn.
+    """Split prompts into those to train on and those to measure on: the last of each category, in turn.
 
     Args:
-        prompts: All of them.
-        number: How many are held out, at most a third.
+        number: Number of held-out prompts, at most a third.
 
     Raises:
         UsageError: There are fewer than 3.
     """
     if len(prompts) < 3:
         raise UsageError(
-            "Training takes at least 3 prompts, for some of them are held out to measure on.", "Name more."
+            "Training needs at least 3 prompts, because some are held out to measure on.", "Name more."
         )
     rank: dict[str, int] = {}
     order = []

@@ -1,4 +1,4 @@
-"""A trained head as files: safetensors and a ``config.json`` in the form of ``speculators``, and how it came about."""
+"""Write a trained head: safetensors, a ``config.json`` in the ``speculators`` format, and its training metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 FORMAT = 1
-"""Version of it. 1: first release."""
+"""Version of the training metadata."""
 
 
 def write_head(
@@ -27,19 +27,16 @@ def write_head(
     student: Student,
     target: Target,
     head: torch.Tensor,
-    drafted: torch.Tensor | None,
+    draft_vocab: torch.Tensor | None,
     *,
     compact: bool,
 ) -> None:
-    """Write a head, each file whole.
+    """Write a head, each file whole or not at all.
 
     Args:
-        folder: Where to; made if need be.
-        student: What it has learnt.
-        target: What it was trained for.
         head: The rows of the target's head that it drafts with, [vocab, width].
-        drafted: The tokens they belong to, ascending; ``None`` for all.
-        compact: Leave these rows out, which a target has, and round weights to bytes. What serves elsewhere needs them.
+        draft_vocab: The tokens of these rows, ascending; ``None`` for all.
+        compact: Leave these rows out and round weights to bytes; for specbench alone, since other engines need them.
 
     Raises:
         RunError: The folder cannot be written.
@@ -47,21 +44,21 @@ def write_head(
     tensors = student.tensors()
     if student.kind == "eagle":
         tensors |= {} if compact else {"lm_head.weight": head}
-        tensors |= {} if drafted is None else _eagle_maps(drafted, target.vocab_size)
+        tensors |= {} if draft_vocab is None else _eagle_maps(draft_vocab, target.vocab_size)
     elif student.kind == "medusa":
         tensors |= {} if compact else {"lm_heads.0.weight": head}
-        tensors |= {} if drafted is None else {"token_map": drafted}
+        tensors |= {} if draft_vocab is None else {"token_map": draft_vocab}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         found |= _narrowed(name, tensor.cpu(), compact=compact)
     with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / WEIGHTS, save(found, metadata={"format": "pt"}))
-        write_text(folder / "config.json", _as_json(_settings(student, target, head)))
+        write_text(folder / "config.json", _as_json(_config(student, target, head)))
 
 
 def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
-    """Write how a head came about beside it, and the sha256 of its weights.
+    """Write the training metadata of a head next to it, with the sha256 of its weights.
 
     Raises:
         RunError: The folder cannot be written.
@@ -71,8 +68,8 @@ def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
         write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **training}))
 
 
-def _settings(student: Student, target: Target, head: torch.Tensor) -> Json:
-    """The ``config.json``."""
+def _config(student: Student, target: Target, head: torch.Tensor) -> Json:
+    """Return the ``config.json``."""
     settings = student.settings()
     if student.kind == "medusa":
         settings["truncated_vocab_size"] = len(head)
@@ -94,15 +91,15 @@ def _settings(student: Student, target: Target, head: torch.Tensor) -> Json:
     }
 
 
-def _eagle_maps(drafted: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
-    """Target token = d + d2t[d], and t2d marks these."""
-    drafted = drafted.cpu()
-    marks = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, drafted, True)
-    return {"d2t": drafted - torch.arange(len(drafted)), "t2d": marks}
+def _eagle_maps(draft_vocab: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
+    """Return EAGLE's maps: the target's token is d + d2t[d], and t2d marks the draft vocabulary."""
+    draft_vocab = draft_vocab.cpu()
+    mask = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, draft_vocab, True)
+    return {"d2t": draft_vocab - torch.arange(len(draft_vocab)), "t2d": mask}
 
 
 def _narrowed(name: str, tensor: torch.Tensor, *, compact: bool) -> dict[str, torch.Tensor]:
-    """A tensor as it is stored: whole numbers as they are, matrices of a compact head in bytes, all else bfloat16."""
+    """Return a tensor as stored: integers as they are, matrices of a compact head in int8, all else in bfloat16."""
     if not tensor.is_floating_point():
         return {name: tensor.contiguous()}
     if not compact or tensor.dim() != 2 or name == "ahead":

@@ -1,7 +1,7 @@
-"""A training: the target writes, a head learns, the real decoder says how well, and all of it can be cut off anywhere.
+"""Run a training: the target writes texts, a head is trained on them, and the real decoder measures it.
 
-What a step learns from follows from the settings, the texts and the number of the step, and nothing else is random. So
-a training that goes on from a state is the one that was never cut off.
+A step follows from the settings, the texts and its number alone, so a training that is interrupted anywhere and resumed
+gives the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states, wrap_head
 from specbench.models.head_files import find_head
 from specbench.models.heads import TrainedHead, load_head
+from specbench.models.training_metadata import TRAINING_FILE
 from specbench.policies import FixedLength
 from specbench.specs.models import parse_model
-from specbench.train.figures import Pace, Silent, Stand, earlier
 from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner, check_start
-from specbench.train.lessons import fitting, has_plain_head
+from specbench.train.lessons import has_plain_head, trainable_texts
 from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_training_file
-from specbench.train.settings import Measured, TrainingSettings, Watch
-from specbench.train.start import BEGUN, STATE, check_folder, check_head
-from specbench.train.state import read_state, write_state
+from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
+from specbench.train.state import BEGUN, STATE, Pace, TrainerState, check_folder, read_state, write_state
 from specbench.train.students import read_layers
 from specbench.train.texts import Text, TextStore, store_for, tokens_of, write_texts
 
@@ -58,57 +57,55 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 
-_WRITING, _WRITING_AT_MOST = 0.4, 0.5
-"""Share of the time given in which the target writes (docs/training.md); the larger one where it has hardly begun."""
+_WRITING, _MAX_WRITING = 0.4, 0.5
+"""Share of the given time in which the target writes (docs/training.md); the larger one while it has hardly begun."""
 
 _EPOCHS = 4
-"""How often each text is seen where the tokens decide."""
+"""Default number of epochs where the tokens decide."""
 
 _MEASURING = 0.15
-"""Share of the time left for learning that measures may take: where each takes long, there are fewer. One that takes
-longer by itself is cut off."""
+"""Share of the training time for measurements: there are fewer if they take long, and a longer one is cut off."""
 
 _SLACK = 1.5
-"""A measure of the same tokens may take this many times as long as the first one before it is cut off."""
+"""Largest duration of a repeated measurement, as a multiple of the first one's limit."""
 
 _TIMED_STEPS = 2
 
 _TIMING = 0.05
-"""Share of the time left that timing steps may take, after the first one."""
+"""Share of the remaining time for timing steps, after the first one."""
 
 _COST_STEPS, _COST_ROUNDS = 8, 2
-"""Steps decoded with and without the head, in turn, to time them."""
+"""Steps that are timed with and without the head, in turn."""
 
-_NOTED_EVERY_S = 10.0
+_SAVE_INTERVAL_S = 10.0
 
 
 def processes(*, cpu: bool) -> Accelerator:
-    """The processes of a training, as ``accelerate launch`` has started them; alone without it.
+    """Return the processes of a training, as started by ``accelerate launch``; a single one without it.
 
-    On CUDA devices each gets its own, so this has to come before the target is loaded.
+    On CUDA each gets its own device, so this has to be called before the target is loaded.
     """
     return Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
 
 
 class Training:
-    """One head, from nothing to its files, or from where it was cut off.
+    """The training of one head, from its beginning or from where it was interrupted.
 
     Args:
-        target: What the head is for; no int8 or int4 model.
+        target: The target; no int8 or int4 model.
         prompts: At least 3; some are held out.
-        settings: How it is trained.
-        out: The folder of the result. The best head so far is always there.
-        source: What the prompts are called in the result.
-        resume: Go on with a training that was cut off.
-        start: A head to go on from, that ``settings.start`` is of.
-        model: What gradients go through for PaSS: the target in ordinary layers. ``None`` for the target's own.
-        group: The processes it is trained in.
-        watch: Told how far it has come.
-        saved_every_s: How much work may be lost, in seconds.
+        out: The folder of the result, which always has the best head so far.
+        source: Name of the prompts in the training metadata.
+        resume: Continue an interrupted training.
+        start: The head of ``settings.start`` to continue from.
+        model: What gradients go through for PaSS: the target with ordinary layers. ``None`` for the target's own.
+        progress: Receives the progress.
+        save_interval_s: Seconds of work that may be lost.
 
     Raises:
-        UsageError: What cannot be trained, a folder that is not empty, or a training that was begun otherwise.
-        RunError: Another process trains there, or its state is damaged.
+        UsageError: The target or head cannot be trained, the folder is not empty, or the training was begun
+            differently.
+        RunError: Another process uses the folder, or its state is damaged.
     """
 
     def __init__(
@@ -123,41 +120,38 @@ class Training:
         start: TrainedHead | None = None,
         model: PreTrainedModel | None = None,
         group: Accelerator | None = None,
-        watch: Watch | None = None,
-        saved_every_s: float = 60.0,
+        progress: TrainingProgress | None = None,
+        save_interval_s: float = 60.0,
     ) -> None:
         if target.quantization is not None:
             raise UsageError(
-                f"A head is not trained on an {target.dtype} target.", f"Leave out --dtype {target.dtype}."
+                f"Heads cannot be trained for an {target.dtype} target.", f"Leave out --dtype {target.dtype}."
             )
-        places = vars(target.language_model.model).get("hf_device_map", {})
-        if len({*places.values()}) > 1:
+        devices = vars(target.language_model.model).get("hf_device_map", {})
+        if len({*devices.values()}) > 1:
             raise UsageError(
-                "A head is not trained on a target that lies on several devices.", "Load it onto one."
+                "Heads cannot be trained for a target on several devices.", "Load it onto one device."
             )
         check_folder(out, resume=resume)
         settings.draft_vocab(target.vocab_size)
-        if start is not None:
-            check_head(start, settings, target)
-        self._start = start
         self._target, self._settings, self._out, self._source = target, settings, out, source
-        self._model = model or target.language_model.model
+        self._start, self._model = start, model or target.language_model.model
         self._group = group or processes(cpu=target.scorer.device.type == "cpu")
-        self._watch, self._saved_every_s = watch or Silent(), saved_every_s
-        layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        self._progress, self._save_interval_s = progress or TrainingProgress(), save_interval_s
+        layers = text_config(self._model.config).num_hidden_layers
         settings.head_layers(layers)
         require_states(target, (layers,))
         if settings.store_states and not has_plain_head(self._model):
             raise UsageError(
-                f"The logits of {target.name} do not follow from its hidden states by a product alone.",
+                f"Logits of {target.name} are more than a product of its hidden states.",
                 "Leave --store-states out.",
             )
         if start is not None:
-            check_start(start, self._model, settings)
-        trained, held = held_out_prompts(prompts, settings.held_out)
+            check_start(start, target, self._model, settings)
+        trained, held_out = held_out_prompts(prompts, settings.held_out)
         self._prompts = [encode_conversation(target, prompt) for prompt in trained]
-        self._held = [(prompt, encode_conversation(target, prompt)) for prompt in held]
-        self._began, self._spent_s = time.monotonic(), 0.0
+        self._held_out = [(prompt, encode_conversation(target, prompt)) for prompt in held_out]
+        self._began, self._earlier_s = time.monotonic(), 0.0
         self._begun: Json = {}
         self._texts: list[Text] = []
 
@@ -167,11 +161,11 @@ class Training:
 
     @property
     def _seconds(self) -> float:
-        """Of the training so far, over all starts."""
-        return self._spent_s + time.monotonic() - self._began
+        """Duration of the training so far, over all starts."""
+        return self._earlier_s + time.monotonic() - self._began
 
-    def _agreed(self, value: Any) -> Any:
-        """What the main process says."""
+    def _broadcast(self, value: Any) -> Any:
+        """Return the main process's value."""
         if self._group.num_processes == 1:
             return value
         from accelerate.utils import broadcast_object_list
@@ -182,108 +176,105 @@ class Training:
         """Train to the end.
 
         Returns:
-            The best measure; the head that it is of lies in the folder.
+            The best measurement; the folder has the head that it is of.
 
         Raises:
-            UsageError: No prompt fits the target's context, or what is written teaches nothing.
-            RunError: A folder cannot be written, or texts are gone.
+            UsageError: No prompt fits the target's context, or the texts are too short.
+            RunError: A folder cannot be written, or texts are missing.
         """
-        with self._only_one():
+        with self._lock():
             self._begin()
             states = self._hidden_states()
-            self._texts = self._written(states)
+            self._texts = self._write_texts(states)
             learner = Learner(
                 self._target, self._model, self._texts, self._settings, self._group, self._start, states
             )
-            best = self._learn(learner)
+            best = self._train(learner)
         if self._main:
             with suppress(OSError):
-                # First, for without its checkpoint this training would begin anew, over the head that it has made.
+                # First: without its checkpoint, this training would begin anew and overwrite its head.
                 (self._out / STATE / BEGUN).unlink()
                 shutil.rmtree(self._out / STATE)
         return best
 
     @contextmanager
-    def _only_one(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         if not self._main:
             yield
             return
         state = self._out / STATE
-        with file_errors(f"The folder {str(self._out)!r} cannot be written", "Name another one with --out."):
+        with file_errors(f"The folder {str(self._out)!r} cannot be written", "Choose another --out."):
             state.mkdir(parents=True, exist_ok=True)
             lock = try_lock(state / "lock")
         if lock is None:
             raise RunError(
-                f"Another process trains into {str(self._out)!r}.", "Wait, or name another folder."
+                f"Another process trains into {str(self._out)!r}.", "Wait, or choose another --out."
             )
         try:
-            for left in (*self._out.glob(".*.partial"), *state.glob(".*.partial")):  # by one that was killed
+            for partial in (*self._out.glob(".*.partial"), *state.glob(".*.partial")):  # of a killed process
                 with suppress(OSError):
-                    left.unlink()
+                    partial.unlink()
             yield
         finally:
             lock.release()
 
-    # -- what was begun --------------------------------------------------------------------------------
+    # -- begin or resume -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Note what is begun, or hold it against what was."""
-        digest = hashlib.sha256(json.dumps([self._prompts, [ids for _, ids in self._held]]).encode())
-        asked = {
+        """Store what is begun, or compare it with what was."""
+        digest = hashlib.sha256(json.dumps([self._prompts, [ids for _, ids in self._held_out]]).encode())
+        begun = {
             "target": self._target.language_model.identity,
             "dtype": self._target.dtype,
             "prompts": digest.hexdigest()[:16],
-            **self._settings.facts(),
+            **self._settings.to_dict(),
         }
         path = self._out / STATE / BEGUN
         if not path.is_file():
-            self._begun = {"asked": asked, "texts": None, "steps": None, "seconds": 0.0}
+            self._begun = {"settings": begun, "texts": None, "steps": None, "seconds": 0.0}
             if self._main:
-                self._note()
+                self._store_begun()
             return
         with file_errors(f"The state {str(path)!r} cannot be read"):
             try:
                 self._begun = json.loads(path.read_text(encoding="utf-8"))
-                earlier, self._spent_s = self._begun["asked"], float(self._begun["seconds"])
+                earlier, self._earlier_s = self._begun["settings"], float(self._begun["seconds"])
             except (ValueError, KeyError, TypeError) as error:
                 raise RunError(
                     f"The state {str(path)!r} is damaged.", "Train into another folder."
                 ) from error
-        if None not in (asked["minutes"], earlier.get("minutes")):
-            earlier["minutes"] = asked["minutes"]  # more of them, or fewer, make no other training
-        for name, value in asked.items():
+        if None not in (begun["minutes"], earlier.get("minutes")):
+            earlier["minutes"] = begun["minutes"]  # may change
+        for name, value in begun.items():
             if earlier.get(name) != value:
                 raise UsageError(
                     f"The training in {str(self._out)!r} was begun with another {name.replace('_', ' ')}.",
-                    "Give what it was begun with, or name another folder with --out.",
+                    "Give the same, or choose another --out.",
                 )
 
-    def _note(self, **more: Any) -> None:
+    def _store_begun(self, **more: Any) -> None:
         self._begun |= {"seconds": self._seconds, **more}
-        path = self._out / STATE / BEGUN
         with file_errors(
             f"The folder {str(self._out)!r} cannot be written", "Free some space, and add --resume."
         ):
-            write_text(path, json.dumps(self._begun) + "\n")
+            write_text(self._out / STATE / BEGUN, json.dumps(self._begun) + "\n")
 
     # -- texts -----------------------------------------------------------------------------------------
 
     def _hidden_states(self) -> HiddenStates | None:
-        """Where the target's are stored; ``None`` for nowhere."""
         if not self._settings.store_states:
             return None
         config = text_config(self._model.config)
         layers = (*read_layers(self._settings.kind, config.num_hidden_layers), config.num_hidden_layers)
         return HiddenStates(self._out / STATE / "states", layers, config.hidden_size, self._model.dtype)
 
-    def _written(self, states: HiddenStates | None) -> list[Text]:
-        """The texts to train on; written now, unless they were before."""
+    def _write_texts(self, states: HiddenStates | None) -> list[Text]:
+        """Return the texts to train on, written now unless they are stored."""
         settings, rank = self._settings, self._group.process_index
         store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed, rank)
         folder = f"folder {str(self._out)!r}"
-        cut = TextStore(self._out / STATE, rank, within=folder, advice="Name another one with --out.")
+        cut = TextStore(self._out / STATE, rank, within=folder, advice="Choose another --out.")
         if self._begun["texts"] is None:
-            share = slice(rank, None, self._group.num_processes)
             store.check_space(settings.tokens or 0)
             if states is not None:
                 states.check_space(settings.tokens or 0)
@@ -294,60 +285,56 @@ class Training:
                 answer_tokens=settings.answer_tokens,
                 seed=settings.seed,
                 enough=self._enough_written(),
-                share=share,
+                share=slice(rank, None, self._group.num_processes),
                 cut=None if settings.minutes is None else cut,
                 states=states,
             )
             self._group.wait_for_everyone()
             if self._main:
-                texts = self._enough_of(store.read() | cut.read())
-                self._note(texts=[text.key for text in texts])
-            self._begun["texts"] = self._agreed(self._begun["texts"])
+                texts = self._first_texts(store.read() | cut.read())
+                self._store_begun(texts=[text.key for text in texts])
+            self._begun["texts"] = self._broadcast(self._begun["texts"])
         known = store.read() | cut.read()
         keys = [tuple(key) for key in self._begun["texts"]]
         if any(key not in known for key in keys):
             raise RunError(
-                "Texts that this training was begun with are gone from the cache folder.",
-                "Train into another folder.",
+                "Texts of this training are missing in the cache folder.", "Train into another folder."
             )
-        texts = fitting([known[key] for key in keys], settings.batch_tokens, settings.depth)
+        texts = trainable_texts([known[key] for key in keys], settings.batch_tokens, settings.depth)
         if not texts:
             raise UsageError(
-                "What the target wrote is too short to learn from.",
-                f"Name other prompts, or give more {'--tokens' if settings.minutes is None else '--minutes'}.",
+                "The target's texts are too short to learn from.",
+                f"Choose other prompts, or more {'--tokens' if settings.minutes is None else '--minutes'}.",
             )
         return texts
 
     def _enough_written(self) -> Callable[[int, int], bool]:
-        """Says when the target has written enough, and tells the watch."""
-        settings, others = self._settings, int(self._group.num_processes)
+        """Return a function that reports the progress of writing and tells when there is enough."""
+        settings, group_size = self._settings, int(self._group.num_processes)
         first: tuple[int, float] | None = None
-        noted = self._seconds
+        saved = self._seconds
 
         def enough(written: int, everything: int) -> bool:
-            nonlocal first, noted
-            now, total = self._seconds, everything * others
+            nonlocal first, saved
+            now, total = self._seconds, everything * group_size
             first = first or (total, now)
-            if self._main and now - noted > _NOTED_EVERY_S:
-                noted = now
-                self._note()
+            if self._main and now - saved > _SAVE_INTERVAL_S:
+                saved = now
+                self._store_begun()
             if settings.minutes is not None:
-                limit = (
-                    60
-                    * settings.minutes
-                    * (_WRITING if everything >= settings.answer_tokens else _WRITING_AT_MOST)
-                )
-                self._watch.wrote(total, None, max(0.0, limit - now))
+                share = _WRITING if everything >= settings.answer_tokens else _MAX_WRITING
+                limit = 60 * settings.minutes * share
+                self._progress.report_writing(total, None, max(0.0, limit - now))
                 return now >= limit
             wanted = settings.tokens or 0
             pace = (total - first[0]) / (now - first[1]) if now > first[1] else 0
-            self._watch.wrote(total, wanted, max(0, wanted - total) / pace if pace else None)
-            return written * others >= wanted
+            self._progress.report_writing(total, wanted, max(0, wanted - total) / pace if pace else None)
+            return written * group_size >= wanted
 
         return enough
 
-    def _enough_of(self, known: Mapping[tuple[int, int], Text]) -> list[Text]:
-        """Those of the texts that are trained on: the first ones, up to the tokens asked for."""
+    def _first_texts(self, known: Mapping[tuple[int, int], Text]) -> list[Text]:
+        """Return the first texts, up to the number of tokens of the settings."""
         chosen: list[Text] = []
         written = 0
         for text in known.values():
@@ -357,193 +344,199 @@ class Training:
             written += text.written
         return chosen
 
-    # -- learning --------------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------
 
-    def _learn(self, learner: Learner) -> Measured:
-        """From where it stands to the last step, or to where nothing is gained any more."""
-        path, stand = self._out / STATE / "checkpoint.safetensors", Stand()
+    def _train(self, learner: Learner) -> Measured:
+        """Train to the last step, or until nothing is gained."""
+        path, state = self._out / STATE / "checkpoint.safetensors", TrainerState()
         if path.is_file():
-            tensors, facts = read_state(path)
+            tensors, fields = read_state(path)
             learner.restore(tensors)
-            stand = Stand.of(facts)
-            self._began, self._spent_s = time.monotonic(), max(stand.seconds, self._seconds)
+            try:
+                state = TrainerState(**fields)
+            except TypeError as error:
+                raise RunError(
+                    f"The state {str(path)!r} is damaged.", "Train into another folder."
+                ) from error
+            self._began, self._earlier_s = time.monotonic(), max(state.seconds, self._seconds)
 
         def save() -> None:
-            stand.seconds = self._seconds
+            state.seconds = self._seconds
             if self._main:
-                write_state(path, learner.tensors(), asdict(stand))
+                write_state(path, learner.tensors(), asdict(state))
 
-        if not stand.measures_made:
-            self._measure(learner, stand)
-        self._plan(learner, stand)
-        saved, pace = time.monotonic(), Pace(stand.step)
-        while stand.step < stand.steps and not self._agreed(stand.ended):
-            stand.took(learner.step(stand.step, stand.steps))
-            self._watch.trained(stand.step, stand.steps, stand.loss, self._left(stand, pace))
-            if stand.step == stand.measured_next or self._agreed(self._time_is_up(stand)):
-                self._measure(learner, stand)
-                self._plan_again(learner, stand, pace)
+        if not state.num_measured:
+            self._measure(learner, state)
+        self._plan(learner, state)
+        saved, pace = time.monotonic(), Pace(state.step)
+        while state.step < state.steps and not self._broadcast(state.ended):
+            state.record_step(learner.step(state.step, state.steps))
+            left_s = self._seconds_left(state, pace)
+            self._progress.report_step(state.step, state.steps, state.loss, left_s)
+            if state.step == state.next_measurement or self._broadcast(self._time_is_up(state)):
+                self._measure(learner, state)
+                self._plan_again(learner, state, pace)
                 save()
-                saved, pace = time.monotonic(), Pace(stand.step)
-            elif time.monotonic() - saved >= self._saved_every_s:
+                saved, pace = time.monotonic(), Pace(state.step)
+            elif time.monotonic() - saved >= self._save_interval_s:
                 save()
                 saved = time.monotonic()
         if self._main:
-            write_training_file(self._out, self._story(learner, stand))
-        return max(map(Measured.of, self._agreed(stand.measures)), key=lambda each: each.tokens_per_step)
+            write_training_file(self._out, self._metadata(learner, state))
+        measurements = map(Measured.from_dict, self._broadcast(state.measurements))
+        return max(measurements, key=lambda each: each.tokens_per_step)
 
-    def _time_is_up(self, stand: Stand) -> bool:
-        """Whether there is time for a measure at most."""
+    def _time_is_up(self, state: TrainerState) -> bool:
+        """Return whether the time suffices for a measurement at most."""
         minutes = self._settings.minutes
-        return minutes is not None and self._seconds + stand.measure_s >= 60 * minutes
+        return minutes is not None and self._seconds + state.measure_s >= 60 * minutes
 
-    def _left(self, stand: Stand, pace: Pace) -> float:
-        """Seconds to the end, as things go."""
-        measures, minutes = stand.measures_left(self._measures(stand)), self._settings.minutes
-        left = (stand.steps - stand.step) * pace.of(stand.step) + measures * stand.measure_s
+    def _seconds_left(self, state: TrainerState, pace: Pace) -> float:
+        """Estimate the remaining seconds."""
+        measurements, minutes = state.measurements_left(self._measures(state)), self._settings.minutes
+        left = (state.steps - state.step) * pace.seconds_per_step(state.step) + measurements * state.measure_s
         return left if minutes is None else max(0.0, min(left, 60 * minutes - self._seconds))
 
-    def _measures(self, stand: Stand) -> int:
-        """How often it is measured, besides untrained."""
-        fitting = self._measuring_s / max(stand.first_measure_s, 1e-3)
+    def _measures(self, state: TrainerState) -> int:
+        """Return the number of measurements, that of the untrained head apart."""
+        fitting = self._measuring_s / max(state.first_measure_s, 1e-3)
         return int(min(self._settings.measures, max(1, fitting)))
 
     @property
     def _measuring_s(self) -> float:
-        """Seconds that all measures together may take, the untrained head's apart, and any of them by itself."""
+        """Seconds for all measurements together, that of the untrained head apart, and limit of each."""
         minutes = self._settings.minutes
         return math.inf if minutes is None else _MEASURING * (1 - _WRITING) * 60 * minutes
 
-    def _plan(self, learner: Learner, stand: Stand) -> None:
-        """Settle how many steps there will be, for the learning rate goes by it; noted before the first is made."""
+    def _plan(self, learner: Learner, state: TrainerState) -> None:
+        """Settle the number of steps, which the learning rate depends on; stored before the first step."""
         if self._begun["steps"] is None:
             if self._settings.minutes is None:
                 steps = (self._settings.epochs or _EPOCHS) * learner.epoch_steps
             else:
-                timed = [learner.rehearse(0)]
+                timed = [learner.time_step(0)]
                 if sum(timed[0]) <= _TIMING * (60 * self._settings.minutes - self._seconds):
-                    timed = [learner.rehearse(number) for number in range(_TIMED_STEPS)]
+                    timed = [learner.time_step(number) for number in range(_TIMED_STEPS)]
                 reading_s, learning_s = (sum(each) / len(timed) for each in zip(*timed, strict=True))
-                learner.plan(self._in_time(learner, stand, learning_s))
-                steps = self._in_time(learner, stand, learning_s + reading_s / learner.turns)
+                learner.plan(self._steps_in_time(learner, state, learning_s))
+                steps = self._steps_in_time(learner, state, learning_s + reading_s / learner.turns)
             if self._main:
-                self._note(steps=steps)
+                self._store_begun(steps=steps)
             self._begun["steps"] = steps
-        first = int(self._agreed(self._begun["steps"]))
+        first = int(self._broadcast(self._begun["steps"]))
         learner.plan(first)
-        if not stand.steps:
-            stand.plan(first, self._measures(stand))
+        if not state.steps:
+            state.plan(first, self._measures(state))
 
-    def _plan_again(self, learner: Learner, stand: Stand, pace: Pace) -> None:
-        """With minutes, so many steps as there is time for, at the pace of the last ones: the learning rate has to come
-        to its end, however slow the machine has become."""
-        steps = stand.steps
-        if self._settings.minutes is not None and stand.step < steps:
-            steps = self._agreed(self._in_time(learner, stand, pace.before_measure(stand)))
-        stand.plan(steps, self._measures(stand))
+    def _plan_again(self, learner: Learner, state: TrainerState, pace: Pace) -> None:
+        """With minutes, adapt the number of steps to the pace of the last ones, so that the learning rate reaches its
+        end however slow the machine becomes."""
+        steps = state.steps
+        if self._settings.minutes is not None and state.step < steps:
+            step_s = pace.seconds_per_step(state.step, state.measure_s)
+            steps = self._broadcast(self._steps_in_time(learner, state, step_s))
+        state.plan(steps, self._measures(state))
 
-    def _in_time(self, learner: Learner, stand: Stand, pace: float) -> int:
-        """Steps in all, of so many seconds each, for which there is time besides measures."""
+    def _steps_in_time(self, learner: Learner, state: TrainerState, step_s: float) -> int:
+        """Return the total number of steps, of ``step_s`` seconds each, that the time suffices for."""
         settings = self._settings
         assert settings.minutes is not None
-        measures = stand.measures_left(self._measures(stand))
-        left = 60 * settings.minutes - self._seconds - measures * stand.measure_s
-        steps = stand.step + max(1, int(left / pace))
+        measurements = state.measurements_left(self._measures(state))
+        left = 60 * settings.minutes - self._seconds - measurements * state.measure_s
+        steps = state.step + max(1, int(left / step_s))
         return steps if settings.epochs is None else min(steps, settings.epochs * learner.epoch_steps)
 
-    def _measure(self, learner: Learner, stand: Stand) -> None:
-        """Let the real decoder draft with the head as it is, for all prompts side by side; the best head is kept."""
+    # -- measurements ----------------------------------------------------------------------------------
+
+    def _measure(self, learner: Learner, state: TrainerState) -> None:
+        """Decode the held-out prompts in a batch with the present head, and keep it if it is the best."""
         if self._main:
             began = time.monotonic()
-            drafter = self._candidate(learner)
-            by_category = self._decoded(drafter, stand)
-            stand.measure_s = time.monotonic() - began
-            stand.first_measure_s = stand.first_measure_s or stand.measure_s
-            stand.step_cost = stand.step_cost or self._step_cost(drafter)
+            drafter = self._load_candidate(learner)
+            by_category = self._decode_held_out(drafter, state)
+            state.measure_s = time.monotonic() - began
+            state.first_measure_s = state.first_measure_s or state.measure_s
+            state.step_cost = state.step_cost or self._step_cost(drafter)
             every = [step for steps in by_category.values() for step in steps]
             measured = Measured(
-                stand.step,
-                stand.tokens,
-                stand.mean_loss,
+                state.step,
+                state.tokens,
+                state.mean_loss,
                 tokens_per_step(every) or 1.0,
                 tuple(rate.rate or 0.0 for rate in acceptance_by_position(every)),
                 {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
                 round(self._seconds, 1),
-                stand.step_cost,
+                state.step_cost,
             )
-            best = stand.add(measured, self._settings.patience)
-            stand.ended = stand.ended or self._time_is_up(stand)
+            best = state.record_measurement(measured, self._settings.patience)
+            state.ended = state.ended or self._time_is_up(state)
             if best:
-                self._write(learner, self._out)
-                write_training_file(self._out, self._story(learner, stand))
-            self._watch.measured(measured, best=best)
-        stand.measures_made += 1
+                self._write_head(learner, self._out)
+                write_training_file(self._out, self._metadata(learner, state))
+            self._progress.report_measurement(measured, best=best)
+        state.num_measured += 1
         self._group.wait_for_everyone()
 
-    def _candidate(self, learner: Learner) -> Drafter:
-        """The head as it is, from its files."""
+    def _load_candidate(self, learner: Learner) -> Drafter:
+        """Write the present head, and load it from its files."""
         candidate = (self._out / STATE / "candidate").resolve()
-        self._write(learner, candidate)
+        self._write_head(learner, candidate)
         head = find_head(parse_model(str(candidate)))
         assert head is not None
         return wrap_head(load_head(head), self._target)
 
     def _run(self, ids: Sequence[int], drafter: Drafter | None, tokens: int, **more: Any) -> GenerationRun:
-        gamma = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
-        return GenerationRun(ids, self._target, drafter, policy=gamma, max_new_tokens=tokens, **more)
+        policy = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
+        return GenerationRun(ids, self._target, drafter, policy=policy, max_new_tokens=tokens, **more)
 
-    def _decoded(self, drafter: Drafter, stand: Stand) -> dict[str, list[Step]]:
-        """The steps of the held-out prompts, by category: as far as the first measure came in its time."""
-        limits = stand.reached or [self._settings.measured_tokens] * len(self._held)
+    def _decode_held_out(self, drafter: Drafter, state: TrainerState) -> dict[str, list[Step]]:
+        """Return the steps of the held-out prompts by category, as far as the first measurement decoded them."""
+        limits = state.measured_tokens or [self._settings.measured_tokens] * len(self._held_out)
         places = [place for place, tokens in enumerate(limits) if tokens > 1]
-        runs = [self._run(self._held[place][1], drafter, limits[place]) for place in places]
-        ends = time.monotonic() + self._measuring_s * (_SLACK if stand.reached else 1.0)
+        runs = [self._run(self._held_out[place][1], drafter, limits[place]) for place in places]
+        ends = time.monotonic() + self._measuring_s * (_SLACK if state.measured_tokens else 1.0)
         found: dict[str, list[Step]] = {}
         written = [0] * len(limits)
-        made = GenerationRuns(runs, max_batch=len(runs))
-        for i, event in made:
+        events = GenerationRuns(runs, max_batch=len(runs))
+        for i, event in events:
             if isinstance(event, Exception):
                 raise event
             written[places[i]] += len(tokens_of(event))
             if isinstance(event, Step):
-                found.setdefault(self._held[places[i]][0].category, []).append(event)
+                found.setdefault(self._held_out[places[i]][0].category, []).append(event)
             if found and time.monotonic() >= ends:
-                made.close()
+                events.close()
                 limits = written
                 break
-        stand.reached = stand.reached or limits
+        state.measured_tokens = state.measured_tokens or limits
         return found
 
     def _step_cost(self, drafter: Drafter) -> float | None:
-        """How many plain steps a step with the whole draft takes, of one prompt by itself: medians; or ``None``."""
-        ids = min((ids for _, ids in self._held), key=len)
+        """Return the median time of a step with a full draft over that of a plain step, for one prompt."""
+        ids = min((ids for _, ids in self._held_out), key=len)
         times: dict[bool, list[float]] = {True: [], False: []}
         for drafts in (True, False) * _COST_ROUNDS:
             run = self._run(ids, drafter if drafts else None, 8 * _COST_STEPS, ignore_eos=True)
             steps = [record for record in islice(run, _COST_STEPS + 2) if isinstance(record, Step)]
             times[drafts] += [
                 step.times.total_s for step in steps[1:]
-            ]  # in the first one the head reads the prompt
+            ]  # the head's prefill is in the first one
         if not (times[True] and times[False]):
             return None
         return statistics.median(times[True]) / statistics.median(times[False])
 
-    def _write(self, learner: Learner, folder: Path) -> None:
-        write_head(
-            folder,
-            learner.student,
-            self._target,
-            learner.head,
-            learner.drafted,
-            compact=self._settings.compact,
-        )
+    # -- results ---------------------------------------------------------------------------------------
 
-    def _story(self, learner: Learner, stand: Stand) -> Json:
-        """How the head came about."""
-        target, settings = self._target, self._settings
-        words = "The rows of its head are the target's"
+    def _write_head(self, learner: Learner, folder: Path) -> None:
+        student, head, vocab = learner.student, learner.head, learner.draft_vocab
+        write_head(folder, student, self._target, head, vocab, compact=self._settings.compact)
+
+    def _metadata(self, learner: Learner, state: TrainerState) -> Json:
+        """Return the training metadata."""
+        target, settings, start = self._target, self._settings, self._start
+        derived = "The rows of its head are the target's"
         if learner.student.started_from is not None:
-            words += f", and it was started from {learner.student.started_from}"
+            derived += f", and it was started from {learner.student.started_from}"
         return {
             "specbench": __version__,
             "torch": torch.__version__,
@@ -553,18 +546,26 @@ class Training:
                 "fingerprint": target.language_model.identity,
                 "dtype": target.dtype,
             },
-            "derived": f"{words}: the target's license applies to it, and asks for attribution where it does so.",
-            "settings": settings.facts(),
-            "start": None if self._start is None else earlier(self._start),
+            "derived": f"{derived}: the target's license applies to it, with attribution where it requires that.",
+            "settings": settings.to_dict(),
+            "start": None if start is None else _start_metadata(start),
             "data": {
                 "prompts": self._source,
                 "trained_on": len({text.prompt for text in self._texts}),
-                "held_out": [prompt.id for prompt, _ in self._held],
+                "held_out": [prompt.id for prompt, _ in self._held_out],
                 "texts": len(self._texts),
                 "tokens": sum(text.written for text in self._texts),
             },
-            "steps": stand.steps,
+            "steps": state.steps,
             "seconds": round(self._seconds, 1),
-            "loss": stand.curve,
-            "measured": stand.measures,
+            "loss": state.curve,
+            "measured": state.measurements,
         }
+
+
+def _start_metadata(start: TrainedHead) -> Json:
+    """Return what is known of a head to continue from, with its own training metadata if it was trained here."""
+    path = start.files.folder / TRAINING_FILE
+    with file_errors(f"The file {str(path)!r} cannot be read"):
+        training = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return {"name": start.name, "fingerprint": start.fingerprint, "training": training}

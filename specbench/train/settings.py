@@ -1,50 +1,47 @@
-"""How a head is trained, and what is told of it while it is."""
+"""Settings of a training, its measurements, and the interface that reports its progress."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 
 _RATES = {"eagle": 1.6e-3, "medusa": 1e-3, "pass": 1e-2}
 _WIDTH = 576
-"""Of hidden states: on wider ones an EAGLE head learns at a rate that is lower in proportion (Yang et al. 2022, arXiv
+"""Width of hidden states above which the learning rate of an EAGLE head falls in proportion (Yang et al. 2022, arXiv
 2203.03466)."""
-_SMALL_VOCAB = 8192
+_MIN_VOCAB = 8192
 _LAYERS = 2
-"""Of an EAGLE head (docs/log.md)."""
+"""Default number of decoder layers of an EAGLE head (docs/log.md)."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What a training is asked for. Two with the same settings, prompts and target are the same.
+    """Settings of a training. With the same settings, prompts and target the result is the same.
 
     Attributes:
         kind: ``eagle``, ``medusa`` or ``pass``.
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
-        minutes: How long all of it may take, over all starts; ``None`` if the tokens decide.
-        answer_tokens: Length of an answer at most.
-        epochs: How often each text is trained on at most; ``None`` for 4 times, or as often as there are minutes for.
-        depth: Tokens it learns to draft.
+        minutes: Total time, over all starts; ``None`` if the tokens decide.
+        epochs: Largest number of epochs; ``None`` for 4, or as many as the minutes allow.
         layers: Decoder layers of an EAGLE head; ``None`` for 2.
-        vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, which small ones keep whole.
-        learning_rate: At its highest; ``None`` for what the kind takes.
-        batch_tokens: Of each step, padding included; longer texts are cut.
-        held_out: Prompts that it is measured on and not trained on.
-        measured_tokens: Of each of these.
-        measures: How often it is measured.
-        patience: After how many measures in a row without a gain it ends.
-        seed: Of all that is random.
-        store_states: Whether the target's hidden states are stored until it ends, see ``HiddenStates``.
+        vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, at least 8192.
+        learning_rate: Its maximum; ``None`` for the kind's default.
+        batch_tokens: Tokens of a step, padding included; longer texts are cut.
+        held_out: Prompts for measuring only.
+        measured_tokens: Tokens decoded for each of these.
+        measures: Number of measurements.
+        patience: Measurements in a row without a gain that end the training.
+        store_states: Whether the target's hidden states are stored until the end, see ``HiddenStates``.
         compact: See ``write_head``.
-        start: Fingerprint of the head that it goes on from; ``None`` to begin anew.
+        start: Fingerprint of the head to continue from; ``None`` to begin anew.
 
     Raises:
-        UsageError: Tokens and minutes are both given, or neither, or one of them is too small; layers are given for a
-            head that has none.
+        UsageError: Not exactly one of tokens and minutes is given, a value is out of range, or layers or states are
+            given for a head without them.
     """
 
     kind: str = "eagle"
@@ -68,84 +65,74 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.minutes is None):
-            said = "not said" if self.tokens is None else "said twice"
-            raise UsageError(f"How long to train is {said}.", "Give either --tokens or --minutes.")
+            message = "--tokens and --minutes are both " + ("missing." if self.tokens is None else "given.")
+            raise UsageError(message, "Give either --tokens or --minutes.")
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
-            raise UsageError(f"The time for training is {self.minutes:g} minutes.", "Give more than 0.")
+            raise UsageError(f"The training time is {self.minutes:g} minutes.", "Give more than 0.")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise UsageError(
                 f"The learning rate is {self.learning_rate:g}.", "Give one between 0 and 1, such as 0.0008."
             )
-
         if self.layers is not None and self.kind != "eagle":
-            raise UsageError(f"A head of the kind {self.kind} has no layers.", "Leave --layers out.")
+            raise UsageError(f"A head of kind {self.kind} has no layers.", "Leave --layers out.")
         if self.store_states and self.kind == "pass":
-            raise UsageError(
-                "A head of the kind pass learns from no hidden states.", "Leave --store-states out."
-            )
+            raise UsageError("A head of kind pass uses no hidden states.", "Leave --store-states out.")
         if self.start is not None and (self.layers, self.vocab) != (None, None):
             raise UsageError(
-                "A head that is gone on from has its layers and its draft vocabulary.",
+                "--start keeps the head's layers and draft vocabulary.",
                 "Leave --layers and --vocab out.",
             )
 
     def rate(self, width: int) -> float:
-        """The learning rate at its highest, on hidden states of a width."""
+        """Return the largest learning rate, for hidden states of a width."""
         wide = max(1.0, width / _WIDTH) if self.kind == "eagle" else 1.0
         return self.learning_rate or _RATES[self.kind] / wide
 
     def draft_vocab(self, whole: int) -> int:
-        """How many of a target's tokens are drafted.
+        """Return the size of the draft vocabulary, given that of the target's.
 
         Raises:
-            UsageError: More than there are.
+            UsageError: It is larger.
         """
         if self.vocab is None:
-            return min(whole, max(_SMALL_VOCAB, whole // 4))
+            return min(whole, max(_MIN_VOCAB, whole // 4))
         if self.vocab > whole:
             raise UsageError(
-                f"The draft vocabulary of {self.vocab} tokens is larger than the target's, {whole}.",
-                "Give less with --vocab, or leave it out.",
+                f"The draft vocabulary of {self.vocab} tokens is larger than the target's ({whole}).",
+                "Give a smaller --vocab, or leave it out.",
             )
         return self.vocab
 
     def head_layers(self, whole: int) -> int:
-        """How many decoder layers an EAGLE head has.
-
-        Args:
-            whole: How many the target has.
+        """Return the number of decoder layers of an EAGLE head, given that of the target.
 
         Raises:
-            UsageError: More than that.
+            UsageError: It is larger.
         """
         if self.layers is None:
             return min(whole, _LAYERS)
         if self.layers > whole:
             raise UsageError(
-                f"A head of {self.layers} layers is larger than its target, which has {whole}.",
-                "Give less with --layers, or leave it out.",
+                f"A head of {self.layers} layers is larger than its target ({whole}).",
+                "Give a smaller --layers, or leave it out.",
             )
         return self.layers
 
-    def facts(self) -> Json:
-        """For JSON."""
+    def to_dict(self) -> Json:
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """How a head does with the real decoder, on prompts that it was not trained on: greedily, as a chain.
+    """A measurement of a head: greedy decoding of held-out prompts with chains.
 
     Attributes:
-        step: Of the training.
-        tokens: Trained on so far, of answers.
-        loss: Mean cross-entropy of the first drafted token since the measure before; ``None`` before the first step.
+        tokens: Answer tokens trained on so far.
+        loss: Mean cross-entropy of the first drafted token since the last measurement; ``None`` before the first step.
         tokens_per_step: Emitted tokens over steps.
-        accepted: By place of the draft: of those tested the share accepted.
+        accepted: Share of the tested tokens that were accepted, by position in the draft.
         categories: Tokens per step by category of the prompts.
-        seconds: Of the training so far.
-        step_cost: How many plain steps a step with the whole draft takes, of one prompt by itself; ``None`` where that
-            was not measured.
+        step_cost: Time of a step with a full draft over that of a plain step, for one prompt; ``None`` if not measured.
     """
 
     step: int
@@ -158,10 +145,10 @@ class Measured:
     step_cost: float | None = None
 
     def speedup(self, kind: str) -> float | None:
-        """Over plain decoding, at the best length of drafts, by these figures; ``None`` where nothing was timed.
+        """Return the predicted speedup over plain decoding at the best draft length; ``None`` if nothing was timed.
 
-        A draft of γ tokens brings 1 + a₁ + a₁·a₂ + … tokens. An EAGLE head drafts one token in a pass, so γ of them
-        cost in proportion; heads of the other kinds draft all at once.
+        A draft of γ tokens gives 1 + a₁ + a₁·a₂ + … tokens. An EAGLE head needs a pass for each drafted token, heads of
+        other kinds one pass for all.
         """
         if self.step_cost is None:
             return None
@@ -175,19 +162,18 @@ class Measured:
         return best
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Measured:
-        """As it was stored."""
-        return cls(**{**facts, "accepted": tuple(facts["accepted"])})
+    def from_dict(cls, fields: Mapping[str, Any]) -> Measured:
+        return cls(**{**fields, "accepted": tuple(fields["accepted"])})
 
 
-class Watch(Protocol):
-    """Told how far a training has come."""
+class TrainingProgress:
+    """Receives the progress of a training; this one ignores it."""
 
-    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        """The target has written so many tokens of those wanted, and will write for so many seconds more."""
+    def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
+        """The target has written some of the wanted tokens, and needs ``left_s`` more seconds."""
 
-    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        """So many steps are made; what is left takes so many seconds, measures included."""
+    def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
+        """A step is done; the rest takes ``left_s`` seconds, measurements included."""
 
-    def measured(self, measured: Measured, *, best: bool) -> None:
-        """The head was measured; whether it has done best so far."""
+    def report_measurement(self, measured: Measured, *, best: bool) -> None:
+        """The head was measured; ``best``: better than ever before."""

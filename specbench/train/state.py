@@ -1,38 +1,188 @@
-"""Where a training stands: one file of safetensors, tensors and, in its header, JSON. It is the old one or the new."""
+"""The state of a training, in its folder: what it was begun with, its progress, and its checkpoint.
+
+A checkpoint is one file of safetensors, with tensors and, in its header, JSON. It is written whole or not at all.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from specbench.base.errors import RunError
+from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, write_bytes
 from specbench.base.record import Json
 from specbench.base.textsafe import excerpt
+from specbench.models.training_metadata import TRAINING_FILE
+from specbench.train.settings import Measured
+
+STATE = "state"
+"""Folder of an unfinished training, within that of the result."""
+
+BEGUN = "begun.json"
+"""File in it with what the training was begun with; without it there is nothing to resume."""
+
+_CURVE_POINTS = 200
 
 
-def write_state(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-    """Write a state.
+class StepResult(NamedTuple):
+    """The result of a training step, over all processes.
+
+    Attributes:
+        tokens: Answer tokens.
+        losses: Mean cross-entropy by position in the draft.
+        right: Share of most probable tokens that were the target's, by position.
+    """
+
+    tokens: int
+    losses: tuple[float, ...]
+    right: tuple[float, ...]
+
+
+@dataclass
+class TrainerState:
+    """The progress of a training; stored whole.
+
+    Attributes:
+        step, tokens: Steps made, and tokens trained on.
+        steps: Steps to make; 0 before that is settled.
+        next_measurement: Step after which the head is measured again.
+        since: Losses and shares of right tokens by position, for each step since the last point of the curve.
+        loss_count, loss_sum: Of losses at the first position since the last measurement.
+        curve: Points of the loss curve.
+        num_measured: Number of measurements, that of the untrained head included.
+        measurements: As ``Measured``; in the main process only.
+        stale: Measurements since the best one.
+        ended: Whether to stop.
+        measure_s, first_measure_s: Durations of the last and first measurement.
+        measured_tokens: Tokens decoded for each held-out prompt: those of the first measurement.
+        step_cost: See ``Measured``.
+        seconds: Duration so far.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    steps: int = 0
+    next_measurement: int = 0
+    since: list[list[float]] = field(default_factory=list)
+    loss_count: int = 0
+    loss_sum: float = 0.0
+    curve: list[Json] = field(default_factory=list)
+    num_measured: int = 0
+    measurements: list[Json] = field(default_factory=list)
+    stale: int = 0
+    ended: bool = False
+    measure_s: float = 0.0
+    first_measure_s: float = 0.0
+    measured_tokens: list[int] = field(default_factory=list)
+    step_cost: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """Loss at the first position, at the last point of the curve."""
+        return float(self.curve[-1]["loss"][0]) if self.curve else self.mean_loss or 0.0
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean loss at the first position since the last measurement."""
+        return self.loss_sum / self.loss_count if self.loss_count else None
+
+    def measurements_left(self, measures: int) -> int:
+        """Return how many of so many measurements are left, that of the untrained head apart."""
+        return max(0, measures + 1 - self.num_measured)
+
+    def plan(self, steps: int, measures: int) -> None:
+        """Set the total steps, and spread the remaining measurements over them."""
+        self.steps = steps
+        rest = max(1, self.measurements_left(measures))
+        self.next_measurement = self.step + -(-(steps - self.step) // rest)
+
+    def record_step(self, result: StepResult) -> None:
+        """Add a step, and a point of the curve if it is due."""
+        self.step += 1
+        self.tokens += result.tokens
+        self.loss_count, self.loss_sum = self.loss_count + 1, self.loss_sum + result.losses[0]
+        self.since.append([*result.losses, *result.right])
+        if len(self.since) < -(-self.steps // _CURVE_POINTS) and self.step < self.steps:
+            return
+        means = [sum(column) / len(self.since) for column in zip(*self.since, strict=True)]
+        depth = len(means) // 2
+        self.curve.append(
+            {"step": self.step, "tokens": self.tokens, "loss": means[:depth], "right": means[depth:]}
+        )
+        self.since = []
+
+    def record_measurement(self, measured: Measured, patience: int) -> bool:
+        """Add a measurement, and return whether it is the best so far."""
+        best = all(measured.tokens_per_step > each["tokens_per_step"] for each in self.measurements)
+        self.stale = 0 if best else self.stale + 1
+        self.ended = self.stale >= patience
+        self.measurements.append(asdict(measured))
+        self.loss_count, self.loss_sum = 0, 0.0
+        return best
+
+
+class Pace:
+    """Seconds per step, from some step on."""
+
+    def __init__(self, first: int) -> None:
+        self._first, self._began = first, time.monotonic()
+
+    def seconds_per_step(self, step: int, other_s: float = 0.0) -> float:
+        """Return the pace up to a step, without ``other_s`` seconds that were no steps."""
+        return max(0.0, time.monotonic() - self._began - other_s) / max(1, step - self._first)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def check_folder(out: Path, *, resume: bool) -> None:
+    """Check the folder to train into, before anything is loaded.
+
+    Raises:
+        UsageError: It is not empty, or has nothing to resume.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{str(out)!r} is no folder.", "Choose another --out.")
+    unfinished = (out / STATE / BEGUN).is_file()
+    if resume and not unfinished:
+        if (out / TRAINING_FILE).is_file():
+            raise UsageError(
+                f"The training in {str(out)!r} has ended.", "Leave --resume out, and choose another --out."
+            )
+        raise UsageError(f"There is no training in {str(out)!r} to resume.", "Leave --resume out.")
+    if unfinished and not resume:
+        raise UsageError(
+            f"The training in {str(out)!r} has not ended.", "Add --resume, or choose another --out."
+        )
+    if not resume and out.is_dir() and any(path.name != STATE for path in out.iterdir()):
+        raise UsageError(f"The folder {str(out)!r} is not empty.", "Choose another --out.")
+
+
+def write_state(path: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> None:
+    """Write a checkpoint.
 
     Raises:
         RunError: The folder cannot be written.
     """
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with file_errors(
         f"The folder {str(path.parent)!r} cannot be written", "Free some space, and add --resume."
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, save(held, metadata={"facts": json.dumps(facts)}))
+        write_bytes(path, save(stored, metadata={"facts": json.dumps(fields)}))
 
 
 def read_state(path: Path) -> tuple[dict[str, torch.Tensor], Json]:
-    """What ``write_state`` wrote.
+    """Read what ``write_state`` wrote.
 
     Raises:
         RunError: It is damaged.
@@ -40,23 +190,23 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], Json]:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            facts = json.loads(file.metadata()["facts"])
-    except Exception as error:  # what parsers raise
+            fields = json.loads(file.metadata()["facts"])
+    except Exception as error:  # parsers raise all kinds
         raise RunError(
             f"The state {str(path)!r} is damaged: {excerpt(error).rstrip('.')}.", "Train into another folder."
         ) from error
-    return tensors, facts
+    return tensors, fields
 
 
 def stored_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """An AdamW's averages, by the names of the parameters."""
-    held = {}
-    for name, parameter in names.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            held[f"{key}/{name}"] = torch.as_tensor(value)
-    return held
+    """Return an AdamW's averages, by the names of the parameters."""
+    return {
+        f"{key}/{name}": torch.as_tensor(value)
+        for name, parameter in names.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def restore_optimizer(
@@ -64,7 +214,7 @@ def restore_optimizer(
     names: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Give an AdamW that has made no step its averages back."""
+    """Restore the averages of an AdamW that has made no step."""
     for name, parameter in names.items():
         keys = [each.partition("/")[0] for each in tensors if each.partition("/")[2] == name]
         optimizer.state[parameter] = {

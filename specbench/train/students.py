@@ -1,7 +1,7 @@
-"""Heads while they learn: what each drafts from a lesson, how far that is from the target, and what is kept of it.
+"""Heads in training: what each kind drafts from a lesson, its losses, and its files.
 
-Everywhere place i of a draft stands for the token i + 2 places behind the position whose hidden states are the last
-that are known: the token between them is the target's own, and the context ends with it.
+Place i of a draft is the token i + 2 positions after the last one with known hidden states: the token between them is
+the target's own, and the context ends with it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ if TYPE_CHECKING:
 KINDS = ("eagle", "medusa", "pass")
 
 _ROWS = 256
-"""Rows whose logits are computed at once."""
+"""Rows whose logits are computed together."""
 
 _EVERY = 4
-"""See ``EagleStudent``."""
+"""Default of ``EagleStudent.every``."""
 
 
-class Marks(NamedTuple):
-    """How a head did, by place of the draft, over the drafts that got there.
+class Metrics(NamedTuple):
+    """Results of a head by place in the draft, over the drafts that get there.
 
     Attributes:
-        losses: Mean cross-entropy with the target's distribution over the draft vocabulary, [depth]; it can be learnt
-            from.
-        right: How often its likeliest token was the target's, [depth].
-        counted: Drafts, [depth].
+        losses: Mean cross-entropy with the target's distributions over the draft vocabulary, [depth]; differentiable.
+        right: How often its most probable token was the target's, [depth].
+        counted: Number of drafts, [depth].
     """
 
     losses: torch.Tensor
@@ -49,14 +48,12 @@ class Marks(NamedTuple):
 
 
 class Student(Protocol):
-    """A head while it learns; a module.
+    """A head in training, a module.
 
     Attributes:
-        kind: One of ``KINDS``.
-        depth: Tokens it learns to draft.
-        layers: Of which of the target's layers it reads the states, see ``ForwardRequest``.
-        needs_cache: Whether it reads more with the target's keys and values.
-        started_from: What of the target it was started from, in words; ``None`` for random numbers.
+        layers: The target's layers whose hidden states it reads.
+        needs_cache: Whether it needs the target's KV cache.
+        started_from: What its weights were initialized from, in words; ``None`` for random ones.
     """
 
     kind: str
@@ -65,21 +62,21 @@ class Student(Protocol):
     needs_cache: bool
     started_from: str | None
 
-    def __call__(self, lesson: Lesson) -> Marks:
-        """Draft behind every position of the answers."""
+    def __call__(self, lesson: Lesson) -> Metrics:
+        """Draft after every position of the answers."""
         ...
 
     def settings(self) -> Json:
-        """Its ``config.json``, but for what it says of the draft vocabulary and the target."""
+        """Return its ``config.json``, without the draft vocabulary and the target."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What it has learnt, by the names of a file."""
+        """Return its weights by their names in a file."""
         ...
 
 
 def read_layers(kind: str, total: int) -> tuple[int, ...]:
-    """Which layers' states a head of a kind reads, of a target that has so many."""
+    """Return the layers whose states a head of a kind reads, given their number."""
     if kind == "pass":
         return ()
     if kind == "medusa":
@@ -88,7 +85,7 @@ def read_layers(kind: str, total: int) -> tuple[int, ...]:
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """The sum over rows of -Σ p log q for logits that are never there all at once, nor their gradients."""
+    """The sum over rows of -Σ p log q, with logits and gradients computed in parts."""
 
     @staticmethod
     def forward(
@@ -124,22 +121,21 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def soft_cross_entropy(
     hidden: torch.Tensor, head: torch.Tensor, p: torch.Tensor, rows: torch.Tensor, choices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of a head's distributions with the target's, summed, and where their likeliest tokens agree, [n].
+    """Return the summed cross-entropy of a head with the target, and where their most probable tokens agree, [n].
 
     Args:
-        hidden: What is multiplied by the head, [n, width]; the gradient goes there alone.
-        head: [vocab, width].
+        hidden: Inputs of the head, [n, width]; only they get a gradient.
         p: The target's distributions, [any, vocab].
-        rows: Which of these each row is compared with, [n].
-        choices: The likeliest of each of ``p``.
+        rows: Index into ``p`` of each row, [n].
+        choices: The most probable token of each row of ``p``.
     """
     apply: Any = _SoftCrossEntropy.apply
     loss, right = apply(hidden, head, p, rows, choices)
     return loss, right
 
 
-class _Marking:
-    """Adds up marks, place by place."""
+class _MetricsBuilder:
+    """Collects metrics, place by place in order."""
 
     def __init__(self, lesson: Lesson, head: torch.Tensor) -> None:
         self._lesson, self._head = lesson, head
@@ -149,26 +145,26 @@ class _Marking:
         self._counted: list[int] = []
 
     def rows(self, place: int) -> torch.Tensor:
-        """Bool [texts, longest - 1]: behind which positions a draft gets as far as this place, asked in order."""
+        """Return after which positions a draft gets to this place, bool [texts, longest - 1]."""
         self._reached = self._reached & (self._wanted(place) >= 0)
         return self._reached
 
     def _wanted(self, place: int) -> torch.Tensor:
-        """Where the target's distributions are that drafts at this place are compared with, [texts, longest - 1]."""
-        return ahead(self._lesson.places, place + 1, -1)
+        """Return the rows of ``p`` that drafts at this place are compared with, [texts, longest - 1]."""
+        return shift_left(self._lesson.places, place + 1, -1)
 
     def add(
         self, hidden: torch.Tensor, place: int, rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """Mark drafts.
+        """Add drafts at a place.
 
         Args:
-            hidden: What is multiplied by the target's head, for these rows, [n, width].
-            place: Of the draft.
-            rows: As ``rows`` gave them, or some of them; or the texts and positions of these.
+            hidden: Inputs of the target's head, [n, width].
+            place: In the draft.
+            rows: The result of ``rows`` or a part of it, as a mask or as texts and positions.
 
         Returns:
-            Which of them drafted the target's likeliest token, [n].
+            Which of them drafted the target's most probable token, [n].
         """
         lesson = self._lesson
         loss, right = soft_cross_entropy(
@@ -179,27 +175,26 @@ class _Marking:
         self._counted.append(len(hidden))
         return right
 
-    def marks(self) -> Marks:
-        """Of all places."""
+    def build(self) -> Metrics:
         counted = torch.tensor(self._counted, device=self._right[0].device)
-        return Marks(torch.stack(self._losses), torch.stack(self._right), counted)
+        return Metrics(torch.stack(self._losses), torch.stack(self._right), counted)
 
 
-def ahead(x: torch.Tensor, by: int, filling: float = 0) -> torch.Tensor:
-    """What stands so many positions further on, [texts, longest, ...] -> [texts, longest - 1, ...]."""
-    room = [0, 0] * (x.dim() - 2) + [0, by - 1]
-    return pad(x[:, by:], room, value=filling)
+def shift_left(x: torch.Tensor, by: int, fill: float = 0) -> torch.Tensor:
+    """Move values to earlier positions, [texts, longest, ...] -> [texts, longest - 1, ...]."""
+    padding = [0, 0] * (x.dim() - 2) + [0, by - 1]
+    return pad(x[:, by:], padding, value=fill)
 
 
 # -- EAGLE-3 ---------------------------------------------------------------------------------------
 
 
 class DraftAttention:
-    """Attention of drafts behind many positions at once (EAGLE-3's training-time test).
+    """Attention of drafts after many positions together (EAGLE-3's training-time test).
 
-    The first pass is the context itself, causal. From then on a row is the next token of a draft that was begun behind
-    one of its positions: it attends to the context up to there, and to that draft's own tokens, its own row of the
-    passes before among them. See ``Attend`` of ``specbench.backends.torch.heads``.
+    The first forward is over the context itself, causal. Afterwards a row is the next token of a draft that began after
+    one of its positions: it attends to the context up to there, and to the draft's own earlier tokens. See ``Attend``
+    of ``specbench.backends.torch.heads``.
     """
 
     def __init__(self) -> None:
@@ -207,14 +202,13 @@ class DraftAttention:
         self._values: list[torch.Tensor] = []
         self._later = torch.empty(0)
 
-    def go_on(self, drafts: torch.Tensor, behind: torch.Tensor) -> None:
-        """The next pass is about some of the last one's drafts.
+    def select(self, drafts: torch.Tensor, starts: torch.Tensor) -> None:
+        """Continue with some of the drafts.
 
         Args:
-            drafts: Their places among these, [texts, drafts].
-            behind: The positions behind which they were begun, [texts, drafts].
+            starts: The positions after which they began, [texts, drafts].
         """
-        self._later = torch.arange(self._keys[0].shape[2], device=behind.device) > behind[:, None, :, None]
+        self._later = torch.arange(self._keys[0].shape[2], device=starts.device) > starts[:, None, :, None]
         for kept in (self._keys, self._values):
             kept[1:] = [_picked(each.transpose(1, 2), drafts).transpose(1, 2) for each in kept[1:]]
 
@@ -236,16 +230,15 @@ class DraftAttention:
         return out.transpose(1, 2)
 
 
-def _side_by_side(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drafts by their texts, filled up with place 0.
+def _group_by_text(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return drafts by their texts, padded with 0.
 
     Args:
         text: Of each draft, ascending, [n].
-        draft: Its place in the text, [n].
-        texts: How many there are.
+        draft: Its index in the text, [n].
 
     Returns:
-        Places, and which of them are no filling, both [texts, most of a text].
+        Indices, and a mask of those that are no padding, both [texts, most drafts of a text].
     """
     counts = text.bincount(minlength=texts)
     column = torch.arange(len(text), device=text.device) - (counts.cumsum(0) - counts)[text]
@@ -256,24 +249,20 @@ def _side_by_side(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[
 
 
 def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[texts, any, ...] at these places of each text, [texts, n] -> [texts, n, ...]."""
+    """Select from [texts, any, ...] by the indices of each text, [texts, n] -> [texts, n, ...]."""
     return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
 class EagleStudent(nn.Module):
-    """An EAGLE-3 head that learns to go on from its own outputs (Li et al. 2025, arXiv 2503.01840).
+    """An EAGLE-3 head that learns to continue its own outputs (Li et al. 2025, arXiv 2503.01840).
 
-    Embeddings and the projection to the draft vocabulary are the target's, and stay so.
+    Embeddings and the projection to the draft vocabulary are the target's and are not trained.
 
     Args:
-        model: The target; a layer of the Llama family is what its own is started from.
-        head: See ``Teacher``.
-        depth: Tokens it learns to draft.
-        seed: Of what is random at the beginning.
-        layers: Decoder layers.
+        model: The target; if it is of the Llama family, the head starts with its last layers.
 
     Attributes:
-        every: Of drafts whose last token was not right, which the decoder would drop, one in so many is gone on from.
+        every: Of the drafts whose last token was wrong, which the decoder would reject, one in ``every`` continues.
     """
 
     kind = "eagle"
@@ -286,41 +275,39 @@ class EagleStudent(nn.Module):
         self.depth, config = depth, text_config(model.config)
         self.every = _EVERY
         self.layers = read_layers(self.kind, config.num_hidden_layers)
-        shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_like(config), layers)
+        shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_config(config), layers)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.head = EagleHead(shape)
         self._rows = head
         del self.head.lm_head
-        self.started_from = _start(self.head, model)
+        self.started_from = _init_from_target(self.head, model)
 
-    def forward(self, lesson: Lesson) -> Marks:
-        """See ``Student``."""
-        marking, head = _Marking(lesson, self._rows), self.head
+    def forward(self, lesson: Lesson) -> Metrics:
+        metrics, head = _MetricsBuilder(lesson, self._rows), self.head
         attends = [DraftAttention() for _ in head.layers]
         features = head.fuse(lesson.states[:, :-1].to(head.norm.weight.dtype)).float()
         texts, last = features.shape[:2]
-        behind = torch.arange(last, device=features.device).expand(texts, -1)
-        always = (behind + lesson.ids.sum()) % self.every == 0
-        kept = marking.rows(0)
+        starts = torch.arange(last, device=features.device).expand(texts, -1)
+        always = (starts + lesson.ids.sum()) % self.every == 0
+        kept = metrics.rows(0)
         for place in range(self.depth):
-            tokens = (behind + place + 1).clamp(max=last)
-            out = head.read(_picked(lesson.embedded, tokens), features, behind + place, attends)
+            tokens = (starts + place + 1).clamp(max=last)
+            out = head.read(_picked(lesson.embedded, tokens), features, starts + place, attends)
             text, draft = kept.nonzero(as_tuple=True)
-            begun = text, behind[text, draft]
-            right = marking.add(head.norm(out[text, draft]), place, begun)
+            rows = text, starts[text, draft]
+            right = metrics.add(head.norm(out[text, draft]), place, rows)
             if place + 1 == self.depth:
                 break
-            goes_on = marking.rows(place + 1)[begun] & (right | always[begun])
-            drafts, kept = _side_by_side(text[goes_on], draft[goes_on], texts)
-            behind = _picked(behind, drafts)
+            continues = metrics.rows(place + 1)[rows] & (right | always[rows])
+            drafts, kept = _group_by_text(text[continues], draft[continues], texts)
+            starts = _picked(starts, drafts)
             features = _picked(head.recurring(out), drafts)
             for attend in attends:
-                attend.go_on(drafts, behind)
-        return marking.marks()
+                attend.select(drafts, starts)
+        return metrics.build()
 
     def settings(self) -> Json:
-        """See ``Student``."""
         layer = self.head.shape.layer.to_dict() | {"num_hidden_layers": self.head.shape.layers}
         return {
             "architectures": ["Eagle3Speculator"],
@@ -332,7 +319,6 @@ class EagleStudent(nn.Module):
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``Student``."""
         return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
 
 
@@ -343,8 +329,8 @@ _LAYER = (
 )  # fmt: skip
 
 
-def _layer_like(target: PreTrainedConfig) -> LlamaConfig:
-    """The configuration of decoder layers of the size of the target's."""
+def _layer_config(target: PreTrainedConfig) -> LlamaConfig:
+    """Return the configuration of decoder layers of the target's size."""
     own = target.to_dict()
     size = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
     known: Json = {
@@ -358,21 +344,19 @@ def _layer_like(target: PreTrainedConfig) -> LlamaConfig:
         "vocab_size": own["vocab_size"],
     }
     if own.get("model_type") in _FAMILY:
-        rope = {
-            name: own[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if own.get(name)
-        }
-        known |= rope
+        names = ("rope_parameters", "rope_theta", "rope_scaling")
+        known |= {name: own[name] for name in names if own.get(name)}
     return LlamaConfig(**known)
 
 
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-"""Models whose decoder layers are Llama's, but for biases and norms of heads."""
+"""Models whose decoder layers are Llama's, except for biases and norms of attention heads."""
 
 
-def _start(head: EagleHead, model: PreTrainedModel) -> str | None:
-    """Give a head the weights of the target's last layers where these fit; its features begin as the highest state.
+def _init_from_target(head: EagleHead, model: PreTrainedModel) -> str | None:
+    """Initialize a head with the target's last layers if they fit; its features begin as the highest hidden state.
 
-    What reads two inputs side by side, the embedding and the feature, begins as if it read their sum.
+    Layers that read the embedding and the feature side by side begin as if they read their sum.
     """
     untyped: Any = model
     config = text_config(model.config)
@@ -398,7 +382,7 @@ def _start(head: EagleHead, model: PreTrainedModel) -> str | None:
 
 
 def _weights_of(layer: Any) -> dict[str, torch.Tensor]:
-    """Of a decoder layer, those that all of the Llama family have."""
+    """Return the weights of a decoder layer that all of the Llama family have."""
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     names = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
@@ -406,20 +390,14 @@ def _weights_of(layer: Any) -> dict[str, torch.Tensor]:
 
 
 _SMALL = 0.1
-"""What the random beginning of the layer that joins states is multiplied by, beside the one that is passed on."""
+"""Factor of the random initial weights of the layer that joins states."""
 
 
 # -- Medusa ----------------------------------------------------------------------------------------
 
 
 class MedusaStudent(nn.Module):
-    """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024).
-
-    Args:
-        model: The target.
-        head: See ``Teacher``.
-        depth: How many heads.
-    """
+    """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024)."""
 
     kind = "medusa"
     needs_cache = False
@@ -435,17 +413,15 @@ class MedusaStudent(nn.Module):
         for parameter in self.heads.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, lesson: Lesson) -> Marks:
-        """See ``Student``."""
-        marking = _Marking(lesson, self._rows)
+    def forward(self, lesson: Lesson) -> Metrics:
+        metrics = _MetricsBuilder(lesson, self._rows)
         states = lesson.states[:, :-1, 0].float()
         for place in range(self.depth):
-            rows = marking.rows(place)
-            marking.add(self.heads.guess(states[rows], place), place, rows)
-        return marking.marks()
+            rows = metrics.rows(place)
+            metrics.add(self.heads.guess(states[rows], place), place, rows)
+        return metrics.build()
 
     def settings(self) -> Json:
-        """See ``Student``."""
         return {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
@@ -457,7 +433,6 @@ class MedusaStudent(nn.Module):
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``Student``."""
         return {name: tensor.detach() for name, tensor in self.heads.named_parameters()}
 
 
@@ -471,9 +446,6 @@ class PassStudent(nn.Module):
 
     Args:
         model: The target, of ordinary layers.
-        head: See ``Teacher``.
-        depth: How many.
-        seed: Of what is random at the beginning.
     """
 
     kind = "pass"
@@ -490,10 +462,9 @@ class PassStudent(nn.Module):
         noise = torch.randn(depth, embeddings.shape[1], generator=torch.Generator().manual_seed(seed))
         self.ahead = nn.Parameter(embeddings.mean(0) + embeddings.std(0) * noise.to(embeddings.device))
 
-    def forward(self, lesson: Lesson) -> Marks:
-        """See ``Student``."""
+    def forward(self, lesson: Lesson) -> Metrics:
         (model,) = self._target
-        marking = _Marking(lesson, self._rows)
+        metrics = _MetricsBuilder(lesson, self._rows)
         texts, longest = lesson.ids.shape
         stride = 2 * self.depth
         first = int(lesson.ids.sum()) % min(stride, longest - 1)
@@ -502,10 +473,10 @@ class PassStudent(nn.Module):
         chosen = torch.zeros(longest - 1, dtype=torch.bool, device=lesson.ids.device)
         chosen[behind] = True
         for place in range(self.depth):
-            rows = marking.rows(place) & chosen
-            marking.add(out[:, :, place][rows[:, behind]], place, rows)
+            rows = metrics.rows(place) & chosen
+            metrics.add(out[:, :, place][rows[:, behind]], place, rows)
         assert texts == len(out)
-        return marking.marks()
+        return metrics.build()
 
     def _read(self, model: Any, lesson: Lesson, behind: torch.Tensor) -> torch.Tensor:
         """The target's last states at the embeddings behind these positions, [texts, positions · depth, width]."""
@@ -532,7 +503,6 @@ class PassStudent(nn.Module):
         return out
 
     def settings(self) -> Json:
-        """See ``Student``."""
         config = text_config(self._target[0].config)
         return {
             "model_type": "pass",
@@ -542,7 +512,6 @@ class PassStudent(nn.Module):
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``Student``."""
         return {"ahead": self.ahead.detach()}
 
 
@@ -556,5 +525,5 @@ _MAKERS: Mapping[str, Any] = {
 def make_student(
     kind: str, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int = 1
 ) -> Any:
-    """A head at the beginning, a module that is a ``Student``; for the arguments see ``EagleStudent``."""
+    """Return a new head, a module that is a ``Student``; for the arguments see ``EagleStudent``."""
     return _MAKERS[kind](model, head, depth, seed, layers).to(head.device)

@@ -1,8 +1,7 @@
-"""What a target writes to the training prompts: kept in the cache folder, one line of JSON for each text.
+"""Texts that a target writes to the training prompts: stored in the cache folder, one line of JSON for each.
 
-A head learns what its own target says far better from that than from texts of others. Lines are only ever appended, so
-whoever is killed loses the texts under way, and the next training with the same target, prompts and length has them all
-for nothing.
+A head learns its target's choices far better from them than from other texts. Lines are only appended, so a killed
+process loses unfinished texts only, and the next training with the same target, prompts and length reuses all others.
 """
 
 from __future__ import annotations
@@ -28,33 +27,32 @@ from specbench.decoding.sampling import Greedy, Multinomial
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
-from specbench.train.hidden_states import StateListener
+from specbench.train.hidden_states import StateRecorder
 
 if TYPE_CHECKING:
     from specbench.models.target import Target
     from specbench.train.hidden_states import HiddenStates
 
 BATCH = 64
-"""Texts that are written side by side."""
+"""Texts written in one batch."""
 
 _GROUP = 4
-"""Batches that are begun together."""
+"""Batches queued together."""
 
-_WARMER = (0.7, 1.0)
-"""Temperatures of the rounds behind the first one, which is greedy, in turn (docs/training.md)."""
+_TEMPERATURES = (0.7, 1.0)
+"""Temperatures of the rounds after the first one, which is greedy, in turn (docs/training.md)."""
 
-_LINE_BYTES = 8
-"""Of a token in a stored line."""
+_TOKEN_BYTES = 8
+"""Size of a token in a stored line."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and what the target wrote behind it.
+    """A prompt with the target's answer.
 
     Attributes:
-        round: How often the target had answered all prompts before.
-        prompt: The place of the prompt among those that are trained on.
-        start: Where the answer begins.
+        round: Number of answers to all prompts before.
+        prompt: Index of the prompt among those that are trained on.
         tokens: Ids of both; none for a prompt that does not fit the context.
     """
 
@@ -65,32 +63,30 @@ class Text:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which text it is."""
         return self.round, self.prompt
 
     @property
     def written(self) -> int:
-        """Tokens of the answer."""
+        """Number of tokens of the answer."""
         return len(self.tokens) - self.start
 
 
 class TextStore:
-    """Texts in a folder. Each process of a training writes a file of its own, and reads those of all.
+    """Texts in a folder. Each process of a training writes its own file and reads those of all.
 
     Args:
-        folder: Made when the first text is added.
-        rank: Of the process.
-        within: What it lies in, in words.
-        advice: What to do where that cannot be written.
+        folder: Created when the first text is added.
+        within: The folder as errors name it.
+        advice: Hint of errors.
     """
 
     def __init__(self, folder: Path, rank: int = 0, *, within: str | None = None, advice: str = "") -> None:
         self.folder, self._own = folder, folder / f"texts-{rank}.jsonl"
         self._within = within or f"cache folder {str(cache_folder())!r}"
-        self._advice = advice or f"Set {CACHE_VARIABLE} to a folder that can, and go on with --resume."
+        self._advice = advice or f"Set {CACHE_VARIABLE} to another folder, and continue with --resume."
 
     def read(self) -> dict[tuple[int, int], Text]:
-        """All texts by their keys, in the order of rounds and prompts. A line cut short by a crash is left out.
+        """Return all texts by their keys, in order. A line cut short by a crash is left out.
 
         Raises:
             RunError: A file cannot be read.
@@ -117,22 +113,20 @@ class TextStore:
                 end = file.seek(0, os.SEEK_END)
                 if end:
                     file.seek(end - 1)
-                    lines = (
-                        lines if file.read(1) == b"\n" else f"\n{lines}"
-                    )  # behind a line that was cut short
+                    lines = lines if file.read(1) == b"\n" else f"\n{lines}"  # after a line cut short
                 file.write(lines.encode())
                 file.flush()
 
     def check_space(self, tokens: int) -> None:
-        """Refuse to begin where so many tokens have no room.
+        """Check the disk space for so many tokens.
 
         Raises:
-            RunError: They have none, or the folder cannot be written.
+            RunError: There is not enough, or the folder cannot be written.
         """
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
-        if free < tokens * _LINE_BYTES:
+        if free < tokens * _TOKEN_BYTES:
             raise self._full()
 
     def _errors(self) -> AbstractContextManager[None]:
@@ -141,7 +135,7 @@ class TextStore:
     def _full(self) -> RunError:
         return RunError(
             f"No space is left for texts in the {self._within}; those written are kept.",
-            f"Free some. {self._advice}",
+            f"Free some space. {self._advice}",
         )
 
 
@@ -156,7 +150,7 @@ def _parsed(line: str) -> Text | None:
 def store_for(
     target: Target, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int, rank: int = 0
 ) -> TextStore:
-    """Where texts of a target, in its dtype, to these prompts are kept."""
+    """Return the store for texts of a target, in its dtype, to these prompts."""
     facts = [target.language_model.fingerprint, target.dtype, [*map(list, prompts)], answer_tokens, seed]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return TextStore(cache_folder() / "texts" / name, rank)
@@ -177,23 +171,20 @@ def write_texts(
     """Let a target answer the prompts, greedily and then at temperatures above 0, until there is enough.
 
     Args:
-        target: Writes; several texts side by side.
-        prompts: Token ids.
-        store: Texts that it holds are not written again.
-        answer_tokens: Length of an answer at most.
-        seed: Of the draws.
-        enough: Asked all along, with the tokens of the answers that are there without a gap, and all that were ever
-            written, those under way among them.
+        target: Writes several texts in a batch.
+        store: Its texts are not written again.
+        enough: Called with the tokens of the answers before the first missing one, and of all answers, unfinished ones
+            included; tells whether to stop.
         share: Which of a round's prompts are for this process.
-        cut: Where answers go that had not ended when there was enough; ``None`` for nowhere.
-        states: Where the target's hidden states go; ``None`` for nowhere.
+        cut: Store for unfinished answers; ``None`` to drop them.
+        states: Store for the target's hidden states; ``None`` for none.
 
     Raises:
         UsageError: No prompt fits the target's context.
         RunError: See ``TextStore.add``.
     """
     known, places = store.read(), range(len(prompts))[share]
-    written, everything = without_a_gap(known, places), sum(text.written for text in known.values())
+    written, everything = count_complete(known, places), sum(text.written for text in known.values())
     number = 0
     while places and not enough(written, everything):
         missing = [place for place in places if (number, place) not in known]
@@ -204,7 +195,7 @@ def write_texts(
                 for place in group
             }
             answers: dict[int, list[int]] = {place: [] for place in group}
-            for place, fresh, ended in _answered(runs):
+            for place, fresh, ended in _write_answers(runs):
                 answers[place] += fresh
                 everything += len(fresh)
                 if ended:
@@ -212,7 +203,7 @@ def write_texts(
                     _store_states(text, runs[place], states)
                     store.add([text])
                     known[text.key] = text
-                    written = without_a_gap(known, places)
+                    written = count_complete(known, places)
                 if enough(written, everything):
                     if cut is None:
                         return
@@ -229,8 +220,8 @@ def write_texts(
         number += 1
 
 
-def without_a_gap(known: Mapping[tuple[int, int], Text], places: Sequence[int]) -> int:
-    """Tokens of the answers before the first one that is missing, round by round."""
+def count_complete(known: Mapping[tuple[int, int], Text], places: Sequence[int]) -> int:
+    """Count the tokens of the answers before the first missing one, round by round."""
     total = 0
     for number in itertools.count():
         for place in places:
@@ -241,7 +232,7 @@ def without_a_gap(known: Mapping[tuple[int, int], Text], places: Sequence[int]) 
 
 
 def _text(number: int, place: int, prompt: Sequence[int], answer: Sequence[int]) -> Text:
-    """An empty one where there is no answer, as to a prompt that does not fit."""
+    """Return a text; an empty one without an answer, as for a prompt that does not fit."""
     return Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
 
 
@@ -254,20 +245,19 @@ def _run(
     seed: int,
     states: HiddenStates | None,
 ) -> GenerationRun:
-    """An answer to be."""
     digest = hashlib.sha256(f"{seed} {number} {place}".encode()).digest()
     return GenerationRun(
         prompt,
         target,
-        None if states is None else states.listener(),
-        sampling=Multinomial(_WARMER[(number - 1) % len(_WARMER)]) if number else Greedy(),
+        None if states is None else states.recorder(),
+        sampling=Multinomial(_TEMPERATURES[(number - 1) % len(_TEMPERATURES)]) if number else Greedy(),
         max_new_tokens=answer_tokens,
         seed=int.from_bytes(digest[:4], "big"),
     )
 
 
-def _answered(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Sequence[int], bool]]:
-    """As the answers grow, the places of their prompts, more tokens, and whether these are the last ones."""
+def _write_answers(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Sequence[int], bool]]:
+    """Yield, as the answers grow, the index of the prompt, new tokens, and whether these are the last."""
     places = [*runs]
     for i, event in GenerationRuns([*runs.values()], max_batch=BATCH):
         if isinstance(event, UsageError):
@@ -279,15 +269,13 @@ def _answered(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Sequence
 
 
 def _store_states(text: Text, run: GenerationRun, states: HiddenStates | None) -> None:
-    """Where they are wanted, those that the run has heard, which it then forgets."""
     if states is not None and text.written:
-        listener = run.drafter
-        assert isinstance(listener, StateListener)
-        states.add(text.key, text.tokens, listener.take())
+        assert isinstance(run.drafter, StateRecorder)
+        states.add(text.key, text.tokens, run.drafter.take())
 
 
 def tokens_of(event: Prefill | Step) -> Sequence[int]:
-    """The tokens of an answer that a record brings."""
+    """Return the tokens of a record."""
     if isinstance(event, Prefill):
         return () if event.token is None else (event.token,)
     return event.tokens

@@ -35,8 +35,6 @@ class Tried:
     """The outcome of one configuration.
 
     Attributes:
-        config, label: Its id, and its name in tables.
-        predicted: Predicted speedup; ``None`` without a prediction.
         blocks: Blocks that it was measured in; ``None`` if it was not raced.
         speedup: Over plain decoding in these.
         outcome: In words; for what was raced, with the bound that decides.
@@ -55,12 +53,10 @@ class TuneAnswer:
     """The answer of a search.
 
     Attributes:
-        headline: One sentence.
         details: Sentences that qualify it, the most important first.
         winner: The configuration to use; plain decoding where speculation does not pay.
         provisional: Whether it is not known yet that speculation pays.
         speedup: Of the leader; ``NO_FIGURE`` where nothing was compared.
-        categories: Its speedups by category.
         tried: Everything that was tried, the leader first.
     """
 
@@ -77,13 +73,7 @@ class TuneAnswer:
 
 
 def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) -> TuneAnswer:
-    """Return the answer of a search.
-
-    Args:
-        found: Its outcome.
-        configs: Of its grid.
-        results: Its run.
-    """
+    """Return the answer of a search."""
     race, by_id = found.race, {config.id: config for config in configs}
     disturbed = disturbance(results).partition(": ")[2]
     tried = tuple(_tried(found, by_id))
@@ -314,13 +304,12 @@ def _parts(answer: TuneAnswer) -> list[Part]:
     ]
 
 
-def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported]) -> str:
+def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | None) -> str:
     """Return the answer in at most four lines: headline, most important detail, how to decode, how to deploy.
 
     Args:
-        answer: The answer.
         command: What decodes with the winner; empty for none.
-        exported: For engines, see ``exports``.
+        exported: For engines, see ``exports``; ``None`` where nothing is faster than plain decoding.
     """
     lines = [answer.headline, *answer.details[:1]]
     lines += [f"Decode:  {command}"] if command else []
@@ -328,10 +317,17 @@ def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported]) -
         first = next((each for each in exported if each.setting.replaces is None), exported[0])
         same = [each.engine for each in exported if each.measured.config == first.measured.config]
         others = f"  (or {', '.join(same[1:])})" if same[1:] else ""
-        nearest = "" if first.setting.replaces is None else f", {first.setting.replaces}"
-        label = one_line(first.measured.label)
-        what = "" if first.setting.replaces is None else f"specbench serve, or {label}{nearest}:  "
-        lines.append(f"Deploy:  {what}{first.command}{others}")
+        replaces = first.setting.replaces
+        own = (
+            ""
+            if replaces is None
+            else f"specbench serve, or {one_line(first.measured.label)} ({replaces}):  "
+        )
+        lines.append(f"Deploy:  {own}{first.command}{others}")
+    elif exported is not None:
+        lines.append(
+            "Deploy:  specbench serve  (other engines support nothing that is faster than plain decoding)"
+        )
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -339,8 +335,7 @@ def full_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | N
     """Return everything about the answer as text, its table in 80 columns.
 
     Args:
-        answer, command: See ``short_text``.
-        exported: For engines; ``None`` where nothing is faster than plain decoding.
+        answer, command, exported: See ``short_text``.
     """
     text = to_text(*_parts(answer))
     text += f"\nDecode with it:\n    {command}\n" if command else ""
@@ -417,7 +412,6 @@ class Exported:
     """What an engine can be given.
 
     Attributes:
-        engine: Its name.
         command: Exports the setting.
         setting: The fastest that the engine supports.
         measured: Its figures in the run.
@@ -430,12 +424,7 @@ class Exported:
 
 
 def exports(results: Results, folder: Path) -> list[Exported]:
-    """Return the fastest setting that each engine supports, where it measured faster than plain decoding.
-
-    Args:
-        results: A run.
-        folder: Its folder.
-    """
+    """Return the fastest setting that each engine supports, where it measured faster than plain decoding."""
     settings = settings_of_run(results)
     found = []
     for name, engine in load_engines().items():

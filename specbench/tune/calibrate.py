@@ -86,7 +86,6 @@ class Agreement:
         accepted: Share that was the target's greedy choice.
         overlap: Mean of ``sum_x min(p(x), q(x))`` at temperature 1. A hundred matches say little; the distributions say
             more, and layers chosen by them do better on other prompts (docs/drafters.md).
-        tested: Number of drafts.
     """
 
     accepted: float
@@ -120,8 +119,6 @@ class Candidate:
     """A form with its prediction.
 
     Attributes:
-        form: The form.
-        agreement: On the prompts of the search.
         cost: c.
         gamma: The draft length with the highest predicted speedup.
         speedup: That speedup.
@@ -168,8 +165,6 @@ def calibrate(
     Args:
         target: As it will decode: on a CPU packed, int8 or int4.
         prompts: Token ids of typical prompts, at least 2. Every third only checks the choice.
-        settings: How much is spent on it.
-        progress: Receives the stages.
         clock: ``None`` for that of the target's device.
 
     Raises:
@@ -402,11 +397,9 @@ def _search(
     on what was found.
 
     Args:
-        judge: Measures a form.
         kinds: Precisions to consider, the one to search with first.
         skippable: Layers that may be left out.
         clock, end: The search ends at this time.
-        progress: Receives the rounds.
 
     Returns:
         The best form for every number of layers left out, and whether the search ended before its time limit.

@@ -148,11 +148,6 @@ class Probe:
         """Return the speedup of a shorter chain, from what these steps would have accepted of their first γ tokens.
 
         Steps would then begin elsewhere, which this neglects.
-
-        Args:
-            gamma: γ, at most the probed one.
-            c: Cost of the drafter's pass.
-            costs: For v.
         """
         share = sum(self.passes) / max(1, sum(self.drafted))  # a cascade's free tokens need no pass
         lengths = [min(gamma, drafted) for drafted in self.drafted]
@@ -178,9 +173,7 @@ def predict(
     ``auto`` counts as the best draft length, ``auto-tree`` as the better of that and the probed tree.
 
     Args:
-        configs: Of the grid.
         probes: By the ids of the probed configurations.
-        costs: Of single passes.
     """
     costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
     chains: dict[str, dict[int, float]] = {}
@@ -224,10 +217,8 @@ def batch_ratio(batch: int, generations: Sequence[StepLists], drafter: str, cost
     """Return the predicted throughput over plain decoding's at the same batch size, without prefill.
 
     Args:
-        batch: Number of requests.
         generations: Steps of generations with one configuration. A policy that looks at costs would draft less in a
             batch; this is about the drafts that were made.
-        drafter: Its name.
         costs: Of passes shared by ``batch`` requests.
     """
     emitted = mean(n for steps in generations for n in steps.emitted)
@@ -271,13 +262,9 @@ def select(
     """Select what to race: each drafter's best fixed length, nothing below ``MIN_SHARE``, as much as the time allows.
 
     Args:
-        configs: Of the grid.
-        predicted: Speedups, by id.
         plain_s: Time of plain decoding for a whole output.
         first_s: Time to the first token, equal for all.
-        seconds: For the race.
         blocks: Number of blocks that the time should suffice for.
-        failed: Errors of drafters, by name.
         kept: From each of these groups the best fixed length is raced too if it is predicted to pay, whatever its
             share, and before all but the best where time is short.
     """

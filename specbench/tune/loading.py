@@ -47,13 +47,7 @@ _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
 
 @dataclass(frozen=True)
 class LoadedCandidates:
-    """What can be raced.
-
-    Attributes:
-        engine: With the target and all drafters.
-        cache: Kind of KV cache that all decode with.
-        notes: Sentences about the choice.
-    """
+    """What can be raced."""
 
     engine: ModelEngine
     cache: CacheKind
@@ -72,12 +66,9 @@ def load_candidates(
     """Load the target and all drafters to try.
 
     Args:
-        target: The target.
         given: Drafters that the user names, checked before (``check_engine``).
-        models: How weights are loaded.
         sweep: Prompts and options, to estimate memory; its configurations are not read.
         cache: Kind of KV cache; ``None`` for the fastest.
-        progress: Receives the stages.
 
     Raises:
         UsageError: A given drafter does not fit the target, for example.
@@ -225,8 +216,6 @@ def fastest_cache(
     Passes of one token and of several are timed in turn after the same context.
 
     Args:
-        target: With the usual kind.
-        usual: That kind.
         prompt: Tokens that are repeated to fill the context; empty for any.
 
     Returns:

@@ -82,9 +82,7 @@ class Block:
     """One prompt that all running candidates decode.
 
     Attributes:
-        prompt: Its id.
         repeat: 0 the first time this prompt is used.
-        category: Of the prompt.
     """
 
     prompt: str
@@ -126,7 +124,6 @@ class _Pair(NamedTuple):
     """Two candidates on the prompts that both were measured on.
 
     Attributes:
-        categories: Of the prompts.
         means: Mean difference of log speeds for each prompt, shape [prompts].
         doubt: See ``noise_correction``.
     """
@@ -147,11 +144,9 @@ class Race:
         error: See ``ERROR``.
 
     Attributes:
-        names: All candidates, plain decoding first.
         leader: The candidate that is ahead, see ``_lead``.
         running: Those that decode the next block, plain decoding first.
         eliminated: Those that are no longer measured.
-        blocks: Number of blocks so far.
         level: Probability that a bound is too low, as of the latest look.
         verdict: Of the leader against plain decoding, as of the latest look.
         open: Candidates that kept the race from being decided at the latest look.
@@ -395,12 +390,7 @@ def _logs(timing: Timing | None) -> tuple[float, float] | None:
 def relative_slowdown(
     nodes: Iterable[int], siblings: Iterable[int], verify_s: Iterable[float], costs: PassCosts
 ) -> float:
-    """Return the time of a generation's target passes over that of the same passes alone; 1 where it is unknown.
-
-    Args:
-        nodes, siblings, verify_s: Of the generation's steps.
-        costs: Times of single passes.
-    """
+    """Return the time of a generation's target passes over that of the same passes alone; 1 where it is unknown."""
     if not costs.target_s:
         return 1.0
     widths = zip(nodes, siblings, strict=True)
@@ -449,10 +439,8 @@ def run_race(
     """Run a race to its end. The same timings and seed, without a time limit, give the same race.
 
     Args:
-        race: A new one.
         blocks: In order, at most the race's limit.
         measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
-        clock: Tells how long blocks take, with everything around them.
         until: When to stop, on that clock. A block that would probably end later is not begun.
         seed: Of the order within blocks.
         on_block: Called after every block.

@@ -45,13 +45,7 @@ _NAME = "drafter"
 
 @dataclass(frozen=True)
 class PlannedTree:
-    """The best tree for some counts.
-
-    Attributes:
-        nodes, depth: Its limits.
-        tokens: Expected tokens per step.
-        speedup: Predicted speedup over plain decoding.
-    """
+    """The best tree for some counts."""
 
     nodes: int
     depth: int
@@ -96,14 +90,9 @@ def calibrate_tree(
     """Count accepted candidates by rank, time passes, and choose a tree. Nothing is stored.
 
     Args:
-        target, drafter: What decodes; the drafter has to draft trees.
         prompts: Token ids of typical prompts.
         key: What the tree is for.
-        sampling: The transforms.
-        tokens: Longest answer.
         seconds: Time limit of decoding.
-        seed: For the first prompt.
-        progress: Receives the stages.
         clock: ``None`` for that of the target's device.
 
     Raises:

@@ -73,15 +73,12 @@ class Found:
     """The outcome of a search.
 
     Attributes:
-        race: In its final state.
-        ending: Why it ended.
         predicted: Predicted speedups over plain decoding, by id.
         left_out: Why configurations were not raced, by id.
         batches: Predicted throughput of the leader over plain decoding by batch size, ascending, up to the first below
             1; empty where nothing was timed.
         block_s: Duration of a block with the remaining candidates, by their latest times.
         overhead_s: Time for everything but the race, such as loading.
-        warnings: Of the run.
     """
 
     race: Race
@@ -100,13 +97,9 @@ class Search:
     Args:
         sweep: The grid, plain decoding first, its prompts in the order of the race, and options; their ``repeats``
             limit the race.
-        store: Open; what it holds is not measured again.
-        engine: Decodes.
-        clock: Times everything.
         seconds: Total time.
         until: When that is over, on the clock. Stored results take none of it.
         kept: Groups of ids, such as those that an engine supports; the best of each is raced, see ``select``.
-        progress: Receives the stages.
         snapshot: Reads the machine load before and after each generation.
     """
 

@@ -37,10 +37,7 @@ def count_tokens(
     """Count the tokens of a target's answers. Nothing is stored.
 
     Args:
-        target: Decodes.
         prompts: Token ids, at least 2 prompts.
-        tokens: Longest answer.
-        progress: Receives the number of answers.
 
     Raises:
         UsageError: Fewer than 2 prompts fit the target's context.
