@@ -95,7 +95,7 @@ CONTROL = Mutant(
 MUTANTS = (
     # -- the issue's own list --------------------------------------------------------------------
     Mutant(
-        "roll-back keeps one token too many",
+        "rollback keeps one token too many",
         "decoding/loop.py:decode",
         "target.rollback(len(context) - 1, verdict.path)",
         "target.rollback(len(context), verdict.path)",
@@ -103,7 +103,7 @@ MUTANTS = (
         fast=True,
     ),
     Mutant(
-        "roll-back removes one token too many",
+        "rollback removes one token too many",
         "decoding/loop.py:decode",
         "target.rollback(len(context) - 1, verdict.path)",
         "target.rollback(len(context) - 2, verdict.path)",
@@ -854,7 +854,7 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "requests side by side share what a rule has learnt",
+        "requests side by side share what a rule has learned",
         "generate.py:GenerationRun.as_request",
         "DraftPlan.of(self.policy).fork()",
         "DraftPlan.of(self.policy)",

@@ -1,7 +1,7 @@
 """Models whose logits are a table or a function, with a cache that is as easily spoilt as a real one.
 
 What a scripted scorer computes depends on the tokens it was *fed*, never on the context it is handed: a wrong
-roll-back, a missing catch-up or keys and values of another model show up as wrong logits or a failed assertion.
+rollback, a missing catch-up or keys and values of another model show up as wrong logits or a failed assertion.
 """
 
 from __future__ import annotations

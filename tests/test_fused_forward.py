@@ -87,7 +87,7 @@ def takes_short_passes(model: Any) -> bool:
 
 
 def passes(scorer: Scorer) -> list[torch.Tensor]:
-    """Logits of prefills and of passes of several widths behind the longer one, with roll-backs in between."""
+    """Logits of prefills and of passes of several widths behind the longer one, with rollbacks in between."""
     scorer.begin()
     found = [scorer.logits(CONTEXT[:7])]  # a short one
     scorer.begin()

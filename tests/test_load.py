@@ -213,7 +213,7 @@ UNEVEN_MS = 4.0
 
 @pytest.mark.parametrize("batch", [2, 8])
 def test_copies_that_are_mostly_wrong_are_hardly_made(batch):
-    """Outputs are short, so that what is learnt at their beginning may not cost much."""
+    """Outputs are short, so that what is learned at their beginning may not cost much."""
     speed, _ = House(measured, measured, UNEVEN_MS).run(["lookup"] * batch, "auto", 64)
     plain, _ = House(measured, measured, UNEVEN_MS).run(["none"] * batch, "fixed", 64)
     assert speed > 0.97 * plain

@@ -292,7 +292,7 @@ WIDTHS = (1, 2, 5, 31, 32, 40, 120)
 
 
 def passes(scorer: Scorer) -> list[torch.Tensor]:
-    """Logits of prefills and of passes of several widths behind the longer one, with roll-backs in between."""
+    """Logits of prefills and of passes of several widths behind the longer one, with rollbacks in between."""
     scorer.begin()
     found = [scorer.logits(CONTEXT[:7]), scorer.logits(CONTEXT[:9])]
     scorer.begin()

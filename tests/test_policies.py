@@ -129,7 +129,7 @@ def decode(
 
 
 def experienced(rule: str) -> DraftPlan:
-    """A rule that has decoded a prompt already, and keeps what it learnt."""
+    """A rule that has decoded a prompt already, and keeps what it learned."""
     kept = replace(RULES[rule](), kept=True)
     decode(kept, good_model(), max_new_tokens=60)
     return kept

@@ -306,7 +306,7 @@ class Drafter(Protocol):
         ...
 
     def fork(self, scorer_like: ScorerLike) -> Drafter:
-        """One like it for another request: it has the models and settings, and nothing that was read or learnt.
+        """One like it for another request: it has the models and settings, and nothing that was read or learned.
 
         Args:
             scorer_like: Makes the other one's scorers.

@@ -73,7 +73,7 @@ class DraftPlan:
         return self.policy.costs()
 
     def fork(self) -> DraftPlan:
-        """The same policy for another request; what it has learnt is its own from now on."""
+        """The same policy for another request; what it has learned is its own from now on."""
         return copy.deepcopy(self)
 
     def propose(

@@ -1,4 +1,4 @@
-"""The chance that a draft is accepted, learnt as the run goes from what the drafter knew and the target said."""
+"""The chance that a draft is accepted, learned as the run goes from what the drafter knew and the target said."""
 
 from __future__ import annotations
 

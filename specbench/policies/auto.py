@@ -52,7 +52,7 @@ class AutoLength(ChainPolicy):
         P·(a + a² + ... + a^j)  >  R·(j·d + v(k+1+j) - v(k+1))
 
     which maximizes the rate (Dinkelbach 1967): at its optimum a longer draft earns just R per second. P and a are
-    learnt from how sure the drafter was and what was accepted, d and v from the times in the records, unless costs are
+    learned from how sure the drafter was and what was accepted, d and v from the times in the records, unless costs are
     given; no clock is read here. If not even a first token is worth it, nothing is drafted, but for a token as long as
     too little is known to be sure, and now and then to see whether that has changed, at a bounded loss. A drafter
     without a model needs no such looks: it is asked for a token in every step, and whether that was right is seen when

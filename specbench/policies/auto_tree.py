@@ -31,8 +31,8 @@ class AutoTree(TreePolicy, AutoLength):
     A candidate joins the tree iff the chance that it is kept is worth the time of its row, P·c > R·(v(n+1) - v(n)); the
     drafter reads the nodes of the next depth iff what they promise is worth its pass, and each but the first of them
     iff its promise is worth the time by which it makes this pass longer. How likely the b-th candidate of
-    a node is to be kept is learnt from how probable the drafter thought its b-th token before anything was drawn: so no
-    node's being there depends on its own token, and any way to verify may be used.
+    a node is to be kept is learned from how probable the drafter thought its b-th token before anything was drawn: so
+    no node's being there depends on its own token, and any way to verify may be used.
 
     Args:
         nodes: The most nodes.

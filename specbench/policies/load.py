@@ -136,7 +136,7 @@ class Load:
                 self._lasted += self._in_plain_rounds(median_low(each.seconds for each in passes))
 
     def _forget(self) -> None:
-        """Drop what was learnt of drafts long ago: they are then tried again, by one request first."""
+        """Drop what was learned of drafts long ago: they are then tried again, by one request first."""
         self.drafted_s.forget(self.rounds - _OLD)
         for passes in self._drafts.values():
             while passes and passes[0].round < self.rounds - _OLD:

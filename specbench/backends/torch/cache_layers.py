@@ -54,7 +54,7 @@ def drops_positions(layer: object) -> bool:
 class PreallocatedLayer(CacheLayerMixin):
     """Keys and values of one full-attention layer in buffers written by index.
 
-    Buffers have shape [1, heads, capacity, head size] and double when full; a roll-back moves one number.
+    Buffers have shape [1, heads, capacity, head size] and double when full; a rollback moves one number.
 
     Args:
         block: Short passes get keys and values up to a multiple of so many positions. What lies behind the used ones is
