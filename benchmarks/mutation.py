@@ -1210,7 +1210,7 @@ def mutated(mutant: Mutant, package: Path) -> tuple[Path, str]:
         body = getattr(owner, field)
         body[at : at + len(sought)] = put
         if not body:
-            body.append(ast.ForwardRequest())
+            body.append(ast.Pass())
     return path, ast.unparse(ast.fix_missing_locations(tree))
 
 
