@@ -116,8 +116,8 @@ class LongerByRows(GivenCosts):
         return self.draft_s * (1 + self._share * (rows - 1))
 
 
-@pytest.mark.parametrize(("share", "abreast"), [(0.0, True), (8.0, False)])
-def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share, tree_nodes):
+@pytest.mark.parametrize(("share", "together"), [(0.0, True), (8.0, False)])
+def test_auto_reads_nodes_together_where_rows_of_the_drafter_are_cheap(share, together):
     records = decode_steps(
         PROMPT,
         ScriptedScorer(random_table(3, 8), 8, cache=ScriptedCache()),
@@ -129,7 +129,7 @@ def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share, tre
         first_target=False,
     )
     read = [read_by_depth(step.parents) for step in records if isinstance(step, Step) and step.parents]
-    assert any(rows > 1 for depths in read for rows in depths) == tree_nodes
+    assert any(rows > 1 for depths in read for rows in depths) == together
 
 
 def target_distribution(sampling: Sampling) -> dict[tuple[int, ...], float]:
