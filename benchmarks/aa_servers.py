@@ -97,10 +97,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="keep what is done there, and go on with it"
-    )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; --resume goes on")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="time limit; --resume continues")
     return parser.parse_args(arguments)
 
 

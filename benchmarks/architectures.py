@@ -102,9 +102,9 @@ class Guesses(BaseDrafter):
         self.text = [*prompt, *answer]
         self.random = Random(seed)
 
-    def propose(self, context: Any, room: int, policy: Any, *_: Any) -> Decoding[Draft]:
+    def propose(self, context: Any, limit: int, policy: Any, *_: Any) -> Decoding[Draft]:
         yield from ()
-        rest = self.text[len(context) : len(context) + policy.begin(room)]
+        rest = self.text[len(context) : len(context) + policy.begin(limit)]
         return Draft([t if self.random.random() < 0.75 else (t + 1) % VOCABULARY for t in rest])
 
 
@@ -173,14 +173,14 @@ def whole(model: Any, ids: Sequence[int]) -> torch.Tensor:
     return logits
 
 
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, in units of the logits' own spread."""
     return float((found - expected).abs().max() / expected.std().clamp_min(1e-9))
 
 
 def cause(model: Any, ids: list[int]) -> list[str]:
     changed = [*ids[:-1], (ids[-1] + 1) % VOCABULARY]
-    gap = apart(whole(model, changed)[: len(ids) - 1], whole(model, ids)[: len(ids) - 1])
+    gap = deviation(whole(model, changed)[: len(ids) - 1], whole(model, ids)[: len(ids) - 1])
     return [f"not causal (later tokens move earlier logits by {gap:.2g})"] if gap > 1e-3 else []
 
 
@@ -192,7 +192,7 @@ def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
         for gamma in (0, 3, 5, 1, 9, 0, 12, 4):
             drafted = random.choices(range(3, VOCABULARY), k=gamma)
             found = scorer.logits(context, drafted)
-            worst = max(worst, apart(found, whole(model, [*context, *drafted])[-gamma - 1 :]))
+            worst = max(worst, deviation(found, whole(model, [*context, *drafted])[-gamma - 1 :]))
             context += [*drafted[: random.randint(0, gamma)], random.randrange(3, VOCABULARY)]
             scorer.rollback(len(context) - 1)
         if not worst < 1e-3:

@@ -37,7 +37,7 @@ def timed(
     passes: Sequence[ForwardRequest],
     score: Callable[[Sequence[ForwardRequest]], object],
 ) -> float:
-    """Seconds of these passes; they leave nothing behind."""
+    """Return the seconds of these passes; caches are restored."""
     began = time.perf_counter()
     score(passes)
     took = time.perf_counter() - began

@@ -135,7 +135,7 @@ class Serving:
         until = time.monotonic() + PATIENCE_S
         while any(map(int.__gt__, now := (_files(), threading.active_count()), self._before)):
             if time.monotonic() > until:
-                return f"{now} files and threads behind the server's end, {self._before} before it"
+                return f"{now} files and threads after the server's end, {self._before} before it"
             time.sleep(0.05)  # idle threads of a pool end a little later
         return None
 
@@ -150,8 +150,8 @@ class Crowd:
     Attributes:
         ends: How requests have ended, by what they were.
         wrong: What should not have happened, in sentences.
-        memory: Of the process behind every round, in bytes.
-        objects: That Python holds behind every round.
+        memory: Of the process after every round, in bytes.
+        objects: Number that Python holds after every round.
     """
 
     def __init__(self, serving: Serving, given: argparse.Namespace) -> None:
@@ -187,16 +187,16 @@ class Crowd:
         return result.text or "", len(result.token_ids)
 
     async def round(self, number: int, requests: int) -> None:
-        """So many of them, and a look at what they leave behind."""
+        """Send a number of requests, and check what remains."""
         choice = Random(f"{self._given.seed}/{number}")
         kinds = [kind for kind, weight in self._clients for _ in range(weight)]
-        room = asyncio.Semaphore(self._given.at_once)
+        slots = asyncio.Semaphore(self._given.at_once)
         others_are_done = asyncio.Event()
         url = f"http://127.0.0.1:{self._serving.port}"
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=8)
 
         async def one(client: Callable[[Random], Awaitable[str]], own: Random) -> None:
-            async with room:
+            async with slots:
                 await self._counted(client(own))
 
         async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as self._http:
@@ -225,13 +225,13 @@ class Crowd:
         until = time.monotonic() + PATIENCE_S
         while left := self._serving.left():
             if time.monotonic() > until:
-                self.wrong.append(f"behind a round there are still {', '.join(left)}")
+                self.wrong.append(f"after a round there are still {', '.join(left)}")
                 return
             await asyncio.sleep(0.05)
 
     # -- clients that want an answer -----------------------------------------------------------------
 
-    def _asked(self, choice: Random) -> tuple[str, dict[str, Any], tuple[str, int]]:
+    def _requested(self, choice: Random) -> tuple[str, dict[str, Any], tuple[str, int]]:
         """Path, body, and the text and its tokens that have to come."""
         place, chat = choice.randrange(len(self._texts)), choice.random() < 0.5
         text = self._texts[place]
@@ -243,7 +243,7 @@ class Crowd:
         return path, body, self._expected[text, chat]
 
     async def _whole(self, choice: Random) -> str:
-        path, body, expected = self._asked(choice)
+        path, body, expected = self._requested(choice)
         answer = await self._http.post(path, json=body)
         if answer.status_code == 429:
             return "sent away"
@@ -255,7 +255,7 @@ class Crowd:
         return "whole"
 
     async def _stream(self, choice: Random) -> str:
-        path, body, expected = self._asked(choice)
+        path, body, expected = self._requested(choice)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         async with self._http.stream("POST", path, json=body) as answer:
             if answer.status_code == 429:
@@ -270,7 +270,7 @@ class Crowd:
         return "stream"
 
     async def _read_slowly(self, choice: Random) -> str:
-        path, body, expected = self._asked(choice)
+        path, body, expected = self._requested(choice)
         reader, writer = await self._connected(receive=2048)
         try:
             writer.write(_request(path, {**body, "stream": True}))
@@ -354,7 +354,7 @@ class Crowd:
             return "sent away"
         _require(answer.status_code == status, f"{body[:60]!r} gets {answer.status_code} and not {status}")
         message = answer.json()["error"]["message"]
-        _require(message.isprintable() and len(message) < 400, f"{body[:60]!r} is told {message!r}")
+        _require(message.isprintable() and len(message) < 400, f"{body[:60]!r} got {message!r}")
         return "wrong request"
 
     async def _send_much(self, choice: Random) -> str:
@@ -377,7 +377,7 @@ class Crowd:
     async def _connected(
         self, receive: int | None = None
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection of its own; ``receive`` bytes are held here at most before they are read."""
+        """Open a connection with a receive buffer of at most ``receive`` bytes."""
         connection = socket.socket()
         connection.setblocking(False)
         if receive is not None:
@@ -393,7 +393,7 @@ class Crowd:
         writer.transport.abort()
 
     def grown(self) -> float | None:
-        """The objects behind the last round over those when the process had grown warm; ``None`` before that."""
+        """Return the objects after the last round over those after warm-up; ``None`` before that."""
         settled = self.objects[WARM_UP - 1 :]
         return settled[-1] / settled[0] if len(settled) > 1 else None
 
@@ -410,7 +410,7 @@ def _request(path: str, body: dict[str, Any]) -> bytes:
 
 
 async def _to_the_end(reader: asyncio.StreamReader, most: int = 2048) -> bytes:
-    """A whole stream, or an error, read in pieces of so many bytes."""
+    """Read a whole stream, or an error, in chunks of that many bytes."""
     found = bytearray()
     while not found.endswith(b"0\r\n\r\n") and (part := await reader.read(most)):
         found += part
@@ -453,9 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", default="lookup")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument(
-        "--pool-tokens", type=int, default=4096, help="whose keys and values there is room for"
-    )
+    parser.add_argument("--pool-tokens", type=int, default=4096, help="capacity of the pool")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     errors = Errors()

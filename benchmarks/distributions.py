@@ -113,7 +113,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
     one_step = rule.kind.tree or len(drafter.parts) > 1
 
     def distribution(before: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-        """Of the outputs that begin with these tokens; wide drafts are enumerated a step at a time."""
+        """Return the distribution of outputs that begin with these tokens; wide drafts are enumerated step by step."""
         left = new - len(before)
 
         def run(random: Any) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of a process.
+    """Memory of a process.
 
     Attributes:
         resident: Bytes in memory.
@@ -41,37 +41,37 @@ class Footprint:
     def now(cls) -> Footprint:
         """As it is."""
         objects = gc.get_objects()
-        told = _told_by_malloc()
+        malloc = _malloc_info()
         return cls(
             resident=psutil.Process().memory_info().rss,
             objects=len(objects),
             tensors=_bytes_of_tensors(objects),
-            allocated=told.in_blocks + told.in_maps,
-            unused=told.free,
+            allocated=malloc.in_blocks + malloc.in_maps,
+            unused=malloc.free,
             compiled=_compiled(),
         )
 
-    def told(self) -> str:
+    def text(self) -> str:
         """In a line."""
         parts = {name: round(value / 2**20) for name, value in asdict(self).items() if name != "objects"}
         listed = ", ".join(f"{name} {value}" for name, value in parts.items() if name != "resident")
         return f"{parts['resident']} MB ({listed}), {self.objects} objects"
 
 
-def growth(behind: Sequence[Footprint]) -> dict[str, float]:
+def growth(rounds: Sequence[Footprint]) -> dict[str, float]:
     """By name, the median of the last third over that of the first; nothing if there are too few."""
-    third = len(behind) // 3
+    third = len(rounds) // 3
     if not third:
         return {}
     first, last = (
-        {name: statistics.median(asdict(each)[name] for each in part) for name in asdict(behind[0])}
-        for part in (behind[:third], behind[-third:])
+        {name: statistics.median(asdict(each)[name] for each in part) for name in asdict(rounds[0])}
+        for part in (rounds[:third], rounds[-third:])
     )
     return {name: round(last[name] / value, 4) for name, value in first.items() if value}
 
 
 def given_back() -> int:
-    """Bytes that malloc gives back to the system when it is told to."""
+    """Return the bytes that malloc gives back to the system on request."""
     process = psutil.Process()
     before = process.memory_info().rss
     give_back_free_memory()
@@ -98,14 +98,14 @@ class _Malloc(ctypes.Structure):
     free: int
 
 
-def _told_by_malloc() -> _Malloc:
+def _malloc_info() -> _Malloc:
     try:
         ask = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):  # another C library
         return _Malloc()
     ask.restype = _Malloc
-    told: _Malloc = ask()
-    return told
+    info: _Malloc = ask()
+    return info
 
 
 def _bytes_of_tensors(objects: Sequence[object]) -> int:

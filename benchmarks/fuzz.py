@@ -503,7 +503,7 @@ def prepare(case: Case) -> tuple[Any, Target]:
 
 
 def run_number(number: int, findings: list[str]) -> list[Seen]:
-    """A case alone, or every eighth time three at once, each in a thread of its own; or a distribution."""
+    """A case alone, or every eighth time three cases in three threads; or a distribution."""
     if number % 8 in (3, 6):
         return [attempt(Case(number), lambda: run_distribution(number), findings)]
     cases = [draw(number)]

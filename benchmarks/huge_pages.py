@@ -51,7 +51,7 @@ def scorers(given: argparse.Namespace) -> dict[str, Scorer]:
 
 
 def timer(scorer: Scorer, text: list[int], count: int) -> Callable[[], float]:
-    """Seconds of one pass over so many tokens behind the context."""
+    """Return the seconds of one pass over that many tokens after the context."""
 
     if scorer.cache.length != CONTEXT:  # a self-drafter has the target's cache
         scorer.begin()
@@ -93,7 +93,7 @@ def main() -> None:
             both = [timer(kind[name], text.tolist(), width) for kind in (small, huge)]
             times = [[each() for each in both] for _ in range(given.rounds + 1)][1:]
             before, after = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-            ratio = statistics.median(slow / quick for slow, quick in times)
+            ratio = statistics.median(slow / fast for slow, fast in times)
             rows.append(
                 {"model": name, "tokens": width, "ms": before, "huge_ms": after, "ratio": round(ratio, 3)}
             )

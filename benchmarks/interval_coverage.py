@@ -104,11 +104,11 @@ def pooled(draw: Draw, prompts: int, trials: int, rng: np.random.Generator) -> f
 
     tokens, base, ours = runs(2_000_000)
     truth = float(base.sum() / ours.sum())  # of numpy's, comparisons are numpy's own False
-    held = 0
+    covered = 0
     for _ in range(trials):
         tokens, base, ours = runs(prompts)
-        held += pooled_speedup(tokens, ours, tokens, base, np.arange(prompts)).overlaps(truth) is not False
-    return held / trials
+        covered += pooled_speedup(tokens, ours, tokens, base, np.arange(prompts)).overlaps(truth) is not False
+    return covered / trials
 
 
 def stored_logs(folder: Path) -> dict[str, Floats]:

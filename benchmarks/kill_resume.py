@@ -49,7 +49,7 @@ def main() -> int:
         seen = []
         for _ in range(arguments.kills):
             child = subprocess.Popen([sys.executable, str(CHILD), str(killed), REPEATS, PAUSE_S])
-            # Starting Python takes long; what matters more happens behind it.
+            # Starting Python takes long; what matters more happens after it.
             if moments.random() < 0.7:
                 before = size(killed)
                 while child.poll() is None and size(killed) == before:

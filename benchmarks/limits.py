@@ -64,7 +64,7 @@ PROFILED = 10
 SHOWN = 5
 BUSY_GOAL = 2.3
 BUSY_BLOCK = 10
-"""Rounds of passes that follow each other beside a busy process, and without."""
+"""Consecutive rounds of passes, next to a busy process and without."""
 LIMITS = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "OMP_NUM_THREADS", "GOMP_SPINCOUNT",
     "OMP_WAIT_POLICY",
@@ -86,7 +86,7 @@ def load_form(name: str, form: str) -> PreTrainedModel:
 
 
 def operators(action: Callable[[], object]) -> list[dict[str, Any]]:
-    """Of one call: the operators with their own milliseconds and calls, those that take longest first."""
+    """Return the operators of one call with their own milliseconds and calls, the slowest first."""
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         for _ in range(PROFILED):
             action()
@@ -142,16 +142,16 @@ def measure(name: str, form: str, model: PreTrainedModel, context: int, rounds: 
     }
 
 
-def beside_busy(
+def next_to_busy(
     name: str, form: str, model: PreTrainedModel, context: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Time a form's passes while nothing else runs and beside a process that keeps a core busy, in blocks in turn."""
+    """Time a form's passes in alternating blocks: quiet, and next to a process that keeps a core busy."""
     usual = Scorer(model).way
     ways = (usual, FusedForward) if usual is NativeForward else (usual,)
-    behind = {way: _behind(way, model, context) for way in ways}
+    timers = {way: _timer(way, model, context) for way in ways}
     jobs: dict[tuple[str, int], Callable[[], float]] = {
         (way.__name__, tokens): lambda seconds=seconds, tokens=tokens: seconds(tokens)  # type: ignore[misc]
-        for way, seconds in behind.items()
+        for way, seconds in timers.items()
         for tokens in (1, VERIFIED)
     }
     quiet: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
@@ -178,8 +178,8 @@ def beside_busy(
     ]
 
 
-def _behind(way: type[Any], model: PreTrainedModel, context: int) -> Callable[[int], float]:
-    """Times a way's passes over so many tokens behind a context."""
+def _timer(way: type[Any], model: PreTrainedModel, context: int) -> Callable[[int], float]:
+    """Times a way's passes over that many tokens after a context."""
     cache = make_cache("dynamic", model.config)
     forward: Forward = way(model, cache)
     embeddings: Any = model.get_input_embeddings()
@@ -198,10 +198,10 @@ def _behind(way: type[Any], model: PreTrainedModel, context: int) -> Callable[[i
 
 
 def show_busy(rows: Sequence[dict[str, Any]]) -> None:
-    """How much longer passes take beside a busy process."""
+    """Show how much longer passes take next to a busy process."""
     width = max(len(row["model"]) for row in rows)
     heads = f"{'form':12} {'way':12} {'tokens':>6} {'quiet ms':>9} {'busy ms':>9} {'ratio':>6}"
-    print(f"\n{'':{width}} {heads}  of medians (beside a busy process; goal {BUSY_GOAL})")
+    print(f"\n{'':{width}} {heads}  of medians (next to a busy process; goal {BUSY_GOAL})")
     for row in rows:
         print(
             f"{row['model']:{width}} {row['form']:12} {row['way']:12} {row['tokens']:6} {row['quiet_ms']:9.2f}"
@@ -251,9 +251,7 @@ def beside(given: argparse.Namespace, dtype: str) -> dict[str, Any]:
     settings = vs_transformers.parse(asked)
     done, _ = vs_transformers.decoded(settings, parts.Parts(None, {}), math.inf)
     lines = vs_transformers.summary(done)
-    print(
-        f"\n{Path(given.model[0]).name} in {dtype} beside others, {len(done)} prompts × {given.tokens} tokens"
-    )
+    print(f"\n{Path(given.model[0]).name} in {dtype} and others, {len(done)} prompts × {given.tokens} tokens")
     vs_transformers.show(lines)
     return {
         "dtype": dtype,
@@ -271,9 +269,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--form", action="append", choices=FORMS, help="repeatable; all but float16")
     parser.add_argument("--context", type=int, default=256, help="tokens that were read before")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--busy", action="store_true", help="time passes beside a busy process too")
+    parser.add_argument("--busy", action="store_true", help="also time passes next to a busy process")
     parser.add_argument("--beside", action="append", default=[], choices=FORMS[:-1], metavar="DTYPE",
-                        help="decode beside others in this dtype, repeatable")  # fmt: skip
+                        help="compare with other decoders in this dtype, repeatable")  # fmt: skip
     parser.add_argument("--assistant", help="a small model, for transformers' assisted generation")
     parser.add_argument("--setting", action="append", default=[], metavar="DRAFTER@RULE")
     parser.add_argument("--peer", action="append", default=[], type=peers.check_peer, metavar="PEER",
@@ -290,11 +288,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured(name: str, form: str, given: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A form's passes by themselves, and beside a busy process; without passes where it cannot be loaded."""
+    """Return a form's passes, quiet and next to a busy process; none if it cannot be loaded."""
     try:
         model = load_form(name, form)
         alone = measure(name, form, model, given.context, given.rounds)
-        return alone, beside_busy(name, form, model, given.context, given.rounds) if given.busy else []
+        return alone, next_to_busy(name, form, model, given.context, given.rounds) if given.busy else []
     except SpecbenchError as error:
         return {"model": Path(name).name, "form": form, "reason": str(error)}, []
 

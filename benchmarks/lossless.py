@@ -44,7 +44,7 @@ def applies(rule: str, drafter: str) -> bool:
 def decoded(
     runs: list[GenerationRun], batch: int | None, pool: Literal["slotted", "paged"]
 ) -> list[Generation]:
-    """What comes of them, one after the other or so many side by side."""
+    """Return their outputs, decoded one by one or in batches."""
     if batch is None:
         for run in runs:
             for _ in run:
@@ -65,11 +65,13 @@ def main() -> int:
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS)
     parser.add_argument("--caches", nargs="+", default=["dynamic", "preallocated"])
     parser.add_argument("--gammas", nargs="+", type=int, default=[1, 2, 5, 8])
-    parser.add_argument("--rules", nargs="*", default=["auto-tree", "dynamic-tree"], help="beside every γ")
+    parser.add_argument(
+        "--rules", nargs="*", default=["auto-tree", "dynamic-tree"], help="in addition to every γ"
+    )
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batch", type=int, help="side by side; otherwise one after the other")
+    parser.add_argument("--batch", type=int, help="batch size; default: one by one")
     parser.add_argument("--pool", choices=("slotted", "paged"), default="slotted", help="of --batch")
     arguments = parser.parse_args()
 

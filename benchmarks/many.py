@@ -68,7 +68,7 @@ class Taken:
 
 
 class Job(NamedTuple):
-    """A prompt, and how many tokens are decoded behind it."""
+    """A prompt, and how many tokens are decoded after it."""
 
     prompt: list[int]
     tokens: int
@@ -214,7 +214,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": {name: _together(taken, name) for name in ways},
         "ratios": _ratios(taken, given.rules),
         "requests": _by_category(taken, given.rules),
-        "parted": _parted(taken, given.rules),
+        "parted": _count_different(taken, given.rules),
     }
 
 
@@ -237,7 +237,7 @@ def _ratios(
     for a, b in pairs:
         if all({a, b} <= found.keys() for _, found in taken):
             values = [found[a].speed / found[b].speed for _, found in taken]
-            made[f"{a} / {b}"] = _told(geometric_mean(values, range(len(values))))
+            made[f"{a} / {b}"] = _show(geometric_mean(values, range(len(values))))
     return made
 
 
@@ -256,13 +256,13 @@ def _by_category(
                 for name in ("all", prompt.category):
                     ratios.setdefault(name, []).append((prompt.id, plain / took))
         made[rule] = {
-            name: _told(geometric_mean([ratio for _, ratio in each], [prompt for prompt, _ in each]))
+            name: _show(geometric_mean([ratio for _, ratio in each], [prompt for prompt, _ in each]))
             for name, each in sorted(ratios.items())
         }
     return made
 
 
-def _parted(taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]) -> int:
+def _count_different(taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]) -> int:
     """Outputs that a rule, or the scheduler, has changed."""
     ours = {"alone", "one", "plain", *rules}
     count = 0
@@ -272,7 +272,7 @@ def _parted(taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Seque
     return count
 
 
-def _told(ratio: Estimate) -> dict[str, Any]:
+def _show(ratio: Estimate) -> dict[str, Any]:
     return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "text": ratio_text(ratio)}
 
 

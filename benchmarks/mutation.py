@@ -194,21 +194,21 @@ MUTANTS = (
         SIBLINGS,
     ),
     Mutant(
-        "a sibling sees the draft beside it",
+        "a sibling sees the draft next to it",
         "decoding/tree.py:_ancestors",
         "parent + 1",
         "row - 1",
         SIBLINGS,
     ),
     Mutant(
-        "a sibling has the place behind the draft beside it",
+        "a sibling has the position after the draft next to it",
         "decoding/tree.py:tree_positions",
         "ancestors.sum(axis=1, dtype=np.int64)",
         "np.arange(1, len(ancestors) + 1)",
         SIBLINGS,
     ),
     Mutant(
-        "the logits behind another sibling are read",
+        "the logits after another sibling are read",
         "decoding/verify.py:GreedyVerification.judge",
         "logits[node + 1 : node + 2]",
         "logits[node : node + 1]",
@@ -229,7 +229,7 @@ MUTANTS = (
         TREES,
     ),
     Mutant(
-        "a drafter's best token is hidden from whoever looks next",
+        "a drafter's best token is hidden from the next reader",
         "decoding/prospects.py:largest",
         "values[every, place] = value",
         "value = place",
@@ -314,7 +314,7 @@ MUTANTS = (
     ),
     # -- acceptance ------------------------------------------------------------------------------
     Mutant(
-        "the generator is seeded anew for every draw",
+        "the generator is seeded again for every draw",
         "decoding/sampling.py:Randomness.draw",
         "u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)",
         "self.generator.manual_seed(0)\n"
@@ -330,7 +330,7 @@ MUTANTS = (
         fast=True,
     ),
     Mutant(
-        "drafts behind a rejected one are kept",
+        "drafts after a rejected one are kept",
         "decoding/sampling.py:Randomness.test",
         "next((i for i, chance in enumerate(chances) if not r[i] < chance), len(r))",
         "sum(r[i] < chance for i, chance in enumerate(chances))",
@@ -446,14 +446,14 @@ MUTANTS = (
     ),
     # -- ends and limits -------------------------------------------------------------------------
     Mutant(
-        "one token more than asked for",
+        "one token more than requested",
         "decoding/loop.py:decode",
         "limit - position - 1",
         "limit - position",
         DECODE,
     ),
     Mutant(
-        "accepted drafts behind a stop are counted",
+        "accepted drafts after a stop are counted",
         "decoding/explain.py:step_of",
         "min(accepted, kept)",
         "accepted",
@@ -594,7 +594,7 @@ MUTANTS = (
         ("tests/test_attention.py",),
     ),
     Mutant(
-        "the last token of a block of keys takes another way than the tokens beside it",
+        "the last token of a block of keys takes another path than its neighbors",
         "backends/torch/kernels/attention.py:attend",
         "masks is None and key.shape[2] % KEY_BLOCK == 0",
         "False",
@@ -652,7 +652,7 @@ MUTANTS = (
         ("tests/test_fused_forward.py", "-k", "stale"),
     ),
     Mutant(
-        "a paused run goes on upon another one's context",
+        "a paused run continues on another one's context",
         "decoding/loop.py:decode",
         "(target.epoch, drafter.epoch) != begun",
         "False",
@@ -731,7 +731,7 @@ MUTANTS = (
         ("tests/test_cli.py", "-k", "refused_command_leaves"),
     ),
     Mutant(
-        "the end of a longer trace stays behind a new one",
+        "the end of a longer trace remains after a new one",
         "cli/watchers.py:TraceOutput._keep",
         "file.truncate()",
         "pass",
@@ -745,7 +745,7 @@ MUTANTS = (
         ("tests/test_ill_typed.py", "-k", "fields"),
     ),
     Mutant(
-        "a run goes on with longer outputs",
+        "a run continues with longer outputs",
         "bench/manifest.py:changes",
         "made != asked",
         "False",
@@ -854,7 +854,7 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "requests side by side share what a rule has learned",
+        "requests of a batch share what a policy has learned",
         "generate.py:GenerationRun.as_request",
         "DraftPlan.of(self.policy).fork()",
         "DraftPlan.of(self.policy)",
@@ -896,14 +896,14 @@ MUTANTS = (
         BLOCKS,
     ),
     Mutant(
-        "blocks are shared whatever stands before them",
+        "blocks are shared whatever precedes them",
         "backends/torch/blocks.py:BlockAllocator._digest",
         "before + part.tobytes()",
         "part.tobytes()",
         BLOCKS,
     ),
     Mutant(
-        "a request sees what lies behind its own rows",
+        "a request sees what follows its own rows",
         "backends/torch/pools.py:BatchedCache._together",
         "mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)",
         "mask[i, 0, :count] = True",
@@ -947,7 +947,7 @@ MUTANTS = (
     ),
     # -- tuning ------------------------------------------------------------------------------------
     Mutant(
-        "a race drops whoever is behind, sure or not",
+        "a race drops slower candidates, sure or not",
         "tune/race.py:Race.upper_bound",
         "self._log_bound(name, over, self.level)",
         "self._log_ratio(name, over)",
@@ -961,7 +961,7 @@ MUTANTS = (
         ("tests/test_race.py", "-k", "spend_no_more"),
     ),
     Mutant(
-        "what held a generation up counts as its own slowness",
+        "machine load counts as the generation's own slowness",
         "tune/race.py:Race._differences",
         "speed + correction",
         "speed",
@@ -989,7 +989,7 @@ MUTANTS = (
         ("tests/test_tune.py", "-k", "predicted_from_its_steps_and_shared"),
     ),
     Mutant(
-        "a tuning that goes on measures everything again",
+        "a resumed search measures everything again",
         "tune/search.py:Search._measure",
         "cell.key not in self._stored",
         "cell.key not in self._stored or not cell.warmup",
@@ -1004,7 +1004,7 @@ MUTANTS = (
         HEADS,
     ),
     Mutant(
-        "a head goes on from keys of its own drafts",
+        "a head continues from keys of its own drafts",
         "backends/torch/head_scorers.py:EagleScorer._drop_drafts",
         "cache.rollback(self._read)",
         "pass",
@@ -1081,7 +1081,7 @@ MUTANTS = (
         ("tests/test_schedule.py", "-k", "states"),
     ),
     Mutant(
-        "who cannot be put back ends the one that wanted the room",
+        "a request that cannot be preempted ends the one that needed memory",
         "decoding/schedule.py:Scheduler._put_back",
         "self._fail(job, error, events)\nreturn",
         "raise error",

@@ -40,7 +40,7 @@ Row = Mapping[str, Any]
 Unit = tuple[str, int]
 """A prompt and its turn."""
 Shape = tuple[int, ...]
-"""By node of a draft the one it stands behind, -1 for the context."""
+"""For each node of a draft its parent, -1 for the context."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StepCosts:
     rest_s: Sequence[float]
 
     def of(self, nodes: int, passes: int | None = None) -> float:
-        """Seconds of a step with so many drafts, and as many passes if nothing else is said."""
+        """Return the seconds of a step with that many drafts, and by default as many passes."""
         return (nodes if passes is None else passes) * self.draft_s + self.rest_s[nodes + 1]
 
     def reading(self, prefill_s: float) -> float:
@@ -106,9 +106,9 @@ def right_ranks(rows: Iterable[Row], output: Sequence[int]) -> list[int | None]:
             ranks, widths = _of_tree(row, number)
             for i in range(place, min(place + accepted, shared)):
                 known[i] = ranks[i - place] if ranks is not None else 0
-            # What was rejected is wrong, and so is what a drafter asked for more did not come up with.
-            room = len(row["token_ids"]) - place - 1
-            missing = not math.isnan(row["gamma"]) and accepted == drafted < min(row["gamma"], room)
+            # What was rejected is wrong, and so is what a drafter could not draft although more was allowed.
+            budget = len(row["token_ids"]) - place - 1
+            missing = not math.isnan(row["gamma"]) and accepted == drafted < min(row["gamma"], budget)
             end = place + accepted
             if (tested > accepted or missing) and end < shared:
                 wrong = -widths[accepted] if widths is not None else -1
@@ -149,7 +149,7 @@ def _rows(step: Mapping[str, float]) -> int:
 
 
 def chains(longest: int) -> list[Shape]:
-    """Of every length up to so many tokens, the empty one first."""
+    """Return chains of every length up to that many tokens, the empty one first."""
     return [tuple(range(-1, gamma - 1)) for gamma in range(longest + 1)]
 
 
@@ -157,16 +157,16 @@ def kept(shape: Mapping[int, Sequence[int]], ranks: Sequence[int | None]) -> int
     """How many tokens a step keeps: along the right candidates, as long as the draft has them.
 
     Args:
-        shape: By node, -1 for the context, those that stand behind it.
+        shape: For each node, -1 for the context, its children.
         ranks: Of the tokens to come, see ``right_ranks``. Of what is not known the next candidate counts as right.
     """
     node, tokens = -1, 0
     for rank in ranks:
-        behind = shape.get(node, ())
+        children = shape.get(node, ())
         place = 0 if rank is None else abs(rank)
-        if place >= len(behind):
+        if place >= len(children):
             break
-        node = behind[place]
+        node = children[place]
         tokens += 1
     return tokens
 
@@ -185,22 +185,22 @@ def best_course(
         costs: Of the steps.
     """
     end = len(ranks)
-    behind: list[dict[int, list[int]]] = []
+    children: list[dict[int, list[int]]] = []
     for shape in shapes:
-        behind.append({})
+        children.append({})
         for node, parent in enumerate(shape):
-            behind[-1].setdefault(parent, []).append(node)
+            children[-1].setdefault(parent, []).append(node)
     depths = [depth_of(len(shape), shape) for shape in shapes]
     seconds = [costs.of(len(shape), depth) for shape, depth in zip(shapes, depths, strict=True)]
     best = [0.0] * (end + 1)
     choice, reached = [0] * (end + 1), [0] * (end + 1)
     for place in range(end - 1, first - 1, -1):
-        room = end - place - (not room_for_all)
+        budget = end - place - (not room_for_all)
         best[place] = math.inf
         for number, depth in enumerate(depths):
-            if depth > room:
+            if depth > budget:
                 continue
-            to = min(end, place + kept(behind[number], ranks[place : place + depth]) + 1)
+            to = min(end, place + kept(children[number], ranks[place : place + depth]) + 1)
             if seconds[number] + best[to] < best[place]:
                 best[place], choice[place], reached[place] = seconds[number] + best[to], number, to
     course, place = [], first
@@ -226,7 +226,7 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
         ``wasted``, the share of the drafted positions at which nothing was accepted, and ``fit``.
 
     Raises:
-        UsageError: No drafter has a greedy generation beside one of plain decoding.
+        UsageError: No drafter has a greedy generation next to one of plain decoding.
     """
     plain: dict[Unit, list[Row]] = defaultdict(list)
     by_drafter: dict[str, list[Row]] = defaultdict(list)
@@ -247,7 +247,7 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
             found.append({"drafter": drafter, **_study_drafter(units, plain, gamma_max)})
     if not found:
         raise UsageError(
-            "No drafter has a greedy generation beside one of plain decoding.", "Sweep at temperature 0."
+            "No drafter has a greedy generation next to one of plain decoding.", "Sweep at temperature 0."
         )
     return found
 
@@ -282,7 +282,7 @@ def _study_drafter(
         ]
         shapes = list(dict.fromkeys([*chains(longest), *grown]))
         tree_oracle, bounds["tree_oracle"] = known.bound(shapes, of_trees)
-        bounds["branch_oracle"] = known.bound(chains(longest), of_trees, beside=len(rates))[1]
+        bounds["branch_oracle"] = known.bound(chains(longest), of_trees, candidates=len(rates))[1]
     by_config: dict[str, dict[Unit, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for unit, mine in units.items():
         for row in mine:
@@ -341,23 +341,23 @@ class _Known:
             unit: {tuple(row["token_ids"]): right_ranks(mine, row["token_ids"]) for row in mine}
             for unit, mine in units.items()
         }
-        behind = [
+        later = [
             rank
             for unit, mine in units.items()
             for output, row in {tuple(row["token_ids"]): row for row in mine}.items()
             for rank in self._ranks[unit][output][first_tokens(row) :]
         ]
-        self.unknown = behind.count(None) / len(behind)
+        self.unknown = later.count(None) / len(later)
 
     def bound(
-        self, shapes: Sequence[Shape], costs: StepCosts, *, beside: int = 1
+        self, shapes: Sequence[Shape], costs: StepCosts, *, candidates: int = 1
     ) -> tuple[dict[Unit, float], dict[str, float]]:
         """The speedup of each prompt with the best of some drafts in every step, and the figures over all.
 
         Args:
             shapes: See ``best_course``.
             costs: Of steps.
-            beside: A right one of so many candidates counts as the first, and what was not tested of them as right.
+            candidates: A right one of that many candidates counts as the first, and untested ones as right.
         """
         found: dict[Unit, float] = {}
         tokens, courses = 0, []
@@ -365,8 +365,8 @@ class _Known:
             ratios = {}
             for output, row in {tuple(row["token_ids"]): row for row in mine}.items():
                 ranks = self._ranks[unit][output]
-                if beside > 1:
-                    ranks = [None if rank is None or abs(rank) < beside else -1 for rank in ranks]
+                if candidates > 1:
+                    ranks = [None if rank is None or abs(rank) < candidates else -1 for rank in ranks]
                 first = first_tokens(row)
                 course = [
                     shapes[number]

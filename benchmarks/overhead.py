@@ -60,7 +60,7 @@ class TableCache:
 
 
 class TableScorer:
-    """A scorer whose logits behind the k-th draft are row k of a table, whatever the context.
+    """A scorer whose logits after the k-th draft are row k of a table, whatever the context.
 
     Args:
         table: Shape [longest draft + 1, vocab].
@@ -142,7 +142,7 @@ def steps(
 
 
 def in_turn(jobs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Median time of each job in µs, called in turn for so many seconds in all, at least 7 times and 2 to warm up."""
+    """Median time of each job in µs, called in turn for that many seconds in all, at least 7 times and 2 to warm up."""
     times: list[list[float]] = [[] for _ in jobs]
     until = time.perf_counter() + seconds
     for job in (*jobs, *jobs):
@@ -227,7 +227,7 @@ def measure(mode: str, gamma: int, vocabulary: int, dtype: torch.dtype, seconds:
     )
     seen: list[Step] = []
     halves: list[tuple[float, float]] = []
-    for _ in range(2):  # the loop and what it is held against in turn, so that both meet the same machine
+    for _ in range(2):  # the loop and its reference in turn, so that both meet the same machine
         (taken,) = in_turn([lambda: seen.append(next(run))], seconds / 4)
         halves.append((taken, floor(mode, target, drafter, seconds / 4)))
     step_us, floor_us = (statistics.mean(column) for column in zip(*halves, strict=True))
@@ -327,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
     growth = []
     if given.contexts:
-        print(f"\nµs per step, γ 4, vocabulary 1,000, behind a context of{'':9}"
+        print(f"\nµs per step, γ 4, vocabulary 1,000, after a context of{'':9}"
               + " ".join(f"{length:>8,}" for length in given.contexts))  # fmt: skip
         for mode in SAMPLINGS:
             for name in ("none", "model", "lookup", "ngram") if mode != "greedy, penalty" else ("model",):

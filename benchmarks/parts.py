@@ -23,7 +23,7 @@ for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 
 
 class Parts:
-    """Finished parts of a benchmark, one JSON line each behind a line with the settings; kept in a file or nowhere.
+    """Finished parts of a benchmark, one JSON line each after a line with the settings; kept in a file or nowhere.
 
     Args:
         path: The file, begun or not; ``None`` keeps the parts in memory only.

@@ -51,7 +51,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def cache_bytes(model: Any, tokens: int) -> int:
-    """Bytes of keys and values of so many tokens, in the model's dtype."""
+    """Return the bytes of keys and values of that many tokens, in the model's dtype."""
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     element = model.get_input_embeddings().weight.element_size()
@@ -70,7 +70,7 @@ def readers(buffer: torch.Tensor) -> dict[str, tuple[Callable[[], object], int]]
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began

@@ -225,7 +225,7 @@ def _onnxruntime(asked: Mapping[str, Any]) -> Decode:
 
 
 _DRAFTED = 5
-"""Tokens that openvino-genai is told to draft in a step; llama.cpp keeps its own defaults."""
+"""Draft length for openvino-genai; llama.cpp keeps its own default."""
 
 
 def _openvino(asked: Mapping[str, Any]) -> Decode:
@@ -296,7 +296,7 @@ def _llama_cpp(asked: Mapping[str, Any]) -> Decode:
 
 
 def serve(asked: Mapping[str, Any]) -> None:
-    """Load what is asked for, and answer prompts until there are no more."""
+    """Load the requested decoder, and answer prompts until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print
 

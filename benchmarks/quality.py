@@ -91,8 +91,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     texts = []
     for prompt in load_prompts(given.prompts, limit=given.limit):
         ids = encode_prompt(target.tokenizer, prompt.turns[0], system=prompt.system)
-        room = target.scorer.context_limit
-        if room is not None and len(ids) + given.tokens > room:
+        limit = target.scorer.context_limit
+        if limit is not None and len(ids) + given.tokens > limit:
             continue
         made = autoregressive_generate(
             ids, target, max_new_tokens=given.tokens, ignore_eos=True, model_defaults=False

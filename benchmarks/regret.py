@@ -82,7 +82,7 @@ PREDICTED = 0.1
 """Scatter of the log of what is predicted of a candidate over the truth: 0.07 to 0.1 in docs/log.md."""
 
 RACED, PROMPTS, REPEATS = 12, 120, 3
-"""Of a race over scatter: candidates at most, and prompts, how often each."""
+"""In a race over scatter: the most candidates, the prompts, and how often each."""
 
 MINUTES, MINUTES_OF_OTHERS = 6.0, 30.0
 """What the built-in model is given, and a real pair."""
@@ -94,7 +94,7 @@ Measure = Callable[[str, Block], Timing | None]
 
 
 class FakeClock:
-    """A clock that only moves when it is told to."""
+    """A clock that only moves when it is set."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -121,7 +121,7 @@ class Simulated:
         speed: Log tokens per second of plain decoding.
         first_s: To the first token.
         effect: What a prompt does to one candidate, and to all (""), in place of ``spread``.
-        told: Standard deviation of what passes of the target say wrongly of how long a generation took, in log.
+        error: Standard deviation, in log, of the error in what target passes say about a generation's time.
         own: The same of what they say wrongly of all generations of a candidate.
         predicted: The same of what is predicted of it; ``None``: nothing is.
         categories: Of the prompts, in turn.
@@ -137,7 +137,7 @@ class Simulated:
     speed: float = 3.0
     first_s: float = 0.0
     effect: Callable[[str, str], float] | None = None
-    told: float = TOLD
+    error: float = TOLD
     own: float = OWN
     predicted: float | None = PREDICTED
     categories: Sequence[str] = ("",)
@@ -159,8 +159,8 @@ class Simulated:
         effect = find(name, block.prompt) + find("", block.prompt)
         seconds = self.tokens / math.exp(self.speed + self.truth[name] + effect - slow)
         self.clock.seconds += self.first_s + seconds
-        told = math.exp(slow + self._drawn(self.own, name) + self.told * self._random.normal())
-        return Timing(self.tokens, seconds, told)
+        estimate = math.exp(slow + self._drawn(self.own, name) + self.error * self._random.normal())
+        return Timing(self.tokens, seconds, estimate)
 
     def _effect(self, name: str, prompt: str) -> float:
         key = (name, prompt)
@@ -169,7 +169,7 @@ class Simulated:
         return self._effects[key]
 
     def _drawn(self, deviation: float, name: str) -> float:
-        """Of that name alone, so that it does not hang on who is measured when."""
+        """Return the effect of that name alone, independent of the order of measurement."""
         return deviation * float(np.random.default_rng([self.seed, *name.encode()]).normal())
 
     def race(self, prompts: int = 100, seconds: float = math.inf) -> tuple[Race, Ending]:
@@ -187,7 +187,7 @@ class Simulated:
         return {name: math.exp(over[name] + self._drawn(self.predicted, f"{name}=")) for name in names}
 
     def regret(self, race: Race) -> float:
-        """Of the choice, by the truth."""
+        """Return the regret of the choice, by the truth."""
         return 1.0 - math.exp(self.truth[choice_of(race)] - max(self.truth.values()))
 
 
@@ -230,7 +230,7 @@ class Scatter:
         categories: Of the prompts.
         noise: Standard deviation of the log speed of a generation.
         first_s: Median time to the first token.
-        tokens: Median number of tokens behind it.
+        tokens: Median number of tokens.
         minutes: For a search over such models.
     """
 
@@ -551,7 +551,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--simulated", type=int, metavar="N", help="so many races over made-up speeds")
+    parser.add_argument("--simulated", type=int, metavar="N", help="number of races over made-up speeds")
     parser.add_argument(
         "--spreads", type=Path, nargs="+", metavar="RUN", help="over the scatter of these runs"
     )
@@ -562,7 +562,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=6.0, help="of each")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0, help="of the first")
-    parser.add_argument("--busy", action="store_true", help="another process keeps a core busy beside tune")
+    parser.add_argument("--busy", action="store_true", help="another process keeps a core busy during tune")
     parser.add_argument("--sweep", type=Path, help="folder of the exhaustive sweep, begun or not")
     parser.add_argument(
         "--least",
@@ -572,8 +572,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--limit", type=int, default=36, help="its prompts")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--hours", type=float, default=math.inf, help="end by then; the same call goes on")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what tune said there, and go on")
+    parser.add_argument("--hours", type=float, default=math.inf, help="time limit; the same call continues")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
     return parser.parse_args(arguments)
 
 

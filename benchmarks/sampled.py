@@ -1,7 +1,7 @@
 """Compare sampled runs with the target's own probabilities, on real (tiny) transformers.
 
     python benchmarks/sampled.py                 # finds a bias of 1% with 95% power; some minutes per drafter
-    python benchmarks/sampled.py --bias 0.05     # coarser and quick
+    python benchmarks/sampled.py --bias 0.05     # coarser and fast
 
 Two random Llamas over 8 tokens, float32, with real caches and rollbacks. The exact probability of every output of
 three tokens comes from full passes of the target; the second and third token of many seeded runs are tested against

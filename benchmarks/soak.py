@@ -61,8 +61,8 @@ class Soak:
     Attributes:
         ends: How requests have ended, by kind.
         wrong: What should not have happened, in sentences.
-        held: By the process behind every round, with what the collector has not found yet.
-        settled: Behind the first ones, and in the end, with nothing but what is held.
+        rounds: Memory after every round, with uncollected objects.
+        settled: Memory after the first rounds and at the end, after collection.
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -76,14 +76,14 @@ class Soak:
         self.longest = max(map(len, self.prompts)) + max(LENGTHS)
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.held: list[Footprint] = []
+        self.rounds: list[Footprint] = []
         self.settled: list[Footprint] = []
         self._alone: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def round(self) -> None:
         """Requests that come, and what becomes of them."""
         choice, given = self.choice, self.given
-        room = 4 * (self.longest + 128)  # for some of eight, and for each of those that fit
+        capacity = 4 * (self.longest + 128)  # for some of eight, and for each of those that fit
         picked: list[tuple[int, int, bool]] = []
         runs: list[GenerationRun] = []
         for _ in range(given.requests):
@@ -92,7 +92,7 @@ class Soak:
             picked.append((prompt, tokens, greedy))
             runs.append(
                 GenerationRun(
-                    self.prompts[prompt] * (1 if fits else 1 + room // len(self.prompts[prompt])),
+                    self.prompts[prompt] * (1 if fits else 1 + capacity // len(self.prompts[prompt])),
                     self.target,
                     choice.choice(self.drafters),
                     policy=build_policy(choice.choice(RULES)),
@@ -103,7 +103,7 @@ class Soak:
                 )
             )
         arrivals = list(accumulate(choice.expovariate(given.rate) for _ in runs))
-        many = GenerationRuns((), later=runs, max_batch=8, pool="paged", pool_tokens=room)
+        many = GenerationRuns((), later=runs, max_batch=8, pool="paged", pool_tokens=capacity)
         begun = many.now()
         for run, seconds in zip(runs, arrivals, strict=True):
             many.add(run, begun + seconds)
@@ -115,13 +115,13 @@ class Soak:
         assert many.factory is not None
         use = many.factory.use
         if use is None or use.used:
-            self.wrong.append(f"the pool is not empty behind a round: {use}")
-        self.held.append(Footprint.now())
-        if len(self.held) == WARM_UP:
+            self.wrong.append(f"the pool is not empty after a round: {use}")
+        self.rounds.append(Footprint.now())
+        if len(self.rounds) == WARM_UP:
             self.settle()
 
     def settle(self) -> None:
-        """See what is held."""
+        """Measure memory after collection."""
         gc.collect()
         self.settled.append(Footprint.now())
 
@@ -178,7 +178,7 @@ class Soak:
         return self._alone[prompt, tokens]
 
     def end_another(self) -> None:
-        """Start `generate --prompts`, and end it by SIGTERM at some time behind its first line."""
+        """Start `generate --prompts`, and end it by SIGTERM at some time after its first line."""
         words = ["generate", "--prompts", "all", "--json", "--quiet", "--batch", "4", "--drafter", "lookup"]
         words += ["--max-new-tokens", "8", "--target", self.given.target]
         with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
@@ -202,7 +202,7 @@ class Soak:
 
 
 def _name_in(line: str) -> str | None:
-    """Of the prompt that a line of output is about; ``None`` where it is not whole."""
+    """Return the prompt that a line of output is about; ``None`` if the line is incomplete."""
     try:
         return str(json.loads(line)["id"]) if line.endswith("\n") else None
     except (ValueError, TypeError, KeyError):
@@ -217,23 +217,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafters", nargs="+", default=["none", "lookup", "suffix", "self:layers=10"])
-    parser.add_argument("--prompts", type=int, default=24, help="so many of the shortest")
+    parser.add_argument("--prompts", type=int, default=24, help="number of the shortest prompts")
     parser.add_argument("--requests", type=int, default=40, help="in a round")
     parser.add_argument("--rate", type=float, default=4.0, help="arrivals per second")
-    parser.add_argument("--cancel", type=float, default=0.01, help="the chance behind every record")
+    parser.add_argument("--cancel", type=float, default=0.01, help="probability after every record")
     parser.add_argument("--sigterm", type=int, default=5, metavar="N", help="every N rounds; 0: never")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     soak = Soak(given)
     until = time.monotonic() + 60 * given.minutes
-    while time.monotonic() < until or not soak.held:
+    while time.monotonic() < until or not soak.rounds:
         soak.round()
-        if given.sigterm and len(soak.held) % given.sigterm == 0:
+        if given.sigterm and len(soak.rounds) % given.sigterm == 0:
             soak.end_another()
-        round_ = f"round {len(soak.held)}: {dict(soak.ends)}, {len(soak.wrong)} wrong"
-        print(f"{round_}, {soak.held[-1].told()}", flush=True)
+        round_ = f"round {len(soak.rounds)}: {dict(soak.ends)}, {len(soak.wrong)} wrong"
+        print(f"{round_}, {soak.rounds[-1].text()}", flush=True)
     soak.settle()
-    grown = growth(soak.held[WARM_UP:])
+    grown = growth(soak.rounds[WARM_UP:])
     objects = soak.settled[-1].objects / soak.settled[0].objects
     if grown.get("resident", 0.0) > GROWTH:
         soak.wrong.append(f"the process has grown: {grown['resident']:.3f} times the memory")
@@ -245,13 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "soak",
         "target": given.target,
         "minutes": given.minutes,
-        "rounds": len(soak.held),
-        "requests": len(soak.held) * given.requests,
+        "rounds": len(soak.rounds),
+        "requests": len(soak.rounds) * given.requests,
         "ends": dict(soak.ends),
         "grown": grown,
         "objects": round(objects, 4),
         "settled": [asdict(each) for each in soak.settled],
-        "peak_rss_mb": round(max(each.resident for each in soak.held) / 2**20),
+        "peak_rss_mb": round(max(each.resident for each in soak.rounds) / 2**20),
         "given_back_mb": round(given_back() / 2**20),
         "wrong": len(soak.wrong),
     }

@@ -85,7 +85,7 @@ def kept_from_below(draft: Draft, p: TargetRows, node: int = -1, chance: float =
     """Block and traversal verification.
 
     Returns:
-        The chance that something of the branch is kept, this node at least, and the tokens behind this node that are
+        The chance that something of the branch is kept, this node at least, and the tokens after this node that are
         expected, counted as none where nothing is kept.
     """
     candidates = draws_of(draft, node)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=96, help="of each output")
     parser.add_argument("--steps", type=int, default=400, help="of the first shape in all, at least")
-    parser.add_argument("--out", type=Path, help="keep finished prompts here, and go on with them")
+    parser.add_argument("--out", type=Path, help="continue from this file")
     args = parser.parse_args(arguments)
 
     prompts = load_prompts(["all"])

@@ -72,7 +72,7 @@ Way = Callable[[list[int], int], Taken]
 
 
 class _Watch(StoppingCriteria):
-    """Never stops; ``generate`` calls it behind every emission, and it notes the time."""
+    """Never stops; ``generate`` calls it after every emission, and it notes the time."""
 
     def __init__(self) -> None:
         self.first_at = self.last_at = 0.0
@@ -92,7 +92,7 @@ def transformers_way(
     assistant_settings: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Way:
-    """``generate``, with an assistant if one is given, whose settings are made anew for every call: it adapts them."""
+    """Return `generate`, with an assistant if given, whose settings are reset for every call, since it adapts them."""
 
     def run(prompt: list[int], count: int) -> Taken:
         # What a call leaves unset would come from the model's own file.
@@ -126,7 +126,7 @@ def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
     Args:
         spec: The model.
         backend: "torch", torch's own dynamic quantization, which no option of `transformers` names; or "quanto", one
-            of its backends (`optimum-quanto`, installed apart).
+            of its backends (`optimum-quanto`, installed separately).
     """
     if backend == "quanto":
         from transformers import AutoModelForCausalLM, QuantoConfig
@@ -210,7 +210,7 @@ def measure(
     """Decode one prompt in all ways, one after another in an order that ``place`` fixes.
 
     Returns:
-        By name: ``seconds``, ``tokens``, ``decode_s`` and ``decoded`` (tokens behind the first emission),
+        By name: ``seconds``, ``tokens``, ``decode_s`` and ``decoded`` (tokens after the first emission),
         ``agreement`` with `generate`, or with plain decoding of a rounded target ("identical", "tie" or "differs"), and
         the place of the first difference.
     """
@@ -278,7 +278,7 @@ def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The table."""
     width = max(len(line["name"]) for line in lines)
-    print(f"\n{'':{width}} {'tokens/s':>9} {'over generate':>20} {'behind the first':>20} {'over assisted':>20}"
+    print(f"\n{'':{width}} {'tokens/s':>9} {'over generate':>20} {'after the first':>20} {'over assisted':>20}"
           f" {'over the best peer':>20}  identical/tie/differs")  # fmt: skip
     for line in lines:
         ratios = [line[name] for name in RATIOS]
@@ -314,10 +314,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="keep what is done there, and go on with it"
-    )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; --resume goes on")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="time limit; --resume continues")
     given = parser.parse_args(arguments)
     if GENERATE in given.without:
         parser.error(f"{GENERATE!r} is what the others are compared with")
