@@ -51,6 +51,18 @@ class Items:
     heading: str = ""
 
 
+Span = tuple[str, str]
+"""A text, and its style on a terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Labels, in a column of ``width`` cells on a terminal, with their values."""
+
+    pairs: Sequence[tuple[str, Sequence[Span]]]
+    width: int = 11
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """An image file next to the document; terminals do not show it."""
@@ -90,7 +102,7 @@ class Sheet:
     elsewhere: str = "in summary.md, or on a wider terminal"
 
 
-Part = Heading | Paragraph | Code | Items | Image | Sheet
+Part = Heading | Paragraph | Code | Items | Facts | Image | Sheet
 
 
 # --- Markdown -------------------------------------------------------------------------------------
@@ -113,6 +125,9 @@ def _markdown(part: Part) -> str:
         case Items():
             heading = f"{_escaped(part.heading)}\n\n" if part.heading and part.lines else ""
             return heading + "\n".join(f"- {_escaped(line)}" for line in part.lines)
+        case Facts():
+            lines = [f"{label}: {''.join(text for text, _ in value)}" for label, value in part.pairs]
+            return _markdown(Items(lines))
         case Image():
             return f"![{_escaped(part.alternative)}]({part.path})"
         case Sheet():
@@ -141,11 +156,15 @@ _NAME_CELLS = 28  # a longer name takes several lines
 _LEAST_NAME_CELLS = 8
 _VERDICT_CELLS = 12
 _BETWEEN = 2  # cells between columns
-_ASCII_WORDS = {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x", "≥": ">="}
+_ASCII_WORDS = {
+    "γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x", "≥": ">=", "·": ".", "✓": "+", "✗": "x",
+    "⟨": "[", "⟩": "]", "─": "-", "━": "=", "│": "|", "├": "|", "┝": "|", "└": "`", "┕": "`",
+    **{digit: f"_{number}" for number, digit in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+}  # fmt: skip
 
 
 def show(console: Console, *parts: Part, wrap: bool = True) -> None:
-    """Print a document, readable from 60 columns, with blank lines except between paragraphs.
+    """Print a document, readable from 60 columns, with blank lines between parts that do not belong together.
 
     Args:
         console: Where.
@@ -161,7 +180,9 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
     for part in parts:
         if isinstance(part, Image) or (isinstance(part, Items) and not part.lines):
             continue
-        if before is not None and not (isinstance(part, Paragraph) and isinstance(before, Paragraph)):
+        paragraphs = isinstance(part, Paragraph) and isinstance(before, Paragraph)
+        below = isinstance(part, Facts) or (isinstance(before, Heading) and before.level > 2)
+        if before is not None and not paragraphs and not below:
             console.print()
         before = part
         match part:
@@ -176,6 +197,8 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
                     say(line)
                 for line in part.lines:
                     say(f"  {line}")
+            case Facts():
+                console.print(_grid(part, console.encoding))
             case Sheet():
                 tables, notes = _tables(part, console.width, console.encoding)
                 for table in tables:
@@ -203,6 +226,19 @@ def spelled_out(text: str, encoding: str) -> str:
 
 def _safe_line(text: str, encoding: str) -> str:
     return re.sub(r"[\n\t]+", " ", spelled_out(text, encoding))
+
+
+def _grid(facts: Facts, encoding: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    grid.add_column(width=facts.width, style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in facts.pairs:
+        spans = ((spelled_out(text, encoding), style) for text, style in value)
+        grid.add_row(Text(f"  {label}"), Text.assemble(*spans))
+    return grid
 
 
 def _tables(sheet: Sheet, width: int, encoding: str) -> tuple[list[Table], list[str]]:
@@ -269,7 +305,7 @@ def _table(
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
     for i in kept:
         side: Literal["left", "right"] = "left" if i == 0 or i in sheet.left else "right"
-        cells = max(_LEAST_NAME_CELLS, widths[0] - over) if i == 0 else widths[i]
+        cells = max(min(_LEAST_NAME_CELLS, widths[0]), widths[0] - over) if i == 0 else widths[i]
         table.add_column(Text(headings[i]), justify=side, vertical="bottom", overflow="fold", width=cells)
     for number, row in enumerate(rows):
         cells_of_row = [Text(row[i]) for i in kept]  # as Text: markup in a name stays as it is

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
-from rich.text import Text
 
 from specbench.base.textsafe import terminal_safe, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
+from specbench.show.document import Facts, Heading, Part, Sheet, Span, show
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from specbench.results.trace import Event, TraceTimes, TraceVerdict
 
-_WIDEST = 100  # cells; wider consoles are not filled
-_GUTTER = 13  # cells of a label and its margins
-_WIDE = 72  # cells from which the table of drafts starts in the column of the values
 _TOKEN_CELLS = (6, 30)  # minimum and maximum for a token in the table of drafts
-_TAIL_CHARACTERS, _TAIL_LINES = 600, 8  # of the text so far
-
+_TAIL_CHARACTERS, _TAIL_LINES = 400, 8  # of the text so far
+_GUTTER = 11  # cells of a label
 _STYLES = {
     "accepted": "green",
     "rejected": "red",
@@ -33,52 +30,9 @@ _STYLES = {
     "bonus": "bold cyan",
     "target": "bold blue",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Signs:
-    """Signs of the view for one encoding; ``branches``: line, branch, last branch, and both of these if accepted."""
-
-    gamma: str
-    rule: str
-    between: str
-    nothing: str
-    cut: str
-    minus: str
-    verdicts: Mapping[str, str]
-    marks: Mapping[str, tuple[str, str]]
-    branches: tuple[str, str, str, str, str]
-    digits: str
-
-    def indexed(self, name: str, i: int) -> str:
-        """Return p or q with an index."""
-        return name + ("".join(self.digits[int(digit)] for digit in str(i)) if self.digits else f"_{i}")
-
-
-_UNICODE = _Signs(
-    gamma="γ",
-    rule="─",
-    between=" · ",
-    nothing="–",
-    cut="…",
-    minus="−",
-    verdicts={"accepted": "✓", "rejected": "✗", "untested": "·"},
-    marks={"corrected": ("⟨", "⟩"), "bonus": ("⟨+", "⟩"), "target": ("⟨=", "⟩")},
-    branches=("│ ", "├─", "└─", "┝━", "┕━"),
-    digits="₀₁₂₃₄₅₆₇₈₉",
-)
-_ASCII = _Signs(
-    gamma="gamma",
-    rule="-",
-    between=", ",
-    nothing="-",
-    cut="...",
-    minus="-",
-    verdicts={"accepted": "+", "rejected": "x", "untested": "."},
-    marks={"corrected": ("[", "]"), "bonus": ("[+", "]"), "target": ("[=", "]")},
-    branches=("| ", "|-", "`-", "|=", "`="),
-    digits="",
-)
+_SIGNS = {"accepted": "✓", "rejected": "✗", "untested": "·"}
+_MARKS = {"accepted": ("", ""), "corrected": ("⟨", "⟩"), "bonus": ("⟨+", "⟩"), "target": ("⟨=", "⟩")}
+_DIGITS = "₀₁₂₃₄₅₆₇₈₉"
 
 
 class TraceView:
@@ -86,308 +40,229 @@ class TraceView:
 
     In the text so far accepted drafts are plain; correction tokens, bonus tokens and the target's own (of the prefill
     and of steps without a draft) are in marks that the header explains, and in styles if the console has colors.
-
-    Args:
-        console: Where to print. Without a UTF encoding everything is shown in characters that it has.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._encoding = console.encoding
-        self._signs = _UNICODE if self._encoding.startswith("utf") else _ASCII
+        self._visible = partial(visible, encoding=console.encoding)
         self._begin(greedy=False, lossless=True)
 
     def show(self, event: Event) -> None:
         """Print one event."""
         match event:
             case TraceHeader():
-                self._header(event)
+                parts = self._header(event)
             case TracePrefill():
-                self._prefill(event)
+                parts = self._prefill(event)
             case TraceStep():
-                self._step(event)
+                parts = self._step(event)
             case TraceEnd():
-                self._end(event)
+                parts = self._end(event)
+        show(self._console, *parts)
+        self._console.print()
 
     def _begin(self, *, greedy: bool, lossless: bool) -> None:
         self._greedy = greedy
         self._lossless = lossless
         self._verification: str | None = None
-        self._runs: list[tuple[str, str]] = []  # (origin, text): the end of the output so far
-        self._cut = False
+        self._runs: list[Span] = []  # the end of the output so far, with origins
 
     # One method per kind of event.
 
-    def _header(self, event: TraceHeader) -> None:
+    def _header(self, event: TraceHeader) -> list[Part]:
         self._begin(greedy=event.greedy, lossless=event.lossless)
-        self._rule("trace")
-        self._label("target", f"{self._one_line(event.target)} ({self._one_line(event.dtype)})")
-        self._label("drafter", self._one_line(event.drafter))
         options = {name: value for name, value in event.options.items() if value is not None}
-        self._items(
-            "options", [f"{self._one_line(name)} {self._option(value)}" for name, value in options.items()]
-        )
-        self._label("prompt", f"{event.prompt_tokens} tokens: {self._end_of(event.prompt_tail)}")
         verification = options.get("verification")
         if isinstance(verification, str) and verification not in ("rejection", "residual"):
             self._verification = verification
+        sibling = ", a sibling of it if it is the correction token" if verification == "residual" else ""
+        verdict = f"a draft is accepted if r < p/q{sibling}"
         if self._greedy:
-            self._label("verdict", "a draft is accepted if it is the argmax of p")
-            self._label("note", "greedy: p and q are of the softmax without temperature and decide nothing")
+            verdict = "a draft is accepted if it is the argmax of p"
         elif self._verification is not None:
-            self._label("verdict", f"by {self._one_line(self._verification)}, see docs/trees.md")
-        else:
-            sibling = ", a sibling of it if it is the correction token" if verification == "residual" else ""
-            self._label("verdict", f"a draft is accepted if r < p/q{sibling}")
-        if not self._lossless:
-            self._label("note", Text("not lossless: the residual adjustment is off", "bold red"))
-        legend = Text("accepted")
-        for kind in ("corrected", "bonus", "target"):
-            legend.append("  ").append_text(self._marked(kind, kind))
-        self._label("legend", legend)
-        self._console.print()
+            verdict = f"by {self._one_line(self._verification)}, see docs/trees.md"
+        notes = [("not lossless: the residual adjustment is off", "bold red")][self._lossless :]
+        if self._greedy:
+            notes.append(("greedy: p and q are of the softmax without temperature and decide nothing", ""))
+        prompt = self._one_line(event.prompt_tail)
+        most = 2 * (self._console.width - _GUTTER) - 30
+        prompt = f"…{prompt[-most:]}" if len(prompt) > most else prompt
+        texts = (
+            f"{self._one_line(name)} {self._one_line(value if isinstance(value, str) else json.dumps(value))}"
+            for name, value in options.items()
+        )
+        facts: list[tuple[str, Sequence[Span]]] = [
+            ("target", [(f"{self._one_line(event.target)} ({self._one_line(event.dtype)})", "")]),
+            ("drafter", [(self._one_line(event.drafter), "")]),
+            ("options", self._items(texts)),
+            ("prompt", [(f"{event.prompt_tokens} tokens: {prompt}", "")]),
+            ("verdict", [(verdict, "")]),
+            *(("note", [note]) for note in notes),
+        ]
+        legend = [self._marked(kind, kind) for kind in _MARKS]
+        facts.append(("legend", [part for each in legend for part in (*each, ("  ", ""))]))
+        return [Heading("trace", 3), Facts(facts, _GUTTER)]
 
-    def _prefill(self, event: TracePrefill) -> None:
-        self._rule("prefill", f"{event.prompt_tokens} tokens", f"{_milliseconds(event.time_s)} ms")
+    def _prefill(self, event: TracePrefill) -> list[Part]:
+        facts: list[tuple[str, Sequence[Span]]] = []
         if event.text is not None:
-            self._closing("target", event.text, event.probability, self._signs.indexed("p", 1))
+            facts.append(self._closing("target", event.text, event.probability, "p₁"))
             self._extend("target", event.text)
         elif event.finish_reason is None:
-            self._label("target", "no first-target pass: the first step reads the prompt")
+            facts.append(("target", [("no first-target pass: the first step reads the prompt", "")]))
         if event.finish_reason is not None:
-            self._label("stop", event.finish_reason)
-        self._console.print()
+            facts.append(("stop", [(event.finish_reason, "")]))
+        title = f"prefill · {event.prompt_tokens} tokens · {_milliseconds(event.time_s)} ms"
+        return [Heading(title, 3), Facts(facts, _GUTTER)]
 
-    def _step(self, event: TraceStep) -> None:
+    def _step(self, event: TraceStep) -> list[Part]:
         gamma, accepted, closing, texts = event.gamma, event.accepted, event.closing, event.texts
         parents = event.parents or []
-        self._rule(
-            f"step {event.index + 1}",
-            f"position {event.position}",
-            f"{len(parents)} nodes" if parents else f"{self._signs.gamma} {gamma}",
-            f"accepted {accepted}/{gamma}" if gamma else "nothing drafted",
-            f"{_milliseconds(sum(_seconds(event.times, part) for part in PARTS))} ms",
-        )
-        if event.verdicts:
-            self._drafts(event.verdicts, parents)
-        siblings = [f"{each.place + 1}: {self._fitted(each.text, 12)}" for each in event.siblings]
-        self._items("siblings", siblings)
+        size = f"{len(parents)} nodes" if parents else f"γ {gamma}"
+        kept = f"accepted {accepted}/{gamma}" if gamma else "nothing drafted"
+        total = _milliseconds(sum(_seconds(event.times, part) for part in PARTS))
+        title = f"step {event.index + 1} · position {event.position} · {size} · {kept} · {total} ms"
+        facts: list[tuple[str, Sequence[Span]]] = []
+        if event.siblings:
+            siblings = (f"{each.place + 1}: {self._fitted(each.text, 12)}" for each in event.siblings)
+            facts.append(("siblings", self._items(siblings)))
         end = len(texts) if closing is None else min(accepted, len(texts) - 1)
         if closing is not None and texts:
             source = self._source(closing, accepted, tree=bool(parents))
-            self._closing(closing, texts[end], event.closing_probability, source)
-        for text in texts[end + 1 :]:
-            self._label("gained", Text(self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]))
+            facts.append(self._closing(closing, texts[end], event.closing_probability, source))
+        gained = ((self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]) for text in texts[end + 1 :])
+        facts += (("gained", [each]) for each in gained)
         if event.finish_reason is not None:
             inside = "" if closing else ", inside the accepted drafts: nothing after it counts"
-            self._label("stop", event.finish_reason + inside)
-        self._time(event.times)
-        notes = [f"{self._one_line(name)} {self._note(value)}" for name, value in event.policy.items()]
-        self._items("policy", notes)
+            facts.append(("stop", [(event.finish_reason + inside, "")]))
+        facts.append(("time", self._items(_times(event.times))))
+        if event.policy:
+            notes = (f"{self._one_line(name)} {_note(value)}" for name, value in event.policy.items())
+            facts.append(("policy", self._items(notes)))
         for place, text in enumerate(texts):
             self._extend("accepted" if place < end else closing or "" if place == end else "bonus", text)
-        self._text_so_far()
-        self._console.print()
+        facts.append(("text", [part for run in self._runs for part in self._marked(*run)]))
+        drafts = [self._drafts(event.verdicts, parents)] if event.verdicts else []
+        return [Heading(title, 3), *drafts, Facts(facts, _GUTTER)]
 
-    def _end(self, event: TraceEnd) -> None:
-        self._rule("end", event.finish_reason or "interrupted")
+    def _end(self, event: TraceEnd) -> list[Part]:
         output = [f"{event.new_tokens} tokens", f"{event.steps} steps"]
         if event.tokens_per_step is not None:
             output.append(f"{event.tokens_per_step:.2f} tokens/step")
-        self._items("output", output)
         drafts = "none"
         if event.acceptance_rate is not None:
             drafts = f"{event.accepted} of {event.drafted} accepted ({100 * event.acceptance_rate:.1f}%)"
-        self._label("drafts", drafts)
+        facts = [("output", self._items(output)), ("drafts", [(drafts, "")])]
         if event.tokens_per_second is not None:
-            self._label("speed", f"{event.tokens_per_second:.1f} tokens/s")
+            facts.append(("speed", [(f"{event.tokens_per_second:.1f} tokens/s", "")]))
+        return [Heading(f"end · {event.finish_reason or 'interrupted'}", 3), Facts(facts, _GUTTER)]
 
     # Parts of them.
 
-    def _drafts(self, verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> None:
-        """Print the table of drafts: i, token, q, p, p/q and verdict; of a chain also r, of a tree its branches."""
-        left = _GUTTER if self._width >= _WIDE else 6
+    def _drafts(self, verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Sheet:
+        """Return the table of drafts; of a tree with its branches in place of r, which chains compare with p/q."""
+        names = ["q", "p", "p/q"] if parents else ["q", "p", "p/q", "r"]
         least, most = _TOKEN_CELLS
-        names = ("q", "p", "p/q") if parents else ("q", "p", "p/q", "r")
-        cells = max(least * (1 + bool(parents)), min(most, self._width - left - 14 - 8 * len(names)))
-        heads = "  ".join(f"{name:>6}" for name in names)
-        self._line(Text(f"{'i':>{left - 2}}  {'token':{cells}}  {heads}    verdict", style="dim"))
-        order = (
-            self._branches(verdicts, parents) if parents else ((node, "") for node in range(len(verdicts)))
-        )
+        cells = max(least * (1 + bool(parents)), min(most, self._console.width - 18 - 8 * len(names)))
+        order = _branches(verdicts, parents) if parents else ((node, "") for node in range(len(verdicts)))
+        rows = []
         for node, line in order:
-            if len(line) > cells - least:  # far down: the beginning of the lines makes room
-                line = self._signs.cut + line[len(line) - (cells - least) + len(self._signs.cut) :]
+            if len(line) > cells - least:  # far down: the beginning of the lines makes space
+                line = "…" + line[len(line) - (cells - least) + 3 :]
             each = verdicts[node]
-            values = (each.q, each.p, each.ratio, each.r)[: len(names)]
-            row = Text(style="dim" if each.verdict == "untested" else "")
-            row.append(f"{node + 1:>{left - 2}}", "dim")
-            row.append(f"  {line}", _STYLES[each.verdict])
-            token = self._fitted(each.text, cells - len(line), pad=True)
-            row.append(f"{token}  {'  '.join(f'{self._number(value):>6}' for value in values)}  ")
-            row.append(f"{self._signs.verdicts[each.verdict]} {each.verdict}", _STYLES[each.verdict])
-            self._line(row)
-
-    def _branches(
-        self, verdicts: Sequence[TraceVerdict], parents: Sequence[int]
-    ) -> Iterator[tuple[int, str]]:
-        """Yield the nodes of a tree depth first, each after its lines; heavy ones lead to accepted nodes."""
-        through, branch, last, accepted_branch, accepted_last = self._signs.branches
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents):
-            children.setdefault(parent, []).append(node)
-        waiting = [(node, "") for node in reversed(children.get(-1, []))]
-        while waiting:
-            node, lines = waiting.pop()
-            ends = node == children[parents[node]][-1]
-            if verdicts[node].verdict == "accepted":
-                yield node, lines + (accepted_last if ends else accepted_branch)
-            else:
-                yield node, lines + (last if ends else branch)
-            below = lines + ("  " if ends else through)
-            waiting += [(child, below) for child in reversed(children.get(node, []))]
+            numbers = [_number(value) for value in (each.q, each.p, each.ratio, each.r)][: len(names)]
+            token = line + self._fitted(each.text, cells - len(line))
+            rows.append([str(node + 1), token, *numbers, f"{_SIGNS[each.verdict]} {each.verdict}"])
+        styles = {f"{sign} {name}": _STYLES[name] for name, sign in _SIGNS.items()}
+        headings = ["i", "token", *names, "verdict"]
+        return Sheet(headings, rows, left=frozenset({1, len(headings) - 1}), styles=styles)
 
     def _source(self, closing: str, accepted: int, *, tree: bool) -> str:
         """Return the distribution of the closing token as a formula."""
-        p, q = (self._signs.indexed(name, accepted + 1) for name in "pq")
+        index = "".join(_DIGITS[int(digit)] for digit in str(accepted + 1))
+        p, q = f"p{index}", f"q{index}"
         if closing == "corrected" and not self._greedy:
             if tree or self._verification is not None:
                 return p if self._verification == "naive" else f"the residual of {p}"
-            if not self._lossless:
-                return f"{p}: adjustment off"
-            return f"norm(max(0, {p} {self._signs.minus} {q}))"
+            return f"norm(max(0, {p} - {q}))" if self._lossless else f"{p}: adjustment off"
         return p
 
-    def _closing(self, kind: str, text: str, probability: float | None, source: str) -> None:
-        line = Text().append(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind])
-        number = "" if probability is None else f"probability {self._number(probability)}"
+    def _closing(
+        self, kind: str, text: str, probability: float | None, source: str
+    ) -> tuple[str, Sequence[Span]]:
+        number = "" if probability is None else f"probability {_number(probability)}"
         if self._greedy:
-            line.append(f"  argmax of {source}{number and f', {number}'}")
+            origin = f"  argmax of {source}{number and f', {number}'}"
         else:
-            line.append(f"  {number and f'with {number} '}from {source}")
-        self._label(kind, line)
-
-    def _time(self, times: TraceTimes) -> None:
-        prefill = times.draft_prefill_s
-        items = [f"draft prefill {_milliseconds(prefill)}"] if prefill else []
-        items.append(f"draft {_milliseconds(times.draft_s - prefill)}")
-        items += (f"{part} {_milliseconds(_seconds(times, part))}" for part in PARTS[1:])
-        items[-1] += " ms"
-        self._items("time", items)
+            origin = f"  {number and f'with {number} '}from {source}"
+        return kind, [(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind]), (origin, "")]
 
     def _extend(self, kind: str, text: str) -> None:
         """Add a token to the text so far, and drop what is too far back to be shown."""
-        if kind in ("accepted", "target") and self._runs and self._runs[-1][0] == kind:
-            text = self._runs.pop()[1] + text  # such tokens read better in one run
-        self._runs.append((kind, text))
-        excess = sum(len(run) for _, run in self._runs) - _TAIL_CHARACTERS
-        while excess > 0:
-            self._cut = True
-            kind, first = self._runs.pop(0)
-            if len(first) > excess:
-                self._runs.insert(0, (kind, first[excess:]))
-            excess -= len(first)
+        if kind in ("accepted", "target") and self._runs and self._runs[-1][1] == kind:
+            text = self._runs.pop()[0] + text  # such tokens read better in one run
+        self._runs.append((text, kind))
+        characters, lines = _TAIL_CHARACTERS, _TAIL_LINES
+        for place in range(len(self._runs) - 1, -1, -1):
+            run, origin = self._runs[place]
+            tail = "\n".join(run[-characters:].split("\n")[-lines:]) if characters > 0 and lines > 0 else ""
+            characters, lines = characters - len(tail), lines - tail.count("\n")
+            if len(tail) < len(run):
+                self._runs[: place + 1] = [(f"…{tail.removeprefix('…')}", origin)]
+                break
 
-    def _text_so_far(self) -> None:
-        text = Text()
-        for kind, run in self._runs:
-            text.append_text(self._marked(kind, run))
-        cut = self._signs.cut
-        lines = list(text.wrap(self._console, self._width - _GUTTER - len(cut), overflow="fold", tab_size=4))
-        while len(lines) > 1 and not lines[-1].plain.strip():
-            lines.pop()
-        if self._cut or len(lines) > _TAIL_LINES:
-            lines = lines[-_TAIL_LINES:]
-            lines[0] = Text().append(cut, "dim").append_text(lines[0])
-        self._lines("text", lines)
-
-    def _marked(self, kind: str, text: str) -> Text:
+    def _marked(self, text: str, kind: str) -> list[Span]:
         """Return a run of the output in its marks, white space outside; white space alone is made visible."""
-        safe = terminal_safe(text, self._encoding)
         if kind == "accepted":
-            return Text(safe)
-        core = safe.strip()
-        before, _, after = safe.partition(core) if core else ("", "", "\n" * safe.count("\n"))
-        left, right = self._signs.marks[kind]
-        marked = Text(before)
-        marked.append(f"{left}{core or self._visible(safe)}{right}", _STYLES[kind])
-        return marked.append(after)
+            return [(text, "")]
+        core = text.strip()
+        before, _, after = text.partition(core) if core else ("", "", "\n" * text.count("\n"))
+        left, right = _MARKS[kind]
+        return [(before, ""), (f"{left}{core or self._visible(text)}{right}", _STYLES[kind]), (after, "")]
 
-    # Numbers and text in few cells.
-
-    def _number(self, value: float | None) -> str:
-        """Format in at most six characters: up to four decimals, or a power of ten."""
-        if value is None:
-            return self._signs.nothing
-        if value == 0 or 1e-4 <= abs(value) < 1e6:
-            return next(shown for decimals in (4, 3, 2, 1, 0) if len(shown := f"{value:.{decimals}f}") <= 6)
-        return f"{value:.0e}"
-
-    def _note(self, value: float | None) -> str:
-        return f"{value:.0f}" if value is not None and value == round(value) else self._number(value)
-
-    def _option(self, value: Any) -> str:
-        return self._one_line(value if isinstance(value, str) else json.dumps(value))
-
-    def _visible(self, text: str) -> str:
-        return visible(text, self._encoding)
-
-    def _fitted(self, text: str, cells: int, *, pad: bool = False) -> str:
+    def _fitted(self, text: str, cells: int) -> str:
         shown = self._visible(text)
-        if cell_len(shown) > cells:
-            shown = set_cell_size(shown, cells - len(self._signs.cut)) + self._signs.cut
-        return set_cell_size(shown, cells) if pad else shown
+        return f"{set_cell_size(shown, cells - 3)}…" if cell_len(shown) > cells else shown
 
     def _one_line(self, text: str) -> str:
-        safe = terminal_safe(text, self._encoding)
+        safe = terminal_safe(text, self._console.encoding)
         return safe.replace("\n", self._visible("\n")).replace("\t", self._visible("\t"))
 
-    def _end_of(self, prompt: str) -> str:
-        """Return about two lines of the prompt's end."""
-        shown = self._one_line(prompt)
-        most = 2 * (self._width - _GUTTER) - 24  # less what stands before it and what wrapping leaves free
-        return self._signs.cut + shown[-most:] if len(shown) > most else shown
-
-    # Lines.
-
-    @property
-    def _width(self) -> int:
-        return min(self._console.width, _WIDEST)
-
-    def _line(self, line: Text) -> None:
-        line.rstrip()
-        self._console.print(line, soft_wrap=True)
-
-    def _rule(self, title: str, *facts: str) -> None:
-        """Print a title with the facts that fit next to it, and the others below."""
-        rule, between = self._signs.rule, self._signs.between
-        line = Text(f"{rule * 2} ", "dim").append(title, "bold not dim")
-        rest = list(facts)
-        while rest and line.cell_len + len(between) + len(rest[0]) < self._width:
-            line.append(between).append(rest.pop(0), "not dim")
-        line.append(" ")
-        line.append(rule * (self._width - line.cell_len))
-        self._line(line)
-        self._items("", rest)
-
-    def _label(self, label: str, value: str | Text) -> None:
-        text = Text(value) if isinstance(value, str) else value
-        self._lines(label, text.wrap(self._console, self._width - _GUTTER, overflow="fold"))
-
-    def _items(self, label: str, items: Sequence[str]) -> None:
-        """Print short items on as few lines as hold them, none broken in two."""
+    def _items(self, items: Iterable[str]) -> list[Span]:
+        """Return short items on as few lines as hold them, none broken in two."""
         lines: list[str] = []
         for item in items:
-            if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._width - _GUTTER:
+            if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._console.width - _GUTTER - 4:
                 lines[-1] += f"  {item}"
             else:
                 lines.append(item)
-        self._lines(label, map(Text, lines))
+        return [("\n".join(lines), "")]
 
-    def _lines(self, label: str, lines: Iterable[Text]) -> None:
-        for n, line in enumerate(lines):
-            head = Text(f"  {'' if n else label:{_GUTTER - 2}}", "dim")
-            self._line(Text().append_text(head).append_text(line))
+
+def _branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yield the nodes of a tree depth first, each after its lines; heavy ones lead to accepted nodes."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    waiting = [(node, "") for node in reversed(children.get(-1, []))]
+    while waiting:
+        node, lines = waiting.pop()
+        ends = node == children[parents[node]][-1]
+        if verdicts[node].verdict == "accepted":
+            yield node, lines + ("┕━" if ends else "┝━")
+        else:
+            yield node, lines + ("└─" if ends else "├─")
+        below = lines + ("  " if ends else "│ ")
+        waiting += [(child, below) for child in reversed(children.get(node, []))]
+
+
+def _times(times: TraceTimes) -> Iterator[str]:
+    prefill = times.draft_prefill_s
+    if prefill:
+        yield f"draft prefill {_milliseconds(prefill)}"
+    yield f"draft {_milliseconds(times.draft_s - prefill)}"
+    for part in PARTS[1:]:
+        yield f"{part} {_milliseconds(_seconds(times, part))}{' ms' if part == PARTS[-1] else ''}"
 
 
 def _seconds(times: TraceTimes, part: str) -> float:
@@ -398,3 +273,16 @@ def _seconds(times: TraceTimes, part: str) -> float:
 def _milliseconds(seconds: float) -> str:
     value = 1000 * seconds
     return f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}"
+
+
+def _number(value: float | None) -> str:
+    """Format in at most six characters: up to four decimals, or a power of ten."""
+    if value is None:
+        return "–"
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        return next(shown for decimals in (4, 3, 2, 1, 0) if len(shown := f"{value:.{decimals}f}") <= 6)
+    return f"{value:.0e}"
+
+
+def _note(value: float | None) -> str:
+    return f"{value:.0f}" if value is not None and value == round(value) else _number(value)
