@@ -136,7 +136,7 @@ def _config(name: str, arguments: argparse.Namespace) -> SweepConfig:
         kind="plain" if plain else "speculative",
         drafter="none" if plain else SLOWED if name == SLOWED else X,
         gamma=None if plain else arguments.gamma,
-        policy="none" if plain else "fixed",
+        draft_policy="none" if plain else "fixed",
         temperature=0.0,
         cache="dynamic",
         baseline=PLAIN,

@@ -81,7 +81,7 @@ def load_form(name: str, form: str) -> PreTrainedModel:
         return load_target(name, LoadOptions(dtype=form, device="cpu")).scorer.model
     model = load_model(name, LoadOptions(device="cpu"), tokenizer=False).model
     fold_attention(model)
-    quantize_linears(model, alike=False)
+    quantize_linears(model, row_invariant=False)
     return model
 
 
