@@ -31,7 +31,7 @@ _PROMPT = "The thing and the other thing of the thing."
 
 
 def fields(value: Any, place: str = "") -> Iterator[str]:
-    """The places of values in a JSON document; objects in a list are one place, and so are keys that are numbers."""
+    """Yield the places of values in a JSON document; a list is one place, and so are numeric keys."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key not in _BY_CHANCE:
@@ -44,7 +44,7 @@ def fields(value: Any, place: str = "") -> Iterator[str]:
 
 
 class Look:
-    """What one checkout shows. Runs inside of a process that imports it."""
+    """What one checkout shows, in a process that imports it."""
 
     def __init__(self, models: Path, runs: list[Path], folder: Path) -> None:
         self._target, self._small, self._runs, self._folder = (
@@ -55,7 +55,7 @@ class Look:
         )
 
     def call(self, *words: object) -> str:
-        """What a command writes to stdout."""
+        """Return what a command writes to stdout."""
         from specbench.cli import run
 
         out = io.StringIO()
@@ -65,7 +65,7 @@ class Look:
         return out.getvalue()
 
     def helps(self) -> dict[str, list[str]]:
-        """The help of the program and of its commands."""
+        """Return the help of the program and of its commands."""
         from specbench.cli import app
 
         names = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
@@ -75,15 +75,29 @@ class Look:
         }
 
     def printed(self) -> dict[str, list[str]]:
-        """Fields of what commands print as JSON, and of the files of a sweep."""
+        """Return the fields of the JSON of commands, and of the files of a sweep."""
         small = ("--target", self._target, "--dtype", "float32")
-        rules = ("--draft-policy", "fixed", "--draft-policy", "auto", "--gamma", 2)
+        # Older checkouts have another name for it.
+        flag = "--draft-policy" if "--draft-policy" in self.call("sweep", "--help") else "--length-policy"
+        policies = (flag, "fixed", flag, "auto", "--gamma", 2)
         drafting = ("--drafter", self._small, "--max-new-tokens", 12)
         run = self._folder / "run"
         prompts = self._folder / "prompts.jsonl"
         prompts.write_text(json.dumps({"id": "a", "category": "chat", "turns": [_PROMPT]}) + "\n")
         self.call(
-            "sweep", *small, *drafting, "--drafter", "lookup", *rules, "-p", prompts, "-r", 2, "-o", run, "-q"
+            "sweep",
+            *small,
+            *drafting,
+            "--drafter",
+            "lookup",
+            *policies,
+            "-p",
+            prompts,
+            "-r",
+            2,
+            "-o",
+            run,
+            "-q",
         )
         texts = {
             "generate": self.call("generate", _PROMPT, *small, *drafting, "--json", "--quiet"),
@@ -120,7 +134,7 @@ class Look:
         return found
 
     def stored(self) -> dict[str, list[str]]:
-        """The rows and the report of stored runs."""
+        """Return the rows and the reports of stored runs."""
         import specbench
 
         found = {}
@@ -138,7 +152,7 @@ class Look:
 
 
 def look(checkout: Path, given: argparse.Namespace, models: Path) -> dict[str, list[str]]:
-    """What a checkout shows, found out by a process of its own."""
+    """Return what a checkout shows, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         runs = [str(path.parent) for path in sorted((ROOT / "results").glob("*/run.json"))]
         environment = os.environ | {
