@@ -114,7 +114,7 @@ class WithoutCosts:
 
 
 def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> Sweep:
-    """The sweep of that number: other prompts, another order and another seed than the others."""
+    """Return the sweep of that number, with its own prompts, order and seed."""
     options = SweepOptions(
         gammas=(arguments.gamma,),
         decoding=DecodingOptions(max_new_tokens=arguments.tokens, ignore_eos=True),
@@ -144,7 +144,7 @@ def _config(name: str, arguments: argparse.Namespace) -> SweepConfig:
 
 
 class TimeUpError(Exception):
-    """The minutes are over."""
+    """Raised when the time limit is reached."""
 
 
 def run_one(
@@ -198,7 +198,7 @@ def run_one(
 
 
 def line_of(number: int, part: Mapping[str, Any]) -> str:
-    """One sweep as a line of text."""
+    """Return one sweep as a line of text."""
     itself = _estimate(part[ITSELF])
     covers = "MISSES 1" if itself.overlaps(1.0) is False else "covers 1"
     line = f"{number + 1:3}  itself {ratio_text(itself):26} {covers:9}"
@@ -212,7 +212,7 @@ def _estimate(judged: Mapping[str, Any]) -> Estimate:
 
 
 def summary(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of all sweeps."""
+    """Return the figures of all sweeps."""
     slowed = [part[SLOWED] for part in parts]
     return {
         **coverage(parts),
@@ -223,7 +223,7 @@ def summary(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def coverage(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all sweeps say of X over itself."""
+    """Return what all sweeps say of X over itself."""
     itself = [part[ITSELF] for part in parts]
     # One that is too wide to be given has no ends.
     widths = sorted(math.inf if each["low"] is None else each["high"] / each["low"] for each in itself)
@@ -238,13 +238,13 @@ def coverage(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _mean_ratio(judged: Sequence[Mapping[str, Any]]) -> float:
-    """Their geometric mean; NaN of none."""
+    """Return their geometric mean; NaN without any."""
     logs = [math.log(each["ratio"]) for each in judged]
     return round(math.exp(sum(logs) / len(logs)), 4) if logs else math.nan
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -264,7 +264,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def load(arguments: argparse.Namespace) -> ModelEngine:
-    """The models, with the drafters under the names that the configurations give."""
+    """Load the models, with the drafters under the names of the configurations."""
     engine = load_engine(Recipe(parse_model(arguments.target)), (parse_drafter(arguments.drafter),))
     ((_, drafter),) = engine.drafters.items()
     if isinstance(drafter, Exception):
@@ -274,7 +274,7 @@ def load(arguments: argparse.Namespace) -> ModelEngine:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     given = parse(arguments)
     until = time.monotonic() + 60 * given.minutes
     names = ("target", "drafter", "gamma", "limit", "tokens", "repeats", "slow", "seed", "load")
@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(sweeps: int, parts: Parts, one: Callable[[int, Path], dict[str, Any]]) -> None:
-    """The sweeps that are missing, as far as the time reaches.
+    """Run the missing sweeps within the time limit.
 
     Args:
         sweeps: How many there are to be.

@@ -43,7 +43,7 @@ _ADDRESS = re.compile(r"http://\S+/v1")
 def make_sweep(
     number: int, prompts: Sequence[Prompt], arguments: argparse.Namespace, salt: Salt = "none"
 ) -> Sweep:
-    """The sweep of that number: other prompts, another order and another seed than the others."""
+    """Return the sweep of that number, with its own prompts, order and seed."""
     options = SweepOptions(
         gammas=(),
         policies=(),
@@ -61,7 +61,7 @@ def make_sweep(
 
 @contextmanager
 def started(command: Sequence[str]) -> Iterator[str]:
-    """The address of a server in a process of its own, which ends with the block.
+    """Start a server in a process of its own, which ends with the block; return its address.
 
     Args:
         command: Starts it; it says its address on standard error.
@@ -85,7 +85,7 @@ def started(command: Sequence[str]) -> Iterator[str]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     given = parse(arguments)
     until = time.monotonic() + 60 * given.minutes
     whose = ("server",) if given.server else ("target", "drafter")
@@ -132,7 +132,7 @@ def _serve(given: argparse.Namespace) -> list[str]:
 
 
 def _run(given: argparse.Namespace, parts: Parts, address: str, until: float) -> None:
-    """The sweeps that are missing, as far as the time reaches."""
+    """Run the missing sweeps within the time limit."""
     prompts = load_prompts(["all"])
     servers = parse_servers([f"{X}={address}", f"{ITSELF}={address}"])
     with closing(ServerEngine(servers, keys={}, decoding=DecodingOptions(ignore_eos=True))) as engine:

@@ -109,7 +109,7 @@ class Guesses(BaseDrafter):
 
 
 def tiny_config(config_class: Any) -> Any:
-    """A small configuration of this class, from those of the settings above that it knows."""
+    """Return a small configuration of this class, from the settings above that it has."""
     known = set(inspect.signature(config_class.__init__).parameters)
     for each in config_class.__mro__:
         known |= set(getattr(each, "__annotations__", {}))
@@ -124,7 +124,7 @@ def tiny_config(config_class: Any) -> Any:
 
 
 def examine(config_class: Any, model_class: Any) -> tuple[str, str]:
-    """A verdict (lossless, refused, wrong, not tried) on one model type, and what there is to say."""
+    """Return the verdict (lossless, refused, wrong, not tried) on a model type, and its reason."""
     kind = config_class.model_type
     try:
         config = tiny_config(config_class)
@@ -162,19 +162,19 @@ def examine(config_class: Any, model_class: Any) -> tuple[str, str]:
 
 
 def first_line(error: Exception) -> str:
-    """An error as a short line."""
+    """Return an error as a short line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
 def whole(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Logits of one pass over everything without a cache, [tokens, vocabulary]."""
+    """Return the logits of one pass over everything without a cache, [tokens, vocabulary]."""
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     return logits
 
 
 def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, in units of the logits' own spread."""
+    """Return the largest difference, in units of the logits' spread."""
     return float((found - expected).abs().max() / expected.std().clamp_min(1e-9))
 
 
@@ -201,7 +201,7 @@ def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
 
 
 def generated(model: Any, ids: list[int]) -> list[int]:
-    """What `generate` of transformers answers, greedily."""
+    """Return the greedy output of transformers' `generate`."""
     batch = torch.tensor([ids])
     settings = GenerationConfig(do_sample=False, max_new_tokens=NEW, pad_token_id=0)
     with torch.inference_mode():
@@ -237,7 +237,7 @@ def greedy(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
 
 
 def decoded(ids: list[int], target: Target, drafter: Any, gamma: int) -> list[int]:
-    """What specbench decodes, greedily."""
+    """Return the greedy output of specbench."""
     run = GenerationRun(ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=NEW, ignore_eos=True)
     for _ in run:
         pass
@@ -245,7 +245,7 @@ def decoded(ids: list[int], target: Target, drafter: Any, gamma: int) -> list[in
 
 
 def build(word: str, target: Target) -> Any:
-    """A drafter; ``None`` where this kind of target cannot have it."""
+    """Return a drafter; ``None`` if this kind of target cannot have it."""
     try:
         return load_drafter(word, target)
     except SpecbenchError:
@@ -253,7 +253,7 @@ def build(word: str, target: Target) -> Any:
 
 
 def main() -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; all without any")
     wanted = parser.parse_args().types

@@ -47,13 +47,13 @@ def timed(
 
 
 def one_by_one(passes: Sequence[ForwardRequest]) -> None:
-    """As drivers of one request each make them."""
+    """Make the passes as drivers of single requests do."""
     for each in passes:
         each.scorer.score(each)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Time them in turn."""
+    """Time both in turn."""
     target = load_target(given.target, LoadOptions(dtype=given.dtype), cache=given.cache)
     loaded, choice = target.scorer, Random(0)
     rows: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

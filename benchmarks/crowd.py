@@ -76,11 +76,11 @@ WRONG: tuple[tuple[str, str, bytes, int], ...] = (
 
 
 class WrongError(Exception):
-    """Something that should not have happened."""
+    """An unexpected outcome."""
 
 
 class Errors(logging.Handler):
-    """Keeps what the server logs as an error."""
+    """Collects the server's error log."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -112,7 +112,7 @@ class Serving:
         self._thread.start()
 
     def left(self) -> list[str]:
-        """What there still is of requests, in words."""
+        """Return the remaining parts of requests, as text."""
         use, state = self.engine.factory.use, self._server.server_state
         gc.collect()
         kinds = Counter(
@@ -129,7 +129,7 @@ class Serving:
         return [f"{count} {name}" for name, count in found.items() if count]
 
     def end(self) -> str | None:
-        """End it as a signal would; what is left of it, in words."""
+        """End the server as a signal would; return what remains, as text."""
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
         until = time.monotonic() + PATIENCE_S
@@ -141,7 +141,7 @@ class Serving:
 
 
 class Crowd:
-    """Clients, and what became of them.
+    """Clients and their outcomes.
 
     Args:
         serving: Whom they ask.
@@ -232,7 +232,7 @@ class Crowd:
     # -- clients that want an answer -----------------------------------------------------------------
 
     def _requested(self, choice: Random) -> tuple[str, dict[str, Any], tuple[str, int]]:
-        """Path, body, and the text and its tokens that have to come."""
+        """Return path, body, and the expected text and tokens."""
         place, chat = choice.randrange(len(self._texts)), choice.random() < 0.5
         text = self._texts[place]
         body: dict[str, Any] = {"max_tokens": LENGTHS[place % len(LENGTHS)], "temperature": 0}
@@ -386,7 +386,7 @@ class Crowd:
         return await asyncio.open_connection(sock=connection, limit=receive or 2**16)
 
     def _hang_up(self, writer: asyncio.StreamWriter, choice: Random) -> None:
-        """Close, or tear down."""
+        """Close or reset the connection."""
         if choice.random() < 0.5:
             connection = writer.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -420,13 +420,13 @@ async def _to_the_end(reader: asyncio.StreamReader, most: int = 2048) -> bytes:
 
 
 def _joined(events: Sequence[str]) -> str:
-    """The text of events."""
+    """Return the text of events."""
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
 def _reached_by_others() -> int:
-    """Sockets of this process that listen for more than this machine."""
+    """Return the sockets of this process that listen beyond this machine."""
     listening = (
         each.laddr.ip
         for each in psutil.Process().net_connections("inet")
@@ -440,7 +440,7 @@ def _files() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -90,17 +90,17 @@ class Cell:
 
     @property
     def transforms(self) -> Sampling:
-        """The sampling itself."""
+        """Return the sampling transforms."""
         return SAMPLINGS[self.sampling] if isinstance(self.sampling, str) else self.sampling
 
 
 def cells() -> Iterator[Cell]:
-    """The whole product."""
+    """Return all cells."""
     yield from itertools.starmap(Cell, itertools.product(VERIFICATIONS, POLICIES, DRAFTERS, SAMPLINGS))
 
 
 def measure(cell: Cell, new: int = NEW) -> float:
-    """The largest gap between the loop's probability of an output and the target's.
+    """Return the largest gap between the loop's probability of an output and the target's.
 
     Raises:
         UsageError: The cell is refused.
@@ -151,7 +151,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
 
 
 def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], float]:
-    """By the chain rule, token by token: written without anything of the loop."""
+    """Return the target's distribution by the chain rule, without any code of the loop."""
     growing: dict[tuple[int, ...], float] = {(): 1.0}
     transforms = sampling.at(len(PROMPT), len(PROMPT) + new, ())
     for _ in range(new):
@@ -166,7 +166,7 @@ def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; the exit code."""
+    """Print the table and return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     began = time.monotonic()
     worst: dict[tuple[str, str], float] = {}

@@ -39,7 +39,7 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        """As it is."""
+        """Return the current footprint."""
         objects = gc.get_objects()
         malloc = _malloc_info()
         return cls(
@@ -52,14 +52,14 @@ class Footprint:
         )
 
     def text(self) -> str:
-        """In a line."""
+        """Return it as a line of text."""
         parts = {name: round(value / 2**20) for name, value in asdict(self).items() if name != "objects"}
         listed = ", ".join(f"{name} {value}" for name, value in parts.items() if name != "resident")
         return f"{parts['resident']} MB ({listed}), {self.objects} objects"
 
 
 def growth(rounds: Sequence[Footprint]) -> dict[str, float]:
-    """By name, the median of the last third over that of the first; nothing if there are too few."""
+    """Return by name the median of the last third over that of the first; nothing with too few rounds."""
     third = len(rounds) // 3
     if not third:
         return {}

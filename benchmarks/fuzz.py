@@ -85,7 +85,7 @@ TOKENIZER = tiny_tokenizer()
 
 @dataclass
 class Case:
-    """What was drawn; all of it follows from the number."""
+    """A random case, determined by its number."""
 
     number: int
     kind: str = "llama"
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def limit(self) -> int:
-        """The longest context of a model of the Llama family."""
+        """Return the longest context of a Llama-family model."""
         longest: int = self.shape["max_position_embeddings"]
         return int(longest * self.shape.get("rope_parameters", {}).get("factor", 1.0))
 
@@ -123,7 +123,7 @@ class Case:
 
 
 def draw(number: int) -> Case:
-    """The case of a number."""
+    """Return the case of a number."""
     r = random.Random(number)
     case = Case(number)
     case.kind = r.choice(LLAMAS) if r.random() < 0.75 else r.choice(OTHERS)
@@ -209,7 +209,7 @@ def draw(number: int) -> Case:
 
 
 def build_model(case: Case, noise: float = 0.0) -> Any:
-    """The case's model, the same every time; with noise, one that resembles it."""
+    """Return the case's model, the same every time; with noise, a similar one."""
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[case.kind]
     if case.kind in LLAMAS:
         config = kind(
@@ -231,7 +231,7 @@ def build_model(case: Case, noise: float = 0.0) -> Any:
 
 
 def steer(model: Any, place: str) -> None:
-    """Hook a module of the first layer: what comes out of it is changed a little."""
+    """Hook a module of the first layer that changes its output slightly."""
 
     def change(_: Any, __: Any, out: Any) -> Any:
         if isinstance(out, tuple):
@@ -281,7 +281,7 @@ def build_drafter(case: Case, target: Target, prompt: list[int], answer: Sequenc
 
 
 def generated(reference: Any, case: Case, prompt: list[int], new: int, end: int | None = None) -> list[int]:
-    """Greedy tokens of `generate`; they stop at the end token alone."""
+    """Return the greedy tokens of `generate`, which stop only at the end token."""
     batch = torch.tensor([prompt])
     settings = GenerationConfig(
         do_sample=False,
@@ -298,7 +298,7 @@ def generated(reference: Any, case: Case, prompt: list[int], new: int, end: int 
 
 
 def cut(tokens: list[int], end: int | None, stop: str | None) -> list[int]:
-    """The output up to an end token, or the token that completes a stop string, by decoding every prefix."""
+    """Return the output up to an end token or stop string, by decoding every prefix."""
     for length in range(1, len(tokens) + 1):
         if tokens[length - 1] == end or (stop is not None and stop in TOKENIZER.decode(
             tokens[:length], skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -308,7 +308,7 @@ def cut(tokens: list[int], end: int | None, stop: str | None) -> list[int]:
 
 
 def choose_stop(r: random.Random, tokens: Sequence[int]) -> str | None:
-    """A piece of the text that will come, or of none."""
+    """Return a piece of the coming text, or one that does not occur."""
     text = "".join(each for each in TOKENIZER.decode(tokens, skip_special_tokens=True) if each != "\ufffd")
     start = r.randrange(len(text)) if text else 0
     return text[start : start + r.choice((1, 2, 4))] or None
@@ -348,7 +348,7 @@ def decode(target: Target, drafter: Any, case: Case, prompt: list[int], new: int
 
 
 def run_case(case: Case, reference: Any, target: Target) -> Seen:
-    """Decode what the case says and compare."""
+    """Decode the case and compare."""
     seen, r = Seen(), random.Random(case.number)
     exact = case.dtype == "float32"
     if not exact and (why := target.scorer.why_not_bit_exact()) is not None:
@@ -480,7 +480,7 @@ def check_sampled(case: Case, reference: Any, prompt: list[int], found: list[int
 
 
 def attempt(case: Case, work: Callable[[], Seen], findings: list[str]) -> Seen:
-    """Do it; an error that speaks to users is a refusal, any other a finding."""
+    """Run a case; a user error is a refusal, any other a finding."""
     try:
         return work()
     except SpecbenchError as error:
@@ -503,7 +503,7 @@ def prepare(case: Case) -> tuple[Any, Target]:
 
 
 def run_number(number: int, findings: list[str]) -> list[Seen]:
-    """A case alone, or every eighth time three cases in three threads; or a distribution."""
+    """Run a case, every eighth time three cases in three threads, or a distribution."""
     if number % 8 in (3, 6):
         return [attempt(Case(number), lambda: run_distribution(number), findings)]
     cases = [draw(number)]
@@ -528,7 +528,7 @@ def run_number(number: int, findings: list[str]) -> list[Seen]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

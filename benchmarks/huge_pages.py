@@ -33,7 +33,7 @@ CONTEXT = 256
 
 
 def in_huge_pages_gb() -> float:
-    """How much of this process's memory lies in huge pages."""
+    """Return how much of this process's memory is in huge pages."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("AnonHugePages:"):
             return int(line.split()[1]) * 1024 / 1e9
@@ -41,7 +41,7 @@ def in_huge_pages_gb() -> float:
 
 
 def scorers(given: argparse.Namespace) -> dict[str, Scorer]:
-    """One target and its drafters."""
+    """Return one target and its drafters."""
     target = load_target(given.target, LoadOptions(dtype=given.dtype))
     found = {"target": target.scorer}
     for spec in ["self:int8", *([given.assistant] if given.assistant else [])]:
@@ -68,7 +68,7 @@ def timer(scorer: Scorer, text: list[int], count: int) -> Callable[[], float]:
 
 
 def main() -> None:
-    """See the module's description."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

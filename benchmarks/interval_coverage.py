@@ -77,7 +77,7 @@ BEYOND: dict[str, Draw] = {
 
 
 def judge(samples: Floats) -> dict[str, float]:
-    """Coverage of 0 and widths, of samples of shape [trials, n]."""
+    """Return coverage of 0 and widths, for samples of shape [trials, n]."""
     n = samples.shape[1]
     low, high = mean_intervals(samples)
     half = distributions.t.ppf(0.975, n - 1) * samples.std(axis=1, ddof=1) / np.sqrt(n)
@@ -94,7 +94,7 @@ def judge(samples: Floats) -> dict[str, float]:
 
 
 def pooled(draw: Draw, prompts: int, trials: int, rng: np.random.Generator) -> float:
-    """Coverage for the pooled speedup, with output lengths that differ and slow down what is long."""
+    """Return the coverage for the pooled speedup, with different output lengths and slower long outputs."""
 
     def runs(count: int) -> tuple[Floats, Floats, Floats]:
         tokens = np.maximum(8.0, np.exp(4.0 + 0.5 * rng.standard_normal(count)))
@@ -112,7 +112,7 @@ def pooled(draw: Draw, prompts: int, trials: int, rng: np.random.Generator) -> f
 
 
 def stored_logs(folder: Path) -> dict[str, Floats]:
-    """Mean log speedups of the prompts of every configuration of every run in a folder."""
+    """Return the mean log speedups of prompts, for every configuration of every run in a folder."""
     found = {}
     for run in sorted(path.parent for path in folder.glob("*/run.json")):
         for config, pairs in paired_generations(load_results(run)).groupby("config", sort=False):

@@ -25,14 +25,14 @@ CHILD = Path(__file__).parents[1] / "tests" / "killed_sweep.py"
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:
-    """What each line measured, and the tokens that came out."""
+    """Return what each line measured, and its tokens."""
     lines = (folder / "generations.jsonl").read_text(encoding="ascii").splitlines()
     names = ("config", "prompt", "turn", "repeat", "warmup", "order", "token_ids")
     return [tuple(json.loads(line)[name] for name in names) for line in lines]
 
 
 def main() -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     from specbench.results.results import load_results
     from specbench.results.store import RunStore
 
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def size(folder: Path) -> int:
-    """Bytes of results there are."""
+    """Return the bytes of results."""
     file = folder / "generations.jsonl"
     return file.stat().st_size if file.exists() else 0
 

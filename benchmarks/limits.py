@@ -72,7 +72,7 @@ LIMITS = (
 
 
 def load_form(name: str, form: str) -> PreTrainedModel:
-    """A model as it decodes in a form.
+    """Load a model in a form.
 
     Raises:
         SpecbenchError: It cannot be loaded.
@@ -179,7 +179,7 @@ def next_to_busy(
 
 
 def _timer(way: type[Any], model: PreTrainedModel, context: int) -> Callable[[int], float]:
-    """Times a way's passes over that many tokens after a context."""
+    """Return a timer of passes over that many tokens after a context."""
     cache = make_cache("dynamic", model.config)
     forward: Forward = way(model, cache)
     embeddings: Any = model.get_input_embeddings()
@@ -210,7 +210,7 @@ def show_busy(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def compare_with_float32(rows: Sequence[dict[str, Any]]) -> None:
-    """Tell how many times as fast as in float32 a pass is in every form, where float32 was measured."""
+    """Print how many times as fast as in float32 a pass is in every form."""
     exact = {row["model"]: row["pass_ms"] for row in rows if row["form"] == "float32" and "reason" not in row}
     for row in rows:
         if "reason" not in row and row["model"] in exact:
@@ -218,7 +218,7 @@ def compare_with_float32(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The table, and what takes the time of a pass."""
+    """Print the table, and the slowest operators of a pass."""
     width = max(len(row["model"]) for row in rows)
     heads = f"{'form':12} {'MB':>8} {'GB/s':>6} {'at least ms':>11} {'a pass ms':>9} {'of 5':>7} {'share':>6}"
     heads += f" {'× float32':>9}"
@@ -241,7 +241,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def beside(given: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """A model and others decoding the same prompts in one dtype."""
+    """Compare a model with other decoders on the same prompts in one dtype."""
     asked = ["--target", given.model[0], "--dtype", dtype, "--limit", str(given.limit)]
     asked += ["--tokens", str(given.tokens), "--prompts", *given.prompts]
     for option in ("setting", "peer"):
@@ -261,7 +261,7 @@ def beside(given: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -298,7 +298,7 @@ def measured(name: str, form: str, given: argparse.Namespace) -> tuple[dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     given = parse(arguments)
     rows: list[dict[str, Any]] = []
     busy: list[dict[str, Any]] = []

@@ -37,7 +37,7 @@ DRAFTERS = ["none", "lookup", "ngram:top-k=2", "suffix", "self:int8", "self:laye
 
 
 def applies(rule: str, drafter: str) -> bool:
-    """Whether a rule goes with a drafter."""
+    """Return whether a policy applies to a drafter."""
     return parse_policy(rule).applies(parse_drafter(drafter))
 
 

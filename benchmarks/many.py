@@ -49,7 +49,7 @@ WAYS = ("alone", "one", "plain", "transformers")
 
 @dataclass(frozen=True)
 class Taken:
-    """What a way made of a group of prompts.
+    """The outputs and times of a group of prompts in one way.
 
     Attributes:
         seconds: That they took, prompts included; in a closed loop their latencies over the clients.
@@ -63,7 +63,7 @@ class Taken:
 
     @property
     def speed(self) -> float:
-        """Tokens per second of all together."""
+        """Return tokens per second over all requests."""
         return sum(map(len, self.outputs)) / self.seconds
 
 
@@ -135,7 +135,7 @@ class Ours:
 
 
 class Theirs:
-    """``generate`` of ``transformers``, batch after batch, each as long as its longest output.
+    """``generate`` of ``transformers``, in batches padded to their longest output.
 
     Args:
         given: The options of the benchmark.
@@ -167,7 +167,7 @@ class Theirs:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Decode the prompts by all ways in turn."""
+    """Decode the prompts in all ways, in turn."""
     target = load_target(given.target, LoadOptions(dtype=given.dtype))
     drafter = load_drafter(given.drafter, target) if given.rules else None
     prompts = load_prompts(given.sets, limit=given.prompts)
@@ -226,7 +226,7 @@ def _together(taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], way: str) 
 def _ratios(
     taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Throughput over throughput, group by group."""
+    """Return ratios of throughput by group."""
     pairs = [
         ("one", "alone"),
         ("plain", "one"),
@@ -244,7 +244,7 @@ def _ratios(
 def _by_category(
     taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Latencies of requests without a rule over those with it, by category and over all."""
+    """Return latencies without a policy over those with it, by category and over all."""
     made: dict[str, dict[str, Any]] = {}
     for rule in rules:
         if any("plain" not in found for _, found in taken):
@@ -263,7 +263,7 @@ def _by_category(
 
 
 def _count_different(taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]) -> int:
-    """Outputs that a rule, or the scheduler, has changed."""
+    """Count the outputs that a policy, or the scheduler, has changed."""
     ours = {"alone", "one", "plain", *rules}
     count = 0
     for _, found in taken:
@@ -277,7 +277,7 @@ def _show(ratio: Estimate) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

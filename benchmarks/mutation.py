@@ -1130,11 +1130,11 @@ MUTANTS = (
 
 
 class LostError(Exception):
-    """A place to plant a bug at is not there, or there more than once; the message names what is like it."""
+    """Raised if the place of a bug is missing or not unique; the message names the nearest code."""
 
 
 def definitions(tree: ast.AST, prefix: str = "", local: bool = False) -> Iterator[tuple[str, ast.AST]]:
-    """The functions, classes and constants of a module with their qualified names."""
+    """Yield functions, classes and constants of a module with their qualified names."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield prefix + node.name, node
@@ -1147,7 +1147,7 @@ def definitions(tree: ast.AST, prefix: str = "", local: bool = False) -> Iterato
 
 
 def locate(where: str, package: Path) -> tuple[Path, ast.Module, list[ast.AST]]:
-    """The file that defines ``where``, its tree, and the definitions of that name in it."""
+    """Return the file that defines ``where``, its tree, and its definitions of that name."""
     file, _, name = where.partition(":")
     named = [package / file] if (package / file).exists() else []
     known: list[str] = []
@@ -1170,13 +1170,13 @@ def locate(where: str, package: Path) -> tuple[Path, ast.Module, list[ast.AST]]:
 
 
 def like(old: str, known: Iterable[str]) -> str:
-    """The end of a message: what resembles ``old`` most."""
+    """Return what resembles ``old`` most, as the end of a message."""
     found = difflib.get_close_matches(old, sorted(set(known)), 3, 0.4)
     return "".join(f"\n    nearest: {each}" for each in found)
 
 
 def mutated(mutant: Mutant, package: Path) -> tuple[Path, str]:
-    """The file that a bug changes, and its source with the bug. Raises LostError."""
+    """Return the file that a bug changes, and its source with the bug; may raise LostError."""
     path, tree, defined = locate(mutant.where, package)
     old, new = ast.parse(mutant.old).body, ast.parse(mutant.new).body
     sought: list[ast.AST] = list(old)
@@ -1229,7 +1229,7 @@ class Watcher:
 
 
 def forget(copy: Path) -> None:
-    """Take every module of the copy out of the interpreter, so that the next import reads the files again."""
+    """Remove every module of the copy from the interpreter, so that it is imported again."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.split(".")[0] in ("specbench", "conftest") or (file and Path(file).is_relative_to(copy)):
@@ -1237,7 +1237,7 @@ def forget(copy: Path) -> None:
 
 
 def test(copy: Path, arguments: Sequence[str]) -> tuple[int, str | None]:
-    """Run a part of the suite; pytest's exit code and the first test that failed."""
+    """Run a part of the suite; return pytest's exit code and the first failed test."""
     import pytest
 
     forget(copy)
@@ -1259,7 +1259,7 @@ def test(copy: Path, arguments: Sequence[str]) -> tuple[int, str | None]:
 
 
 def plant(names: Iterable[str]) -> None:
-    """Plant the named mutants in the copy that is the working folder; a line of JSON for each to stdout."""
+    """Plant the named mutants in the copy in the working folder; print a line of JSON for each."""
     copy = Path.cwd()
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(copy)]
@@ -1290,7 +1290,7 @@ def plant(names: Iterable[str]) -> None:
 
 
 def say(**fields: object) -> None:
-    """A line for the process that waits."""
+    """Print a line for the waiting process."""
     sys.__stdout__.write(json.dumps(fields) + "\n")  # type: ignore[union-attr]
     sys.__stdout__.flush()  # type: ignore[union-attr]
 
@@ -1299,7 +1299,7 @@ def say(**fields: object) -> None:
 
 
 def main() -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="parts of names; all without any")
     parser.add_argument("--fast", action="store_true", help="those that CI plants")

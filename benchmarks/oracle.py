@@ -60,7 +60,7 @@ class StepCosts:
 
 
 def steps_of(row: Row) -> Iterable[dict[str, float]]:
-    """The recorded steps of a generation, one by one."""
+    """Yield the recorded steps of a generation."""
     names = [name for name in row if name.startswith("steps_") and name.endswith("_s")]
     fields = ("drafted", "tested", "accepted", "emitted", "nodes", "siblings", "passes")
     counts = [f"steps_{name}" for name in fields]
@@ -72,17 +72,17 @@ def steps_of(row: Row) -> Iterable[dict[str, float]]:
 
 
 def rate(row: Row) -> float:
-    """Decode tokens per second."""
+    """Return decoded tokens per second."""
     return float((row["new_tokens"] - first_tokens(row)) / row["decode_s"])
 
 
 def first_tokens(row: Row) -> int:
-    """How many tokens stood there before the first step."""
+    """Return the number of tokens before the first step."""
     return int(row["new_tokens"]) - int(sum(row["steps_emitted"]))
 
 
 def right_ranks(rows: Iterable[Row], output: Sequence[int]) -> list[int | None]:
-    """For every token of an output, which candidate of the drafter it is there.
+    """Return for every token of an output its rank among the drafter's candidates.
 
     Args:
         rows: Greedy generations of one drafter from one prompt. Where rounding parted their outputs, what they say
@@ -119,14 +119,14 @@ def right_ranks(rows: Iterable[Row], output: Sequence[int]) -> list[int | None]:
 
 
 def _of_tree(row: Row, step: int) -> tuple[Sequence[int], Sequence[int]] | tuple[None, None]:
-    """Ranks and widths of a step's tree; ``None`` of a chain."""
+    """Return ranks and widths of a step's tree; ``None`` for a chain."""
     if not len(row["steps_widths"]):
         return None, None
     return row["steps_ranks"][step], row["steps_widths"][step]
 
 
 def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
-    """Medians over the steps of plain decoding and of one drafter.
+    """Return medians over the steps of plain decoding and of one drafter.
 
     No pass is taken to be longer than one with more tokens; between the widths seen and beyond them it goes as in
     ``PassCosts.target_pass_s``.
@@ -144,7 +144,7 @@ def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
 
 
 def _rows(step: Mapping[str, float]) -> int:
-    """Tokens that a step verified, the context's last among them."""
+    """Return the number of rows that a step verified, the context's last included."""
     return int(step["nodes"] + step["siblings"]) + 1
 
 
@@ -154,7 +154,7 @@ def chains(longest: int) -> list[Shape]:
 
 
 def kept(shape: Mapping[int, Sequence[int]], ranks: Sequence[int | None]) -> int:
-    """How many tokens a step keeps: along the right candidates, as long as the draft has them.
+    """Return how many tokens a step keeps: the right candidates, while the draft has them.
 
     Args:
         shape: For each node, -1 for the context, its children.
@@ -174,7 +174,7 @@ def kept(shape: Mapping[int, Sequence[int]], ranks: Sequence[int | None]) -> int
 def best_course(
     ranks: Sequence[int | None], first: int, shapes: Sequence[Shape], room_for_all: bool, costs: StepCosts
 ) -> list[int]:
-    """The draft of every step of the fastest way to the end of an output, as its place in ``shapes``.
+    """Return the shapes of the steps that end an output soonest, as indices of ``shapes``.
 
     Args:
         ranks: See ``right_ranks``.
@@ -211,7 +211,7 @@ def best_course(
 
 
 def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]]:
-    """The oracle of every drafter of a greedy sweep, and how close its configurations come.
+    """Return the oracle of every drafter of a greedy sweep, and how close its configurations come.
 
     Args:
         results: A run.
@@ -317,13 +317,13 @@ _SIZED = ("static-tree", "dynamic-tree", "chains")
 
 
 def _hindsight(configs: Sequence[Mapping[Unit, float]], units: Iterable[Unit]) -> float | None:
-    """The speedup with each prompt's best of some configurations; ``None`` without any."""
+    """Return the speedup with each prompt's best configuration; ``None`` without any."""
     best = [max((each[unit] for each in configs if unit in each), default=None) for unit in units]
     return _mean(each for each in best if each is not None) if configs and None not in best else None
 
 
 def _draft_s(rows: Sequence[Row], costs: StepCosts) -> float:
-    """Seconds per pass of the drafter in these generations; in all of them if these have none."""
+    """Return seconds per drafter pass in these generations, or in all if these have none."""
     return step_costs(rows, 0).draft_s if rows else costs.draft_s
 
 
@@ -352,7 +352,7 @@ class _Known:
     def bound(
         self, shapes: Sequence[Shape], costs: StepCosts, *, candidates: int = 1
     ) -> tuple[dict[Unit, float], dict[str, float]]:
-        """The speedup of each prompt with the best of some drafts in every step, and the figures over all.
+        """Return each prompt's speedup with the best shape in every step, and the figures over all.
 
         Args:
             shapes: See ``best_course``.
@@ -430,7 +430,7 @@ _HINDSIGHT = (
 
 
 def text_of(found: Mapping[str, Any]) -> str:
-    """The table of one drafter."""
+    """Return the table of one drafter."""
     lines = [
         found["drafter"],
         f"  {'':40} speedup  of oracle  tokens/step  drafted/token  wasted   fit",

@@ -107,7 +107,7 @@ class TableScorer:
 
 
 def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a target and of a drafter that agree on every argmax and mostly in sampling: [γ + 1, vocab] each."""
+    """Return logits of a target and a drafter that agree on every argmax and mostly in sampling: [γ + 1, vocab]."""
     generator = torch.Generator().manual_seed(vocabulary)
     target = torch.randn(gamma + 1, vocabulary, generator=generator) * 2.0
     best = torch.randint(vocabulary, (gamma + 1, 1), generator=generator)
@@ -124,7 +124,7 @@ def steps(
     sampling: Sampling,
     prompt: Sequence[int],
 ) -> Iterator[Step]:
-    """The steps of a run that does not end."""
+    """Yield the steps of an endless run."""
     run = decode_steps(
         prompt,
         target,
@@ -142,7 +142,7 @@ def steps(
 
 
 def in_turn(jobs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Median time of each job in µs, called in turn for that many seconds in all, at least 7 times and 2 to warm up."""
+    """Return the median µs of each job, called in turn for that many seconds, at least 7 times after 2 warm-ups."""
     times: list[list[float]] = [[] for _ in jobs]
     until = time.perf_counter() + seconds
     for job in (*jobs, *jobs):
@@ -196,7 +196,7 @@ def _draw_multinomial(p: torch.Tensor) -> object:
 
 
 def floor(mode: str, target: torch.Tensor, drafter: torch.Tensor, seconds: float) -> float:
-    """µs of a step's operations over the vocabulary, each written the fastest way."""
+    """Return the µs of a step's operations over the vocabulary, each as its fastest implementation."""
     gamma = len(target) - 1
     row = drafter[:1]
     if mode.startswith("greedy"):
@@ -216,7 +216,7 @@ def floor(mode: str, target: torch.Tensor, drafter: torch.Tensor, seconds: float
 
 
 def measure(mode: str, gamma: int, vocabulary: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """One line of the first table."""
+    """Return one line of the first table."""
     target, drafter = tables(gamma, vocabulary, dtype)
     run = steps(
         TableScorer(target),
@@ -253,7 +253,7 @@ def measure(mode: str, gamma: int, vocabulary: int, dtype: torch.dtype, seconds:
 def measure_growth(
     name: str, mode: str, lengths: Sequence[int], dtype: torch.dtype, seconds: float
 ) -> dict[str, Any]:
-    """One line of the second table: γ = 4, 1,000 tokens of vocabulary."""
+    """Return one line of the second table: γ = 4, 1,000 tokens of vocabulary."""
     target, drafter = tables(4, 1000, dtype)
     taken = []
     generator = torch.Generator().manual_seed(0)
@@ -272,7 +272,7 @@ def measure_growth(
 
 
 def measure_tree(rule: str, vocabulary: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """One line of the third table."""
+    """Return one line of the third table."""
     target, drafter = tables(NODES, vocabulary, dtype)
     runs = [
         steps(
@@ -297,7 +297,7 @@ def measure_tree(rule: str, vocabulary: int, dtype: torch.dtype, seconds: float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

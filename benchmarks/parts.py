@@ -50,7 +50,7 @@ class Parts:
             path.write_text("".join(whole), encoding="utf-8")
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Keep one more, on disk before this returns."""
+        """Add a part, on disk before this returns."""
         self.done.append(dict(part))
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
@@ -64,7 +64,7 @@ _BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in r
 
 @contextmanager
 def busy_core(wanted: bool = True) -> Iterator[None]:
-    """Another process keeps one core busy meanwhile; it ends with this one, however this one ends."""
+    """Keep one core busy with another process, which ends with this one in any case."""
     if not wanted:
         yield
         return

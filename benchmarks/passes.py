@@ -36,7 +36,7 @@ BUFFER_BYTES = 1 << 30
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights of all linear layers, each once (joined layers are one)."""
+    """Return the bytes of the weights of all linear layers, each once."""
     total = 0
     for module in model.modules():
         if isinstance(module, Int8Linear):
@@ -59,7 +59,7 @@ def cache_bytes(model: Any, tokens: int) -> int:
 
 
 def readers(buffer: torch.Tensor) -> dict[str, tuple[Callable[[], object], int]]:
-    """Ways to go through memory, each with the bytes it moves."""
+    """Return ways to read memory, each with its bytes."""
     whole, target = buffer.view(torch.int64), torch.empty_like(buffer[: len(buffer) // 2])
     numbers = buffer.view(torch.float32)
     return {
@@ -125,7 +125,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -138,7 +138,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     result = measure(parse(arguments))
     for name, value in result.items():
         print(f"{name:24} {value}")

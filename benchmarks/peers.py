@@ -48,7 +48,7 @@ class Taken(NamedTuple):
 
 
 class PeerError(Exception):
-    """Why a decoder cannot be had."""
+    """The reason why a decoder is not available."""
 
 
 PEERS = (
@@ -67,7 +67,7 @@ Decode = Callable[[list[int], int], Taken]
 
 
 def check_peer(peer: str) -> str:
-    """The same name if it is one of ``PEERS``, with files or folders that exist in the places of MODEL.
+    """Return the name if it is one of ``PEERS`` and its files or folders exist.
 
     Raises:
         ValueError: It is not.
@@ -80,7 +80,7 @@ def check_peer(peer: str) -> str:
 
 
 def check_python(text: str) -> tuple[str, str]:
-    """A package and the interpreter that has it, of PACKAGE=PATH.
+    """Return package and interpreter of PACKAGE=PATH.
 
     Raises:
         ValueError: It is something else.

@@ -47,7 +47,7 @@ CHUNK = 32
 
 
 def load_copy(name: str, form: str) -> PreTrainedModel:
-    """A model in a form."""
+    """Load a model in a form."""
     if form != SHIFTED:
         return load_form(name, form)
     model = load_model(name, LoadOptions(dtype="float32", device="cpu"), tokenizer=False).model
@@ -59,7 +59,7 @@ def load_copy(name: str, form: str) -> PreTrainedModel:
 
 
 def answer_rows(scorer: Scorer, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """The logits at each place of an answer, [tokens, vocabulary], read in passes as wide as verifications."""
+    """Return the logits at each position of an answer, [tokens, vocabulary], read in narrow passes."""
     scorer.begin()
     found, known = [], list(prompt)
     for first in range(0, len(answer), CHUNK):
@@ -79,7 +79,7 @@ def differences(original: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tenso
 
 
 def with_interval(values: Sequence[float]) -> list[float | None]:
-    """The mean over prompts and the ends of its 95% interval."""
+    """Return the mean over prompts and the ends of its 95% interval."""
     low, high = mean_interval(values) or (None, None)
     return [statistics.mean(values), low, high]
 
@@ -129,7 +129,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     result = measure(parse(arguments))
     print(f"{'':14} {'KL, nats':>28} {'99%':>9} {'greedy agreement':>24}")
     for row in result["rows"]:

@@ -149,7 +149,7 @@ class Simulated:
         self._count = 0
 
     def measure(self, name: str, block: Block) -> Timing:
-        """A generation; the clock moves on by what it takes."""
+        """Simulate a generation, which moves the clock."""
         self._count += 1
         find = self.effect or self._effect
         slow = self.drift * math.sin(self._count / 16)
@@ -173,7 +173,7 @@ class Simulated:
         return deviation * float(np.random.default_rng([self.seed, *name.encode()]).normal())
 
     def race(self, prompts: int = 100, seconds: float = math.inf) -> tuple[Race, Ending]:
-        """A race over them, the candidates in their order, and why it ended."""
+        """Run a race; return it, its candidates in order, and why it ended."""
         each = [(f"p-{n}", self.categories[n % len(self.categories)]) for n in range(prompts)]
         blocks = [Block(name, repeat, category) for repeat in range(REPEATS) for name, category in each]
         names = [name for name in self.truth if name != PLAIN]
@@ -192,12 +192,12 @@ class Simulated:
 
 
 def choice_of(race: Race) -> str:
-    """What a race comes to: its leader, or plain decoding where that is as good."""
+    """Return the choice of a race: its leader, or plain decoding if that is as good."""
     return race.plain if race.verdict in ("plain", "equal") else race.leader
 
 
 def simulated(number: int) -> Simulated:
-    """The simulated run of that number: other candidates, spreads, noise, drift and neighbors than the others."""
+    """Return the simulated run of that number, with its own candidates, spreads, noise, drift and neighbors."""
     random = np.random.default_rng([7, number])
     truth = {f"c-{n}": float(random.normal(0.15, 0.2)) for n in range(int(random.integers(4, 14)))}
     return Simulated(
@@ -221,7 +221,7 @@ APART, PLANTED = 0.06, 0.15
 
 @dataclass(frozen=True)
 class Scatter:
-    """What stored runs of one target say of prompts.
+    """The scatter of prompts in stored runs of one target.
 
     Attributes:
         names: Of the configurations, by run, without plain decoding.
@@ -245,13 +245,13 @@ class Scatter:
 
     @property
     def truth(self) -> stats.Floats:
-        """Mean log speeds with all categories alike, shape [names]."""
+        """Return mean log speeds with equal categories, shape [names]."""
         kinds = sorted(set(self.categories))
         places = [[each == kind for each in self.categories] for kind in kinds]
         return np.mean([self.logs[place].mean(axis=0) for place in places], axis=0)
 
     def simulated(self, seed: int, kind: str, busy: float) -> tuple[Simulated, str]:
-        """A run over some of the configurations, and the name of the best of them.
+        """Return a run over some of the configurations, and the best one's name.
 
         Args:
             seed: Of everything random.
@@ -296,7 +296,7 @@ class Scatter:
 
 
 def scatter_of(folder: Path) -> Scatter:
-    """The scatter of a stored run, at its first temperature; of the prompts that all configurations have."""
+    """Return the scatter of a stored run at its first temperature, over prompts that all configurations have."""
     df = load_results(folder).generations
     df = df[(df["temperature"] == df["temperature"].iloc[0]) & (df["turn"] == 0) & (df["status"] == "ok")]
     df = df[(df["tokens_per_second"] > 0) & df["kind"].isin(["plain", "speculative"])]
@@ -319,7 +319,7 @@ def scatter_of(folder: Path) -> Scatter:
 
 
 def over_scatter(folders: Sequence[Path], times: int) -> Iterator[dict[str, Any]]:
-    """What many races over scatter come to, a line for each run, truth and state of the machine."""
+    """Return the results of many races over scatter, a line for each run, truth and machine state."""
     for folder in folders:
         scatter = scatter_of(folder)
         for kind in TRUTHS:
@@ -352,7 +352,7 @@ def over_scatter(folders: Sequence[Path], times: int) -> Iterator[dict[str, Any]
 
 
 def stored(results: Results) -> tuple[list[str], str, list[Block], Measure]:
-    """The configurations of a stored run at its first temperature, plain decoding, the blocks, and their times."""
+    """Return a stored run's configurations at its first temperature, plain decoding, blocks and times."""
     df = results.generations
     first = df[df["temperature"] == df["temperature"].iloc[0]]
     rows = first[(first["turn"] == 0) & (first["status"] == "ok")]
@@ -373,13 +373,13 @@ def stored(results: Results) -> tuple[list[str], str, list[Block], Measure]:
 
 
 def _alone(results: Results) -> PassCosts:
-    """Times of single passes in a run."""
+    """Return the times of single passes in a run."""
     costs = results.run.costs or PassCosts({})
     return structs.replace(costs, target_s=never_falling(costs.target_s))
 
 
 def race_over(results: Results) -> Race:
-    """A race over the generations of a stored run."""
+    """Run a race over the generations of a stored run."""
     names, plain, blocks, measure = stored(results)
     race = Race(names, plain, limit=len(blocks))
     run_race(race, blocks, measure, clock=FakeClock())
@@ -387,7 +387,7 @@ def race_over(results: Results) -> Race:
 
 
 def regret_in(results: Results, choice: str, names: Sequence[str]) -> tuple[str, Estimate]:
-    """The fastest of some configurations in a run, and the speed of a choice over its own."""
+    """Return the fastest of some configurations in a run, and the speed of a choice relative to it."""
     df = results.generations
     speeds = df[(df["status"] == "ok") & df["config"].isin(names) & (df["tokens_per_second"] > 0)]
     means = {
@@ -403,7 +403,7 @@ def regret_in(results: Results, choice: str, names: Sequence[str]) -> tuple[str,
 
 
 def held_out_in(results: Results, choice: str, names: Sequence[str]) -> Estimate:
-    """The speed of a choice over that of the fastest by all other prompts, prompt by prompt.
+    """Return the speed of a choice over that of the fastest by all other prompts.
 
     Of the prompts that all were measured on, with repeats of a prompt taken together.
     """
@@ -420,11 +420,11 @@ def held_out_in(results: Results, choice: str, names: Sequence[str]) -> Estimate
 
 
 class _TimeUpError(Exception):
-    """The hours are over."""
+    """Raised when the time limit is reached."""
 
 
 def tuned(given: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
-    """What `specbench tune` says, by its ``--json``; no choice where it has no answer at all.
+    """Return the answer of `specbench tune --json`; no choice if it has none.
 
     Args:
         given: The command line.
@@ -449,7 +449,7 @@ def tuned(given: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float) -> Results:
-    """The exhaustive sweep, or the rest of it."""
+    """Run the exhaustive sweep, or the rest of it."""
     options = SweepOptions(
         gammas=GAMMAS,
         policies=rules_to_try(greedy=True, chained=False),
@@ -488,7 +488,7 @@ def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float)
 
 
 def _for_real(given: argparse.Namespace, until: float) -> Iterator[dict[str, Any]]:
-    """Choices with their regret; fewer than there should be if the time is over."""
+    """Return choices with their regret; fewer if the time is over."""
     names = ("target", "drafter", "minutes", "tokens", "busy", "seed")
     parts = Parts(given.resume, {name: getattr(given, name) for name in names})
     place = Path(f"{given.sweep}-{'busy' if given.busy else 'tuned'}")
@@ -523,7 +523,7 @@ def _for_real(given: argparse.Namespace, until: float) -> Iterator[dict[str, Any
 
 
 def in_question(tune_run: Run, least: float) -> set[str]:
-    """Ids of what `tune` raced, or predicted to reach so much of the best that it predicted."""
+    """Return the ids that `tune` raced, or predicted close to its best."""
     tuning = tune_run.tuning
     if tuning is None:
         return set()
@@ -533,12 +533,12 @@ def in_question(tune_run: Run, least: float) -> set[str]:
 
 
 def _row(choice: str, best: str, ratio: Estimate) -> dict[str, Any]:
-    """The speed of a choice over that of the best, and its regret with the interval."""
+    """Return the speed of a choice over the best, and its regret with the interval."""
     return {"choice": choice, "best": best, "ratio": ratio.value, **_regret(ratio, "regret")}
 
 
 def _regret(ratio: Estimate, name: str) -> dict[str, float | None]:
-    """What a ratio of speeds lacks to 1, with the ends of its interval."""
+    """Return 1 less a ratio of speeds, with the ends of its interval."""
     ends = [None if end is None else round(1.0 - end, 4) for end in (ratio.value, ratio.high, ratio.low)]
     return dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
 
@@ -547,7 +547,7 @@ def _regret(ratio: Estimate, name: str) -> dict[str, float | None]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -578,7 +578,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _spread(given: argparse.Namespace) -> int:
-    """Races over scatter; the exit code."""
+    """Run races over scatter and return the exit code."""
     rows = []
     for row in over_scatter(find_runs(given.spreads), given.simulated or 100):
         rows.append(row)
@@ -601,7 +601,7 @@ def _spread(given: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     given = parse(arguments)
     goal, expected = 1.0, 0
     if 60 * given.hours < given.minutes:

@@ -45,7 +45,7 @@ POWER = 0.95
 
 
 def tiny_model(seed: int) -> LlamaForCausalLM:
-    """A random Llama with logits spread widely enough to make drafts fail."""
+    """Return a random Llama whose logits are spread widely enough to make drafts fail."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -91,7 +91,7 @@ class Outcome:
 
 
 def exact_marginals(target: LlamaForCausalLM) -> list[list[float]]:
-    """Probability of every token at output positions 1 to NEW, by the chain rule over all outputs."""
+    """Return the probability of every token at output positions 1 to NEW, by the chain rule."""
     marginals = [[0.0] * VOCAB for _ in range(NEW)]
     growing = {(): 1.0}
     for position in range(NEW):
@@ -110,7 +110,7 @@ def exact_marginals(target: LlamaForCausalLM) -> list[list[float]]:
 
 
 def runs_needed(bias: float, significance: float) -> int:
-    """Runs with which a χ² test of VOCAB cells finds a relative shift of 2·bias of every cell with the wanted power."""
+    """Return the runs that a χ² test of VOCAB cells needs to find a relative shift of 2·bias with the wanted power."""
     freedom = VOCAB - 1
     threshold = chi2.isf(significance, freedom)
     low, high = 1.0, 1e9
@@ -122,7 +122,7 @@ def runs_needed(bias: float, significance: float) -> int:
 
 
 def p_value(counts: Sequence[int], probabilities: Sequence[float]) -> float:
-    """χ² test of counts against exact probabilities; cells with fewer than 5 expected counts are pooled."""
+    """Return the p-value of a χ² test of counts; cells with fewer than 5 expected counts are pooled."""
     runs = sum(counts)
     large = [(c, runs * p) for c, p in zip(counts, probabilities, strict=True) if runs * p >= 5]
     small = [(c, runs * p) for c, p in zip(counts, probabilities, strict=True) if runs * p < 5]

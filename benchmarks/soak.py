@@ -53,7 +53,7 @@ WARM_UP = 2
 
 
 class Soak:
-    """What is decoded, over and over.
+    """Prompts, drafters and outcomes of the rounds.
 
     Args:
         given: The options.
@@ -81,7 +81,7 @@ class Soak:
         self._alone: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def round(self) -> None:
-        """Requests that come, and what becomes of them."""
+        """Run one round of requests."""
         choice, given = self.choice, self.given
         capacity = 4 * (self.longest + 128)  # for some of eight, and for each of those that fit
         picked: list[tuple[int, int, bool]] = []
@@ -126,7 +126,7 @@ class Soak:
         self.settled.append(Footprint.now())
 
     def _iterate(self, many: GenerationRuns) -> tuple[set[int], Counter[int]]:
-        """Whom it has cancelled, and how many ends each has had."""
+        """Return the cancelled requests, and how many ends each request has had."""
         cancelled: set[int] = set()
         ended: Counter[int] = Counter()
         for index, event in many:
@@ -210,7 +210,7 @@ def _name_in(line: str) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

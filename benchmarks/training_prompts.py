@@ -17,12 +17,12 @@ FILE = Path(__file__).parents[1] / "prompts" / "training" / "prompts.jsonl"
 
 
 def lines(text: str) -> list[str]:
-    """One entry for each line."""
+    """Return one entry for each line."""
     return [line.strip() for line in text.strip().splitlines()]
 
 
 def words(text: str) -> list[str]:
-    """One entry between semicolons."""
+    """Return the entries between semicolons."""
     return [" ".join(each.split()) for each in text.split(";") if each.strip()]
 
 
@@ -445,7 +445,7 @@ _ALONE = 2
 
 
 def paired(templates: list[str], subjects: list[str], uses: int) -> Iterator[str]:
-    """Each subject with so many of the templates, other ones for its neighbour.
+    """Combine each subject with that many templates, different ones for its neighbor.
 
     The last ones, which training holds out to measure on, come once: no other prompt is about the same.
     """
@@ -475,7 +475,7 @@ CATEGORIES = {
 
 
 def rows() -> list[dict[str, object]]:
-    """The prompts, in turn from the categories, so that the first ones are of all kinds."""
+    """Return the prompts, in turn from the categories."""
     longest = max(map(len, CATEGORIES.values()))
     found: list[dict[str, object]] = []
     for place in range(longest):

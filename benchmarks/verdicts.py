@@ -47,7 +47,7 @@ WAYS = {"chain": ("rejection", "block", "naive"), "tree": ("recursive", "travers
 
 
 def draws_of(draft: Draft, node: int) -> list[tuple[int, torch.Tensor]]:
-    """The candidates of a node, with the q that they were drawn from one after the other."""
+    """Return the candidates of a node, with the q that each was drawn from."""
     return [(token, q) for tokens, q in draft.draws(node) if q is not None for token in tokens]
 
 
@@ -58,7 +58,7 @@ def node_of(draft: Draft, parent: int, token: int) -> int:
 
 
 def kept_naive(draft: Draft, p: TargetRows, node: int = -1) -> float:
-    """Each node is kept with p of it, if the one before it is."""
+    """Return the expected tokens of ``naive``: a node is kept with its p, if its parent is."""
     return sum(
         float(p(node)[token]) * (1 + kept_naive(draft, p, node_of(draft, node, token)))
         for token in {token for each in draft.draws(node) for token in each.tokens}
@@ -66,7 +66,7 @@ def kept_naive(draft: Draft, p: TargetRows, node: int = -1) -> float:
 
 
 def kept_in_turn(draft: Draft, p: TargetRows, node: int = -1) -> float:
-    """Rejection, and of several candidates recursive rejection."""
+    """Return the expected tokens of rejection, recursive for several candidates."""
     candidates = draws_of(draft, node)
     here, left, expected = p(node) if candidates else None, 1.0, 0.0
     q: torch.Tensor | None = None
@@ -82,7 +82,7 @@ def kept_in_turn(draft: Draft, p: TargetRows, node: int = -1) -> float:
 
 
 def kept_from_below(draft: Draft, p: TargetRows, node: int = -1, chance: float = 1.0) -> tuple[float, float]:
-    """Block and traversal verification.
+    """Return the expected tokens of block and traversal verification.
 
     Returns:
         The chance that something of the branch is kept, this node at least, and the tokens after this node that are
@@ -131,7 +131,7 @@ KEPT: dict[str, Callable[[Draft, TargetRows], float]] = {
 
 
 class Noted:
-    """A drafter whose latest draft can be looked at."""
+    """A drafter that keeps its latest draft."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -146,7 +146,7 @@ class Noted:
 
 
 def judged(request: Request, drafter: Noted) -> Iterator[tuple[Draft, TargetRows]]:
-    """Every step's draft with the rows that judge it."""
+    """Yield every step's draft with the rows that verify it."""
     decoding = decode(request, Stopwatch(None))
     for each in decoding:
         while isinstance(each, ForwardRequest):
@@ -160,7 +160,7 @@ def judged(request: Request, drafter: Noted) -> Iterator[tuple[Draft, TargetRows
 def record(
     target: Target, drafter: Noted, prompt: Sequence[int], args: argparse.Namespace, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Expected tokens per step of every way, summed over the steps of one prompt."""
+    """Return the expected tokens of every method, summed over the steps of one prompt."""
     found: dict[str, dict[str, float]] = {}
     rules = {"chain": f"fixed:gamma={args.gamma}", "tree": args.tree}
     for shape in args.shape or WAYS:
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Print tokens per step by way, and their ratios to the first way of each shape over prompts."""
+    """Print tokens per step by method, and ratios to the first method of each shape."""
     figures: dict[str, Any] = {"prompts": len(done)}
     for shape, ways in WAYS.items():
         if any(shape not in part for part in done):

@@ -121,7 +121,7 @@ def transformers_way(
 
 
 def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
-    """An assistant whose linear layers are int8.
+    """Return an assistant whose linear layers are int8.
 
     Args:
         spec: The model.
@@ -140,7 +140,7 @@ def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
 
 
 def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions) -> tuple[str, Way]:
-    """specbench with a drafter and a draft policy, and its name."""
+    """Return specbench with a drafter and a draft policy, and its name."""
     loaded_drafter = load_drafter(drafter, target, options)
     policy = build_policy(f"fixed:gamma={rule}" if rule.isdecimal() else rule)
 
@@ -166,7 +166,7 @@ def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions)
 
 
 def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], Target]:
-    """Everything that is to be timed, by name, and the target that judges outputs; peers convert into ``folder``.
+    """Load everything to be timed, by name, and the target that judges outputs; peers convert into ``folder``.
 
     A peer that cannot be had is left out, with its reason on stderr.
     """
@@ -207,7 +207,7 @@ def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], 
 def measure(
     ways: Mapping[str, Way], target: Target, prompt: list[int], tokens: int, place: str
 ) -> dict[str, dict[str, Any]]:
-    """Decode one prompt in all ways, one after another in an order that ``place`` fixes.
+    """Decode one prompt in all ways, in an order that ``place`` fixes.
 
     Returns:
         By name: ``seconds``, ``tokens``, ``decode_s`` and ``decoded`` (tokens after the first emission),
@@ -237,7 +237,7 @@ def measure(
 
 
 def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per way, in the order in which they were loaded."""
+    """Return one row per way, in the order of loading."""
     names = list(dict.fromkeys(name for part in done for name in part["names"]))
     prompts, repeats = ([part[what] for part in done] for what in ("prompt", "repeat"))
 
@@ -276,7 +276,7 @@ def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
-    """The table."""
+    """Print the table."""
     width = max(len(line["name"]) for line in lines)
     print(f"\n{'':{width}} {'tokens/s':>9} {'over generate':>20} {'after the first':>20} {'over assisted':>20}"
           f" {'over the best peer':>20}  identical/tie/differs")  # fmt: skip
@@ -291,7 +291,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -331,7 +331,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark and return the exit code."""
     given = parse(arguments)
     until = time.monotonic() + 60 * given.minutes
     kept = (
@@ -383,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def decoded(
     given: argparse.Namespace, progress: parts.Parts, until: float
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Decode every prompt in every way, as far as the time reaches; what was measured, and whether that is all."""
+    """Decode every prompt in every way within the time limit; return what was measured, and whether that is all."""
     prompts = load_prompts(given.prompts, limit=given.limit)
     jobs = [(prompt, repeat) for repeat in range(given.repeats) for prompt in prompts]
     with tempfile.TemporaryDirectory() as place:
@@ -400,7 +400,7 @@ def _run(
     folder: Path,
     until: float,
 ) -> None:
-    """The jobs that are missing, as far as the time reaches."""
+    """Run the missing jobs within the time limit."""
     ways, target = load_ways(given, folder)
     assert target.tokenizer is not None
     encoded = {p.id: encode_prompt(target.tokenizer, p.turns[0], system=p.system) for p, _ in jobs}
@@ -427,7 +427,7 @@ def _run(
 
 
 def plain(value: Any) -> Any:
-    """An estimate as [value, low, high]."""
+    """Return an estimate as [value, low, high]."""
     if isinstance(value, stats.Estimate):
         ends = (value.value, value.low, value.high)
         return [None if end is None or not math.isfinite(end) else round(end, 4) for end in ends]
