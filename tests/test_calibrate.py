@@ -36,7 +36,7 @@ from specbench.policies import FixedLength
 from specbench.specs.drafters import SelfForm
 from specbench.specs.models import parse_model
 from specbench.tune import calibrate as calibration
-from specbench.tune.calibrate import Agreement, CalibrationSettings, Candidate, FormCosts, calibrate
+from specbench.tune.calibrate import Agreement, Candidate, FormCosts, calibrate
 
 PROMPTS = [[5, 17, 200, 33], [7, 8, 9, 10, 11], [41, 3, 41], [60, 61, 62], [90, 12, 90, 12]]
 
@@ -279,9 +279,7 @@ def test_a_calibration_of_a_tiny_model():
     target = target_of()
     told: list[tuple[str, int, int]] = []
     progress: Any = SimpleNamespace(update=lambda *step: told.append(step))
-    found = calibrate(
-        target, PROMPTS, CalibrationSettings(tokens=6, seconds=1e6), progress=progress, clock=Ticking()
-    )
+    found = calibrate(target, PROMPTS, tokens=6, seconds=1e6, progress=progress, clock=Ticking())
     assert found.complete
     assert found.path[0].form == SelfForm(int8=True)
     assert [len(c.form.skip) for c in found.path] == list(range(len(found.path)))
@@ -310,23 +308,20 @@ def test_the_prompts_held_out_have_no_part_in_the_search(monkeypatch):
         return original(model, texts)
 
     monkeypatch.setattr(calibration, "_agreement", watched)
-    calibrate(target_of(), PROMPTS, CalibrationSettings(tokens=4, seconds=1e6), clock=Ticking())
+    calibrate(target_of(), PROMPTS, tokens=4, seconds=1e6, clock=Ticking())
     assert seen[-1] == [41]
     assert set(map(tuple, seen[:-1])) == {(5, 7, 60, 90)}
 
 
 def test_int8_is_considered_where_it_may_pay():
-    kinds = [
-        calibration._possible(target_of(), CalibrationSettings(int8=wanted))[0]
-        for wanted in (None, True, False)
-    ]
+    kinds = [calibration._possible(target_of(), wanted)[0] for wanted in (None, True, False)]
     assert kinds == [(True, False), (True, False), (False,)]
     quantized = target_of()
     for dtype in ("int8", "int4"):
         quantized.dtype = dtype
-        assert calibration._possible(quantized, CalibrationSettings())[0] == (False,)
+        assert calibration._possible(quantized, None)[0] == (False,)
         with pytest.raises(UsageError, match=f"{dtype} already"):
-            calibration._possible(quantized, CalibrationSettings(int8=True))
+            calibration._possible(quantized, True)
 
 
 def test_what_cannot_be_calibrated_is_refused():
@@ -344,7 +339,7 @@ def test_what_cannot_be_calibrated_is_refused():
     assert target_of().language_model.model.config._attn_implementation == FOLDED
     for bad in ({"tokens": 1}, {"seconds": 0.0}, {"seconds": math.nan}):
         with pytest.raises(UsageError):
-            CalibrationSettings(**bad)
+            calibrate(target_of(), PROMPTS, **bad)
 
 
 # -- the choice is kept --------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, random_table
+from checked import (
+    DRAFT,
+    DRAFTERS,
+    PROMPTS,
+    TARGET,
+    VOCAB,
+    decoder_with,
+    draft_model,
+    result_of,
+    sampled,
+    setup_of,
+    violated,
+    with_records,
+)
+from scripted import ScriptedScorer
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.check.deviation
@@ -40,12 +53,11 @@ from specbench.check.greedy import (
     verdict_of,
 )
 from specbench.check.invariants import RunRules
-from specbench.check.observe import Decoder, DecodingSetup
+from specbench.check.observe import DecodingSetup
 from specbench.check.outputs import ExternalOutput, RejectedLine, check_output, find_misfit, read_outputs
 from specbench.check.reference import reference_output
-from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
-from specbench.check.sampled import SampledTest, check_exact, sample
+from specbench.check.sampled import check_exact, sample
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import DecodingLoop, decode
@@ -55,54 +67,11 @@ from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling, TopK
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import Verdict
-from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
-from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.model import ModelDrafter
 from specbench.policies import FixedLength
-from specbench.specs.drafters import NGram
 
-VOCAB, NEW = 8, 12
-PROMPT = (1, 5, 2, 7, 1, 5, 2)
-TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
-
-DRAFTERS: dict[str, Callable[[ScriptedScorer], Any]] = {
-    "model": lambda target: ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
-    "self": lambda target: SelfDrafter(
-        ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
-    ),
-    "lookup": lambda target: LookupDrafter(),
-    "ngram:sample": lambda target: NGramDrafter(NGram(sample=True)),
-    "cascade": lambda target: CascadeDrafter(
-        NGramDrafter(NGram(sample=True)), ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
-    ),
-}
-
-
-def setup_of(kind: str = "model", **changes: Any) -> DecodingSetup:
-    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-    made = DecodingSetup(
-        target=target,
-        drafter=DRAFTERS[kind](target),
-        policy=FixedLength(3),
-        sampling=Multinomial(0.9),
-        max_new_tokens=NEW,
-    )
-    return replace(made, **changes)
-
-
-def result_of(setup: DecodingSetup) -> CheckResult:
-    checking = DecodingCheck(setup, [Case("a", PROMPT), Case("b", (3, 3, 6))])
-    checking.check_steps()
-    return checking.result()
-
-
-def sampled(setup: DecodingSetup, bias: float = 0.1) -> SampledTest:
-    return sample(setup, [PROMPT, (3, 3, 6)], bias=bias, seconds=math.inf)
-
-
-def violated(result: CheckResult) -> set[str]:
-    return {violation.invariant for _, violation in result.violations}
+PROMPT, NEW = PROMPTS[0], 12
 
 
 # --- Sound configurations -------------------------------------------------------------------------
@@ -180,13 +149,9 @@ def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch):
         assert result.verdict_against("plain") == "identical"  # greedy decoding does not show it
         test = sampled(setup_of(drafter), 0.05)
         assert not test.sound, (drafter, test)
-
-
-def test_so_is_the_switch_that_turns_it_off():
-    result = result_of(setup_of("lookup", residual_adjustment=False))
-    assert result.verdict == "wrong"
-    assert result.largest_error > 1e-3
-    assert violated(result) == set()
+    monkeypatch.undo()
+    switched = result_of(setup_of("lookup", residual_adjustment=False))  # so is the switch that turns it off
+    assert (switched.verdict, switched.largest_error > 1e-3, violated(switched)) == ("wrong", True, set())
 
 
 def swapped(draft: Draft, p: torch.Tensor) -> torch.Tensor:
@@ -196,13 +161,10 @@ def swapped(draft: Draft, p: torch.Tensor) -> torch.Tensor:
     return (draft.q.gather(-1, tokens) / p[: len(tokens)].gather(-1, tokens)).squeeze(-1).clamp_max(1.0)
 
 
-def test_p_and_q_swapped_in_the_loop_are_found(monkeypatch):
+def test_p_and_q_swapped_are_found_in_the_loop_and_in_the_function_that_everything_uses(monkeypatch):
     monkeypatch.setattr(specbench.decoding.verify, "acceptance_probabilities", swapped)
     result = result_of(setup_of("model"))
     assert "chance" in violated(result)
-
-
-def test_and_in_the_function_that_everything_uses(monkeypatch):
     for module in (specbench.decoding.verify, specbench.check.exact, specbench.check.invariants):
         monkeypatch.setattr(module, "acceptance_probabilities", swapped)
     result = result_of(setup_of("model"))
@@ -240,31 +202,13 @@ def test_an_output_that_is_off_by_one_is_found(monkeypatch):
         return verdict
 
     with_judge(monkeypatch, broken)
-    same = ModelDrafter(ScriptedScorer(TARGET, VOCAB), "same")
-    result = result_of(setup_of(drafter=same, policy=FixedLength(1), sampling=Greedy()))
+    same = draft_model(TARGET, "same")
+    result = result_of(replace(setup_of(policy=FixedLength(1), sampling=Greedy()), drafter=same))
     assert result.verdict_against("plain") == "wrong"
     difference = result.greedy[0].against_plain or result.greedy[1].against_plain
     assert difference is not None
     assert difference.gap > 0
     assert "choice" in violated(result)
-
-
-def decoder_with(**changed: Any) -> Decoder:
-    """The loop with another request than the one it is given."""
-    return lambda request, watch: decode(replace(request, **changed), watch)
-
-
-def with_records(change: Callable[[Step], Step]) -> Decoder:
-    """The loop with other steps in its records than there were."""
-
-    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
-        decoding, rows = decode(request, watch), None
-        with suppress(StopIteration):
-            while True:
-                each = decoding.send(rows)  # type: ignore[arg-type]
-                rows = yield change(each) if isinstance(each, Step) else each
-
-    return decoder
 
 
 def test_an_ignored_end_token_is_found():
@@ -356,9 +300,7 @@ def test_the_deviation_of_logits_shows_what_the_tokens_do_not():
             return ForwardOutput(found.logits + 0.3 * DRAFT([*asked.context])) if len(asked.tokens) else found
 
     target = Spoilt(logits, VOCAB)
-    setup = setup_of(
-        target=target, drafter=ModelDrafter(ScriptedScorer(logits, VOCAB), "model"), sampling=Greedy()
-    )
+    setup = replace(setup_of(sampling=Greedy()), target=target, drafter=draft_model(logits))
     result = result_of(setup)
     assert result.verdict_against("plain") == "identical"
     assert violated(result) == set()
@@ -379,7 +321,9 @@ class Discarding(ModelDrafter):
 
 
 def test_a_dropped_unlikely_draft_is_found():
-    setup = setup_of(drafter=Discarding(ScriptedScorer(DRAFT, VOCAB), "discarding"), policy=FixedLength(1))
+    setup = replace(
+        setup_of(policy=FixedLength(1)), drafter=Discarding(ScriptedScorer(DRAFT, VOCAB), "discarding")
+    )
     result = result_of(setup)
     assert violated(result) == {"chance"}
     assert "discarded" in str(result.violations)
@@ -397,7 +341,7 @@ class Peeking(ModelDrafter):
 
 
 def test_a_q_that_is_not_what_was_drawn_from_is_found():
-    result = result_of(setup_of(drafter=Peeking(ScriptedScorer(DRAFT, VOCAB), "peeking")))
+    result = result_of(replace(setup_of(), drafter=Peeking(ScriptedScorer(DRAFT, VOCAB), "peeking")))
     assert violated(result) == {"chance"}
 
 
@@ -473,10 +417,7 @@ def test_without_the_adjustment_it_emits_what_the_formula_says():
     found = emitted_distribution(draft, 0, acceptance_by_token(draft, p, 0), p[0])
     assert total_variation(found, expected) < 1e-6
     assert total_variation(found, p[0]) > 0.01
-
-
-def test_a_distribution_without_mass_counts_as_wholly_wrong():
-    assert total_variation(torch.zeros(3), torch.ones(3)) == 1.0
+    assert total_variation(torch.zeros(3), torch.ones(3)) == 1.0  # no mass counts as wholly wrong
 
 
 def test_the_limit_allows_for_what_a_float32_softmax_is_off():
@@ -485,15 +426,15 @@ def test_the_limit_allows_for_what_a_float32_softmax_is_off():
     assert error_limit(Draft([0, 1]), p, 0) == pytest.approx(1e-5, abs=1e-6)
     assert error_limit(draft, p, 1) == pytest.approx(3e-5, abs=1e-6)
     assert error_limit(draft, 0.9 * p, 1) == pytest.approx(1.1e-4, abs=1e-6)  # that much is a fault
-    assert error_limit(draft, torch.cat([p, 1.00001 * p[:1]]), 2) == pytest.approx(
-        2e-5, abs=1e-6
-    )  # the bonus
+    bonus = torch.cat([p, 1.00001 * p[:1]])
+    assert error_limit(draft, bonus, 2) == pytest.approx(2e-5, abs=1e-6)
 
 
 def test_forced_rejections_reach_every_position():
     """The drafter is the target, so that chance would accept everything."""
     near = lambda tokens: TARGET(tokens) + 0.01 * DRAFT(tokens)  # noqa: E731
-    setup = setup_of(drafter=ModelDrafter(ScriptedScorer(near, VOCAB), "near"), max_new_tokens=400)
+    setup = setup_of(max_new_tokens=400)
+    setup = replace(setup, drafter=draft_model(near, "near"))
     case = check_exact(setup, "a", PROMPT)
     corrected = {place.position for place in case.positions if place.kind == "corrected"}
     assert corrected == {0, 1, 2}
@@ -510,9 +451,7 @@ def counted(tokens: int, generator: np.random.Generator, bias: float = 0.0) -> T
     for p in generator.dirichlet([1.2, *[0.3] * 5], size=tokens):
         truth = p.copy()
         if bias:
-            shifted = min(
-                bias * 6 / 4, float(p[0])
-            )  # on average so much, for not every context has it to give
+            shifted = min(bias * 6 / 4, float(p[0]))  # on average, for not every context has it to give
             truth += shifted * (np.eye(6)[1] - np.eye(6)[0])
         counts.add(p.tolist(), int(generator.choice(6, p=truth / truth.sum())))
     return counts
@@ -535,9 +474,7 @@ def test_a_bias_of_the_stated_size_is_found():
         assert stated is not None
         off = TokenCounts(6)
         for p in generator.dirichlet([1.2, *[0.3] * 5], size=800):
-            away = (
-                p[0] / 0.44 * stated
-            )  # 0.44 = E(p[0]): the share of all tokens that moves is the stated one
+            away = p[0] / 0.44 * stated  # 0.44 = E(p[0]): the stated share of all tokens moves
             truth = np.array([p[0] - away, p[1] + away, *p[2:]])
             off.add(p.tolist(), int(generator.choice(6, p=truth / truth.sum())))
         found += off.test()[1] < SIGNIFICANCE
@@ -550,13 +487,10 @@ def test_more_samples_find_less():
     assert many == pytest.approx(few / 3, rel=0.1)
 
 
-def test_what_is_impossible_has_no_chance():
+def test_too_few_samples_say_nothing_and_an_impossible_one_is_enough():
     counts = counted(50, np.random.default_rng(3))
     counts.add([0.5, 0.5, 0, 0, 0, 0], None)
     assert counts.test()[1] == 0.0
-
-
-def test_too_few_samples_say_nothing():
     counts = TokenCounts(6)
     assert (counts.test(), counts.smallest_bias) == ((0, 1.0), None)
     for _ in range(1000):
@@ -671,7 +605,8 @@ def test_a_tie_has_to_be_one_in_the_eyes_of_both_runs():
 
 def test_transformers_own_answers_are_ours():
     model = tiny_language_model(seed=5)
-    end = tuple(model.end_ids)
+    own, end = model.model.generation_config, tuple(model.end_ids)
+    own.temperature = 0.123
     prompt = [10, 20, 30, 40, 50]
     for penalty, ends in ((1.0, ()), (1.3, end), (1.0, (7, 8, 9, 250))):
         reference = reference_output(model.model, prompt, 24, end_ids=ends, repetition_penalty=penalty)
@@ -685,6 +620,7 @@ def test_transformers_own_answers_are_ours():
         assert result.violations == ()
         assert len(reference.tops) == len(reference.tokens)
         assert [top.ids[0] for top in reference.tops] == reference.tokens
+        assert model.model.generation_config is own
         assert max(result.deviations) < 1e-5
 
 
@@ -699,14 +635,6 @@ def test_transformers_answers_end_where_ours_do():
     assert len(cut.tops) == len(cut.tokens)
     assert len(reference_output(model.model, prompt, 16, context_limit=8).tokens) == 5
     assert reference_output(model.model, prompt, 16, context_limit=3).tokens == []
-
-
-def test_the_models_generation_settings_stay():
-    model = tiny_language_model(seed=5)
-    own = model.model.generation_config
-    own.temperature = 0.123
-    reference_output(model.model, [1, 2], 3)
-    assert model.model.generation_config is own
 
 
 def test_bits_of_logits_are_compared_where_the_texts_are_the_same():
@@ -837,11 +765,8 @@ def test_ties_are_named_and_do_not_hide_what_is_wrong():
     assert (result.first.position, result.first_wrong.position) == (1, 2)
     coarse = check_output(Row((20.0, 19.5), torch.float32), given([1]), [0], Greedy(), dtype=torch.bfloat16)  # type: ignore[arg-type]
     assert coarse.verdict == "numerical tie"
-
-
-def test_two_largest_logits_are_both_the_targets_choice():
-    target: Any = Row((3.0, 3.0, 1.0), torch.float32)
-    assert check_output(target, given([0, 1]), [0], Greedy()).verdict == "identical"
+    equal: Any = Row((3.0, 3.0, 1.0), torch.float32)
+    assert check_output(equal, given([0, 1]), [0], Greedy()).verdict == "identical"
 
 
 def test_an_output_behind_its_end_is_wrong():

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import checked
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, random_table
+from checked import DRAFT, PROMPTS, VOCAB, draft_model, result_of, sampled, violated, with_records
+from scripted import ScriptedScorer, random_table
 
 from specbench.check.observe import DecodingSetup, observe
 from specbench.check.results import CheckResult
-from specbench.check.run import Case, DecodingCheck
-from specbench.check.sampled import SampledTest, sample
 from specbench.decoding import verdicts
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
-from specbench.decoding.loop import decode
 from specbench.decoding.protocols import Decoding, DraftPolicy
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, TopK
 from specbench.decoding.tree import Siblings
-from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.model import ModelDrafter
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength
 from specbench.policies.trees import DynamicTree, IndependentChains, StaticTree
 from specbench.specs.verification import VerificationName
-
-VOCAB, NEW = 8, 10
-PROMPTS = ((1, 5, 2, 7, 1, 5, 2), (3, 3, 6))
-TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
 
 TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1, 2)),
@@ -45,33 +38,8 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
 def setup_of(
     tree: str | None, method: VerificationName | None = None, drafter: str = "model", **changes: Any
 ) -> DecodingSetup:
-    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-    drafters = {
-        "model": lambda: ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
-        "self": lambda: SelfDrafter(
-            ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
-        ),
-        "lookup": LookupDrafter,
-    }
     policy = DraftPlan(TREES[tree]() if tree else FixedLength(3), verification=method)
-    made = DecodingSetup(
-        target=target, drafter=drafters[drafter](), policy=policy, sampling=Multinomial(0.9), max_new_tokens=NEW
-    )  # fmt: skip
-    return replace(made, **changes)
-
-
-def result_of(setup: DecodingSetup) -> CheckResult:
-    checking = DecodingCheck(setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS)])
-    checking.check_steps()
-    return checking.result()
-
-
-def sampled(setup: DecodingSetup, bias: float = 0.1) -> SampledTest:
-    return sample(setup, PROMPTS, bias=bias, seconds=math.inf)
-
-
-def violated(result: CheckResult) -> set[str]:
-    return {violation.invariant for _, violation in result.violations}
+    return checked.setup_of(drafter, **{"policy": policy, "max_new_tokens": 10, **changes})
 
 
 def enumerated(result: CheckResult) -> float:
@@ -115,7 +83,7 @@ def test_drafts_without_distributions_pass_too():
 
 
 def test_several_drafters_pass():
-    models = [ModelDrafter(ScriptedScorer(random_table(seed, VOCAB), VOCAB), str(seed)) for seed in (2, 4)]
+    models = [draft_model(random_table(seed, VOCAB), str(seed)) for seed in (2, 4)]
     setup = replace(setup_of(None), policy=FixedLength(2), drafter=SeveralDrafters(models))
     result = result_of(setup)
     assert sampled(setup).sound
@@ -333,14 +301,5 @@ def test_pruning_drawn_nodes_by_their_own_q_is_found():
     ],
 )
 def test_a_record_that_does_not_say_what_was_is_found(change, invariant):
-    def decoder(*arguments: Any) -> Any:
-        records = decode(*arguments)
-        answer = None
-        while True:
-            try:
-                record = records.send(answer)
-            except StopIteration:
-                return
-            answer = yield replace(record, **change(record)) if isinstance(record, Step) else record
-
+    decoder = with_records(lambda step: replace(step, **change(step)))
     assert invariant in violated(result_of(setup_of("static", decoder=decoder)))

@@ -1,5 +1,4 @@
-"""The race of `specbench tune` over simulated and stored times: it finds the fastest, and drops it no oftener than it
-may."""
+"""The race of `specbench tune` over simulated and stored times: it finds the fastest and keeps its error rate."""
 
 from __future__ import annotations
 
@@ -58,10 +57,11 @@ def new(*names: str, limit: int = 100) -> Race:
 # -- simulated and stored runs ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("predicted", [None, 0.5])
 @pytest.mark.parametrize("number", range(10))
-def test_the_choice_is_within_5_percent_of_the_best(number):
-    """Ten runs with other speeds, prompts, drift and neighbors each."""
-    made = simulated(number)
+def test_the_choice_is_within_5_percent_of_the_best(number, predicted):
+    """Ten runs with other speeds, prompts, drift and neighbors each; also where predictions are wrong."""
+    made = replace(simulated(number), predicted=predicted)
     race, _ = made.race()
     assert made.regret(race) <= MARGIN
 
@@ -104,13 +104,6 @@ def test_predictions_help_where_little_can_be_measured():
     assert sum(each <= MARGIN for each in both) > sum(each <= MARGIN for each in alone)
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_wrong_predictions_do_no_harm_where_much_can_be_measured(number):
-    made = replace(simulated(number), predicted=0.5)
-    race, _ = made.race()
-    assert made.regret(race) <= MARGIN
-
-
 def test_what_is_predicted_leads_until_more_is_known():
     race = Race(["a", "b"], PLAIN, limit=40, expected={"a": 1.6, "b": 1.2})
 
@@ -124,19 +117,13 @@ def test_what_is_predicted_leads_until_more_is_known():
     assert led[-1] == "b"
 
 
-def test_plain_decoding_wins_where_nothing_is_faster():
-    truth = {PLAIN: 0.0, "a": -0.3, "b": -0.5}
-    made = Simulated(truth, spread=0.05, noise=0.02)
-    race, _ = made.race()
-    assert (choice_of(race), race.verdict) == (PLAIN, "plain")
-    assert race.running == [PLAIN]
-
-
-def test_what_is_within_the_margin_of_plain_decoding_counts_as_equal():
-    race, ending = Simulated({PLAIN: 0.0, "a": 0.01, "b": -0.4}, spread=0.01, noise=0.01).race()
-    assert race.verdict in ("equal", "faster", "plain")
+@pytest.mark.parametrize(("a", "verdicts"), [(-0.3, {"plain"}), (0.01, {"equal", "faster", "plain"})])
+def test_plain_decoding_wins_where_nothing_is_faster(a, verdicts):
+    race, ending = Simulated({PLAIN: 0.0, "a": a, "b": -0.5}, spread=0.01, noise=0.01).race()
+    assert race.verdict in verdicts
     assert ending == "decided"
     assert "b" in race.eliminated
+    assert (choice_of(race) == PLAIN) == (race.verdict != "faster")
 
 
 @pytest.mark.smoke
@@ -159,10 +146,7 @@ def test_a_stored_run_is_raced(tmp_path):
 def test_the_benchmark_counts(capsys, tmp_path):
     assert regret.main(["--simulated", "3"]) == 0
     assert '"races": 3, "within_5_percent": 3' in capsys.readouterr().out.splitlines()[-1]
-    speeds = {
-        name: {f"p-{n}": [10.0 * (1 + k) + n % 3] for n in range(8)}
-        for k, name in enumerate(["plain", "d@1"])
-    }
+    speeds = {name: {f"p-{n}": [k + n % 3] for n in range(8)} for name, k in (("plain", 10.0), ("d@1", 20.0))}
     write_exact(tmp_path / "run", speeds)
     assert regret.main(["--stored", str(tmp_path)]) == 0
     with pytest.raises(SystemExit, match="Give"):
@@ -182,9 +166,9 @@ def test_what_held_up_one_of_two_is_told_from_what_is_usual():
     assert held[-2:] == pytest.approx([1.0, -0.7], abs=0.02)
     assert held[:-2].mean() == pytest.approx(0.0, abs=0.002)
 
-
-def test_where_blocks_say_little_two_are_taken_to_be_alike():
-    noisy = np.array([0.9, -0.5, 0.3, -0.8, 0.6, 0.2])
+    noisy = np.array(
+        [0.9, -0.5, 0.3, -0.8, 0.6, 0.2]
+    )  # where blocks say little the two are taken to be alike
     held, doubt = noise_correction(noisy)
     assert held == pytest.approx(noisy, abs=0.01)
     assert doubt == pytest.approx(0.02, abs=0.001)
@@ -293,7 +277,7 @@ def test_who_fails_is_out_and_plain_decoding_that_fails_spoils_the_block():
     assert race.blocks == 6
 
 
-def test_a_block_in_which_somebody_says_nothing_counts_for_nobody():
+def test_a_block_without_tokens_does_not_count():
     def measure(name: str, block: Block) -> Timing:
         silent = name == "a" and block.prompt == "p-0"
         return Timing(0, 0.0) if silent else steady(plain=10, a=20)(name, block)
@@ -330,14 +314,7 @@ def test_a_race_that_is_not_over_says_how_much_more_it_takes():
     assert over.blocks_needed() == 0
 
 
-def test_the_same_times_and_seed_give_the_same_race():
-    def standing(race: Race) -> tuple[object, ...]:
-        return race.leader, race.running, race.eliminated, race.blocks
-
-    assert standing(simulated(3).race()[0]) == standing(simulated(3).race()[0])
-
-
-def test_candidates_run_in_another_order_in_every_block():
+def test_candidates_run_in_another_order_in_every_block_and_the_same_with_one_seed():
     seen: list[list[str]] = []
 
     def measure(name: str, block: Block) -> Timing:
@@ -347,6 +324,9 @@ def test_candidates_run_in_another_order_in_every_block():
         return Timing(10, 1.0 + wobble(name, block))
 
     run(new("a", "b", "c"), measure, 5, seed=1)
+    first, seen[:] = list(seen), []
+    run(new("a", "b", "c"), measure, 5, seed=1)
+    assert seen == first
     assert len({tuple(order) for order in seen}) > 1
     assert all(sorted(order) == ["a", "b", "c", PLAIN] for order in seen)
 

@@ -75,67 +75,26 @@ def _headline(results: Sequence[tuple[str, CheckResult]]) -> str:
 
 
 def _summary(result: CheckResult) -> Iterator[str]:
-    """Yield the findings on one configuration, a line each."""
-    greedy = [f"{_outcomes(result, 'plain')} to plain decoding"]
-    if result.no_transformers is None:
-        greedy.append(f"{_outcomes(result, 'transformers')} to transformers")
-    if result.deviations is not None:
-        greedy.append(f"logits {_sound(result.deviations.sound)}")
-    if result.bit_exact:
-        rows, equal = result.bitwise
-        greedy.append(
-            "logits equal bit for bit" if rows == equal else f"{rows - equal:,} rows of logits differ"
-        )
-    yield f"Greedy outputs: {'; '.join(greedy)}."
-    broken = len(result.violations)
-    steps = f"{_count(broken, 'violation')} of invariants" if broken else "all invariants hold"
-    yield f"Steps: {result.steps:,} checked, {steps}{_exact_summary(result)}."
+    """Yield the findings on one configuration in up to three lines."""
+    found = {name: f"{name}: {what}" for name, _, what, _ in _findings(result)}
+    for names in (("plain", "transformers", "logits", "bits"), ("steps", "exact")):
+        yield f"{'; '.join(found[name] for name in names if name in found)}."
     if result.sampled is not None:
         yield _power([result])
 
 
-def _exact_summary(result: CheckResult) -> str:
-    positions = sum(len(case.positions) for case in result.exact)
-    if not positions:
-        return ""
-    return f"; distributions within {result.largest_error:.0e} of the target's at {_count(positions, 'position')}"
-
-
 def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
-    """Return a row for each configuration."""
-    found = [_cells(result) for _, result in results]
-    columns = [name for name in _COLUMNS if any(name in cells for cells in found)]
-    rows = [
-        [
-            label,
-            *(cells.get(column, "–") for column in columns),
-            result.verdict if result.complete else "interrupted",
-        ]
-        for (label, result), cells in zip(results, found, strict=True)
-    ]
+    """Return a row for each configuration, with the verdicts on its findings."""
+    found = [{name: verdict for name, _, _, verdict in _findings(result)} for _, result in results]
+    columns = [name for name in _FINDINGS if any(name in cells for cells in found)]
+    rows = []
+    for (label, result), cells in zip(results, found, strict=True):
+        verdict = result.verdict if result.complete else "interrupted"
+        rows.append([label, *(cells.get(column, "–") for column in columns), verdict])
     return _table(["configuration", *columns, "verdict"], rows)
 
 
-_COLUMNS = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
-
-
-def _cells(result: CheckResult) -> dict[str, str]:
-    """Return the findings on a configuration by column."""
-    cells = {"plain": _differing(result, "plain")}
-    if result.no_transformers is None:
-        cells["transformers"] = _differing(result, "transformers")
-    if result.deviations is not None:
-        cells["logits"] = _sound(result.deviations.sound)
-    if result.bit_exact:
-        rows, equal = result.bitwise
-        cells["bits"] = "equal" if rows == equal else f"{rows - equal:,} rows differ"
-    broken = len(result.violations)
-    cells["steps"] = f"{broken:,} wrong" if broken else f"{result.steps:,} sound"
-    if result.exact:
-        cells["exact"] = f"{result.largest_error:.0e}"
-    if result.sampled is not None:
-        cells["sampled"] = _sound(result.sampled.sound)
-    return cells
+_FINDINGS = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
 
 
 def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
@@ -148,7 +107,7 @@ def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
     else:
         yield ("transformers", "not compared", result.no_transformers, "–")
     if (each := result.deviations) is not None:
-        found = f"{100 * each.largest:.2g}% off (plain {100 * each.plain_largest:.2g}%)"
+        found = f"up to {100 * each.largest:.2g}% off (plain {100 * each.plain_largest:.2g}%)"
         yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))
     if result.bit_exact:
         rows, equal = result.bitwise
@@ -179,14 +138,6 @@ def _outcomes(result: CheckResult, against: Against) -> str:
     if wrong := verdicts.count("wrong"):
         parts.append(f"{wrong} wrong")
     return ", ".join(parts)
-
-
-def _differing(result: CheckResult, against: Against) -> str:
-    """Return how many outputs differ, if any."""
-    verdicts = [verdict_of(each) for each in result.differences(against)]
-    ties, wrong = verdicts.count("numerical tie"), verdicts.count("wrong")
-    parts = ([f"{wrong} wrong"] if wrong else []) + ([_count(ties, "tie")] if ties else [])
-    return ", ".join(parts) or "identical"
 
 
 def _sampled(results: Sequence[tuple[str, CheckResult]]) -> bool:

@@ -244,12 +244,12 @@ def _find_form(effort: _Effort, *, int8: bool | None) -> tuple[dict[str, Any], l
     """Choose the form of itself that a target drafts with fastest, and keep it."""
     loaded, _, encoded = effort.load()
     from specbench.models.calibrations import FORMS, form_key
-    from specbench.tune.calibrate import CalibrationSettings
     from specbench.tune.calibrate import calibrate as search
 
     with effort.progress() as progress:
-        settings = CalibrationSettings(effort.tokens, int8, effort.seconds)
-        found = search(loaded, encoded, settings, progress=progress)
+        found = search(
+            loaded, encoded, tokens=effort.tokens, int8=int8, seconds=effort.seconds, progress=progress
+        )
     FORMS.write(form_key(loaded), found.choice)
     choice = found.choice
     forms = [

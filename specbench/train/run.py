@@ -398,13 +398,13 @@ class Training:
         return left if minutes is None else max(0.0, min(left, 60 * minutes - self._seconds))
 
     def _measures(self, state: TrainerState) -> int:
-        """Return the number of measurements, that of the untrained head apart."""
+        """Return the number of measurements without that of the untrained head."""
         fitting = self._measuring_s / max(state.first_measure_s, 1e-3)
         return int(min(self._settings.measures, max(1, fitting)))
 
     @property
     def _measuring_s(self) -> float:
-        """Seconds for all measurements together, that of the untrained head apart, and limit of each."""
+        """Seconds for all measurements together, without that of the untrained head, and limit of each."""
         minutes = self._settings.minutes
         return math.inf if minutes is None else _MEASURING * (1 - _WRITING) * 60 * minutes
 

@@ -52,33 +52,6 @@ _MASKED_ATTENTION = ("sdpa", "eager", FOLDED, RAGGED)
 
 
 @dataclass(frozen=True)
-class CalibrationSettings:
-    """How much is spent on a calibration.
-
-    Attributes:
-        tokens: Length of the answers whose tokens are drafted.
-        int8: Whether int8 layers are considered; ``None`` on a CPU, unless the target is int8 or int4 itself.
-        seconds: Time limit of the search, which then returns the best form so far.
-
-    Raises:
-        UsageError: A value outside its range.
-    """
-
-    tokens: int = 24
-    int8: bool | None = None
-    seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.tokens < _SHORTEST_ANSWER:
-            raise UsageError(
-                f"Calibration answers of {self.tokens} tokens are too short.",
-                f"Ask for at least {_SHORTEST_ANSWER}.",
-            )
-        if not self.seconds > 0:
-            raise UsageError(f"The search time is {self.seconds:g} s.", "Give more than 0.")
-
-
-@dataclass(frozen=True)
 class Agreement:
     """How well one-token drafts agree with the target.
 
@@ -155,8 +128,10 @@ class Calibration:
 def calibrate(
     target: Target,
     prompts: Sequence[Sequence[int]],
-    settings: CalibrationSettings | None = None,
     *,
+    tokens: int = 24,
+    int8: bool | None = None,
+    seconds: float = 600.0,
     progress: Progress | None = None,
     clock: Clock | None = None,
 ) -> Calibration:
@@ -165,17 +140,26 @@ def calibrate(
     Args:
         target: As it will decode: on a CPU packed, int8 or int4.
         prompts: Token ids of typical prompts, at least 2. Every third only checks the choice.
+        tokens: Length of the answers whose tokens are drafted.
+        int8: Whether int8 layers are considered; ``None`` on a CPU, unless the target is int8 or int4 itself.
+        seconds: Time limit of the search, which then returns the best form so far.
         clock: ``None`` for that of the target's device.
 
     Raises:
-        UsageError: The model cannot skip layers and has no int8 form, or the prompts are unsuitable.
+        UsageError: The model cannot skip layers and has no int8 form, the prompts are unsuitable, or a value is out of
+            its range.
     """
-    settings = settings or CalibrationSettings()
+    if tokens < _SHORTEST_ANSWER:
+        raise UsageError(
+            f"Calibration answers of {tokens} tokens are too short.", f"Ask for at least {_SHORTEST_ANSWER}."
+        )
+    if not seconds > 0:
+        raise UsageError(f"The search time is {seconds:g} s.", "Give more than 0.")
     clock = clock or clock_for(str(target.scorer.device))
-    kinds, skippable = _possible(target, settings)
+    kinds, skippable = _possible(target, int8)
     if len(prompts) < 2:
         raise UsageError("A calibration needs at least 2 prompts.", "Name more prompts.")
-    texts = _answered(target, prompts, settings.tokens, progress)
+    texts = _answered(target, prompts, tokens, progress)
     held_out = texts[_HELD_OUT - 1 :: _HELD_OUT] or texts[-1:]
     searched = [text for text in texts if text not in held_out]
     forms = _Forms(target, kinds)
@@ -190,7 +174,7 @@ def calibrate(
         return Candidate(form, agreement, c, gamma, predicted_speedup(tokens[gamma], gamma, c, v[gamma + 1]))
 
     cheapest_first = sorted(kinds, key=lambda int8: costs.c(forms.layers, int8))
-    end = clock.now() + settings.seconds
+    end = clock.now() + seconds
     path, complete = _search(judged, cheapest_first, skippable, clock, end, progress)
     best = max(path, key=lambda candidate: candidate.rank)
     checked = judged(best.form, held_out)
@@ -208,12 +192,12 @@ def calibrate(
     return Calibration(tuple(path), best, choice, complete)
 
 
-def _possible(target: Target, settings: CalibrationSettings) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+def _possible(target: Target, int8: bool | None) -> tuple[tuple[bool, ...], tuple[int, ...]]:
     """Return the precisions to consider, and the layers that may be left out."""
     on_cpu = target.scorer.device.type == "cpu"
-    if settings.int8 and target.quantization is not None:
+    if int8 and target.quantization is not None:
         raise UsageError(f"The target is {target.quantization} already.", "Leave --int8 out.")
-    int8 = on_cpu and target.quantization is None if settings.int8 is None else settings.int8
+    int8 = on_cpu and target.quantization is None if int8 is None else int8
     model = target.language_model.model
     skippable = skippable_layers(model.config)
     try:

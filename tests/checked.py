@@ -1,0 +1,90 @@
+"""Setups of the decoding loop over scripted models, and what the check finds in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from scripted import ScriptedCache, ScriptedScorer, random_table
+
+from specbench.check.observe import Decoder, DecodingSetup
+from specbench.check.results import CheckResult
+from specbench.check.run import Case, DecodingCheck
+from specbench.check.sampled import SampledTest, sample
+from specbench.decoding.clocks import Stopwatch
+from specbench.decoding.loop import DecodingLoop, decode
+from specbench.decoding.records import Step
+from specbench.decoding.request import Request
+from specbench.decoding.sampling import Multinomial
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.policies import FixedLength
+from specbench.specs.drafters import NGram
+
+VOCAB = 8
+PROMPTS = ((1, 5, 2, 7, 1, 5, 2), (3, 3, 6))
+TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
+
+
+def draft_model(table: Any = DRAFT, name: str = "model") -> ModelDrafter:
+    return ModelDrafter(ScriptedScorer(table, VOCAB), name)
+
+
+DRAFTERS: dict[str, Callable[[ScriptedScorer], Any]] = {
+    "model": lambda target: draft_model(),
+    "self": lambda target: SelfDrafter(
+        ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
+    ),
+    "lookup": lambda target: LookupDrafter(),
+    "ngram:sample": lambda target: NGramDrafter(NGram(sample=True)),
+    "cascade": lambda target: CascadeDrafter(NGramDrafter(NGram(sample=True)), draft_model()),
+}
+
+
+def setup_of(drafter: str = "model", **changes: Any) -> DecodingSetup:
+    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    made = DecodingSetup(
+        target=target,
+        drafter=DRAFTERS[drafter](target),
+        policy=FixedLength(3),
+        sampling=Multinomial(0.9),
+        max_new_tokens=12,
+    )
+    return replace(made, **changes)
+
+
+def result_of(setup: DecodingSetup) -> CheckResult:
+    checking = DecodingCheck(setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS)])
+    checking.check_steps()
+    return checking.result()
+
+
+def sampled(setup: DecodingSetup, bias: float = 0.1) -> SampledTest:
+    return sample(setup, PROMPTS, bias=bias, seconds=math.inf)
+
+
+def violated(result: CheckResult) -> set[str]:
+    return {violation.invariant for _, violation in result.violations}
+
+
+def decoder_with(**changed: Any) -> Decoder:
+    """The loop with another request than the one it is given."""
+    return lambda request, watch: decode(replace(request, **changed), watch)
+
+
+def with_records(change: Callable[[Step], Step]) -> Decoder:
+    """The loop with changed steps in its records."""
+
+    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
+        decoding, output = decode(request, watch), None
+        with suppress(StopIteration):
+            while True:
+                each = decoding.send(output)  # type: ignore[arg-type]
+                output = yield change(each) if isinstance(each, Step) else each
+
+    return decoder
