@@ -748,7 +748,7 @@ def test_the_first_token_that_is_not_the_targets_is_named():
     assert result.verdict == "wrong"
     assert result.first is not None
     assert result.first_wrong == result.first
-    assert (result.first.position, result.first.token, result.first.best) == (4, other, int(row.argmax()))
+    assert (result.first.position, result.first.tokens) == (4, (other, int(row.argmax())))
     assert result.first.gap == pytest.approx(float(row.max() - row[other]))
     assert result.first.logits == (pytest.approx(float(row[other])), pytest.approx(float(row.max())))
 

@@ -509,7 +509,7 @@ def test_a_foreign_token_is_named(check, outputs, own):
     assert (right["verdict"], right["first"]) == ("identical", None)
     assert (wrong["line"], wrong["verdict"]) == (2, "wrong")
     assert wrong["first"]["position"] == 5
-    assert (wrong["first"]["token"], wrong["first"]["best"]) == (changed[5], own[5])
+    assert wrong["first"]["tokens"] == [changed[5], own[5]]
     assert wrong["first"]["gap"] == pytest.approx(wrong["first"]["logits"][1] - wrong["first"]["logits"][0])
     assert len(wrong["first"]["texts"]) == 2
 

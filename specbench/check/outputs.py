@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from specbench.backends.torch.parity import tie_units, units_below
+from specbench.backends.torch.parity import Difference, difference_at
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.check.deviation import clean_rows
@@ -44,32 +44,11 @@ class RejectedLine:
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """A token that is not the target's choice.
-
-    Attributes:
-        token, best: The token, and the target's choice.
-        logits: Of both, after the repetition penalty.
-        gap: Their difference.
-        gap_units: The same in units of the dtype's rounding.
-        numerical_tie: Whether the gap is within ``tie_units``.
-    """
-
-    position: int
-    token: int
-    best: int
-    logits: tuple[float, float]
-    gap: float
-    gap_units: float
-    numerical_tie: bool
-
-
-@dataclass(frozen=True)
 class OutputResult:
     """The result for a line.
 
     Attributes:
-        first: The first token that is not the target's choice; ``None`` if all are.
+        first: The first token that is not the target's choice, and that choice; ``None`` if all are.
         first_wrong: The first of these that is no tie.
         ties, wrong: Numbers of each. Every token is judged after the output's own tokens before it.
         after_end: Position of an end token that the output continues after; ``None`` for none.
@@ -78,8 +57,8 @@ class OutputResult:
     line: int
     id: str
     tokens: int
-    first: Mismatch | None
-    first_wrong: Mismatch | None
+    first: Difference | None
+    first_wrong: Difference | None
     ties: int
     wrong: int
     after_end: int | None
@@ -165,10 +144,10 @@ def check_output(
         logits = row.unsqueeze(0)
         best = sampling.choose(logits, context)[0]
         scores = sampling.scores(logits, context)[0]
-        high, low = float(scores[best]), float(scores[output[position]])
-        if low == high:
+        token = output[position]
+        if float(scores[token]) == float(scores[best]):
             continue
-        found = _mismatch(position, output[position], best, low, high, dtype or row.dtype)
+        found = difference_at(position, (token, best), scores, dtype or row.dtype)
         first = first or found
         if found.numerical_tie:
             ties += 1
@@ -178,11 +157,3 @@ def check_output(
     ends = set(end_ids)
     after_end = next((i for i, token in enumerate(output[:-1]) if token in ends), None)
     return OutputResult(given.line, given.id, len(output), first, first_wrong, ties, wrong, after_end)
-
-
-def _mismatch(position: int, token: int, best: int, low: float, high: float, dtype: torch.dtype) -> Mismatch:
-    units = units_below(low, high, dtype)
-    largest = torch.finfo(torch.float32).max
-    low = max(low, -largest)  # JSON has no -inf
-    gap = min(high - low, largest)
-    return Mismatch(position, token, best, (low, high), gap, units, units <= tie_units(dtype))

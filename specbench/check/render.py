@@ -175,8 +175,7 @@ def _details(result: CheckResult, dtype: str, piece: Piece | None, encoding: str
                 found.append((case.prompt, against, difference))
     found.sort(key=lambda row: row[2].numerical_tie)  # wrong ones first
     rows = [
-        [prompt, against, *_tokens(each.position, each.tokens, each.logits, piece, encoding),
-         _gap(each.gap, each.gap_units), verdict_of(each)]
+        [prompt, against, *_difference_cells(each, piece, encoding), verdict_of(each)]
         for prompt, against, each in found[:_MAX_SHOWN]
     ]  # fmt: skip
     if rows:
@@ -231,13 +230,7 @@ def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None, enc
     differing = [each for each in result.outputs if each.verdict != "identical"]
     for each in sorted(differing, key=lambda each: (each.verdict != "wrong", each.line))[:_MAX_SHOWN]:
         shown = each.first_wrong or each.first
-        cells = ["", "", "", ""]
-        if shown is not None:
-            pair = (shown.token, shown.best)
-            cells = [
-                *_tokens(shown.position, pair, shown.logits, piece, encoding),
-                _gap(shown.gap, shown.gap_units),
-            ]
+        cells = ["", "", "", ""] if shown is None else _difference_cells(shown, piece, encoding)
         rows.append([str(each.line), each.id, *cells, f"{each.ties}, {each.wrong}", each.verdict])
     if rows:
         headings = [
@@ -287,23 +280,17 @@ def _list(heading: str, lines: Sequence[str]) -> Items:
     return Items([*lines[:_MAX_SHOWN], *more], f"{heading}:")
 
 
-def _tokens(
-    position: int, tokens: Sequence[int | None], logits: Sequence[float], piece: Piece | None, encoding: str
-) -> list[str]:
-    """Return the cells of a position, counted from 1, and two tokens there."""
-    cells = [str(position + 1)]
-    for token, logit in zip(tokens, logits, strict=True):
+def _difference_cells(found: Difference, piece: Piece | None, encoding: str) -> list[str]:
+    """Return the cells of a position, counted from 1, of the two tokens there, and of their gap."""
+    cells = [str(found.position + 1)]
+    for token, logit in zip(found.tokens, found.logits, strict=True):
         text = "" if token is None or piece is None else f" '{visible(piece(token), encoding)}'"
         cells.append(f"{'(end)' if token is None else token}{text}: {logit:.7g}")
-    return cells
+    return [*cells, f"{found.gap:.3g} ({found.gap_units:.3g})"]
 
 
 def _gap_heading(dtype: str) -> str:
     return f"gap ({dtype} units)"
-
-
-def _gap(gap: float, units: float) -> str:
-    return f"{gap:.3g} ({units:.3g})"
 
 
 def _sound(sound: bool) -> str:

@@ -179,7 +179,7 @@ class OutputsResult:
             fields = _finite(asdict(result))
             for name in ("first", "first_wrong"):
                 if fields[name] is not None and piece is not None:
-                    fields[name]["texts"] = [piece(fields[name]["token"]), piece(fields[name]["best"])]
+                    fields[name]["texts"] = list(map(piece, fields[name]["tokens"]))
             return {"verdict": result.verdict, **fields}
 
         verdicts = Counter(each.verdict for each in self.outputs)
