@@ -729,7 +729,7 @@ RECIPE = Recipe(parse_model("Org/big"), caching=CacheOptions(cache="preallocated
 
 def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
     return replace(
-        RECIPE, drafter=parse_drafter(drafter), rule=parse_policy(rule), models=ModelOptions(**models)
+        RECIPE, drafter=parse_drafter(drafter), policy=parse_policy(rule), models=ModelOptions(**models)
     )
 
 

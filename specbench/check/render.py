@@ -107,7 +107,7 @@ def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
     else:
         yield ("transformers", "not compared", result.no_transformers, "–")
     if (each := result.deviations) is not None:
-        found = f"up to {100 * each.largest:.2g}% off (plain {100 * each.plain_largest:.2g}%)"
+        found = f"up to {100 * each.largest:.2g}% off"
         yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))
     if result.bit_exact:
         rows, equal = result.bitwise
