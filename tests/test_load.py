@@ -10,7 +10,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import pytest
-from scripted import Logits, ScriptedScorer, enumerate_outcomes, random_table
+from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
 
 from specbench.decoding.clocks import Clock
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
@@ -43,19 +43,10 @@ def fair(tokens: Sequence[int]) -> Any:
     return TARGET(tokens) + 1.6 * NOISE(tokens)
 
 
-class Told:
-    """A clock that goes on when it is told to."""
-
-    time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-
 class Model:
     """Reads for several requests at once, and takes as long as it is told for so many rows, and for unequal ones."""
 
-    def __init__(self, logits: Logits, seconds: Seconds, clock: Told, uneven_s: float = 0.0) -> None:
+    def __init__(self, logits: Logits, seconds: Seconds, clock: Ticking, uneven_s: float = 0.0) -> None:
         self.logits, self.seconds, self.clock, self.uneven_s = logits, seconds, clock, uneven_s
 
     @property
@@ -92,7 +83,7 @@ class House:
     """
 
     def __init__(self, target_s: Seconds, draft_s: Seconds, uneven_s: float = 0.0, prompt: int = 4) -> None:
-        self.clock, self.load, self.prompt = Told(), Load(), prompt
+        self.clock, self.load, self.prompt = Ticking(0.0), Load(), prompt
         self.target = Model(TARGET, target_s, self.clock, uneven_s)
         logits = {"good": good, "fair": fair, "bad": OTHER}
         self.models = {name: Model(each, draft_s, self.clock) for name, each in logits.items()}

@@ -20,17 +20,8 @@ from specbench.bench import prompts as module
 from specbench.bench.prompts import Prompt, load_prompts, prompt_sets, read_prompt_text
 
 ROOT = Path(__file__).parent.parent
-SINGLE_TURN = {
-    "chat",
-    "code",
-    "code-editing",
-    "mathematics",
-    "question-answering",
-    "retrieval",
-    "structured-output",
-    "summarisation",
-    "translation",
-}
+SINGLE_TURN = {*["chat", "code", "code-editing", "mathematics", "question-answering", "retrieval"]}
+SINGLE_TURN |= {"structured-output", "summarisation", "translation"}
 MULTI_TURN = {"multi-turn-chat", "multi-turn-code"}
 
 
@@ -43,9 +34,10 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def refused(path: Path | str) -> str:
+def refused(source: Path | str, **options: Any) -> str:
+    """What is wrong with prompts, without the hint."""
     with pytest.raises(UsageError) as caught:
-        load_prompts([path])
+        load_prompts([source], **options)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
     return caught.value.message
@@ -85,20 +77,13 @@ def test_no_text_occurs_twice_in_the_sets():
     assert [turn for turn, count in turns.items() if count > 1] == []
 
 
-def test_the_texts_to_summarize_are_of_the_promised_length():
+def test_texts_and_code_in_the_sets_are_of_the_promised_kind():
     for prompt in load_prompts(["summarisation"]):
         _, text = prompt.turns[0].split("\n\n", 1)
         assert 120 <= len(text.split()) <= 250, prompt.id
-
-
-def test_every_code_editing_prompt_carries_a_file_of_some_size():
     for prompt in load_prompts(["code-editing"]):
         _, code, end = prompt.turns[0].split("```")
-        assert code.count("\n") >= 15, prompt.id
-        assert not end, prompt.id
-
-
-def test_the_python_in_the_prompts_is_valid():
+        assert (code.count("\n") >= 15, end) == (True, ""), prompt.id
     blocks = [
         part.removeprefix("python\n")
         for prompt in load_prompts(["all"])
@@ -134,64 +119,39 @@ def test_an_installation_without_the_sets_says_so(tmp_path):
 # Reading
 
 
-def test_a_file_is_read_with_all_its_fields(tmp_path):
+def test_a_file_is_read_with_all_its_fields_and_so_is_spec_benchs(tmp_path):
     path = write(
         tmp_path / "mine.jsonl",
         row(turns=["One", "Two"], system="Be brief."),
         row(id="b", category="own", source="ignored", system=None),
         row(id=7, system=""),
+        {"question_id": 81, "category": "writing", "turns": ["One", "Two"], "reference": ["3"]},
     )
     assert load_prompts([path]) == load_prompts([str(path)])
     assert load_prompts([path]) == [
         Prompt("a", "chat", ("One", "Two"), "Be brief."),
         Prompt("b", "own", ("Hello",), None),
         Prompt("7", "chat", ("Hello",), ""),
-    ]
-
-
-def test_the_form_of_spec_bench_is_read(tmp_path):
-    path = write(
-        tmp_path / "question.jsonl",
-        {"question_id": 81, "category": "writing", "turns": ["One", "Two"]},
-        {"question_id": 161, "category": "math", "turns": ["Three"], "reference": ["3"]},
-    )
-    assert load_prompts([path]) == [
         Prompt("81", "writing", ("One", "Two"), None),
-        Prompt("161", "math", ("Three",), None),
     ]
 
 
-def test_blank_lines_crlf_a_byte_order_mark_and_unicode_line_separators_do_no_harm(tmp_path):
-    lines = [
-        "",
-        json.dumps(row(turns=["a\u2028b\u0085c"]), ensure_ascii=False),
-        "  \t",
-        json.dumps(row(id="b")),
-        "",
-    ]
+def test_blank_lines_crlf_byte_order_marks_and_unicode_line_separators_do_no_harm(tmp_path):
+    odd = json.dumps(row(turns=["a\u2028b\u0085c"]), ensure_ascii=False)
+    lines = ["\ufeff", odd, "  \t", f"\ufeff{json.dumps(row(id='b'))}", ""]  # as where files were joined
     path = tmp_path / "mine.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    path.write_bytes("\r\n".join(lines).encode())
     assert load_prompts([path]) == [
         Prompt("a", "chat", ("a\u2028b\u0085c",), None),
         Prompt("b", "chat", ("Hello",), None),
     ]
 
 
-def test_files_with_byte_order_marks_can_be_joined(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text("".join(f"\ufeff{json.dumps(row(id=name))}\n" for name in "ab"), encoding="utf-8")
-    assert [prompt.id for prompt in load_prompts([path])] == ["a", "b"]
-
-
 def test_text_is_kept_as_data_except_for_lone_surrogates(tmp_path):
     text = " [red]\x00\x1b[31m שלום 🚲 [/] <b> "
     turns = [text, "a\ud800b", "\ud83d\ude00"]
     (prompt,) = load_prompts([write(tmp_path / "mine.jsonl", row(turns=turns, system="\udfff"))])
-    assert prompt.turns == (
-        text,
-        "a\ufffdb",
-        "😀",
-    )  # JSON escapes a pair as two halves: together they are one
+    assert prompt.turns == (text, "a\ufffdb", "😀")  # two halves of a pair are one character together
     assert prompt.system == "\ufffd"
 
 
@@ -262,12 +222,6 @@ def test_an_unknown_category_is_named_with_those_that_exist(mixed):
     assert str(caught.value) == "No prompt has the category nope. The categories are x, y, z."
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit):
-    with pytest.raises(UsageError, match=f"limit on prompts is {limit}"):
-        load_prompts(["chat"], limit=limit)
-
-
 # Errors in sources
 
 
@@ -279,31 +233,34 @@ def test_an_unknown_set_is_named_with_those_that_exist():
         assert name in str(caught.value)
 
 
-def test_no_sources_are_refused():
+def test_no_sources_and_limits_below_one_are_refused():
     with pytest.raises(UsageError, match="No prompt set or file was named"):
         load_prompts([])
+    for limit in (0, -1):
+        assert refused("chat", limit=limit) == f"The limit on prompts is {limit}."
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "folder/missing", "./missing"])
-def test_a_missing_file_is_refused(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.jsonl", "There is no prompt file missing.jsonl."),
+        ("folder/missing", f"There is no prompt file {Path('folder/missing')}."),
+        ("./missing", "There is no prompt file missing."),
+        ("\x1b[31mred", r"There is no prompt set '\x1b[31mred'."),  # nothing in it drives the terminal
+        (Path("\x1b[31mred"), r"There is no prompt file '\x1b[31mred'."),
+        (Path("\udcff"), r"There is no prompt file '\udcff'."),
+        ("nul\x00", r"There is no prompt set 'nul\x00'."),
+        (Path("nul\x00"), r"The prompt file 'nul\x00' cannot be read: "),
+        ("n" * 5000, "There is no prompt set nnn"),
+    ],
+)
+def test_names_without_a_file_are_refused(source, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert refused(name) == f"There is no prompt file {Path(name)}."
+    assert refused(source).startswith(message)
 
 
-def test_names_cannot_drive_the_terminal():
-    assert refused("\x1b[31mred") == r"There is no prompt set '\x1b[31mred'."
-    assert refused(Path("\x1b[31mred")) == r"There is no prompt file '\x1b[31mred'."
-    assert refused(Path("\udcff")) == r"There is no prompt file '\udcff'."
-    assert refused("nul\x00") == r"There is no prompt set 'nul\x00'."
-    assert refused(Path("nul\x00")).startswith(r"The prompt file 'nul\x00' cannot be read: ")
-    assert refused("n" * 5000).startswith("There is no prompt set nnn")
-
-
-def test_a_folder_is_refused(tmp_path):
+def test_a_folder_and_an_unreadable_file_are_refused(tmp_path, monkeypatch):
     assert refused(tmp_path) == f"The prompt file {tmp_path} is a folder."
-
-
-def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     path = write(tmp_path / "mine.jsonl", row())
 
     def denied(self: Path) -> bytes:
@@ -313,17 +270,21 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     assert refused(path) == f"The prompt file {path} cannot be read: Permission denied."
 
 
-def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            json.dumps(row()).encode() + b"\n" + '{"id": "Grüße"}'.encode("latin-1"),
+            "{} is not UTF-8 (line 2).",
+        ),
+        (b"", "{}."),
+        (b"\n \n\r\n", "{}."),
+    ],
+)
+def test_files_that_are_not_utf8_or_hold_no_prompts_are_refused(content, message, tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_bytes(json.dumps(row()).encode() + b"\n" + '{"id": "Grüße"}'.encode("latin-1"))
-    assert refused(path) == f"The prompt file {path} is not UTF-8 (line 2)."
-
-
-@pytest.mark.parametrize("content", ["", "\n \n\r\n"])
-def test_a_file_without_prompts_is_refused(content, tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text(content, encoding="utf-8")
-    assert refused(path) == f"There are no prompts in {path}."
+    path.write_bytes(content)
+    assert refused(path).endswith(message.format(path))
 
 
 @pytest.mark.parametrize(
@@ -370,11 +331,8 @@ def test_a_bad_line_is_refused_with_its_number(line, reason, tmp_path):
 def test_a_field_of_the_wrong_form_is_refused(fields, reason, tmp_path):
     path = write(tmp_path / "mine.jsonl", row(id="first"), row(**fields))
     assert refused(path) == f"Line 2 of {path}: {reason}"
-
-
-def test_a_wrong_question_id_is_named_as_such(tmp_path):
-    path = write(tmp_path / "mine.jsonl", {"question_id": None, "category": "chat", "turns": ["Hello"]})
-    assert refused(path) == f'Line 1 of {path}: "question_id" is not a string or an integer.'
+    other = write(tmp_path / "other.jsonl", {"question_id": None, "category": "chat", "turns": ["Hello"]})
+    assert refused(other) == f'Line 1 of {other}: "question_id" is not a string or an integer.'
 
 
 def test_duplicate_ids_are_named_with_both_places(tmp_path):
@@ -432,13 +390,6 @@ def test_standard_input_and_a_file_give_the_same_text(data, text, tmp_path):
         assert read_prompt_text(None, None, stdin(data)) == text
 
 
-def test_a_terminal_is_not_waited_for():
-    terminal = stdin(b"typed")
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    with pytest.raises(UsageError, match="No prompt was given"):
-        read_prompt_text(None, None, terminal)
-
-
 def test_lone_surrogates_of_the_command_line_are_replaced():
     argument = os.fsdecode(b"caf\xe9 \xff!") if os.fsencode("é") == b"\xc3\xa9" else "caf\udce9 \udcff!"
     text = read_prompt_text(argument, None, None)
@@ -457,30 +408,27 @@ def test_any_prompt_can_be_encoded_and_is_kept_otherwise(prompt):
 
 
 def test_one_source_of_the_prompt_and_no_more(tmp_path):
+    terminal = stdin(b"typed")
+    terminal.isatty = lambda: True  # type: ignore[method-assign] # which is not waited for
+    with pytest.raises(UsageError, match="No prompt was given"):
+        read_prompt_text(None, None, terminal)
     for data in (None, b"", b" \n"):
         assert no_prompt(None, None, data) == "No prompt was given."
     for prompt in ("Hello", "-", ""):
         assert no_prompt(prompt, tmp_path / "prompt.txt") == "A prompt and a prompt file were given."
-
-
-@pytest.mark.parametrize("data", [b"", b"\n", b" \t\r\n", "\u3000\u2003".encode(), b"\xef\xbb\xbf"])
-def test_an_empty_prompt_is_refused(data, tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_bytes(data)
-    assert no_prompt(data.decode("utf-8-sig"), None) == "The prompt is empty."
-    assert no_prompt("-", None, data) == "The prompt from standard input is empty."
-    assert no_prompt(None, path) == f"The prompt file {path} is empty."
-
-
-def test_a_prompt_that_is_not_utf8_is_refused(tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_bytes(b"one\ntwo \xff")
-    assert no_prompt("-", None, b"\xff") == "The prompt from standard input is not UTF-8 (line 1)."
-    assert no_prompt(None, path) == f"The prompt file {path} is not UTF-8 (line 2)."
-
-
-def test_a_missing_prompt_file_a_folder_and_a_closed_input_are_refused(tmp_path):
-    missing = tmp_path / "missing.txt"
-    assert no_prompt(None, missing) == f"There is no prompt file {missing}."
-    assert no_prompt(None, tmp_path) == f"The prompt file {tmp_path} is a folder."
     assert no_prompt("-", None, None) == "Standard input is closed."
+
+
+EMPTY = [(data, "is empty.") for data in (b"", b"\n", b" \t\r\n", "\u3000\u2003".encode(), b"\xef\xbb\xbf")]
+
+
+@pytest.mark.parametrize(("data", "reason"), [*EMPTY, (b"one\ntwo \xff", "is not UTF-8 (line 2).")])
+def test_an_empty_or_broken_prompt_is_refused(data, reason, tmp_path):
+    path = tmp_path / "prompt.txt"
+    assert no_prompt(None, path) == f"There is no prompt file {path}."
+    assert no_prompt(None, tmp_path) == f"The prompt file {tmp_path} is a folder."
+    path.write_bytes(data)
+    if "empty" in reason:
+        assert no_prompt(data.decode("utf-8-sig"), None) == "The prompt is empty."
+    assert no_prompt("-", None, data) == f"The prompt from standard input {reason}"
+    assert no_prompt(None, path) == f"The prompt file {path} {reason}"

@@ -62,8 +62,16 @@ def engine_of(**settings: Any) -> Engine:
     return Engine(target(), load_drafter(DRAFTER, target()), **limits)
 
 
+def wait_until(condition: Callable[[], Any]) -> Any:
+    """What the condition returns as soon as that is true."""
+    until = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < until
+    return found
+
+
 class Running:
-    """A server in a thread of this process."""
+    """A server in a thread of this process, closed at the end of a ``with``."""
 
     def __init__(self, engine: Engine, defaults: RequestDefaults = DEFAULTS, grace_s: float = 0.0) -> None:
         self.engine = engine
@@ -101,10 +109,14 @@ class Running:
 
     def becomes_idle(self) -> dict[str, float]:
         """The metrics as soon as nothing is under way."""
-        until = time.monotonic() + PATIENCE_S
-        while (found := self.metrics())["requests_running"] + found["requests_waiting"]:
-            assert time.monotonic() < until, found
-        return found
+        wait_until(lambda: not sum(self.metrics()[f"requests_{which}"] for which in ("running", "waiting")))
+        return self.metrics()
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.http.close()
@@ -115,9 +127,8 @@ class Running:
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Running]:
-    running = Running(engine_of())
-    yield running
-    running.close()
+    with Running(engine_of()) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -251,16 +262,13 @@ def test_the_servers_own_setting_holds_where_a_request_says_nothing():
         seed=7,
         decoding=DecodingOptions(max_new_tokens=5, stop=("zzz",)),
     )
-    running = Running(engine_of(max_batch=1, pool_tokens=None), defaults)
-    try:
+    with Running(engine_of(max_batch=1, pool_tokens=None), defaults) as running:
         first, second = (running.text(prompt="the thing") for _ in range(2))
         assert first["usage"]["completion_tokens"] == 5
         assert first["choices"] == second["choices"]
         greedy = running.text(prompt="the thing", temperature=0, max_tokens=8)
         assert greedy["choices"][0]["text"] == alone("the thing", max_new_tokens=8).text
         assert running.engine.max_tokens == 200_000
-    finally:
-        running.close()
 
 
 # -- requests that go wrong --------------------------------------------------------------------------
@@ -324,23 +332,19 @@ def test_only_names_of_this_machine_are_answered_to(serving):
 def test_without_a_chat_template_there_is_no_chat():
     plain = wrap_target(tiny_llama(), tiny_tokenizer(chat_template=None))
     engine = Engine(plain, load_drafter("none", plain), max_batch=1, max_waiting=1, pool_tokens=None)
-    running = Running(engine)
-    try:
+    with Running(engine) as running:
         answer = running.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
         assert answer.status_code == 400
         assert "Use /v1/completions" in answer.json()["error"]["message"]
-    finally:
-        running.close()
 
 
 def test_a_template_that_refuses_is_a_wrong_request(serving):
-    running = serving
     tokenizer = target().tokenizer
     assert tokenizer is not None
     template = tokenizer.chat_template
     tokenizer.chat_template = "{{ raise_exception('users first') }}"
     try:
-        answer = running.post("/v1/chat/completions", messages=[{"role": "assistant", "content": "x"}])
+        answer = serving.post("/v1/chat/completions", messages=[{"role": "assistant", "content": "x"}])
     finally:
         tokenizer.chat_template = template
     assert answer.status_code == 400
@@ -367,9 +371,7 @@ def test_a_client_that_leaves_a_stream_takes_its_request_along(serving):
 def test_a_client_that_hangs_up_takes_its_request_along(serving):
     serving.becomes_idle()
     with serving.sent(json.dumps(ENDLESS).encode()):
-        until = time.monotonic() + PATIENCE_S
-        while not serving.metrics()["requests_running"]:
-            assert time.monotonic() < until
+        wait_until(lambda: serving.metrics()["requests_running"])
     assert serving.becomes_idle()["kv_blocks_used"] == 0
 
 
@@ -397,15 +399,14 @@ def test_what_clients_send_wrong_is_not_logged(serving, caplog):
 
 def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch):
     monkeypatch.setattr(app, "_MAX_OPEN", 1)
-    running = Running(engine_of(max_batch=1, max_waiting=0, pool_tokens=None))
+    with Running(engine_of(max_batch=1, max_waiting=0, pool_tokens=None)) as running:
 
-    def becomes(status: int) -> httpx2.Response:
-        until = time.monotonic() + PATIENCE_S
-        while (answer := running.post("/v1/completions", prompt="x", max_tokens=1)).status_code != status:
-            assert time.monotonic() < until, answer.text
-        return answer
+        def becomes(status: int) -> httpx2.Response:
+            until = time.monotonic() + PATIENCE_S
+            while (answer := running.post("/v1/completions", prompt="x", max_tokens=1)).status_code != status:
+                assert time.monotonic() < until, answer.text
+            return answer
 
-    try:
         with ExitStack() as halves:
             for _ in range(2):
                 halves.enter_context(running.sent(b"{", length=100))
@@ -414,8 +415,6 @@ def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch):
             assert refused.headers["retry-after"] == "1"
             assert running.http.get("/health").status_code == 200
         becomes(200)
-    finally:
-        running.close()
 
 
 def test_a_body_has_to_come_in_time(serving, monkeypatch):
@@ -473,8 +472,7 @@ def test_decoding_that_fails_in_the_middle_is_told_and_the_server_goes_on(servin
 
 
 def test_what_has_been_done_is_counted():
-    running = Running(engine_of())
-    try:
+    with Running(engine_of()) as running:
         expected = alone("the thing and the thing")
         running.text(prompt="the thing and the thing")
         found = running.becomes_idle()
@@ -495,8 +493,6 @@ def test_what_has_been_done_is_counted():
             == len(re.findall(r"^# HELP", text, re.MULTILINE))
             > 8
         )
-    finally:
-        running.close()
 
 
 # -- the engine by itself ----------------------------------------------------------------------------

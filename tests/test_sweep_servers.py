@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from specbench.specs.servers import ServerSpec, parse_server, parse_servers
 pytestmark = pytest.mark.timeout(180)  # whatever a socket is waited for
 
 NEW = 24
+CACHED = {"prompt_tokens": 40, "completion_tokens": 24, "prompt_tokens_details": {"cached_tokens": 39}}
 LLAMACPP = {"timings": {"draft_n": 20, "draft_n_accepted": 15, "cache_n": 0}}
 
 # -- how servers are named -------------------------------------------------------------------------
@@ -98,15 +100,9 @@ def test_servers_have_names_of_their_own():
 
 
 def test_command_lines_are_kept_without_addresses():
-    given = [
-        "--server",
-        "a=http://host:1/v1#org/m",
-        "--server=b=https://host/v1",
-        "--server",
-        "c=http://h#/home/me/m",
-    ]
-    kept = ["--server", "a=URL#org/m", "--server=b=URL", "--server", "c=URL#m"]
-    assert command_line(given) == kept
+    given = "--server a=http://host:1/v1#org/m --server=b=https://host/v1 --server c=http://h#/home/me/m"
+    kept = "--server a=URL#org/m --server=b=URL --server c=URL#m"
+    assert command_line(given.split()) == kept.split()
 
 
 def test_every_other_repeat_has_the_order_reversed():
@@ -136,17 +132,7 @@ def sweep(cli, tmp_path, monkeypatch) -> Cli:
     write_prompts(tmp_path / "mine.jsonl", {f"{'ab'[i % 2]}-{i}": [f"Question {i}?"] for i in range(4)})
 
     def call(*arguments: object, **servers: ScriptedServer | str) -> Result:
-        words: list[object] = [
-            "--prompts",
-            "./mine.jsonl",
-            "-n",
-            NEW,
-            "--repeats",
-            2,
-            "--out",
-            "run",
-            *arguments,
-        ]
+        words = ["--prompts", "./mine.jsonl", "-n", NEW, "--repeats", 2, "--out", "run", *arguments]
         for name, server in servers.items():
             words += ["--server", f"{name}={server if isinstance(server, str) else server.url}"]
         return cli("sweep", *words)
@@ -459,34 +445,22 @@ def test_a_server_without_usage_needs_the_tokenizer(sweep, models, tmp_path):
     assert {row["new_tokens"] for row in stored(tmp_path)} == {NEW}
 
 
-def test_unchecked_counts_are_marked(sweep, plain, tmp_path):
-    result = sweep(base=plain)
-    assert "base: token counts are the server's own" in result.err
-    assert "tokens-unchecked" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
-
-
-def test_one_piece_has_only_a_whole_time(sweep, plain, tmp_path):
-    with ScriptedServer(Manner(owner="llamacpp", per_piece=1000)) as server:
+@pytest.mark.parametrize(
+    ("manner", "note", "warning"),
+    [
+        (Manner(owner="llamacpp"), "a: token counts are the server's own", "tokens-unchecked"),
+        (Manner(owner="llamacpp", per_piece=1000), "a: an answer comes in one chunk", "one-piece"),
+        (Manner(owner="vllm", facts={"usage": CACHED}), "98% of the prompts' tokens came", "prompt-cache"),
+    ],
+)
+def test_what_is_noticed_of_a_server_is_told(sweep, plain, tmp_path, manner, note, warning):
+    with ScriptedServer(manner) as server:
         result = sweep(base=plain, a=server)
-    assert "a: an answer comes in one chunk" in result.err
+    warnings = {each["id"]: each["message"] for each in run_json(tmp_path / "run")["warnings"]}
+    assert note in result.err + warnings[warning]
     summary = summarize(load_results(tmp_path / "run")).frame.set_index("config")
-    assert summary["tokens_per_second"].notna().tolist() == [True, False]
+    assert summary["tokens_per_second"].notna().tolist() == [True, manner.per_piece == 1]
     assert summary["speedup_total"].notna().all()
-    assert "one-piece" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
-
-
-def test_a_cache_that_is_on_nevertheless_is_told(sweep, tmp_path):
-    facts = {
-        "usage": {
-            "prompt_tokens": 40,
-            "completion_tokens": NEW,
-            "prompt_tokens_details": {"cached_tokens": 39},
-        }
-    }
-    with ScriptedServer(Manner(owner="vllm", facts=facts)) as server:
-        assert sweep(a=server).code == 0
-    (warning,) = [each for each in run_json(tmp_path / "run")["warnings"] if each["id"] == "prompt-cache"]
-    assert warning["message"].startswith("a: 98% of the prompts' tokens came from a cache")
 
 
 @pytest.mark.parametrize("wrong", ["error", "cut", 500])
@@ -541,11 +515,7 @@ def test_a_server_that_was_started_anew_is_told(sweep, tmp_path):
     with ScriptedServer(Manner(owner="vllm")) as server:
 
         def count(body: dict[str, Any]) -> None:
-            n = len(server.asked) % 6
-            server.manner.metrics = "".join(
-                f"vllm:spec_decode_num_{name}_total {n}\n"
-                for name in ("drafts", "draft_tokens", "accepted_tokens")
-            )
+            server.manner.metrics = counters(*[len(server.asked) % 6] * 3)
 
         count({})
         server.manner.wrong = count
@@ -601,15 +571,12 @@ def test_servers_that_are_none(sweep, tmp_path):
         (["--turns", "2"], "first turns"),
         (["--check-outputs"], "without --target: the model is loaded here"),
         (["--batch", "8"], "more than the 4 prompts"),
+        (["--server", "nonsense"], "no name or no address"),
     ],
 )
 def test_options_that_servers_have_not(sweep, plain, words, fragment):
     sweep(*words, base=plain).refused(2, fragment)
     assert not plain.asked
-
-
-def test_a_server_needs_a_name_and_an_address(sweep):
-    sweep("--server", "nonsense").refused(2, "no name or no address")
 
 
 def test_results_that_are_there_are_kept(sweep, plain):
@@ -624,7 +591,7 @@ def test_results_that_are_there_are_kept(sweep, plain):
 # -- the engine, by a clock of its own ---------------------------------------------------------------
 
 
-class Told(httpx2.AsyncByteStream):
+class TimedEvents(httpx2.AsyncByteStream):
     """Events, and how long each takes to come."""
 
     def __init__(self, clock: list[float], events: list[tuple[float, Any]]) -> None:
@@ -648,21 +615,15 @@ class Timed:
             listed = {"data": [{"id": "m", "owned_by": "llamacpp"}]}
             return httpx2.Response(200 if request.url.path == "/v1/models" else 404, json=listed)
         body = json.loads(request.content)
-        if (
-            self._statuses
-            and prompt_of(body) != "Count from one to ten."
-            and (status := self._statuses.pop(0)) != 200
-        ):
+        is_probe = prompt_of(body) == "Count from one to ten."
+        if self._statuses and not is_probe and (status := self._statuses.pop(0)) != 200:
             return httpx2.Response(status, json={})
         each = self._seconds(request.url.host, prompt_of(body))
         events: list[tuple[float, Any]] = [(0.5, {"choices": [{"delta": {"content": "a"}}]})]
         events += [(each, {"choices": [{"delta": {"content": " b"}}]})] * 8
         ending = {"choices": [{"delta": {}, "finish_reason": "length"}], "usage": {"completion_tokens": 9}}
-        return httpx2.Response(
-            200,
-            headers={"content-type": "text/event-stream"},
-            stream=Told(self.clock, [*events, (0.0, ending)]),
-        )
+        stream = TimedEvents(self.clock, [*events, (0.0, ending)])
+        return httpx2.Response(200, headers={"content-type": "text/event-stream"}, stream=stream)
 
     async def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -680,25 +641,14 @@ class Timed:
 def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
     """The rows of a sweep over servers whose times are scripted."""
     asked = tuple(Prompt(f"p{i}", "x", (f"Question {i}",)) for i in range(prompts))
-    options = SweepOptions(
-        gammas=(),
-        policies=(),
-        turns=1,
-        servers=names,
-        repeats=2,
-        warmup=0,
-        decoding=DecodingOptions(max_new_tokens=9),
-    )
+    decoding = DecodingOptions(max_new_tokens=9)
+    options = SweepOptions((), (), turns=1, servers=names, repeats=2, warmup=0, decoding=decoding)
     sweep = Sweep(options, asked, tuple(build_server_configs(options, names)))
-    engine = timed.engine(*names)
-    try:
-        run = describe_run(
-            sweep, target=engine.describe_target(options.decoding), environment=ENVIRONMENT, sources={}
-        )
+    with closing(timed.engine(*names)) as engine:
+        target = engine.describe_target(decoding)
+        run = describe_run(sweep, target=target, environment=ENVIRONMENT, sources={})
         with RunStore.create(path, run) as store:
             run_sweep(sweep, store, engine)
-    finally:
-        engine.close()
     return load_results(path)
 
 
