@@ -747,7 +747,7 @@ MUTANTS = (
     Mutant(
         "a run continues with longer outputs",
         "bench/manifest.py:changes",
-        "made != asked",
+        "stored != value",
         "False",
         ("tests/test_cli_sweep.py", "-k", "incomparable"),
     ),

@@ -25,7 +25,7 @@ from specbench.config import Config as Configuration
 from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
-from specbench.export.setting import setting_of_run, with_replaced
+from specbench.export.setting import RunSettings, with_replaced
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.load import LoadSnapshot
@@ -621,7 +621,7 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     assert "--draft-policy auto" in said.command
     assert not {"unfinished", "few-prompts", "wide-intervals"} & {each.id for each in report.warnings}
     assert any(name == "Tuning" for name, _ in report.method)
-    best, other = (setting_of_run(df, name) for name in (None, "d@8"))
+    best, other = RunSettings(df).all()[0], RunSettings(df).get("d@8")
     assert best.measured.speedup.value == answer.speedup.value
     assert with_replaced(df, other, best).replaces.share.value == found.race.ratio("d@8", "d@auto").value
 
@@ -652,7 +652,7 @@ def test_a_search_of_an_older_version_is_shown_by_its_ranking(tmp_path):
     assert report.answers[0].headline.startswith("It is not certain")
     (warning,) = (each for each in report.warnings if each.id == "unfinished")
     assert re.fullmatch(r"The search is not finished: it has \d+ generations\.", warning.message)
-    assert found.race.leader == setting_of_run(df).measured.config
+    assert found.race.leader == RunSettings(df).all()[0].measured.config
 
 
 def test_the_answer_as_text_markdown_and_json(tmp_path, snapshot):

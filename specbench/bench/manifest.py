@@ -136,12 +136,12 @@ def changes(old: Run, new: Run) -> list[str]:
                 f"The prompt {prompt.id!r} has another text than in this run.", "Give another --out."
             )
     for each in fields(DecodingOptions):
-        asked = new.options[each.name]
-        made = old.options.get(each.name, asked)
-        if made != asked:
+        value = new.options[each.name]
+        stored = old.options.get(each.name, value)
+        if stored != value:
             option = flag(DecodingOptions, each.name)
             raise UsageError(
-                f"The outputs of this run were made with another {option} ({made} then, {asked} now), so they cannot"
+                f"The outputs of this run were made with another {option} ({stored} then, {value} now), so they cannot"
                 " be compared.",
                 "Give another --out, or the same value as then.",
             )

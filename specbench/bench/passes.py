@@ -360,7 +360,7 @@ def _run_together(asking: Sequence[Decoding[Any]]) -> None:
     while waiting:
         first = next(iter(waiting.values())).scorer
         model = first.batch or first
-        group = [place for place, asked in waiting.items() if (asked.scorer.batch or asked.scorer) is model]
+        group = [place for place, each in waiting.items() if (each.scorer.batch or each.scorer) is model]
         answers = _score_together([waiting.pop(place) for place in group])
         for place, rows in zip(group, answers, strict=True):
             with suppress(StopIteration):

@@ -81,7 +81,7 @@ def _exported(
     """Return the setting, its export, and the name of its source."""
     from specbench.config import PROVISIONAL, read_config
     from specbench.export.output import export_fastest
-    from specbench.export.setting import setting_of_config, setting_of_run, settings_of_run
+    from specbench.export.setting import RunSettings, setting_of_config
 
     if source.suffix == ".toml":
         if wanted is not None:
@@ -105,7 +105,8 @@ def _exported(
     (folder,) = named_runs([source], [wanted] if wanted else [])[:1]
     name = folder.resolve().name
     results = load_results(folder)
+    settings = RunSettings(results, name)
     if wanted is not None:
-        setting = setting_of_run(results, wanted, gamma, run_name=name)
+        setting = settings.get(wanted, gamma)
         return setting, engine.export(setting), name
-    return *export_fastest(engine, settings_of_run(results, gamma, run_name=name), results), name
+    return *export_fastest(engine, settings.all(gamma), results), name

@@ -83,7 +83,7 @@ def _measured_notes(engine: ExportEngine, setting: Setting) -> Iterator[str]:
     if measured.verdict == "slower":
         yield "It was slower than plain decoding: better leave speculation off."
     elif measured.verdict != "faster":
-        yield "It cannot be told from plain decoding: measure more before you deploy it."
+        yield "It is not clear that it is faster than plain decoding: measure more before you deploy it."
 
 
 def _comments(notes: list[str]) -> str:

@@ -190,48 +190,6 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     return setting if files is None else replace(setting, head=files.training)
 
 
-def setting_of_run(
-    results: Results, name: str | None = None, gamma: int | None = None, *, run_name: str = "the run"
-) -> Setting:
-    """Return a setting of a run by its name, or the fastest one at its first temperature.
-
-    Args:
-        results: A run.
-        name: Table name or id of the setting.
-        gamma: γ in place of the one that the run suggests.
-        run_name: Name of the run in messages.
-
-    Raises:
-        UsageError: There is no such setting, it drafts nothing, or the run is one of servers.
-    """
-    run = _RunSettings(results, run_name)
-    return run.setting(run.fastest_first()[0] if name is None else run.named(name), gamma)
-
-
-def settings_of_run(
-    results: Results, gamma: int | None = None, *, run_name: str = "the run"
-) -> Sequence[Setting]:
-    """Return the settings of a run at its first temperature, the fastest first, without drafters of other versions.
-
-    Args:
-        results, gamma, run_name: See ``setting_of_run``.
-
-    Raises:
-        UsageError: There is none, or the run is one of servers.
-    """
-    run = _RunSettings(results, run_name)
-    settings: list[Setting] = []
-    unknown: UsageError | None = None
-    for row in run.fastest_first():
-        try:
-            settings.append(run.setting(row, gamma))
-        except UsageError as error:
-            unknown = unknown or error
-    if unknown is not None and not settings:
-        raise unknown
-    return settings
-
-
 def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setting:
     """Return a setting of a run with the fastest one of that run, which it replaces."""
     assert setting.measured is not None
@@ -248,64 +206,95 @@ def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setti
     return replace(setting, replaces=Replaced(fastest.measured, share))
 
 
-class _RunSettings:
-    """The settings of a run."""
+class RunSettings:
+    """The settings of a run.
 
-    def __init__(self, results: Results, name: str) -> None:
-        self.results, self.name, self.run = results, name, results.run
+    Args:
+        results: The run.
+        name: Name of the run in messages.
+
+    Raises:
+        UsageError: The run is one of servers.
+    """
+
+    def __init__(self, results: Results, name: str = "the run") -> None:
+        self._results, self._name, self._run = results, name, results.run
         summary = summarize(results)
-        self.rows = summary.rows
-        self.winners = {row.config.id for row in self.rows if not row.provisional} & summary.winners
-        if any(row.config.kind == "server" for row in self.rows):
+        self._rows = summary.rows
+        self._winners = {row.config.id for row in self._rows if not row.provisional} & summary.winners
+        if any(row.config.kind == "server" for row in self._rows):
             raise UsageError(
                 f"The run {name} measured servers, whose settings are unknown.", "Name a run of models."
             )
 
-    def fastest_first(self) -> list[SummaryRow]:
+    def all(self, gamma: int | None = None) -> Sequence[Setting]:
+        """Return the settings at the first temperature, the fastest first, without drafters of other versions.
+
+        Raises:
+            UsageError: There is none.
+        """
+        settings: list[Setting] = []
+        unknown: UsageError | None = None
+        for row in self._fastest_first():
+            try:
+                settings.append(self._setting(row, gamma))
+            except UsageError as error:
+                unknown = unknown or error
+        if unknown is not None and not settings:
+            raise unknown
+        return settings
+
+    def get(self, name: str, gamma: int | None = None) -> Setting:
+        """Return a setting by its table name or id; ``gamma`` replaces the one that the run suggests.
+
+        Raises:
+            UsageError: There is no such setting, or it drafts nothing.
+        """
+        config = find_config(self._run, name, self._name)
+        if config.kind != "speculative":
+            raise UsageError(
+                f"The setting {name!r} is not speculative decoding by specbench.", "Name one that drafts."
+            )
+        found = next((row for row in self._rows if row.config.id == config.id), None)
+        if found is None:
+            raise UsageError(
+                f"The setting {name!r} has no measurements in {self._name}.", "Name another one."
+            )
+        return self._setting(found, gamma)
+
+    def _fastest_first(self) -> list[SummaryRow]:
         """Return the rows of the first temperature, as `specbench tune` ranked them, else by speedup."""
-        measured = [row for row in self.rows if row.config.kind == "speculative" and row.measured]
+        measured = [row for row in self._rows if row.config.kind == "speculative" and row.measured]
         if not measured:
             raise UsageError(
-                f"The run {self.name} has no complete measurement of speculative decoding.",
+                f"The run {self._name} has no complete measurement of speculative decoding.",
                 "Resume it, or measure some.",
             )
         # `specbench tune` measures the slower ones on few prompts.
-        ranking = [] if self.run.tuning is None else self.run.tuning.ranking
+        ranking = [] if self._run.tuning is None else self._run.tuning.ranking
         places = {config: place for place, config in enumerate(ranking)}
         return sorted(
             (row for row in measured if row.config.temperature == measured[0].config.temperature),
             key=lambda row: (
                 places.get(row.config.id, len(places)),
-                row.config.id not in self.winners,
+                row.config.id not in self._winners,
                 -row.speedup.value,
             ),
         )
 
-    def named(self, name: str) -> SummaryRow:
-        """Return the row of a setting by its name or id."""
-        config = find_config(self.run, name, self.name)
-        if config.kind != "speculative":
-            raise UsageError(
-                f"The setting {name!r} is not speculative decoding by specbench.", "Name one that drafts."
-            )
-        found = next((row for row in self.rows if row.config.id == config.id), None)
-        if found is None:
-            raise UsageError(f"The setting {name!r} has no measurements in {self.name}.", "Name another one.")
-        return found
-
-    def setting(self, row: SummaryRow, gamma: int | None) -> Setting:
+    def _setting(self, row: SummaryRow, gamma: int | None) -> Setting:
         """Return the setting of a row."""
         config = row.config
         if config.recipe is None:
             raise UsageError(
-                f"The drafter {one_line(config.drafter)} in {self.name} is from another version of specbench.",
+                f"The drafter {one_line(config.drafter)} in {self._name} is from another version of specbench.",
                 "Name another setting, or measure it again.",
             )
         policy = parse_policy(config.draft_policy)
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
-        target = self.run.target
+        target = self._run.target
         sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
-        best = config.id in self.winners
+        best = config.id in self._winners
         return Setting(
             target=Model.named(one_line(target.name)),
             drafter=Recipe.from_json(to_dict(config.recipe)).drafter,
@@ -316,7 +305,7 @@ class _RunSettings:
             drafter_dtype=config.drafter_dtype,
             temperature=config.temperature,
             measured=MeasuredSetting(config.id, config.label, row.speedup, "faster" if best else sure, best),
-            head=self.run.heads.get(config.drafter),
+            head=self._run.heads.get(config.drafter),
         )
 
     def _fixed_gamma(self, row: SummaryRow, policy: PolicySpec) -> tuple[int, str]:
@@ -326,7 +315,7 @@ class _RunSettings:
             return config.gamma, ""
         others = [
             other
-            for other in self.rows
+            for other in self._rows
             if other.measured
             and other.config.gamma is not None
             and other.config.kind == "speculative"
@@ -339,9 +328,9 @@ class _RunSettings:
                 best.config.gamma or 1,
                 f"the best of {len(others)} fixed γ measured with this drafter, {ratio}",
             )
-        steps = by_config(self.results)[config.id]
+        steps = by_config(self._results)[config.id]
         steps = steps.take(steps["drafted"] > 0)
-        predicted = _predicted_gamma(steps, config.drafter, _costs(self.run, config.batch))
+        predicted = _predicted_gamma(steps, config.drafter, _costs(self._run, config.batch))
         none = "no fixed γ was measured with this drafter"
         if predicted is not None:
             return predicted, f"predicted from acceptance by position and forward pass times; {none}"

@@ -20,7 +20,7 @@ class SGLang(engine.ExportEngine):
     heads: ClassVar[Heads] = {
         "eagle": NO_SPECULATORS,
         "eagle3": HeadSupport("EAGLE3", in_format_of_authors("EAGLE-3"), speculators=False),
-        "peagle": "its EAGLE3 drafts one token after the other, P-EAGLE all at once",
+        "peagle": "its EAGLE3 drafts one token after the other, P-EAGLE all in one pass",
         "eagle-1": "it does not read EAGLE-1 heads whose config.json names LlamaForCausalLM, as the authors' does",
         "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
     }

@@ -1,1 +1,1 @@
-"""A server that decodes behind the OpenAI protocol."""
+"""A server that answers with the OpenAI protocol."""

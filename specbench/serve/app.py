@@ -1,4 +1,4 @@
-"""The ASGI application: an engine behind the OpenAI protocol."""
+"""The ASGI application: the OpenAI protocol in front of an engine."""
 
 from __future__ import annotations
 
@@ -140,13 +140,15 @@ class _Api:
 
     async def _answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
         # In a thread: parsing a large body takes a second, in which others have to be answered.
-        asked, run = await run_in_threadpool(self._parse, await _read_body(request), kind)
+        parsed, run = await run_in_threadpool(self._parse, await _read_body(request), kind)
         records = _RecordStream(self._engine, run)
-        reply = Reply(asked, f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), self._model["id"])
+        reply = Reply(
+            parsed, f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), self._model["id"]
+        )
         # A failure before the first record has a status of its own, in streams too.
         try:
             first = await _unless_disconnected(request, anext(records))
-            if asked.stream:
+            if parsed.stream:
                 return _EventStream(_events(reply, records, first), records)
             return JSONResponse(await _unless_disconnected(request, _whole(reply, records, first)))
         except BaseException:
@@ -161,25 +163,25 @@ class _Api:
         Raises:
             UsageError, _ProtocolError: Something is wrong with it.
         """
-        asked = parse(body, kind)
-        self._check_model(asked.model)
+        parsed = parse(body, kind)
+        self._check_model(parsed.model)
         defaults, limit = self._defaults, self._engine.max_tokens
-        prompt = self._prompt(asked)
+        prompt = self._prompt(parsed)
         if limit is not None and len(prompt) >= limit:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens; prompt and output together are limited to {limit}.",
                 "Shorten the prompt.",
             )
-        decoding = defaults.decoding.with_changes(**asked.decoding)
+        decoding = defaults.decoding.with_changes(**parsed.decoding)
         if limit is not None:
             decoding = decoding.with_changes(max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt)))
-        seed = defaults.seed if asked.sampling_seed is None else asked.sampling_seed
-        return asked, GenerationRun(
+        seed = defaults.seed if parsed.sampling_seed is None else parsed.sampling_seed
+        return parsed, GenerationRun(
             prompt,
             self._engine.target,
             self._engine.drafter,
             policy=defaults.policy,
-            sampling=Sampling(**{**defaults.sampling, **asked.transforms}),
+            sampling=Sampling(**{**defaults.sampling, **parsed.transforms}),
             seed=secrets.randbits(63) if seed is None else seed,
             decoding=decoding,
         )
@@ -190,14 +192,14 @@ class _Api:
             message = f"There is no model {model!r} here. Ask for {self._model['id']!r}, or leave it out."
             raise _ProtocolError(404, error_body(message, code="model_not_found"))
 
-    def _prompt(self, asked: ChatRequest | TextRequest) -> list[int]:
-        if isinstance(asked, TextRequest):
-            prompt = asked.single_prompt
+    def _prompt(self, parsed: ChatRequest | TextRequest) -> list[int]:
+        if isinstance(parsed, TextRequest):
+            prompt = parsed.single_prompt
             return encode_prompt(self._tokenizer, prompt, chat=False) if isinstance(prompt, str) else prompt
         if not getattr(self._tokenizer, "chat_template", None):
             raise UsageError("The model has no chat template.", "Use /v1/completions.")
         try:
-            return encode_messages(self._tokenizer, [message.to_dict() for message in asked.messages])
+            return encode_messages(self._tokenizer, [message.to_dict() for message in parsed.messages])
         except UsageError as error:  # whose hint is for a command line
             raise UsageError(error.message, "Send other messages.") from error
 
@@ -341,7 +343,7 @@ async def _read_body(request: Request) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also for safety: any page in a browser may send other kinds here without being asked.
+        # Also for safety: any page in a browser may send other kinds here by themselves.
         message = "The body has to be JSON: send the header 'Content-Type: application/json'."
         raise _ProtocolError(415, error_body(message))
     too_large = _ProtocolError(413, error_body(f"The body has more than {_MAX_BODY_BYTES} bytes."))

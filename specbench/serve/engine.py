@@ -178,7 +178,7 @@ class Engine:
             while self._has_work():
                 self._update_jobs()
                 self._step()
-        finally:  # after a failure of the engine itself too: nobody may wait forever
+        finally:  # after a failure of the engine itself too: no client may wait forever
             self.stop(0.0)
             self._end_all(StoppedError("The server stopped before the answer ended.", "Use another one."))
 

@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
 
 
 def _host_names(listening: socket.socket) -> Sequence[str]:
-    """Return the names of this machine if nobody else can connect, otherwise any."""
+    """Return the names of this machine if only it can connect, otherwise any."""
     address: str = listening.getsockname()[0]
     if ipaddress.ip_address(address).is_loopback:
         return ("localhost", address, f"[{address}]")

@@ -15,7 +15,7 @@ from specbench.base.textsafe import counted, one_line
 from specbench.bench.grid import SweepConfig
 from specbench.export.output import export_fastest
 from specbench.export.registry import ENGINES, load_engines
-from specbench.export.setting import MeasuredSetting, Setting, settings_of_run
+from specbench.export.setting import MeasuredSetting, RunSettings, Setting
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
@@ -425,7 +425,7 @@ class Exported:
 
 def exports(results: Results, folder: Path) -> list[Exported]:
     """Return the fastest setting that each engine supports, where it measured faster than plain decoding."""
-    settings = settings_of_run(results)
+    settings = RunSettings(results).all()
     found = []
     for name, engine in load_engines().items():
         try:

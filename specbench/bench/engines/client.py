@@ -1,6 +1,6 @@
 """A client of servers with the OpenAI API: which text came when, and how many tokens that is.
 
-A chunk of a stream is no token: servers send a step, a word or whatever a buffer held. Tokens are counted by what a
+A chunk of a stream is no token: servers send a step, a word or the content of a buffer. Tokens are counted by what a
 server reports (their ids, or ``usage``), compared with what the target's tokenizer makes of the text.
 """
 

@@ -66,7 +66,7 @@ def generate_with_transformers(
     end_ids = decoding.end_ids(target.end_ids)
     extra: dict[str, Any] = {}
     if assistant is not None:
-        # Its defaults (20 tokens, confidence 0.4), anew each time: transformers stores adapted values there.
+        # Its defaults (20 tokens, confidence 0.4), set again each time: transformers stores adapted values there.
         assistant.model.generation_config = GenerationConfig()
         extra["assistant_model"] = assistant.model
     elif config.kind == "assisted":
