@@ -23,7 +23,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from specbench import load_drafter, wrap_target
 from specbench.base.errors import UsageError
 from specbench.bench.engines.servers import ServerEngine
-from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, plan
+from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
@@ -108,7 +108,8 @@ def test_command_lines_are_kept_without_addresses():
 def test_every_other_repeat_has_the_order_reversed():
     options = SweepOptions(gammas=(), policies=(), repeats=4, warmup=0, turns=1, servers=("a", "b", "c"))
     configs = build_server_configs(options, ["a", "b", "c"])
-    cells = list(plan(options, [Prompt(f"p{i}", "x", ("?",)) for i in range(8)], configs))
+    asked = tuple(Prompt(f"p{i}", "x", ("?",)) for i in range(8))
+    cells = Sweep(options, asked, tuple(configs)).plan()
     orders = {
         (prompt, repeat): [each.config for each in cells if (each.prompt, each.repeat) == (prompt, repeat)]
         for prompt in {each.prompt for each in cells}

@@ -419,55 +419,6 @@ class Cell:
         return self.config, self.prompt, self.turn, self.repeat, self.warmup
 
 
-def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[SweepConfig]) -> Iterator[Cell]:
-    """Yield everything to measure, in order; the same arguments give the same plan.
-
-    First come the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations run back to
-    back in a new random order; with servers, every other repeat reverses the order of the one before (ABBA). Batches
-    are measured group by group, in a random order of batches and groups, with all configurations of a batch back to
-    back.
-    """
-
-    def block(
-        name: str,
-        turn: int,
-        repeat: int,
-        warmup: bool,
-        configs: Sequence[SweepConfig],
-        group: PromptGroup | None = None,
-    ) -> Iterator[Cell]:
-        reverse = bool(options.servers) and repeat % 2 == 1
-        begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
-        order = [config.id for config in configs]
-        random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle(order)
-        if reverse:
-            order.reverse()
-        seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)
-        for number, config in enumerate(order):
-            yield Cell(config, name, turn, repeat, number, warmup, seed, group)
-
-    if options.batches:
-        workloads = dict.fromkeys(each for config in configs if (each := config.workload) is not None)
-        groups = {each: make_groups(prompts, each[1]) for each in workloads}
-        at = {each: [config for config in configs if config.workload == each] for each in workloads}
-        for repeat in range(options.warmup):
-            for each in workloads:
-                group = groups[each][repeat % len(groups[each])]
-                yield from block(group.id, 0, repeat, True, at[each], group)
-        for repeat in range(options.repeats):
-            blocks = [(each, group) for each in workloads for group in groups[each]]
-            random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
-            for each, group in blocks:
-                yield from block(group.id, 0, repeat, False, at[each], group)
-        return
-    for repeat in range(options.warmup):
-        yield from block(prompts[repeat % len(prompts)].id, 0, repeat, True, configs)
-    for repeat in range(options.repeats):
-        for prompt in prompts:
-            for turn in range(num_turns(prompt, options)):
-                yield from block(prompt.id, turn, repeat, False, configs)
-
-
 def num_turns(prompt: Prompt, options: SweepOptions) -> int:
     """Return how many turns of a conversation are run."""
     return len(prompt.turns) if options.turns is None else min(len(prompt.turns), options.turns)
@@ -482,5 +433,52 @@ class Sweep:
     configs: tuple[SweepConfig, ...]
 
     def plan(self) -> list[Cell]:
-        """See ``plan``."""
-        return list(plan(self.options, self.prompts, self.configs))
+        """Return everything to measure, in order; the same sweep has the same plan.
+
+        First come the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations run back
+        to back in a new random order; with servers, every other repeat reverses the order of the one before (ABBA).
+        Batches are measured group by group, in a random order of batches and groups.
+        """
+        return list(self._cells())
+
+    def _cells(self) -> Iterator[Cell]:
+        options, prompts, configs = self.options, self.prompts, self.configs
+
+        def block(
+            name: str,
+            turn: int,
+            repeat: int,
+            warmup: bool,
+            configs: Sequence[SweepConfig],
+            group: PromptGroup | None = None,
+        ) -> Iterator[Cell]:
+            reverse = bool(options.servers) and repeat % 2 == 1
+            begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
+            order = [config.id for config in configs]
+            random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle(order)
+            if reverse:
+                order.reverse()
+            seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)
+            for number, config in enumerate(order):
+                yield Cell(config, name, turn, repeat, number, warmup, seed, group)
+
+        if options.batches:
+            workloads = dict.fromkeys(each for config in configs if (each := config.workload) is not None)
+            groups = {each: make_groups(prompts, each[1]) for each in workloads}
+            at = {each: [config for config in configs if config.workload == each] for each in workloads}
+            for repeat in range(options.warmup):
+                for each in workloads:
+                    group = groups[each][repeat % len(groups[each])]
+                    yield from block(group.id, 0, repeat, True, at[each], group)
+            for repeat in range(options.repeats):
+                blocks = [(each, group) for each in workloads for group in groups[each]]
+                random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
+                for each, group in blocks:
+                    yield from block(group.id, 0, repeat, False, at[each], group)
+            return
+        for repeat in range(options.warmup):
+            yield from block(prompts[repeat % len(prompts)].id, 0, repeat, True, configs)
+        for repeat in range(options.repeats):
+            for prompt in prompts:
+                for turn in range(num_turns(prompt, options)):
+                    yield from block(prompt.id, turn, repeat, False, configs)

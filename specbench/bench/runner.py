@@ -1,6 +1,6 @@
 """Running a sweep: all configurations decode every prompt, interleaved so that drift affects all of them alike.
 
-``grid.plan`` gives the order; ``run_sweep`` measures what the store does not hold yet, so resuming is the same call.
+``Sweep.plan`` gives the order; ``run_sweep`` measures what the store does not hold yet, so resuming is the same call.
 """
 
 from __future__ import annotations
