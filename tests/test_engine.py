@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted import Ticking
 from scripted_engine import specs_of
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
@@ -66,19 +67,13 @@ def run(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Any:
     return engine.generate(config, prompt, DECODING.with_changes(**changed), seed=seed)
 
 
-class Steps:
-    """A clock on which every look takes a second."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:
-        self.time += 1.0
-        return self.time
+def plainly(engine: ModelEngine) -> tuple[int, ...]:
+    """The tokens of plain decoding."""
+    return autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
 
 
 def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine):
-    expected = autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
+    expected = plainly(engine)
     for config in grid():
         outcome = run(engine, config)
         assert outcome.token_ids == expected, config.id
@@ -98,14 +93,8 @@ def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine):
     (config,) = (config for config in grid(beams=(3,)) if config.kind == "beam")
     searched = run(engine, config)
     ids = torch.tensor([PROMPT])
-    expected = whole.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=12,
-        num_beams=3,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    expected = whole.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     assert searched.token_ids == tuple(expected[0, len(PROMPT) :].tolist())
     assert (searched.first_tokens, searched.finish_reason) == (1, "length")
     for outcome in (greedy, searched):
@@ -128,7 +117,7 @@ def test_long_answers_are_rated_piece_by_piece(engine):
 
 
 def test_end_tokens_are_the_same_for_transformers(engine):
-    tokens = autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
+    tokens = plainly(engine)
     engine.target.language_model.end_ids = (tokens[4],)
     stop = tokens.index(tokens[4]) + 1
     for config in grid():
@@ -172,7 +161,7 @@ def test_sampled_outputs_depend_on_the_seed_alone(engine):
 
 @pytest.mark.parametrize("kind", ["transformers", "assisted"])
 def test_transformers_is_timed_from_emission_to_emission(engine, kind):
-    engine._clock = Steps()
+    engine._clock = Ticking()
     config = next(config for config in grid() if config.kind == kind)
     outcome = run(engine, config)
     assert outcome.ttft_s == outcome.prefill_s == 1.0
@@ -196,15 +185,11 @@ def test_the_context_limit_holds_for_all(engine):
 def test_running_out_of_memory_is_an_error_of_this_generation(engine, monkeypatch):
     plain = grid()[0]
     expected = run(engine, plain).token_ids
-    for error in (
-        MemoryError(),
-        torch.OutOfMemoryError("no"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ):
+    cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    for error in (MemoryError(), torch.OutOfMemoryError("no"), cpu):
         with monkeypatch.context() as patch:
-            patch.setattr(
-                engine.target.scorer, "_forward", lambda *_, error=error: (_ for _ in ()).throw(error)
-            )
+            fails = lambda *_, error=error: (_ for _ in ()).throw(error)  # noqa: E731
+            patch.setattr(engine.target.scorer, "_forward", fails)
             with pytest.raises(RunError, match="not enough memory"):
                 run(engine, plain)
         assert run(engine, plain).token_ids == expected
@@ -221,7 +206,7 @@ def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine):
 
 
 def test_costs_are_times_of_single_passes(engine):
-    engine._clock = Steps()
+    engine._clock = Ticking()
     costs = engine.measure_costs(PROMPT, [1, 2, 5])
     assert {n: set(times) for n, times in costs.target.items()} == {1: {1.0}, 2: {1.0}, 5: {1.0}}
     assert {len(times) for times in (*costs.target.values(), *costs.drafters.values())} == {2}
@@ -229,10 +214,7 @@ def test_costs_are_times_of_single_passes(engine):
     assert costs.medians().target_s == {1: 1.0, 2: 1.0, 5: 1.0}
     assert len(costs.lines()) == 6
     # Nothing is left behind.
-    assert (
-        run(engine, grid()[0]).token_ids
-        == autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
-    )
+    assert run(engine, grid()[0]).token_ids == plainly(engine)
 
 
 def test_groups_of_one_configuration_know_what_their_passes_cost(engine):
@@ -249,7 +231,7 @@ def test_groups_of_one_configuration_know_what_their_passes_cost(engine):
 
 
 def test_drafters_are_timed_with_several_nodes_abreast(engine):
-    engine._clock = Steps()
+    engine._clock = Ticking()
     costs = engine.measure_costs(PROMPT, [1], (2, 3))
     assert set(costs.trees) == {(name, nodes) for name in ("small", "self:int8") for nodes in (2, 3)}
     assert all(len(times) == 2 for times in costs.trees.values())
@@ -258,10 +240,7 @@ def test_drafters_are_timed_with_several_nodes_abreast(engine):
         {1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5, {("a", 4): [7.0], ("a", 2): [4.0], ("b", 2): [1.0]}
     )
     assert times.medians().rows_s == {"a": {2: 3.0, 4: 4.0}}, "no pass takes less than one with a single row"
-    assert (
-        run(engine, grid()[0]).token_ids
-        == autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
-    )
+    assert run(engine, grid()[0]).token_ids == plainly(engine)
 
 
 def test_passes_are_timed_at_the_widths_asked_for(engine, monkeypatch):
