@@ -317,7 +317,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
     ("arguments", "fragments"),
     [
         (("--gamma", "8..1"), ("runs backwards",)),
-        (("--gamma", "many"), ("'many' is no range of γ",)),
+        (("--gamma", "many"), ("'many' is not a range of γ",)),
         (("--draft-policy", "guess"), ("no draft policy 'guess'",)),
         (("--temperature", "-1"), ("temperature is -1.0",)),
         (("--temperature", "nan"), ("temperature is nan",)),

@@ -279,7 +279,7 @@ JSON = {"content-type": "application/json"}
 @pytest.mark.parametrize(
     ("path", "content", "headers", "status", "said"),
     [
-        ("/v1/completions", b"{", JSON, 400, "no JSON"),
+        ("/v1/completions", b"{", JSON, 400, "not JSON"),
         ("/v1/completions", b'{"prompt": "x", "n": 3}', JSON, 400, "n can only be 1"),
         ("/v1/completions", b'{"prompt": ""}', JSON, 400, "The prompt is empty"),
         ("/v1/completions", b'{"prompt": [99999]}', JSON, 400, "holds the token 99999"),

@@ -82,12 +82,12 @@ def test_messages_are_those_of_a_template():
 
 
 WRONG: list[tuple[type[BaseRequest], bytes | dict[str, Any], str]] = [
-    (ChatRequest, b"", "no JSON"),
-    (ChatRequest, b"{", "no JSON"),
-    (ChatRequest, b"\xff\xfe", "no JSON"),
-    (ChatRequest, b"[" * 100_000, "no JSON"),
-    (ChatRequest, b"[]", "no JSON object"),
-    (ChatRequest, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "no JSON"),
+    (ChatRequest, b"", "not JSON"),
+    (ChatRequest, b"{", "not JSON"),
+    (ChatRequest, b"\xff\xfe", "not JSON"),
+    (ChatRequest, b"[" * 100_000, "not JSON"),
+    (ChatRequest, b"[]", "not a JSON object"),
+    (ChatRequest, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "not JSON"),
     (ChatRequest, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature: "),
     (ChatRequest, {}, "messages: "),
     (ChatRequest, {"messages": []}, "messages: "),

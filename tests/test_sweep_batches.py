@@ -78,7 +78,7 @@ def test_bad_ways_for_requests_to_come(text, fragment):
 
 def test_batches_are_spelled_as_draft_lengths_are():
     assert parse_batches("1,2,4..16..4") == [1, 2, 4, 8, 12, 16]
-    for text, fragment in (("0", "--batch is 0"), ("300", "--batch is 300"), ("x", "no range of --batch")):
+    for text, fragment in (("0", "--batch is 0"), ("300", "--batch is 300"), ("x", "not a range of --batch")):
         with pytest.raises(UsageError, match=fragment):
             parse_batches(text)
 

@@ -60,9 +60,9 @@ def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
     for part in text.split(","):
         found = _RANGE.fullmatch(part)
         if found is None:
-            wrong = f": {part.strip()!r} is no number or range." if part != text else "."
+            wrong = f": {part.strip()!r} is neither a number nor a range." if part != text else "."
             raise UsageError(
-                f"{text!r} is no range of {what}{wrong}", "Write 1..8, 2..16..2 (with a step) or 1,2,4."
+                f"{text!r} is not a range of {what}{wrong}", "Write 1..8, 2..16..2 (with a step) or 1,2,4."
             )
         first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
         shown = f"The range of {what} {part.strip()!r}"

@@ -208,9 +208,9 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
     try:
         data = json.loads(body, parse_constant=not_json)
     except (ValueError, RecursionError) as error:  # invalid UTF-8 as well
-        raise UsageError("The body is no JSON.", "Send one object.") from error
+        raise UsageError("The body is not JSON.", "Send one object.") from error
     if not isinstance(data, dict):
-        raise UsageError("The body is no JSON object.", "Send one object.")
+        raise UsageError("The body is not a JSON object.", "Send one object.")
     given = {}
     for name, value in data.items():
         allowed = _FIXED_FIELDS.get(name)
