@@ -213,10 +213,9 @@ def build_configs(
     Args:
         options: Options of the sweep.
         drafters: Drafters by name; plain ones are skipped.
-        fingerprints: Fingerprints of drafter models' weights, by drafter.
+        fingerprints, dtypes: Of drafter models, by drafter.
         fitted: Returns a policy calibrated for a drafter, by its name, at a temperature.
         base: What all recipes share; ``None`` for configurations without recipes.
-        dtypes: Dtypes of drafter models, by drafter.
     """
     drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
     grid = [

@@ -42,7 +42,6 @@ class Pairs:
     Args:
         decode: Decodes the prompt once, plainly if its argument is true; what it raises is raised.
         repeats: Number of pairs; ``None`` for 3, and more while they are short.
-        clock: Clock of the total time.
         snapshot: Reads the machine load before and after each generation.
 
     Attributes:

@@ -189,7 +189,6 @@ def time_passes(
         widths: Widths of the target's passes.
         clock: Clock of the target's device.
         rounds, order: Number of passes of each kind, and what shuffles them.
-        progress: Shows the finished rounds.
         tree_nodes: Numbers of tree nodes in a pass, for drafters that draft trees.
     """
     from specbench.decoding.protocols import ForwardRequest, run_to_end
@@ -262,11 +261,8 @@ def time_shared_passes(
 ) -> SharedTimes:
     """Time passes that several requests share, of the target and of one-token drafts in turn.
 
-    Args:
-        target, drafters, clock, rounds, order: See ``time_passes``.
-        prompt: Tokens, repeated to fill the context of each request, each from another start.
-        requests: Number of requests.
-        widths: Tokens of each request in a pass of the target.
+    The prompt is repeated to fill the context of each request, each from another start. ``widths`` are the tokens of
+    each request in a pass of the target; for other arguments see ``time_passes``.
     """
     from specbench.backends.torch.batch import RequestFactory
     from specbench.decoding.protocols import ForwardRequest

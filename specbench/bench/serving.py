@@ -89,13 +89,7 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """What a workload got.
-
-    Attributes:
-        requests: Results of the measured requests, in their order.
-        seconds: From when the first could be sent to the end of the last measured one.
-        tokens: Tokens of all requests in this time.
-    """
+    """The measured requests of a workload, the seconds until the last one ended, and all tokens until then."""
 
     requests: Sequence[BenchResult]
     seconds: float
@@ -127,9 +121,8 @@ def run_workload(
 
     Args:
         workload: The requests.
-        runs: Decodes them; empty, and closed at the end.
+        runs: Decodes them with the same clock; empty, and closed at the end.
         start: Makes the run of a request.
-        clock: The clock of ``runs``.
 
     Raises:
         Exception: Whatever one of the requests raises.

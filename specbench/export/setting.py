@@ -147,9 +147,7 @@ class Setting:
 def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     """Return the setting of a configuration file that names target, drafter and draft policy.
 
-    Args:
-        config: The configuration.
-        gamma: γ in place of a draft policy without a fixed one.
+    ``gamma`` replaces the draft policy's own, which not all have.
 
     Raises:
         UsageError: It is plain decoding, or has no fixed γ and none is given; its drafter is not on the hub, or a head
@@ -207,11 +205,7 @@ def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setti
 
 
 class RunSettings:
-    """The settings of a run.
-
-    Args:
-        results: The run.
-        name: Name of the run in messages.
+    """The settings of a run, which is called ``name`` in messages.
 
     Raises:
         UsageError: The run is one of servers.

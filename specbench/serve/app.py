@@ -58,7 +58,6 @@ class RequestDefaults:
         policy: The draft policy of all requests; ``None`` for the default of a request's sampling.
         sampling: Transforms, by the names of ``Sampling``.
         seed: The seed; ``None`` draws one for each request.
-        decoding: The decoding options.
     """
 
     policy: DraftPlan | None = None
@@ -68,11 +67,10 @@ class RequestDefaults:
 
 
 def application(engine: Engine, defaults: RequestDefaults, *, hosts: Sequence[str] = ("*",)) -> Starlette:
-    """Return the application.
+    """Return the application of an engine, which the caller has to stop.
 
     Args:
-        engine: The engine; it has to be stopped by the caller.
-        defaults: What a request gets that asks for nothing else.
+        engine, defaults: The engine, and what a request gets that asks for nothing else.
         hosts: Host names that requests may have. A page in a browser on the same machine can give a name of its own
             this address; it cannot have a request say ``localhost``.
 

@@ -74,10 +74,7 @@ class Counts:
 class Job:
     """A submitted request.
 
-    Attributes:
-        run: What is decoded.
-        deliver: Called in the engine's thread with every record, or with the exception that ends the request.
-        number: The scheduler's number; ``None`` before it is scheduled.
+    ``deliver`` is called in the engine's thread with every record, or with the exception that ends the request.
     """
 
     run: GenerationRun
@@ -136,11 +133,7 @@ class Engine:
         return max(0, len(self._jobs) - self.running)
 
     def submit(self, run: GenerationRun, deliver: Deliver) -> Job:
-        """Submit a request.
-
-        Args:
-            run: What to decode, with the engine's target and drafter.
-            deliver: See ``Job``; it has to return immediately.
+        """Submit a run with the engine's target and drafter; ``deliver`` (see ``Job``) has to return immediately.
 
         Raises:
             BusyError, StoppedError: It is refused.

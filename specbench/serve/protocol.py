@@ -238,13 +238,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    """Return the body of an error.
-
-    Args:
-        message: What is wrong; shortened to a printable line.
-        kind: ``invalid_request_error``, ``server_error``, ...
-        code: A name for programs.
-    """
+    """Return the body of an error, whose message is shortened to a printable line."""
     return {"error": {"message": excerpt(message), "type": kind, "param": None, "code": code}}
 
 

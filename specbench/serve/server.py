@@ -31,8 +31,7 @@ class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM. Running requests then have some time left; after it they end with an error.
 
     Args:
-        engine: The engine; it has stopped when ``run`` returns.
-        defaults: What a request gets that asks for nothing else.
+        engine, defaults: See ``application``; the engine has stopped when ``run`` returns.
         listening: A bound socket.
         grace_s: Seconds that answers may take after the signal.
     """

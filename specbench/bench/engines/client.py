@@ -63,8 +63,6 @@ class StreamedAnswer:
     Attributes:
         ended_s: When the finish reason came, in seconds since the request was sent.
         prompt_tokens, used_tokens: Tokens of the prompt and of the output, by ``usage``.
-        cached_tokens: Prompt tokens from a prompt cache.
-        drafted, accepted: Drafted and accepted tokens.
         steps_by_kept: Numbers of steps with a draft that accepted 0, 1, 2, ... tokens.
     """
 
@@ -125,12 +123,7 @@ class TokenCount:
 
 
 def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | None) -> TokenCount:
-    """Count the tokens of an answer by the best source, and compare the others with it.
-
-    Args:
-        answer: The answer.
-        tokenizer: The target's; ``None`` compares nothing.
-    """
+    """Count the tokens of an answer by the best source, and compare the others and the target's tokenizer with it."""
     ids = None if answer.ids is None else len(answer.ids)
     read = None
     if tokenizer is not None:

@@ -48,11 +48,7 @@ def generate_with_transformers(
 ) -> Outcome:
     """Call ``generate`` with the settings, end tokens and seed of specbench's own loop, and no others.
 
-    Args:
-        reference, assistant: Target and drafter as ``transformers`` loads them.
-        target: The target of specbench's loop.
-        config, prompt, decoding, seed: What to generate.
-        clock: Clock of the target's device.
+    ``reference`` and ``assistant`` are target and drafter as ``transformers`` loads them.
 
     Raises:
         UsageError: The prompt does not fit the target's context.

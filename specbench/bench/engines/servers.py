@@ -94,14 +94,7 @@ _UNKNOWN = _Dialect(caches=True)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server that was reached.
-
-    Attributes:
-        model: The server's name of the model.
-        owner: The owner that it lists for its models.
-        has_counters: Whether it has speculation counters.
-        notes: Sentences for the user.
-    """
+    """A server that was reached, with its own name of the model, its owner there, and notes for the user."""
 
     spec: ServerSpec
     model: str
