@@ -175,51 +175,50 @@ def chosen(predicted: dict[str, float], **options: Any) -> Selection:
     return select(grid("d", "e").configs, predicted, **{**defaults, **options})
 
 
-def test_who_is_raced():
-    predicted = {
-        "d@2": 1.2,
-        "d@4": 1.3,
-        "d@auto": 1.3,
-        "e@8": 0.98,
-        "e@auto": 0.97,
-        "d@dynamic-tree": 2.0 / 3,
-    }
-    assert chosen(predicted).raced == ("d@4", "d@auto", "e@8")  # 0.975 and up
-    left_out = chosen(predicted).left_out
-    assert left_out["e@auto"] == left_out["d@dynamic-tree"] == "predicted below 0.75 of the best"
-    assert "d@2" not in left_out  # another length of one drafter is no candidate of its own
-    assert left_out["d@auto-tree"] == "no time to try it"
+FAR = "predicted below 0.75 of the best"
+THREE = {
+    "d@auto": 2.0,
+    "e@auto": 1.9,
+    "d@auto-tree": 1.8,
+}  # a block of plain decoding and two of these takes 2.03 s
+BEHIND = {"d@auto": 3.0, "d@4": 2.9, "e@8": 1.2, "e@2": 1.3, "e@auto": 1.3}  # and of the first and e@2 2.12 s
+OTHERS = {"e@2", "e@8", "e@auto"}
 
 
-def test_who_is_far_behind_plain_decoding_is_not_raced():
-    assert chosen({"d@4": 0.7, "e@auto": 0.5}).raced == ()
-
-
-def test_no_more_are_raced_than_there_is_time_for():
-    predicted = {"d@auto": 2.0, "e@auto": 1.9, "d@auto-tree": 1.8}
-    # Blocks with plain decoding, and two of these, take 2.03 s.
-    assert chosen(predicted, seconds=8 * 2.1).raced == ("d@auto", "e@auto")
-    assert "more --minutes" in chosen(predicted, seconds=8 * 2.1).left_out["d@auto-tree"]
-    assert chosen(predicted, seconds=0.0).raced == ("d@auto",)
-    assert chosen(predicted, seconds=8 * 2.1, first_s=5.0).raced == ("d@auto",)
-
-
-def test_the_best_of_what_an_engine_has_is_raced_though_it_is_far_behind():
-    predicted = {"d@auto": 3.0, "d@4": 2.9, "e@8": 1.2, "e@2": 1.3, "e@auto": 1.3}
-    assert chosen(predicted).raced == ("d@auto", "d@4")
-    its = {"e@2", "e@8", "e@auto"}
-    kept = chosen(predicted, kept=[its, its | {"d@4", "d@auto"}, set()])
-    assert kept.raced == ("d@auto", "d@4", "e@2")
-    assert kept.left_out["e@auto"] == "predicted below 0.75 of the best"
-    # Blocks of plain decoding and two of these take 2.12 s.
-    assert chosen(predicted, kept=[its], seconds=8 * 2.2).raced == ("d@auto", "e@2")
-    slower = predicted | {"e@2": 1.0, "e@8": 0.9}
-    assert "e@2" not in chosen(slower, kept=[its]).raced
-
-
-def test_what_failed_says_why():
-    left_out = chosen({"d@auto": 1.0}, failed={"e": "out of memory"}).left_out
-    assert left_out["e@auto"] == "failed: out of memory"
+@pytest.mark.parametrize(
+    ("predicted", "options", "raced", "left_out"),
+    [
+        (
+            {"d@2": 1.2, "d@4": 1.3, "d@auto": 1.3, "e@8": 0.98, "e@auto": 0.97, "d@dynamic-tree": 2.0 / 3},
+            {},
+            ("d@4", "d@auto", "e@8"),  # 0.975 and up; another length of a drafter is no candidate of its own
+            {"e@auto": FAR, "d@dynamic-tree": FAR, "d@auto-tree": "no time to try it", "d@2": None},
+        ),
+        ({"d@4": 0.7, "e@auto": 0.5}, {}, (), {}),
+        (
+            THREE,
+            {"seconds": 8 * 2.1},
+            ("d@auto", "e@auto"),
+            {"d@auto-tree": "no time for 8 blocks with it; more --minutes allow it"},
+        ),
+        (THREE, {"seconds": 0.0}, ("d@auto",), {}),
+        (THREE, {"seconds": 8 * 2.1, "first_s": 5.0}, ("d@auto",), {}),
+        (BEHIND, {}, ("d@auto", "d@4"), {}),
+        (
+            BEHIND,
+            {"kept": [OTHERS, OTHERS | {"d@4", "d@auto"}, set()]},
+            ("d@auto", "d@4", "e@2"),  # the best that an engine supports, however far behind
+            {"e@auto": FAR},
+        ),
+        (BEHIND, {"kept": [OTHERS], "seconds": 8 * 2.2}, ("d@auto", "e@2"), {}),
+        (BEHIND | {"e@2": 1.0, "e@8": 0.9}, {"kept": [OTHERS]}, ("d@auto", "d@4"), {}),
+        ({"d@auto": 1.0}, {"failed": {"e": "no memory"}}, ("d@auto",), {"e@auto": "failed: no memory"}),
+    ],
+)
+def test_who_is_raced(predicted, options, raced, left_out):
+    found = chosen(predicted, **options)
+    assert found.raced == raced
+    assert {name: found.left_out.get(name) for name in left_out} == left_out
 
 
 # -- searching -------------------------------------------------------------------------------------
@@ -751,7 +750,7 @@ def test_a_configuration_says_how_to_decode(rule, says):
         "cache": "preallocated",
         **says,
     }
-    assert config.policy_spec == parse_policy(rule)
+    assert config.policy == parse_policy(rule)
 
 
 @pytest.mark.parametrize(("actual", "dtype"), [("int4", "int4"), ("int8", "auto")])
