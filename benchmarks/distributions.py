@@ -53,7 +53,6 @@ POLICIES = (
     "auto-tree:nodes=3",
     "static-tree:nodes=3,depth=2,ranks=50-40",
     "dynamic-tree:top-k=2,nodes=3,depth=2",
-    "chains:k=2,length=2",
 )
 """At least one of every word of ``specbench.specs.policies``."""
 

@@ -444,9 +444,8 @@ def run_distribution(number: int) -> Seen:
         "auto-tree": f"auto-tree:nodes={r.choice((1, 2, 3))}",
         "static-tree": f"static-tree:nodes={r.choice((2, 3))},depth=2,ranks={r.choice(('50-40', '70-20', '40-30-20'))}",
         "dynamic-tree": f"dynamic-tree:top-k={r.choice((1, 2, 3))},nodes={r.choice((2, 3, 4))},depth=2",
-        "chains": f"chains:k={r.choice((1, 2))},length=2",
     }.get(word, f"{word}:max=2")
-    if "tree" not in word and word != "chains":
+    if "tree" not in word:
         policy += f",siblings={siblings}"
     sampling = Sampling(
         temperature=r.choice((0.4, 1.0, 1.7)),

@@ -1025,13 +1025,6 @@ MUTANTS = (
         HEADS,
     ),
     Mutant(
-        "guesses stand one place off",
-        "drafters/look_ahead.py:LookAheadDrafter._next_logits",
-        "self._guesses[place - self._first]",
-        "self._guesses[place - self._first - 1]",
-        ("tests/test_heads.py", "-k", "rows_of_pass"),
-    ),
-    Mutant(
         "SpecForge's layers are taken for vLLM's",
         "models/head_files.py:HeadFiles.layers",
         '[each + 1 for each in _whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)]',

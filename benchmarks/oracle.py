@@ -312,7 +312,7 @@ def _study_drafter(
     }
 
 
-_SIZED = ("static-tree", "dynamic-tree", "chains")
+_SIZED = ("static-tree", "dynamic-tree")
 """Rules whose trees are all of one size."""
 
 

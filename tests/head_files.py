@@ -230,10 +230,7 @@ def few_tokens() -> Any:
 
 def few_head(folder: Path, kind: str, target: Target) -> Any:
     """A drafter of such a target, made of a folder: of one of the kinds of heads."""
-    if kind == "pass":
-        settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": 9}
-        tensors = {"ahead": few_tokens().get_input_embeddings().weight[:3]}
-    elif kind == "medusa":
+    if kind == "medusa":
         settings, tensors = medusa_settings(9), medusa_tensors(vocab=9)
     elif kind == "dflash":
         settings, tensors = block_settings(9), block_tensors(vocab=9)

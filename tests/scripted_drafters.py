@@ -34,7 +34,6 @@ from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Drafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
-from specbench.drafters.look_ahead import LookAheadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -119,18 +118,6 @@ def small_scorer(kind: str) -> HeadScorer:
 
 def head(kind: str) -> HeadDrafter:
     return HeadDrafter(small_scorer(kind), kind)
-
-
-def ahead_table(tokens: Sequence[int]) -> torch.Tensor:
-    """Logits of the target where the ids from ``VOCAB`` on stand for tokens to come."""
-    if tokens[-1] < VOCAB:
-        return TARGET(tokens)
-    return AHEAD([token % VOCAB for token in tokens[-2:]]) + tokens[-1]
-
-
-def look_ahead(target: ScriptedScorer) -> LookAheadDrafter:
-    scorer: Any = ScriptedScorer(ahead_table, VOCAB, cache=target.cache, own_entries_only=False)
-    return LookAheadDrafter(scorer, (VOCAB, VOCAB + 1), "pass")
 
 
 # -- other vocabularies ----------------------------------------------------------------------------
@@ -221,7 +208,6 @@ DRAFTERS: dict[str, Entry] = {
         kind: Entry("org/head", lambda _, kind=kind: head(kind), kind)  # type: ignore[misc]
         for kind in ("eagle3", "eagle", "peagle", "dflash", "medusa")
     },
-    "pass": Entry("org/head", lambda target: look_ahead(target), "pass"),
     "lookup+eagle3": Entry(
         "lookup+org/head", lambda _: CascadeDrafter(LookupDrafter(), head("eagle3")), "eagle3"
     ),

@@ -25,13 +25,13 @@ from specbench.drafters.model import ModelDrafter
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength
-from specbench.policies.trees import DynamicTree, IndependentChains, StaticTree
+from specbench.policies.trees import DynamicTree, StaticTree
 from specbench.specs.verification import VerificationName
 
 TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1, 2)),
     "dynamic": lambda: DynamicTree(2, 4, 3),
-    "chains": lambda: IndependentChains(3, 2),
+    "flat": lambda: StaticTree.shaped((-1, -1, -1)),
 }
 
 
@@ -64,7 +64,7 @@ def test_greedy_trees_pass(tree, drafter):
     [
         *(("static", name) for name in ("traversal", "recursive", "naive", "residual", "greedy-draft")),
         ("dynamic", "naive"),
-        ("chains", "specinfer"),
+        ("flat", "specinfer"),
         *((None, name) for name in ("block", "naive", "recursive", "specinfer", "traversal")),
     ],
 )
@@ -121,7 +121,7 @@ def test_siblings_pass_above_temperature_0():
         ("static", "traversal", "model"),
         ("static", "recursive", "self"),
         ("dynamic", "naive", "model"),
-        ("chains", "specinfer", "self"),
+        ("flat", "specinfer", "self"),
         (None, "block", "model"),
         (None, "traversal", "self"),
     ],
@@ -182,7 +182,7 @@ BIASES: dict[str, tuple[str | None, VerificationName, str, Any]] = {
     "p and q's distance for the residual": ("static", "traversal", "_less", not_clamped),
     "an early end in traversal": ("static", "traversal", "traverse", ended_early),
     "an early end in a block": (None, "block", "traverse", ended_early),
-    "equal drafts taken for one": ("chains", "specinfer", "specinfer", once_each),
+    "equal drafts taken for one": ("flat", "specinfer", "specinfer", once_each),
 }
 
 
@@ -252,7 +252,7 @@ def test_multiplicity_that_is_lost_in_the_tree_is_found(monkeypatch):
         whole(self, parent, list({each.tokens[0]: each for each in draws}.values()), *rest)
 
     monkeypatch.setattr(GrowingTree, "add", add)
-    result = result_of(setup_of("chains", "specinfer"))
+    result = result_of(setup_of("flat", "specinfer"))
     assert "chance" in violated(result)
     assert enumerated(result) > 1e-3
 

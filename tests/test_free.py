@@ -34,14 +34,13 @@ from specbench.models.target import wrap_target
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.auto_tree import AutoTree
 from specbench.policies.costs import parse_costs
-from specbench.policies.trees import DynamicTree, IndependentChains, StaticTree
+from specbench.policies.trees import DynamicTree, StaticTree
 from specbench.specs.drafters import Recycle, Suffix, parse_drafter
 from specbench.specs.policies import parse_policy
 
 COSTS = {"drafter_pass_s": 0.01, "target_pass_s": {"1": 1.0, "9": 1.1}}
 TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
-    "chains": lambda: IndependentChains(2, 2),
     "auto": lambda: AutoTree(4, parse_costs(COSTS)),
     "dynamic": lambda: DynamicTree(2, 4, 3),
 }
@@ -459,7 +458,7 @@ def test_bad_options(spec, message):
 def test_trees_apply_and_entropies_do_not():
     for word in DRAFTERS:
         drafter = parse_drafter(word)
-        for rule in ("auto", "fixed", "auto-tree", "static-tree", "dynamic-tree", "chains"):
+        for rule in ("auto", "fixed", "auto-tree", "static-tree", "dynamic-tree"):
             parse_policy(rule).check(drafter)
         with pytest.raises(UsageError, match=f"{word} has none. Choose auto, fixed,.*auto-tree"):
             parse_policy("svip").check(drafter)

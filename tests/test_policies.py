@@ -1147,7 +1147,7 @@ def test_what_is_kept_on_request_makes_a_difference(rule):
 
 def test_every_rule_has_a_word_and_says_what_it_takes():
     chains = ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
-    trees = ("auto-tree", "static-tree", "dynamic-tree", "chains")
+    trees = ("auto-tree", "static-tree", "dynamic-tree")
     assert policy_words() == (*chains, *trees)
     for policy in policies.POLICIES:
         built = build_policy(policy.word)

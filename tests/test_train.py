@@ -113,7 +113,7 @@ def lesson_of(
     model: Any, student: Any, texts: Sequence[Text], drafted: torch.Tensor | None = DRAFTED
 ) -> Lesson:
     batch, teacher = pad_batch(texts, torch.device("cpu")), Teacher(model, drafted)
-    return teacher.lesson(teacher.read(batch, student.layers, keeps_cache=student.needs_cache))
+    return teacher.lesson(teacher.read(batch, student.layers))
 
 
 # -- what is learnt is what is drafted -------------------------------------------------------------
@@ -130,13 +130,6 @@ def decoders_rows(
 ) -> torch.Tensor:
     """Logits of a draft behind ``tokens[: behind + 2]`` that follows the text, as the decoder gets them."""
     context, draft = tokens[: behind + 2], tokens[behind + 2 : behind + 1 + student.depth]
-    if student.kind == "pass":
-        embedded = model.get_input_embeddings()(torch.tensor([context[:-1]]))
-        with torch.no_grad():
-            output = model(
-                inputs_embeds=torch.cat((embedded, student.ahead[None]), dim=1), output_hidden_states=True
-            )
-        return output.hidden_states[-1][0, -student.depth :] @ head.T
     fitted = FittedLogits(len(head), None)
     scorer: HeadScorer
     if student.kind == "eagle":
@@ -167,7 +160,6 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers)
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     lesson = lesson_of(model, student, texts)
     metrics = student(lesson)
-    offset = int(lesson.ids.sum()) % (2 * DEPTH)
     drafted = set(DRAFTED.tolist())
     losses: list[list[float]] = [[] for _ in range(DEPTH)]
     for text in texts:
@@ -175,8 +167,6 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers)
             whole = model(input_ids=torch.tensor([text.tokens])).logits[0]
         p = whole[:, DRAFTED].softmax(-1)
         for behind in range(text.start - 1, len(text.tokens) - 2):
-            if kind == "pass" and behind % (2 * DEPTH) != offset:
-                continue
             rows = decoders_rows(model, student, teacher.head, text.tokens, behind)
             for place in range(DEPTH):
                 end = behind + 2 + place
@@ -423,9 +413,7 @@ def story(out: Path) -> dict[str, Any]:
 def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
     out = tmp_path / "head"
     watch = Watched()
-    settings = replace(
-        QUICK, kind=kind, epochs=20, tokens=300, learning_rate=None if kind == "pass" else 5e-3
-    )
+    settings = replace(QUICK, kind=kind, epochs=20, tokens=300, learning_rate=5e-3)
     best = training(easy, out, settings, progress=watch).run()
     told = story(out)
     assert sorted(path.name for path in out.iterdir()) == [
@@ -732,7 +720,7 @@ def test_wide_targets_have_heads_that_learn_at_a_lower_rate():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_goes_on_from_a_head(easy, tmp_path, kind):
     first, second = tmp_path / "first", tmp_path / "second"
-    settings = replace(QUICK, kind=kind, vocab=None, learning_rate=None if kind == "pass" else 5e-3)
+    settings = replace(QUICK, kind=kind, vocab=None, learning_rate=5e-3)
     best = training(easy, first, settings).run()
     start = head_in(first)
     settings = replace(settings, start=start.fingerprint, learning_rate=1e-9)
@@ -855,10 +843,6 @@ REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
     "layers of a head": (
         lambda _target, _out: replace(QUICK, start="a head", layers=1),
         "Leave --layers and --vocab out.",
-    ),
-    "states of PaSS": (
-        lambda _target, _out: replace(QUICK, kind="pass", store_states=True),
-        "uses no hidden states",
     ),
     "both": (lambda _target, _out: replace(QUICK, minutes=3), "are both given"),
     "neither": (lambda _target, _out: replace(QUICK, tokens=None), "are both missing"),

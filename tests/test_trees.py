@@ -33,7 +33,7 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.auto_tree import AutoTree
 from specbench.policies.costs import GivenCosts, parse_costs
-from specbench.policies.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
+from specbench.policies.trees import DynamicTree, StaticTree, best_shapes
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
 
@@ -46,7 +46,6 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
     "two beside": lambda: StaticTree.shaped((-1, -1)),
     "two of two": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "a branch in the middle": lambda: StaticTree.shaped((-1, 0, 0)),
-    "chains": lambda: IndependentChains(2, 2),
     "auto": lambda: AutoTree(4, parse_costs(COSTS)),
     "dynamic": lambda: DynamicTree(2, 3, 2),
 }
@@ -410,8 +409,6 @@ def test_what_cannot_be_a_tree_is_refused():
     for spec, message in (
         ("static-tree:nodes=65", "has 65 nodes"),
         ("auto-tree:nodes=0", "has 0 nodes"),
-        ("chains:k=0", "0 drafts"),
-        ("chains:k=20", "has 80 nodes"),
         ("dynamic-tree:depth=0", "depth of the dynamic tree is 0"),
         ("static-tree:ranks=70-40", "no list of percentages"),
         ("static-tree:verification=rejection", "verifies chains only"),

@@ -246,8 +246,8 @@ output = panel(OUTPUT)
 
 _DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
 _TREES = (
-    "Draft tree: chain, siblings:nodes=N (same as --siblings N), auto, static, dynamic or chains; options follow a"
-    " colon: dynamic:top-k=4,nodes=12. All but the first two replace --draft-policy."
+    "Draft tree: chain, siblings:nodes=N (same as --siblings N), auto, static or dynamic; options follow a colon:"
+    " dynamic:top-k=4,nodes=12. All but the first two replace --draft-policy."
 )
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
 

@@ -18,7 +18,7 @@ from specbench.train.settings import Measured, TrainingProgress, TrainingSetting
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
 
-KindName = Literal["eagle", "medusa", "pass"]
+KindName = Literal["eagle", "medusa"]
 
 TRAINING = "Training"
 _SAY_EVERY_S = 60.0
@@ -166,7 +166,6 @@ def train(
     with starting(quiet) as progress:
         from specbench.base.progress import quiet_transformers
         from specbench.models.devices import resolve_device
-        from specbench.models.load import load_model
         from specbench.models.prepare import prepare
         from specbench.train.run import Training, processes
         from specbench.train.state import check_folder
@@ -175,11 +174,6 @@ def train(
         group = processes(cpu=resolve_device(models.device).type == "cpu")
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-            model = None
-            if lessons.kind == "pass":  # gradients go through ordinary layers alone
-                model = load_model(
-                    target, models.target, allow_pickle=models.allow_pickle, tokenizer=False
-                ).model
     display = _Display(quiet or not group.is_main_process)
     job = Training(
         loaded,
@@ -189,7 +183,6 @@ def train(
         source=", ".join(Path(source).name for source in sources),
         resume=resume,
         start=begun,
-        model=model,
         group=group,
         progress=display,
     )

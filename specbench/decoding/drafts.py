@@ -200,10 +200,6 @@ class GrowingTree(Draft):
             nodes.append(node)
         return nodes
 
-    def multiplicity(self, node: int) -> int:
-        """How often a node was drawn."""
-        return sum(each.tokens.count(self.tokens[node]) for each in self.candidates[self.parents[node]])
-
     def pruned(self, kept: Sequence[int]) -> GrowingTree:
         """What is left with these nodes, ascending, alone: each with the one before it. All must be certain."""
         tree = GrowingTree(prefill_s=self.prefill_s, passes=self.passes)

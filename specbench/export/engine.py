@@ -25,7 +25,6 @@ HEAD_KINDS: Mapping[str, str] = {
     "eagle-1": "EAGLE-1",
     "dflash": "DFlash",
     "medusa": "Medusa",
-    "pass": "PaSS",
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
 
@@ -139,8 +138,6 @@ class ExportEngine(ABC):
 
     def head_support(self, kind: str) -> HeadSupport | str:
         """Return how a kind of trained head is loaded, or why it is not."""
-        if kind == "pass" and not self.no_heads:
-            return "the format of PaSS heads is specbench's own"
         return self.heads.get(kind, self.no_heads or f"it has no {HEAD_KINDS.get(kind, kind)} heads")
 
     def method(self, setting: Setting, otherwise: str) -> str:

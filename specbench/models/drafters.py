@@ -33,7 +33,6 @@ from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.layers import cheaper_form, check_form
-from specbench.drafters.look_ahead import LookAheadDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
@@ -356,9 +355,7 @@ _SCORERS: Mapping[str, type[EagleScorer] | type[DFlashScorer]] = {
 """Scorers of heads of decoder layers, by kind; ``EagleScorer`` for the others."""
 
 
-def wrap_head(
-    head: TrainedHead, target: Target, options: LoadOptions | None = None
-) -> HeadDrafter | LookAheadDrafter:
+def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
     """Make a trained head a drafter, on its target's device.
 
     Args:
@@ -381,8 +378,6 @@ def wrap_head(
     head.files.check(config, target.name)
     if not options.any_target:
         head.files.check_weights(target.language_model.identity, target.name)
-    if head.files.kind == "pass":
-        return _look_ahead(head, target)
     own_head = partial(_head_of, target)
     medusa = head.files.kind == "medusa"
     module: Any = head.medusa(own_head) if medusa else head.with_layers(config, own_head)
@@ -412,22 +407,6 @@ def wrap_head(
         scorer = scorer_of(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
     require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")
-
-
-def _look_ahead(head: TrainedHead, target: Target) -> LookAheadDrafter:
-    """Build the drafter of PaSS: the target itself, with embeddings of tokens to come."""
-    model: Any = target.language_model.model
-    own = model.get_input_embeddings()
-    try:
-        copy: Any = cheaper_form(model, range(target.language_model.layers), int8=False)
-    except ValueError as error:
-        raise UsageError(
-            f"This target takes no embeddings of others: {error}.", "Use another drafter."
-        ) from error
-    copy.set_input_embeddings(head.look_ahead(own))
-    scorer = Scorer(copy, target.scorer.cache, context_limit=target.scorer.context_limit)
-    first = len(own.weight)
-    return LookAheadDrafter(scorer, range(first, first + head.files.number("look_ahead")), head.name)
 
 
 def _head_of(target: Target) -> torch.Tensor:

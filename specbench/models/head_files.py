@@ -31,7 +31,7 @@ from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec
 
-HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass")
+HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa")
 """The supported kinds of heads; ``eagle`` is EAGLE-1 and 2."""
 
 _NOT_READ = {"dflash2": "DFlash 2", "dspark": "DSpark", "mtp": "MTP", "mlp_speculator": "MLP speculator"}
@@ -110,8 +110,6 @@ class HeadFiles:
     @property
     def parameters(self) -> int:
         """Number of its weights, as far as its configuration tells."""
-        if self.kind == "pass":
-            return self.number("look_ahead") * self.number("hidden_size")
         with torch.device("meta"):
             module: nn.Module = self.medusa({}) if self.kind == "medusa" else self.with_layers()
         return sum(parameter.numel() for parameter in module.parameters())
@@ -138,7 +136,7 @@ class HeadFiles:
         if self.kind == "dflash":
             return self._layers_of_block(total)
         if self.kind not in ("eagle3", "peagle"):
-            return () if self.kind == "pass" else (total,)
+            return (total,)
         ids = self.settings.get("eagle_aux_hidden_state_layer_ids")
         nested = self.settings.get("eagle_config") or {}
         if (
@@ -319,7 +317,7 @@ _OF_OTHER_BLOCKS = (
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
-_READ = "Read are EAGLE, P-EAGLE and DFlash heads with full attention, Medusa heads, and PaSS."
+_READ = "Read are EAGLE, P-EAGLE and DFlash heads with full attention, and Medusa heads."
 
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
@@ -377,8 +375,6 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
         if any(re.search(kind, word, re.IGNORECASE) for word in words):
             masked = kind == "eagle3" and any(key in settings for key in _MASKS)
             return "peagle" if masked else kind.replace("?", "")
-    if settings.get("model_type") == "pass":
-        return "pass"
     if "medusa_num_heads" in settings:
         return "medusa"
     return "eagle3" if "draft_vocab_size" in settings else None

@@ -2,9 +2,8 @@
 
 Formats: EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
 (``layers.0.*``), P-EAGLE as the latter two do, EAGLE-1 (and 2) as its authors, vLLM and ``speculators`` write it,
-DFlash as its authors and ``speculators`` do, Medusa as vLLM and its authors do, and PaSS in a format of our own: a
-``config.json`` with the model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and the tensor
-``ahead``. The configuration says which tensors of which shapes a head must have; all others are refused.
+DFlash as its authors and ``speculators`` do, Medusa as vLLM and its authors do. The configuration says which tensors
+of which shapes a head must have; all others are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specbench.backends.torch.heads import LookAheadEmbedding, MedusaHeads
+from specbench.backends.torch.heads import MedusaHeads
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, fingerprint, safetensors_elements, weight_files
@@ -84,14 +83,6 @@ class TrainedHead:
         self._fill(heads, tensors)
         return heads
 
-    def look_ahead(self, own: nn.Module) -> LookAheadEmbedding:
-        """Append the embeddings of PaSS to the target's own; see ``with_layers``."""
-        weight: Any = own.weight
-        module = LookAheadEmbedding(own, weight.new_empty(self.files.number("look_ahead"), weight.shape[1]))
-        self._check({"ahead": module.ahead}, self.tensors)
-        module.ahead = nn.Parameter(self.tensors["ahead"].to(weight), requires_grad=False)
-        return module.eval()
-
     def _rows(self, head: torch.Tensor, vocab: int) -> torch.Tensor:
         """Return the rows of the target's head for the tokens it drafts."""
         return (
@@ -150,13 +141,12 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         own = _medusa_name(name) if files.kind == "medusa" else _eagle_name(name)
         if own not in _UNUSED:
             tensors[own] = tensor.flatten() if own == "mask_hidden" else tensor
-    target_tokens = None
-    if files.kind == "medusa":
-        target_tokens = _medusa_tokens(files, tensors)
-    elif files.kind != "pass":
-        target_tokens = _eagle_tokens(files, tensors)
+    tokens_of = _medusa_tokens if files.kind == "medusa" else _eagle_tokens
     return TrainedHead(
-        files, tensors, target_tokens, fingerprint(f"{files.kind} {files.settings}", tensors.items())
+        files,
+        tensors,
+        tokens_of(files, tensors),
+        fingerprint(f"{files.kind} {files.settings}", tensors.items()),
     )
 
 

@@ -102,33 +102,6 @@ class StaticTree(Tree):
         ]
 
 
-class IndependentChains(Tree):
-    """Several chains of one drafter, drawn independently of each other; equal beginnings share their nodes.
-
-    Args:
-        chains: How many, at least 1.
-        length: Tokens of each, at least 1.
-
-    Raises:
-        UsageError: Less than 1, or together more than ``MOST_NODES``.
-    """
-
-    def __init__(self, chains: int = 4, length: int = 4) -> None:
-        if chains < 1 or length < 1:
-            raise UsageError(f"{chains} drafts of {length} tokens are asked for.", "Give at least 1 of each.")
-        super().__init__("chains", chains * length, chains=chains, length=length)
-        self.chains, self.length = chains, length
-
-    def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
-    ) -> Sequence[int]:
-        assert isinstance(draft, GrowingTree)
-        return [self.chains if node < 0 else draft.multiplicity(node) for node in nodes]
-
-    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
-        return [node for node in fresh if tree.depths[node] < min(self.length, self._room)]
-
-
 class DynamicTree(Tree):
     """The likeliest tokens by the drafter (Li et al. 2024, EAGLE-2): at every depth the best nodes are gone on from,
     and the best of all are verified.

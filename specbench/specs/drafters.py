@@ -305,8 +305,8 @@ class SmallModel(DrafterSpec):
     word = "MODEL"
     summary = (
         "A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one"
-        " it drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash, Medusa or"
-        f" PaSS; {' and '.join(PACKAGED_HEADS)} comes with specbench."
+        " it drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash or"
+        f" Medusa; {' and '.join(PACKAGED_HEADS)} comes with specbench."
     )
     probabilities = "yes"
     trees = True
@@ -383,9 +383,7 @@ class Several(DrafterSpec):
         if any(drafter.is_plain for drafter in self.drafters):
             raise UsageError("The drafter none drafts nothing.", "Leave it out.")
         if len(set(self.drafters)) < len(self.drafters):
-            raise UsageError(
-                "A drafter is given twice.", "For several drafts of one model use --tree chains."
-            )
+            raise UsageError("A drafter is given twice.", "Leave one out.")
 
     def __str__(self) -> str:
         return "|".join(map(str, self.drafters))

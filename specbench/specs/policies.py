@@ -194,14 +194,6 @@ POLICIES: tuple[PolicyKind, ...] = (
         needs_logits=True,
         tree=True,
     ),
-    PolicyKind(
-        "chains",
-        "Several chains drawn independently of each other; equal beginnings share their rows (SpecInfer).",
-        "trees:IndependentChains",
-        (_whole("chains", "k=N", 4, "how many"), _whole("length", "length=N", 4, "tokens of each")),
-        needs_logits=True,
-        tree=True,
-    ),
 )
 """In the order in which listings have them."""
 
@@ -234,22 +226,19 @@ class PolicySpec:
     @property
     def nodes(self) -> int:
         """The most nodes of its trees; 0 where it drafts chains."""
-        if not self.kind.tree:
-            return 0
-        said = self._said
-        return int(said["nodes"] if "nodes" in said else said["chains"] * said["length"])
+        return self._value("nodes") or 0
 
     @property
     def depth(self) -> int | None:
-        """The deepest branch that its trees may have; ``None`` where it says nothing of it, or drafts chains."""
-        said = self._said
-        depth = said.get("depth", said.get("length"))
-        return None if depth is None else min(int(depth), self.nodes)
+        """The deepest branch that its trees may have; ``None`` where nothing limits it, or it drafts chains."""
+        depth = self._value("depth")
+        return None if depth is None else min(depth, self.nodes)
 
-    @property
-    def _said(self) -> dict[str, Any]:
-        """Its options with their defaults."""
-        return {each.name: self.options.get(each.name, each.default) for each in self.kind.options}
+    def _value(self, name: str) -> int | None:
+        """Return an option's value or default; ``None`` if there is no such option."""
+        return next(
+            (self.options.get(name, each.default) for each in self.kind.options if each.name == name), None
+        )
 
     def takes(self, name: str) -> bool:
         """Whether it has an option of that name."""

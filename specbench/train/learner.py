@@ -112,12 +112,12 @@ class Learner:
         self._states = states
         batch_bytes = settings.batch_tokens * self.head.shape[1] * self.head.element_size()
         batch_bytes *= len(self.student.layers) + 1
-        self._chunk_size = 1 if self.student.needs_cache else max(1, _KEPT_BYTES // batch_bytes)
+        self._chunk_size = max(1, _KEPT_BYTES // batch_bytes)
         self._chunk, self._outputs = (0, 0), dict[int, TargetOutput]()
 
     def plan(self, steps: int) -> None:
         """Set ``turns`` for about so many steps, such that all texts are used about equally often."""
-        limit = 1 if self.student.needs_cache or self._states is not None else _MAX_TURNS
+        limit = 1 if self._states is not None else _MAX_TURNS
         epochs = max(1, round(steps / self.epoch_steps))
         self.turns = round(epochs / -(-epochs // limit))
 
@@ -141,7 +141,7 @@ class Learner:
     def _read(self, texts: Sequence[Text]) -> TargetOutput:
         batch, states = pad_batch(texts, self._teacher.device), self._states
         if states is None:
-            return self._teacher.read(batch, self.student.layers, keeps_cache=self.student.needs_cache)
+            return self._teacher.read(batch, self.student.layers)
         known = []
         for text in texts:
             found = states.find(text.key, text.tokens)

@@ -73,21 +73,19 @@ class TargetOutput(NamedTuple):
         places: Index of each position among the wanted ones, -1 for the others, [texts, longest].
         last: At the wanted positions, the inputs of the target's head, [n, width]; or, for a head that is more than a
             product, the logits over the draft vocabulary, [n, vocab].
-        cache: The target's KV cache if requested; further forwards change it.
     """
 
     ids: torch.Tensor
     states: torch.Tensor
     places: torch.Tensor
     last: torch.Tensor
-    cache: Any = None
 
 
 class Lesson(NamedTuple):
     """What a head learns from a batch.
 
     Attributes:
-        ids, states, places, cache: See ``TargetOutput``.
+        ids, states, places: See ``TargetOutput``.
         embedded: Embeddings of the ids, [texts, longest, width].
         p: The target's distributions over the draft vocabulary at the wanted positions, [n, vocab].
         choices: The most probable tokens of ``p``, [n].
@@ -96,7 +94,6 @@ class Lesson(NamedTuple):
     ids: torch.Tensor
     states: torch.Tensor
     places: torch.Tensor
-    cache: Any
     embedded: torch.Tensor
     p: torch.Tensor
     choices: torch.Tensor
@@ -126,15 +123,14 @@ class Teacher:
         self._plain = has_plain_head(model)
 
     @torch.no_grad()
-    def read(self, batch: Batch, layers: Sequence[int] = (), *, keeps_cache: bool = False) -> TargetOutput:
+    def read(self, batch: Batch, layers: Sequence[int] = ()) -> TargetOutput:
         """Run the target's forward over a batch.
 
         Args:
             layers: Whose hidden states are returned, see ``ForwardRequest``.
-            keeps_cache: Whether to return the KV cache.
         """
         wanted = self._wanted(batch)
-        output = self._forward(batch.ids, layers, 1 if self._plain else 0, cached=keeps_cache)
+        output = self._forward(batch.ids, layers, 1 if self._plain else 0)
         last = output.hidden_states[self._last]
         found = last[wanted] if self._plain else output.logits[wanted][:, self._vocab]
         states = [output.hidden_states[layer] for layer in layers]
@@ -143,7 +139,6 @@ class Teacher:
             torch.stack(states, dim=2) if states else last.new_empty(*batch.ids.shape, 0, last.shape[-1]),
             _places(wanted),
             found,
-            output.past_key_values if keeps_cache else None,
         )
 
     @torch.no_grad()
@@ -177,14 +172,14 @@ class Teacher:
         logits = (linear(output.last, self.head) if self._plain else output.last).float()
         embedded = self._model.get_input_embeddings()(output.ids).float()
         return Lesson(
-            output.ids, output.states, output.places, output.cache, embedded, logits.softmax(-1), logits.argmax(-1)
+            output.ids, output.states, output.places, embedded, logits.softmax(-1), logits.argmax(-1)
         )  # fmt: skip
 
-    def _forward(self, ids: torch.Tensor, layers: Sequence[int], rows: int, *, cached: bool = False) -> Any:
+    def _forward(self, ids: torch.Tensor, layers: Sequence[int], rows: int) -> Any:
         """Run a forward with logits of the last ``rows`` positions, 0 for all."""
         return self._model(
             input_ids=ids,
-            use_cache=cached,
+            use_cache=False,
             output_hidden_states=[*layers, self._last],
             logits_to_keep=rows,
         )

@@ -50,8 +50,6 @@ from specbench.train.students import read_layers
 from specbench.train.texts import Text, TextStore, store_for, tokens_of, write_texts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
     from specbench.models.target import Target
@@ -98,7 +96,6 @@ class Training:
         source: Name of the prompts in the training metadata.
         resume: Continue an interrupted training.
         start: The head of ``settings.start`` to continue from.
-        model: What gradients go through for PaSS: the target with ordinary layers. ``None`` for the target's own.
         progress: Receives the progress.
         save_interval_s: Seconds of work that may be lost.
 
@@ -118,7 +115,6 @@ class Training:
         source: str = "",
         resume: bool = False,
         start: TrainedHead | None = None,
-        model: PreTrainedModel | None = None,
         group: Accelerator | None = None,
         progress: TrainingProgress | None = None,
         save_interval_s: float = 60.0,
@@ -135,7 +131,7 @@ class Training:
         check_folder(out, resume=resume)
         settings.draft_vocab(target.vocab_size)
         self._target, self._settings, self._out, self._source = target, settings, out, source
-        self._start, self._model = start, model or target.language_model.model
+        self._start, self._model = start, target.language_model.model
         self._group = group or processes(cpu=target.scorer.device.type == "cpu")
         self._progress, self._save_interval_s = progress or TrainingProgress(), save_interval_s
         layers = text_config(self._model.config).num_hidden_layers
@@ -486,7 +482,7 @@ class Training:
         return wrap_head(load_head(head), self._target)
 
     def _run(self, ids: Sequence[int], drafter: Drafter | None, tokens: int, **more: Any) -> GenerationRun:
-        policy = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
+        policy = FixedLength(self._settings.depth)
         return GenerationRun(ids, self._target, drafter, policy=policy, max_new_tokens=tokens, **more)
 
     def _decode_held_out(self, drafter: Drafter, state: TrainerState) -> dict[str, list[Step]]:

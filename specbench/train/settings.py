@@ -9,7 +9,7 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 
-_RATES = {"eagle": 1.6e-3, "medusa": 1e-3, "pass": 1e-2}
+_RATES = {"eagle": 1.6e-3, "medusa": 1e-3}
 _WIDTH = 576
 """Width of hidden states above which the learning rate of an EAGLE head falls in proportion (Yang et al. 2022, arXiv
 2203.03466)."""
@@ -23,7 +23,7 @@ class TrainingSettings:
     """Settings of a training. With the same settings, prompts and target the result is the same.
 
     Attributes:
-        kind: ``eagle``, ``medusa`` or ``pass``.
+        kind: ``eagle`` or ``medusa``.
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
         minutes: Total time, over all starts; ``None`` if the tokens decide.
         epochs: Largest number of epochs; ``None`` for 4, or as many as the minutes allow.
@@ -75,8 +75,6 @@ class TrainingSettings:
             )
         if self.layers is not None and self.kind != "eagle":
             raise UsageError(f"A head of kind {self.kind} has no layers.", "Leave --layers out.")
-        if self.store_states and self.kind == "pass":
-            raise UsageError("A head of kind pass uses no hidden states.", "Leave --store-states out.")
         if self.start is not None and (self.layers, self.vocab) != (None, None):
             raise UsageError(
                 "--start keeps the head's layers and draft vocabulary.",

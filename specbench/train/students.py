@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from specbench.train.lessons import Lesson
 
-KINDS = ("eagle", "medusa", "pass")
+KINDS = ("eagle", "medusa")
 
 _ROWS = 256
 """Rows whose logits are computed together."""
@@ -52,14 +52,12 @@ class Student(Protocol):
 
     Attributes:
         layers: The target's layers whose hidden states it reads.
-        needs_cache: Whether it needs the target's KV cache.
         started_from: What its weights were initialized from, in words; ``None`` for random ones.
     """
 
     kind: str
     depth: int
     layers: tuple[int, ...]
-    needs_cache: bool
     started_from: str | None
 
     def __call__(self, lesson: Lesson) -> Metrics:
@@ -77,8 +75,6 @@ class Student(Protocol):
 
 def read_layers(kind: str, total: int) -> tuple[int, ...]:
     """Return the layers whose states a head of a kind reads, given their number."""
-    if kind == "pass":
-        return ()
     if kind == "medusa":
         return (total,)
     return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
@@ -266,7 +262,6 @@ class EagleStudent(nn.Module):
     """
 
     kind = "eagle"
-    needs_cache = False
 
     def __init__(
         self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int
@@ -400,7 +395,6 @@ class MedusaStudent(nn.Module):
     """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024)."""
 
     kind = "medusa"
-    needs_cache = False
     started_from = "the head of the target"
 
     def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int) -> None:
@@ -436,89 +430,9 @@ class MedusaStudent(nn.Module):
         return {name: tensor.detach() for name, tensor in self.heads.named_parameters()}
 
 
-# -- PaSS ------------------------------------------------------------------------------------------
-
-
-class PassStudent(nn.Module):
-    """Look-ahead embeddings of a target that stays as it is (Monea et al. 2023, arXiv 2311.13581).
-
-    The target reads them behind some positions of each text; gradients go through it to them.
-
-    Args:
-        model: The target, of ordinary layers.
-    """
-
-    kind = "pass"
-    needs_cache = True
-    layers: tuple[int, ...] = ()
-    started_from = None
-
-    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> None:
-        super().__init__()
-        self.depth, self._rows = depth, head
-        self._target: tuple[Any] = (model,)  # no part of this module
-        own: Any = model.get_input_embeddings()
-        embeddings = own.weight.detach().float()
-        noise = torch.randn(depth, embeddings.shape[1], generator=torch.Generator().manual_seed(seed))
-        self.ahead = nn.Parameter(embeddings.mean(0) + embeddings.std(0) * noise.to(embeddings.device))
-
-    def forward(self, lesson: Lesson) -> Metrics:
-        (model,) = self._target
-        metrics = _MetricsBuilder(lesson, self._rows)
-        texts, longest = lesson.ids.shape
-        stride = 2 * self.depth
-        first = int(lesson.ids.sum()) % min(stride, longest - 1)
-        behind = torch.arange(first, longest - 1, stride, device=lesson.ids.device)
-        out = self._read(model, lesson, behind).unflatten(1, (len(behind), self.depth))
-        chosen = torch.zeros(longest - 1, dtype=torch.bool, device=lesson.ids.device)
-        chosen[behind] = True
-        for place in range(self.depth):
-            rows = metrics.rows(place) & chosen
-            metrics.add(out[:, :, place][rows[:, behind]], place, rows)
-        assert texts == len(out)
-        return metrics.build()
-
-    def _read(self, model: Any, lesson: Lesson, behind: torch.Tensor) -> torch.Tensor:
-        """The target's last states at the embeddings behind these positions, [texts, positions · depth, width]."""
-        texts, longest = lesson.ids.shape
-        rows = len(behind) * self.depth
-        place = torch.arange(self.depth, device=behind.device)
-        own = torch.arange(rows, device=behind.device)
-        group, before = own // self.depth, own % self.depth
-        context = torch.arange(longest, device=behind.device) <= behind[group, None]
-        draft = (group == group[:, None]) & (before <= before[:, None])
-        mask = torch.cat((context, draft), dim=1).expand(texts, 1, -1, -1)
-        positions = (behind[:, None] + 1 + place).flatten().expand(texts, -1)
-        embedded = self.ahead.to(model.dtype).repeat(len(behind), 1).expand(texts, -1, -1)
-        last = text_config(model.config).num_hidden_layers
-        output = model(
-            inputs_embeds=embedded,
-            past_key_values=lesson.cache,
-            position_ids=positions,
-            attention_mask=mask,
-            output_hidden_states=[last],
-            logits_to_keep=1,
-        )
-        out: torch.Tensor = output.hidden_states[last]
-        return out
-
-    def settings(self) -> Json:
-        config = text_config(self._target[0].config)
-        return {
-            "model_type": "pass",
-            "look_ahead": self.depth,
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-        }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"ahead": self.ahead.detach()}
-
-
 _MAKERS: Mapping[str, Any] = {
     "eagle": EagleStudent,
     "medusa": lambda model, head, depth, seed, layers: MedusaStudent(model, head, depth),  # noqa: ARG005
-    "pass": lambda model, head, depth, seed, layers: PassStudent(model, head, depth, seed),  # noqa: ARG005
 }
 
 

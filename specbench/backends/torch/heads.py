@@ -470,29 +470,3 @@ class MedusaHeads(nn.Module):
     def forward(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
         """Of every head."""
         return [self.logits(states, head) for head in range(self.heads)]
-
-
-class LookAheadEmbedding(nn.Module):
-    """A target's embeddings, and behind them those that stand for tokens to come (PaSS).
-
-    Args:
-        own: The target's.
-        ahead: The others, [look-ahead, hidden].
-    """
-
-    def __init__(self, own: nn.Module, ahead: torch.Tensor) -> None:
-        super().__init__()
-        self.own, self.ahead = own, nn.Parameter(ahead)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The target's own, [tokens, hidden]."""
-        own: Any = self.own
-        weight: torch.Tensor = own.weight
-        return weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., hidden]; ids from the target's number of tokens on are those that stand ahead."""
-        first = len(self.weight)
-        own = self.own(ids.clamp(max=first - 1))
-        return torch.where((ids < first)[..., None], own, self.ahead[(ids - first).clamp(min=0)])
