@@ -230,14 +230,14 @@ MUTANTS = (
     ),
     Mutant(
         "a drafter's best token is hidden from the next reader",
-        "decoding/prospects.py:largest",
+        "decoding/distributions.py:largest",
         "values[every, place] = value",
         "value = place",
         ("tests/test_trees.py", "-k", "largest"),
     ),
     Mutant(
         "a column that ties with the last one counted is left out",
-        "decoding/prospects.py:_largest",
+        "decoding/distributions.py:_largest",
         "highest >= np.partition(highest, width - count)[width - count]",
         "highest > np.partition(highest, width - count)[width - count]",
         ("tests/test_trees.py", "-k", "largest"),
@@ -1104,17 +1104,17 @@ MUTANTS = (
     ),
     Mutant(
         "a pass in which nobody drafted divides by none",
-        "policies/load.py:SharedCosts.verify_s",
+        "policies/batch_costs.py:SharedCosts.verify_s",
         "max(0, load.drafters - (self._rows > 1)) + 1",
         "load.drafters - (self._rows > 1) + 1",
-        ("tests/test_load.py", "-k", "catches_up"),
+        ("tests/test_batch_costs.py", "-k", "catches_up"),
     ),
     Mutant(
         "what drafts cost long ago is believed forever",
-        "policies/load.py:Load.took",
+        "policies/batch_costs.py:BatchCosts.observe",
         "self._forget()",
         "",
-        ("tests/test_load.py", "-k", "learnt_anew"),
+        ("tests/test_batch_costs.py", "-k", "learnt_anew"),
     ),
 )
 

@@ -24,7 +24,7 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.models.chat_templates import TemplateError, render_chat
 from specbench.options import DecodingKeywords, DecodingOptions
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.load import Load, share_costs
+from specbench.policies.batch_costs import BatchCosts, share_costs
 from specbench.specs.policies import default_policy
 
 if TYPE_CHECKING:
@@ -232,13 +232,16 @@ class GenerationRun:
         return max(0, common - 1) if drafter.layers else common
 
     def as_request(
-        self, factory: RequestFactory, load: Load | None = None, allowed: Callable[[], bool] | None = None
+        self,
+        factory: RequestFactory,
+        batch_costs: BatchCosts | None = None,
+        allowed: Callable[[], bool] | None = None,
     ) -> Request:
         """Return it as a request with scorers, a drafter and a draft policy of its own; pass its records to ``take``.
 
         Args:
             factory: Makes them.
-            load: The batch whose forward passes it shares, for policies that read costs.
+            batch_costs: Those of the batch whose forward passes it shares, for policies that read costs.
             allowed: Whether a step may have a draft; ``None``: always.
 
         Raises:
@@ -247,9 +250,9 @@ class GenerationRun:
         policy = DraftPlan.of(self.policy).fork()
         self.policy = policy = policy if allowed is None else replace(policy, allowed=allowed)
         target, drafter = factory.open(self.drafter)
-        if load is not None:
+        if batch_costs is not None:
             models = [loaded_of(part.scorer) for part in models_of(drafter)]
-            share_costs(policy, load, models, len(self.prompt))
+            share_costs(policy, batch_costs, models, len(self.prompt))
         return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:

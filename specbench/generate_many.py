@@ -15,7 +15,7 @@ from specbench.decoding.records import Generation, SharedPass
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.generate import GenerationRun, as_tokens, resolve_drafter
 from specbench.policies import FixedLength
-from specbench.policies.load import Load
+from specbench.policies.batch_costs import BatchCosts
 
 if TYPE_CHECKING:
     from specbench.backends.torch.pools import PoolKind
@@ -45,10 +45,10 @@ class GenerationRuns:
         later: Runs that may be added later; the pool is made large enough for them.
         clock: The clock; ``None`` for the device's.
         watch: Called with every forward pass.
-        load: Costs of similar forward passes from before.
+        batch_costs: Costs of similar forward passes from before.
 
     Attributes:
-        load: Costs of forward passes, for policies that read them.
+        batch_costs: Costs of forward passes, for policies that read them.
         factory: Makes the requests; ``None`` without any.
 
     Raises:
@@ -67,7 +67,7 @@ class GenerationRuns:
         later: Sequence[GenerationRun] = (),
         clock: Clock | None = None,
         watch: Callable[[SharedPass], None] | None = None,
-        load: Load | None = None,
+        batch_costs: BatchCosts | None = None,
     ) -> None:
         if disable_by_batch_size is not None and disable_by_batch_size < 1:
             raise UsageError(
@@ -84,13 +84,13 @@ class GenerationRuns:
             )
         if clock is None and begun:
             clock = clock_for(str(begun[0].target.scorer.device))
-        self.load = Load() if load is None else load
+        self.batch_costs = BatchCosts() if batch_costs is None else batch_costs
         # What these know of this object they know without it, so that it goes as soon as nobody holds it.
         self._scheduler = Scheduler(
             max_batch=max_batch,
             max_tokens_per_pass=max_tokens_per_pass,
             clock=clock,
-            watch=partial(_observe, self.load if max_batch > 1 else None, watch),
+            watch=partial(_observe, self.batch_costs if max_batch > 1 else None, watch),
         )
         self._may_draft = partial(_may_draft, self._scheduler, disable_by_batch_size)
         self.factory: RequestFactory | None = None
@@ -137,8 +137,8 @@ class GenerationRuns:
         if isinstance(run, Exception):
             raise run
         assert self.factory is not None
-        load = None if self.max_batch == 1 else self.load
-        return run.as_request(self.factory, load, self._may_draft)
+        batch_costs = None if self.max_batch == 1 else self.batch_costs
+        return run.as_request(self.factory, batch_costs, self._may_draft)
 
     def _iterate(self) -> Iterator[tuple[int, Event]]:
         try:
@@ -194,9 +194,11 @@ class GenerationRuns:
             return error
 
 
-def _observe(load: Load | None, watch: Callable[[SharedPass], None] | None, made: SharedPass) -> None:
-    if load is not None:
-        load.took(made)
+def _observe(
+    batch_costs: BatchCosts | None, watch: Callable[[SharedPass], None] | None, made: SharedPass
+) -> None:
+    if batch_costs is not None:
+        batch_costs.observe(made)
     if watch is not None:
         watch(made)
 

@@ -34,8 +34,8 @@ from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
+from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
-from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import run_to_end
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.verdicts import METHODS, Method, without_replacement

@@ -69,9 +69,9 @@ class Careful(ScriptedScorer):
 
 def kinds(draft: Draft) -> str:
     """For every token: f where it was free, m where it is the model's."""
-    if draft.evidence is None:
+    if draft.match_confidence is None:
         return "m" * len(draft.tokens)
-    return "".join("m" if math.isnan(draft.evidence[i]) else "f" for i in range(len(draft.tokens)))
+    return "".join("m" if math.isnan(draft.match_confidence[i]) else "f" for i in range(len(draft.tokens)))
 
 
 def decode(
@@ -324,7 +324,7 @@ def test_where_there_is_a_match_the_model_makes_no_pass():
     draft = propose(drafter, context)
     assert draft.tokens == [3, 4, 5, 1, 2, 3]
     assert (draft.q, draft.logits, draft.passes) == (None, None, 0)
-    assert draft.evidence == [n / (n + 1) for n in range(2, 8)]
+    assert draft.match_confidence == [n / (n + 1) for n in range(2, 8)]
     assert drafter.model.scorer.passes == []
 
 
@@ -356,8 +356,8 @@ def test_the_model_goes_on_where_the_counts_end():
     assert draft.tokens == [3, 9, 5, 6]
     assert kinds(draft) == "ffmm"
     assert drafter.model.scorer.passes == [8, 1], "prompt and free drafts in one pass"
-    assert draft.evidence is not None
-    assert draft.evidence[:2] == [0.5, 0.5]
+    assert draft.match_confidence is not None
+    assert draft.match_confidence[:2] == [0.5, 0.5]
 
 
 def test_matches_that_are_too_short_do_not_count():
@@ -456,8 +456,8 @@ class Doubting(FixedLength):
         self.stop, self.answer = stop, draws
         self.known: list[int] = []
 
-    def another(self, draft: Draft) -> bool:
-        self.known.append(len(draft.evidence or ()) - len(draft.tokens))
+    def should_continue(self, draft: Draft) -> bool:
+        self.known.append(len(draft.match_confidence or ()) - len(draft.tokens))
         return len(draft.tokens) < self.stop
 
     def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
@@ -489,9 +489,9 @@ class Preferring(FixedLength):
         self.since = since
         self.seen: list[tuple[int, int]] = []
 
-    def prefers_pass(self, draft: Draft) -> bool:
-        assert draft.evidence is not None
-        self.seen.append((len(draft.tokens), len(draft.evidence)))
+    def prefers_model(self, draft: Draft) -> bool:
+        assert draft.match_confidence is not None
+        self.seen.append((len(draft.tokens), len(draft.match_confidence)))
         return len(draft.tokens) >= self.since
 
 

@@ -153,7 +153,7 @@ def test_a_period_goes_on_past_the_end():
 def test_evidence_grows_with_the_match_and_the_share():
     found = drafted(SuffixDrafter(), [1, 5, 1, 6, 1, 5, 2, 1], 2)
     assert found.tokens == [5, 2]
-    assert found.evidence == pytest.approx([2 / (3 + 1), 2 * 1 / (2 * 2 + 1)])
+    assert found.match_confidence == pytest.approx([2 / (3 + 1), 2 * 1 / (2 * 2 + 1)])
     assert found.q is None
     assert found.logits is None
 

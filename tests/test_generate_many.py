@@ -31,7 +31,7 @@ from specbench.models.drafters import join_cascade
 from specbench.models.target import Target, prepare_target
 from specbench.options import quantized
 from specbench.policies import build_policy
-from specbench.policies.load import Load
+from specbench.policies.batch_costs import BatchCosts
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",
@@ -230,13 +230,13 @@ def test_rules_that_read_costs_change_no_greedy_token(kind, rule):
     results = many.results()
     for found, expected in zip(results, plain, strict=True):
         assert told(found)[:3] == told(expected)[:3]
-    assert many.load.plain_s.seen
+    assert many.batch_costs.plain_s.seen
     assert any(step.gamma for each in results if isinstance(each, Generation) for step in each.steps)
 
 
 @pytest.mark.parametrize("kind", ["model", "self:layers=1"])
 def test_later_batches_know_what_passes_cost(kind):
-    load, made = Load(), drafter(kind)
+    batch_costs, made = BatchCosts(), drafter(kind)
     assert isinstance(made, ModelDrafter)
     rounds, passes = [0], [0]
     for _ in range(2):
@@ -244,11 +244,11 @@ def test_later_batches_know_what_passes_cost(kind):
             GenerationRun(prompt, target(), made, policy=build_policy("auto"), max_new_tokens=NEW)
             for prompt in prompts()[:4]
         ]
-        many = GenerationRuns(runs, max_batch=4, load=load)
+        many = GenerationRuns(runs, max_batch=4, batch_costs=batch_costs)
         many.results()
-        assert many.load is load
-        rounds.append(load.rounds)
-        passes.append(len(load.drafts(made.scorer)))
+        assert many.batch_costs is batch_costs
+        rounds.append(batch_costs.rounds)
+        passes.append(len(batch_costs.drafts(made.scorer)))
     assert rounds[0] < rounds[1] < rounds[2]
     assert 0 < passes[1] <= passes[2], "drafts of such a model do not pay"
 

@@ -86,7 +86,7 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
             rooms.append(room)
             return super().begin(room)
 
-        def another(self, draft: Draft) -> bool:
+        def should_continue(self, draft: Draft) -> bool:
             asked.append(len(draft.tokens))
             return len(draft.tokens) < 2
 
@@ -101,8 +101,8 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
 @pytest.mark.parametrize("stop", [0, 2])
 def test_what_the_rule_did_not_want_is_told(stop):
     class Stopping(FixedLength):
-        def another(self, draft: Draft) -> bool:
-            assert draft.declined is None, "it may not know the token"
+        def should_continue(self, draft: Draft) -> bool:
+            assert draft.rejected_guess is None, "it may not know the token"
             return len(draft.tokens) < stop
 
     drafter = LookupDrafter()
@@ -110,7 +110,7 @@ def test_what_the_rule_did_not_want_is_told(stop):
     asking = drafter.propose([1, 2, 3, 4, 1], 9, Stopping(7), Sampling(), Randomness(0))
     found = run_to_end(asking)
     assert found.tokens == [2, 3][:stop]
-    assert found.declined == [2, 3, 4][stop]
+    assert found.rejected_guess == [2, 3, 4][stop]
 
 
 def test_the_output_is_searched_as_well_as_the_prompt():
@@ -318,13 +318,13 @@ def test_guessing_token_by_token_is_drafting(context, max_match, min_match):
     expected = draft(drafter, context, gamma=12)
     drafter.read(context)
     tokens: list[int] = []
-    evidence = []
+    match_confidence = []
     while len(tokens) < 12 and (guess := drafter.guess(context, tokens, Sampling())) is not None:
         assert guess.q is None
         tokens.append(guess.token)
-        evidence.append(guess.evidence)
+        match_confidence.append(guess.match_confidence)
     assert tokens == expected.tokens
-    assert evidence == (expected.evidence or [])
+    assert match_confidence == (expected.match_confidence or [])
 
 
 @settings(max_examples=150, deadline=None)
@@ -349,7 +349,7 @@ def test_behind_tokens_of_another_the_match_includes_them(context, drafted):
         assert found is None
     else:
         assert found is not None
-        assert (found.token, found.evidence) == (context[best[1]], best[0] / (best[0] + 1))
+        assert (found.token, found.match_confidence) == (context[best[1]], best[0] / (best[0] + 1))
 
 
 def test_a_draft_begins_anew_when_the_context_is_read():

@@ -230,8 +230,8 @@ def test_a_penalty_of_ones_own_goes_before_the_models():
     defaults = ModelDefaults({"repetition_penalty": 1.5})
     assert Sampling().with_defaults(defaults, 9) == Sampling(repetition_penalty=1.5)
     assert Sampling(repetition_penalty=1.2).with_defaults(defaults, 9) == Sampling(repetition_penalty=1.2)
-    assert not Sampling().with_defaults(ModelDefaults(), 9).looks_back
-    assert Sampling().with_defaults(ModelDefaults({"suppress_tokens": [1]}), 9).looks_back
+    assert not Sampling().with_defaults(ModelDefaults(), 9).context_dependent
+    assert Sampling().with_defaults(ModelDefaults({"suppress_tokens": [1]}), 9).context_dependent
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Stubborn(FixedLength):
         self.rooms.append(room)
         return super().begin(room)
 
-    def another(self, draft: Draft) -> bool:
+    def should_continue(self, draft: Draft) -> bool:
         self.asked.append(len(draft.tokens))
         return len(draft.tokens) < self.stop
 

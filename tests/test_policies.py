@@ -403,7 +403,7 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
     events: list[Any] = []
 
     class Noting(FixedLength):
-        def another(self, draft: Draft) -> bool:
+        def should_continue(self, draft: Draft) -> bool:
             events.append(("another", list(draft.tokens), len(drafter.scorer.passes)))
             return len(draft.tokens) < 2
 
@@ -456,7 +456,7 @@ def test_confidence_is_the_probability_of_the_token_that_was_drawn():
     draft = drafted(logits_of(0.7, 0.2, 0.1), logits_of(0.1, 0.6, 0.3) + 5.0, tokens=[1, 1])
     assert confidence(draft, 0) == pytest.approx(0.2)
     assert confidence(draft, 1) == pytest.approx(0.6)
-    assert confidence(Draft([4, 5], evidence=[0.5, 0.75]), 1) == 0.75
+    assert confidence(Draft([4, 5], match_confidence=[0.5, 0.75]), 1) == 0.75
     assert confidence(Draft([4, 5]), 1) == 1.0
 
 
@@ -468,23 +468,26 @@ def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
 def test_lookup_knows_how_long_its_match_is():
     draft = evidence_of(LookupDrafter(), [1, 2, 3, 4, 5, 9, 2, 3], 3)
     assert draft.tokens == [4, 5, 9]
-    assert draft.evidence == [
+    assert draft.match_confidence == [
         2 / 3,
         3 / 4,
         4 / 5,
     ]  # a match of two, then of three and four if the drafts are right
-    assert evidence_of(LookupDrafter(Lookup(None)), [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], 1).evidence == [
-        5 / 6
-    ]
-    assert not evidence_of(LookupDrafter(), [1, 2, 3], 2).evidence
+    assert evidence_of(
+        LookupDrafter(Lookup(None)), [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], 1
+    ).match_confidence == [5 / 6]
+    assert not evidence_of(LookupDrafter(), [1, 2, 3], 2).match_confidence
 
 
 def test_ngram_knows_how_often_its_token_came():
     draft = evidence_of(NGramDrafter(NGram(order=2)), [1, 2, 1, 2, 1, 3, 2, 1], 2)
     assert draft.tokens == [2, 1]
-    assert draft.evidence == [2 / 4, 3 / 4]  # 1 → 2, 2, 3 and 2 → 1, 1, 1, with one sight of something else
+    assert draft.match_confidence == [
+        2 / 4,
+        3 / 4,
+    ]  # 1 → 2, 2, 3 and 2 → 1, 1, 1, with one sight of something else
     windowed = NGramDrafter(NGram(order=2, window=3))
-    assert evidence_of(windowed, [1, 2, 1, 2, 1, 3, 1], 1).evidence == [1 / 2]
+    assert evidence_of(windowed, [1, 2, 1, 2, 1, 3, 1], 1).match_confidence == [1 / 2]
 
 
 # -- the rules, by hand ------------------------------------------------------------------------------
@@ -517,10 +520,10 @@ def test_egag():
     policy = EntropyGuidedLength(gamma_min=1, gamma_max=9, scale=1.0)
     half = logits_of(0.5, 0.5, 0.0, 0.0)  # H_norm 0.5
     assert policy.begin(20) == 9
-    assert policy.another(Draft())
+    assert policy.should_continue(Draft())
     assert policy.num_children(Draft(), (-1,), (Logits(half),)) == (1,)
     assert policy.notes() == pytest.approx({"H_norm": 0.5, "H_ema": 0.5, "gamma": 5.0})  # 9 - 8 · 0.5
-    assert [policy.another(Draft([0] * n)) for n in (1, 4, 5)] == [True, True, False]
+    assert [policy.should_continue(Draft([0] * n)) for n in (1, 4, 5)] == [True, True, False]
     policy.num_children(Draft(), (-1,), (Logits(logits_of(1.0, 0.0, 0.0, 0.0)),))
     assert policy.notes()["gamma"] == 5.0, "only the first distribution of a step counts"
     assert policy.begin(3) == 3
@@ -560,12 +563,12 @@ def test_confidence():
     policy = ConfidenceLength(0.4, gamma_max=6)
     rows = [logits_of(0.5, 0.5), logits_of(0.41, 0.59), logits_of(0.39, 0.61)]
     assert policy.begin(20) == 6
-    assert policy.another(drafted())
-    assert policy.another(drafted(*rows[:1]))
-    assert policy.another(drafted(*rows[:2]))
-    assert not policy.another(drafted(*rows))
+    assert policy.should_continue(drafted())
+    assert policy.should_continue(drafted(*rows[:1]))
+    assert policy.should_continue(drafted(*rows[:2]))
+    assert not policy.should_continue(drafted(*rows))
     policy.begin(20)
-    assert not policy.another(drafted(rows[2]))
+    assert not policy.should_continue(drafted(rows[2]))
     policy.observe(a_step(1, 1))
     assert policy.notes() == {"threshold": 0.4}
 
@@ -593,8 +596,8 @@ def test_the_adapted_threshold_counts_what_was_tested():
         policy.begin(20)
         rows = [logits_of(c, 1 - c) for c in confidences]
         for n in range(len(rows)):
-            policy.another(drafted(*rows[:n]))
-        policy.another(whole := drafted(*rows))
+            policy.should_continue(drafted(*rows[:n]))
+        policy.should_continue(whole := drafted(*rows))
         assert whole.tokens == [0] * len(rows)
         policy.observe(a_step(len(rows), accepted, stopped=stopped))
 
@@ -614,20 +617,20 @@ def test_an_adapted_threshold_is_fed_back():
     rows = [logits_of(c, 1 - c) for c in (0.9, 0.8, 0.85, 0.95, 0.6)]
     for accepted in (4, 4):
         policy.begin(20)
-        policy.another(drafted(*rows))
+        policy.should_continue(drafted(*rows))
         policy.observe(a_step(5, accepted))
     assert policy.notes()["threshold"] == pytest.approx(0.8)
     policy.begin(20)
-    assert not policy.another(drafted(rows[4]))
+    assert not policy.should_continue(drafted(rows[4]))
 
 
 def test_the_entropy_bound():
     policy = EntropyBoundLength(0.6)
     two, three = logits_of(0.5, 0.5, 0.0), torch.zeros(3)  # bounds 0.6277 and 0.5312
     assert policy.begin(50) == 20
-    assert policy.another(Draft(logits=[]))
-    assert policy.another(drafted(two))
-    assert not policy.another(drafted(two, three))
+    assert policy.should_continue(Draft(logits=[]))
+    assert policy.should_continue(drafted(two))
+    assert not policy.should_continue(drafted(two, three))
     assert policy.notes() == {"lambda": 0.6}
 
 
@@ -666,10 +669,10 @@ def test_the_average_of_the_entropy_bound():
 def test_svip():
     policy = SvipLength()
     assert policy.begin(99) == 40
-    assert policy.another(Draft(logits=[]))
-    assert policy.another(drafted(logits_of(0.75, 0.25)))  # sqrt(0.15 · 0.5623) = 0.2904
-    assert not policy.another(drafted(logits_of(0.5, 0.5)))  # sqrt(0.15 · 0.6931) = 0.3224
-    assert policy.another(Draft([1], evidence=[0.1]))
+    assert policy.should_continue(Draft(logits=[]))
+    assert policy.should_continue(drafted(logits_of(0.75, 0.25)))  # sqrt(0.15 · 0.5623) = 0.2904
+    assert not policy.should_continue(drafted(logits_of(0.5, 0.5)))  # sqrt(0.15 · 0.6931) = 0.3224
+    assert policy.should_continue(Draft([1], match_confidence=[0.1]))
 
 
 def test_the_heuristic():
@@ -935,11 +938,11 @@ def simulate(
 
     for index, alpha in enumerate(alphas):
         limit = policy.begin(50)
-        draft, passes = Draft(evidence=[]), []
-        while len(draft.tokens) < limit and policy.another(draft):
+        draft, passes = Draft(match_confidence=[]), []
+        while len(draft.tokens) < limit and policy.should_continue(draft):
             passes.append(generator.random() < alpha)
             sure = (0.9 if passes[-1] else 0.3) if informative else 0.7
-            draft.evidence.append(sure)
+            draft.match_confidence.append(sure)
             draft.tokens.append(0)
         gamma = len(draft.tokens)
         accepted = next((i for i, passed in enumerate(passes) if not passed), gamma)
@@ -1022,7 +1025,7 @@ def drafted_by(policy: AutoLength) -> int:
     """How many tokens it drafts in a step, of a drafter that says nothing of how sure it is."""
     limit = policy.begin(50)
     draft = Draft()
-    while len(draft.tokens) < limit and policy.another(draft):
+    while len(draft.tokens) < limit and policy.should_continue(draft):
         draft.tokens.append(0)
     return len(draft.tokens)
 
@@ -1099,7 +1102,7 @@ def test_auto_notes_what_it_goes_by():
 def test_auto_lets_go_of_the_draft_when_the_step_is_over():
     policy = AutoLength()
     policy.begin(5)
-    policy.another(draft := drafted(logits_of(0.9, 0.1)))
+    policy.should_continue(draft := drafted(logits_of(0.9, 0.1)))
     policy.observe(a_step(1, 1))
     assert policy._draft is None
     assert draft.tokens == [0]
@@ -1126,7 +1129,7 @@ def test_so_it_does_behind_an_interrupted_one():
         length = DraftPlan.of(used).policy
         length.reset()
         length.begin(9)
-        length.another(drafted())
+        length.should_continue(drafted())
         fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
         assert course(decode(used, prompt=[0, 2, 1])[1]) == course(fresh)
 
@@ -1249,13 +1252,15 @@ def test_a_rule_that_has_nothing_to_read_is_refused():
 
 def mixed(kinds: str, ahead: bool = False, passes: int | None = None) -> Draft:
     """A draft of a cascade: f is a free token with evidence 3/4, m one of the model's with confidence 0.6."""
-    made = Draft([1] * len(kinds), evidence=[0.75 if kind == "f" else math.nan for kind in kinds], passes=0)
+    made = Draft(
+        [1] * len(kinds), match_confidence=[0.75 if kind == "f" else math.nan for kind in kinds], passes=0
+    )
     made.passes = kinds.count("m") if passes is None else passes
     if "m" in kinds:
         rows = {"m": logits_of(0.4, 0.6), "f": logits_of(0.0, 1.0)}
         made.logits = [Logits(rows[kind]) for kind in kinds]
     if ahead:
-        made.evidence.append(0.75)
+        made.match_confidence.append(0.75)
     return made
 
 
@@ -1264,7 +1269,7 @@ def test_confidence_of_a_mixed_draft():
     assert [confidence(made, i) for i in range(3)] == pytest.approx([0.75, 0.6, 0.75])
     assert [is_free(made, i) for i in range(4)] == [True, False, True, False]
     assert is_free(mixed("m", ahead=True), 1)
-    assert not is_free(Draft([], evidence=[0.5]), 0), "lookup alone is timed like any drafter"
+    assert not is_free(Draft([], match_confidence=[0.5]), 0), "lookup alone is timed like any drafter"
 
 
 def test_auto_counts_passes_and_not_tokens():
@@ -1281,15 +1286,15 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay():
     for index in range(60):
         limit = policy.begin(20)
         made = mixed("")
-        if policy.another(made):
+        if policy.should_continue(made):
             made.tokens, made.logits, made.passes = [1], [Logits(logits_of(0.4, 0.6))], 1
-            made.evidence.append(math.nan)
+            made.match_confidence.append(math.nan)
         policy.observe(a_step(len(made.tokens), 0, index=index, draft_s=0.9, verify_s=1.0))
     assert policy.begin(20) == 8
-    assert not policy.another(mixed("")), "a pass of the model does not pay"
-    assert policy.another(mixed("", ahead=True))
-    assert policy.another(mixed("f", ahead=True))
-    assert not policy.another(mixed("f"))
+    assert not policy.should_continue(mixed("")), "a pass of the model does not pay"
+    assert policy.should_continue(mixed("", ahead=True))
+    assert policy.should_continue(mixed("f", ahead=True))
+    assert not policy.should_continue(mixed("f"))
     assert limit > 0
 
 
@@ -1300,12 +1305,12 @@ def test_auto_tells_matches_from_probabilities():
         policy.begin(20)
         kinds = "f" if index % 2 else "m"
         made = mixed(kinds)
-        made.evidence = [0.6 if kinds == "f" else math.nan]
-        policy.another(made)
+        made.match_confidence = [0.6 if kinds == "f" else math.nan]
+        policy.should_continue(made)
         policy.observe(a_step(1, int(kinds == "f"), index=index, draft_s=0.2, verify_s=1.0))
     policy.begin(20)
     free = mixed("", ahead=True)
-    policy.another(free)
+    policy.should_continue(free)
     policy._read(mixed("f"), 1)
     survives = policy._survival
     policy.begin(20)
@@ -1320,11 +1325,11 @@ def test_auto_learns_from_copies_that_it_does_not_make(right):
     lengths = []
     for index in range(40):
         policy.begin(20)
-        made = Draft(evidence=[0.5])
-        if policy.another(made):
+        made = Draft(match_confidence=[0.5])
+        if policy.should_continue(made):
             made.tokens.append(0)
         else:
-            made.declined = 0 if right else 1
+            made.rejected_guess = 0 if right else 1
         lengths.append(len(made.tokens))
         policy.observe(a_step(lengths[-1], lengths[-1] * right, index=index))
         assert policy.notes()["probe"] == 0, "there is nothing to find out"
@@ -1335,20 +1340,20 @@ def test_auto_learns_from_copies_that_it_does_not_make(right):
 
 def test_a_copy_behind_a_wrong_one_says_nothing():
     policies = [AutoLength(8, GivenCosts(0.0, PassCosts({1: 1.0, 2: 1.01}))) for _ in range(2)]
-    for policy, declined in zip(policies, (0, None), strict=True):
+    for policy, rejected_guess in zip(policies, (0, None), strict=True):
         policy.begin(20)
-        made = Draft([1], evidence=[0.6, 0.7], declined=declined)
-        policy.another(made)
+        made = Draft([1], match_confidence=[0.6, 0.7], rejected_guess=rejected_guess)
+        policy.should_continue(made)
         policy.observe(a_step(1, 0))
         policy.begin(20)
-        policy.another(Draft([1, 1], evidence=[0.6, 0.7]))
+        policy.should_continue(Draft([1, 1], match_confidence=[0.6, 0.7]))
     assert policies[0].notes() == policies[1].notes()
 
 
 def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
     """A cascade's draft (m for the model's tokens, f for free ones with an evidence of 0.6) and what became of it."""
     made = mixed(kinds)
-    made.evidence = [0.6 if kind == "f" else math.nan for kind in kinds]
+    made.match_confidence = [0.6 if kind == "f" else math.nan for kind in kinds]
     step = a_step(len(kinds), accepted, index=index, draft_s=0.2 * kinds.count("m"), verify_s=1.0)
     return made, replace(step, passes=kinds.count("m"))
 
@@ -1366,12 +1371,12 @@ def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_ri
         made, step = step_of(
             kind, int(chances.random() < (free_is_right if kind == "f" else model_is_right)), index
         )
-        policy.another(made)
+        policy.should_continue(made)
         policy.observe(step)
     policy.begin(20)
     ahead = mixed("", ahead=True)
-    ahead.evidence = [0.6]
-    assert policy.prefers_pass(ahead) == rather
+    ahead.match_confidence = [0.6]
+    assert policy.prefers_model(ahead) == rather
 
 
 def test_auto_looks_again_with_one_pass_and_all_free_tokens():
@@ -1381,15 +1386,15 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens():
         assert policy.begin(20) == 8
         probing = bool(policy.notes()["probe"])
         probes += probing
-        assert policy.another(mixed("")) == probing
+        assert policy.should_continue(mixed("")) == probing
         if probing:
-            assert not policy.prefers_pass(mixed("", ahead=True))
-            assert policy.another(mixed("", ahead=True)), "free"
-            assert policy.another(mixed("f", ahead=True))
-            assert not policy.another(mixed("fm")), "one pass is enough"
-            assert policy.another(mixed("fm", ahead=True))
+            assert not policy.prefers_model(mixed("", ahead=True))
+            assert policy.should_continue(mixed("", ahead=True)), "free"
+            assert policy.should_continue(mixed("f", ahead=True))
+            assert not policy.should_continue(mixed("fm")), "one pass is enough"
+            assert policy.should_continue(mixed("fm", ahead=True))
         made, step = step_of("m" if probing else "", 0, index)
-        policy.another(made)
+        policy.should_continue(made)
         policy.observe(step)
     assert 2 <= probes <= 20
 
@@ -1403,11 +1408,11 @@ def test_a_probe_that_took_no_pass_is_not_paid_for():
         if probing and index > 100:
             break
         made, step = step_of("m" if probing else "", 0, index)
-        policy.another(made)
+        policy.should_continue(made)
         policy.observe(step)
         index += 1
     made, step = step_of("f", 1, index)
-    policy.another(made)
+    policy.should_continue(made)
     policy.observe(step)
     policy.begin(20)
     assert policy.notes()["probe"] == 1, "it still has to find out"

@@ -533,9 +533,9 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
         assert 0 <= limit <= made["room"]
         logits = made["knows"] == "logits"
         draft = Draft(
-            logits=[] if logits else None, evidence=[0.5] * 8 if made["knows"] == "evidence" else None
+            logits=[] if logits else None, match_confidence=[0.5] * 8 if made["knows"] == "evidence" else None
         )
-        while len(draft.tokens) < limit and rule.another(draft):
+        while len(draft.tokens) < limit and rule.should_continue(draft):
             i = len(draft.tokens)
             if logits:
                 if rule.num_children(draft, (i - 1,), (Logits(made["logits"][i]),)) == (0,):

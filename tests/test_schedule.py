@@ -528,7 +528,7 @@ PLACES = (
     "policy.policy.reset",
     "policy.policy.begin",
     "policy.policy.observe",
-    "policy.policy.another",
+    "policy.policy.should_continue",
 )
 ONCE = ("target.begin", "drafter.begin", "sampling.at", "policy.policy.reset")  # called once for a request
 

@@ -16,9 +16,9 @@ from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding import prospects, verdicts, verify
+from specbench.decoding.distributions import Scores, TokenDistribution, largest
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.prospects import Prospects, Scores, largest
 from specbench.decoding.protocols import DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPlan
@@ -263,7 +263,7 @@ def test_an_early_end_of_block_verification_is_a_bias(monkeypatch):
 def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch):
     """Tested once, a token that came twice; its q says that there were two tries."""
 
-    def once(tree: GrowingTree, parent: int, draws: Sequence[Draws], prospects: Prospects) -> None:
+    def once(tree: GrowingTree, parent: int, draws: Sequence[Draws], prospects: TokenDistribution) -> None:
         seen: dict[int, Draws] = {}
         for each in draws:
             seen.setdefault(each.tokens[0], each)
@@ -286,7 +286,7 @@ def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch):
     assert bias(shape, "traversal") < 1e-6
     latest: list[list[Draws]] = []
 
-    def shared(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
+    def shared(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
         if count == 1 and latest and len(latest[-1][0].tokens) == 1:
             return [Draws(latest.pop()[0].tokens, prospects.q)]
         latest.append(verdicts.without_replacement(prospects, count, random))

@@ -11,8 +11,8 @@ import torch
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
+from specbench.decoding.distributions import Scores
 from specbench.decoding.logits import DraftVocabulary, Logits
-from specbench.decoding.prospects import Scores
 from specbench.decoding.sampling import Multinomial
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.calibrations import COUNTS, TokenCounts, not_counted

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
+from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
-from specbench.decoding.prospects import Scores
 from specbench.decoding.sampling import Multinomial, Randomness
 from specbench.decoding.verify import Verification, acceptance_probabilities
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.logits import Logits
-    from specbench.decoding.prospects import Prospects
 
 
 class Draws(NamedTuple):
@@ -57,10 +57,10 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     q: torch.Tensor | None = None
     logits: list[Logits] | None = None
-    evidence: list[float] | None = None
+    match_confidence: list[float] | None = None
     prefill_s: float = 0.0
     passes: int | None = None
-    declined: int | None = None
+    rejected_guess: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Draws]] | None = None
     siblings: int = 0
@@ -160,9 +160,9 @@ class GrowingTree(Draft):
     candidates: dict[int, list[Draws]] = field(default_factory=dict)
     depths: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    prospects: dict[int, Prospects | None] = field(default_factory=dict)
+    prospects: dict[int, TokenDistribution | None] = field(default_factory=dict)
 
-    def add(self, parent: int, draws: Sequence[Draws], prospects: Prospects | None = None) -> None:
+    def add(self, parent: int, draws: Sequence[Draws], prospects: TokenDistribution | None = None) -> None:
         """Put candidates after a node; equal ones share a node.
 
         Args:

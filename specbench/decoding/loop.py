@@ -105,7 +105,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     sampling = request.sampling.at(len(request.prompt), request.asked, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     # A sibling's logits follow another context than the draft's, which transforms that look back would need.
-    branching = plan.siblings.most > 0 and verification.takes_trees and not sampling.looks_back
+    branching = plan.siblings.most > 0 and verification.takes_trees and not sampling.context_dependent
     if not (branching and target.takes_trees):
         plan = replace(plan, siblings=NO_SIBLINGS)
     context, limit, layers = list(request.prompt), request.limit, drafter.layers

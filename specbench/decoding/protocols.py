@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     import torch
 
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft, Draws, StepOutcome
-    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
 
@@ -71,7 +71,7 @@ def run_to_end(asking: Decoding[T]) -> T:
 class Drawing(Protocol):
     """Draws the candidates of a node, as a way to verify asks for them (``specbench.decoding.verdicts``)."""
 
-    def __call__(self, prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
+    def __call__(self, prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
         """Up to ``count`` candidates, in the order drawn, from what a drafter expects."""
         ...
 
@@ -81,7 +81,7 @@ class DraftPolicy(Protocol):
 
     In each step the drafter calls ``begin`` once; then in turn ``expand``, before it spends a pass on what comes after
     the nodes that this names, and ``num_children``, before it draws there, until either has no more; ``prune`` in the
-    end, of a tree. Where a cascade has a token without a pass it calls ``prefers_pass`` before ``expand``. The loop
+    end, of a tree. Where a cascade has a token without a pass it calls ``prefers_model`` before ``expand``. The loop
     calls ``observe`` when the step is over.
 
     How many candidates a node gets may depend on all that was drawn before them, and never on their own tokens.
@@ -131,7 +131,7 @@ class DraftPolicy(Protocol):
         ...
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         """How many candidates to draw after each of these nodes.
 
@@ -146,7 +146,7 @@ class DraftPolicy(Protocol):
         """Which nodes of a tree are verified, ascending, each with the one before it; ``None`` for all."""
         ...
 
-    def prefers_pass(self, draft: Draft) -> bool:
+    def prefers_model(self, draft: Draft) -> bool:
         """Whether a cascade's model is to draft the next token although one has come without a pass.
 
         Args:

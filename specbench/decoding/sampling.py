@@ -117,7 +117,7 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def looks_back(self) -> bool:
+    def context_dependent(self) -> bool:
         """Whether scores are more than the logits: they depend on the context."""
         return self.repetition_penalty != 1.0 or self.defaults is not None
 
@@ -140,7 +140,7 @@ class Sampling:
     def at(self, prompt: int, asked: int | None, end_ids: Iterable[int]) -> Sampling:
         """These transforms for one output; for the arguments see ``ContextRules``."""
         if self.defaults is None:  # what was seen is remembered for one output
-            return self._but() if self.looks_back else self
+            return self._but() if self.context_dependent else self
         rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, asked, end_ids)
         return self._but(rules=rules)
 
@@ -173,7 +173,7 @@ class Sampling:
             Float32 [rows, vocab].
         """
         scores = _float32(logits, out)
-        if not self.looks_back:
+        if not self.context_dependent:
             return scores
         if self.defaults is not None:
             assert self.rules is not None, "at() comes first"
@@ -218,7 +218,7 @@ class Sampling:
         Raises:
             RunError: The logits hold NaN.
         """
-        scores = self.scores(logits, context, drafted) if self.looks_back else logits
+        scores = self.scores(logits, context, drafted) if self.context_dependent else logits
         if scores.device.type != "cpu":
             largest = scores.float().max(dim=-1)
             choices = [int(index) for index in largest.indices.tolist()]

@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from specbench.decoding.distributions import TokenDistribution
 from specbench.decoding.drafts import Draft, Draws
-from specbench.decoding.prospects import Prospects
 from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness
 
@@ -60,7 +60,7 @@ _Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Draws], Randomness], _Ruling
 # -- drawing candidates ----------------------------------------------------------------------------
 
 
-def without_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
+def without_replacement(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """One after the other from what is left of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
     q = left = prospects.q
     tokens: list[int] = []
@@ -74,24 +74,24 @@ def without_replacement(prospects: Prospects, count: int, random: Randomness) ->
     return [Draws(tokens, q)]
 
 
-def with_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
+def with_replacement(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """Independently of each other; the same token may come several times."""
     return [Draws([random.draw(prospects.q)], prospects.q) for _ in range(count)]
 
 
-def top(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
+def top(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
     """The most probable tokens; nothing is tossed for."""
     return [Draws(prospects.best(count))]
 
 
-def draw_and_top(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
+def draw_and_top(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """One drawn from q, and beside it the most probable others."""
     token = random.draw(prospects.q)
     others = [other for other in prospects.best(count) if other != token]
     return [Draws([token], prospects.q), Draws(others[: count - 1])]
 
 
-def top_and_tail(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
+def top_and_tail(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """All but one the most probable tokens, and one drawn from q outside them (Hu et al. 2025)."""
     best = prospects.best(count - 1)
     tail = prospects.q.clone()

@@ -115,7 +115,7 @@ class GreedyVerification:
         sampling: Sampling,
         random: Randomness,  # noqa: ARG002
     ) -> Verdict:
-        few = logits.numel() <= _FEW and not sampling.looks_back
+        few = logits.numel() <= _FEW and not sampling.context_dependent
         chain = len(draft.tokens) if few else draft.chain  # all at once: most paths do not leave it
         choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
         path: list[int] = []
@@ -194,7 +194,7 @@ class TreeVerification:
 
         def p(node: int) -> torch.Tensor:
             if node not in rows:
-                behind = [*context, *draft.branch(node)] if sampling.looks_back else context
+                behind = [*context, *draft.branch(node)] if sampling.context_dependent else context
                 rows[node] = sampling.probabilities(logits[node + 1 : node + 2], behind)[0]
             return rows[node]
 

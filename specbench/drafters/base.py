@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import GrowingTree, StepOutcome
-    from specbench.decoding.prospects import Prospects
     from specbench.decoding.protocols import DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness
 
@@ -62,7 +62,7 @@ class BaseDrafter:
 def grow(
     tree: GrowingTree,
     policy: DraftPolicy,
-    prospects: Mapping[int, Prospects],
+    prospects: Mapping[int, TokenDistribution],
     drawing: Drawing,
     random: Randomness,
 ) -> bool:

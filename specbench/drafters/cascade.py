@@ -88,13 +88,13 @@ class CascadeDrafter(BaseDrafter):
             while len(draft.tokens) < limit:
                 guess = self.free.guess(context, draft.tokens, sampling)
                 if guess is not None:
-                    draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
-                    if policy.prefers_pass(draft) and self._may_draw(context, draft):
-                        draft.evidence.pop()  # type: ignore[union-attr]
+                    draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
+                    if policy.prefers_model(draft) and self._may_draw(context, draft):
+                        draft.match_confidence.pop()  # type: ignore[union-attr]
                         guess = None
                 if guess is not None:
                     if not policy.expand(draft):
-                        draft.declined = guess.token if guess.q is None else None
+                        draft.rejected_guess = guess.token if guess.q is None else None
                         break
                     mixed.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))
                 else:
@@ -125,7 +125,7 @@ class _MixedDraft:
     """
 
     def __init__(self, prefill_s: float) -> None:
-        self.draft = Draft(evidence=[], prefill_s=prefill_s, passes=0)
+        self.draft = Draft(match_confidence=[], prefill_s=prefill_s, passes=0)
         self._q: list[torch.Tensor | None] = []
 
     def add_guess(self, guess: Guess, token: int) -> None:
@@ -137,13 +137,13 @@ class _MixedDraft:
 
     def add_drawn(self, token: int, logits: Logits, q: torch.Tensor | None) -> None:
         draft = self.draft
-        assert draft.evidence is not None
+        assert draft.match_confidence is not None
         if draft.logits is None:
             earlier = zip(draft.tokens, self._q, strict=True)
             draft.logits = [_as_logits(token, certain) for token, certain in earlier]
         draft.logits.append(logits)
         draft.tokens.append(token)
-        draft.evidence.append(math.nan)
+        draft.match_confidence.append(math.nan)
         self._q.append(q)
 
     def finished(self) -> Draft:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
-from specbench.decoding.prospects import Known
 from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter, grow
 
@@ -30,7 +30,7 @@ class Guess:
     """
 
     token: int
-    evidence: float
+    match_confidence: float
     q: torch.Tensor | None = None
 
 
@@ -95,16 +95,16 @@ class FreeDrafter(BaseDrafter):
     ) -> Decoding[Draft]:
         """Draft guess after guess until a miss."""
         yield from ()  # no passes
-        draft = Draft(evidence=[], prefill_s=self.read(context))
+        draft = Draft(match_confidence=[], prefill_s=self.read(context))
         limit = policy.begin(room if self.longest is None else min(room, self.longest))
         distributions: list[torch.Tensor] = []
         while len(draft.tokens) < limit:
             guess = self.guess(context, draft.tokens, sampling)
             if guess is None:
                 break
-            draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
+            draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
             if not policy.expand(draft):
-                draft.declined = guess.token if guess.q is None else None
+                draft.rejected_guess = guess.token if guess.q is None else None
                 break
             if guess.q is not None:
                 distributions.append(guess.q)
@@ -145,7 +145,7 @@ class CandidateDrafter(FreeDrafter):
         tree = GrowingTree(prefill_s=self.read(context))
         nodes = policy.expand(tree) if policy.begin(room) else ()
         while nodes:
-            known = {node: Known(self.candidates(context, tree.branch(node))) for node in nodes}
+            known = {node: FixedCandidates(self.candidates(context, tree.branch(node))) for node in nodes}
             prospects = {node: each for node, each in known.items() if each.best(1)}
             if not prospects or not grow(tree, policy, prospects, top, random):
                 break

@@ -13,9 +13,9 @@ import torch
 
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.decoding.clocks import Clock, clock_for
+from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits
-from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter, grow
@@ -109,7 +109,7 @@ class ModelDrafter(BaseDrafter):
                 if limit
                 else Draft(passes=0)
             )
-        plain_greedy = sampling.greedy and not sampling.looks_back
+        plain_greedy = sampling.greedy and not sampling.context_dependent
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
             return (yield from self._propose_unread(context, limit))
         draft = Draft(logits=[], passes=0)
@@ -176,14 +176,14 @@ class ModelDrafter(BaseDrafter):
         rows = self._memory(
             1 + len(self._read_nodes) - len(nodes), len(logits), logits.shape[-1], logits.device
         )
-        if sampling.greedy and not sampling.looks_back:
+        if sampling.greedy and not sampling.context_dependent:
             scores = sampling.scores(logits, context, out=rows)
             if scores is not rows:
                 rows.copy_(scores)
             return dict(zip(nodes, Scores.of(rows, normalized=False, vocabulary=vocabulary), strict=True))
         ruled_out = set[int]()
         for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
-            behind = [*context, *tree.branch(node)] if sampling.looks_back else context
+            behind = [*context, *tree.branch(node)] if sampling.context_dependent else context
             if sampling.rules_out_all(row, behind):
                 ruled_out.add(node)
             elif sampling.greedy:
@@ -198,7 +198,7 @@ class ModelDrafter(BaseDrafter):
     ) -> tuple[torch.Tensor, DraftVocabulary | None]:
         """Logits as transforms take them, and whose they are: those that look back have to know every token."""
         vocabulary = self.scorer.vocabulary
-        if vocabulary is None or not sampling.looks_back:
+        if vocabulary is None or not sampling.context_dependent:
             return logits, vocabulary
         return vocabulary.spread(logits, -math.inf), None
 

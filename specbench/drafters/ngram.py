@@ -50,7 +50,7 @@ class _Continuations:
             self._best = next(token for token in reversed(self.counts) if self.counts[token] == highest)
         return self._best
 
-    def evidence(self) -> float:
+    def match_confidence(self) -> float:
         """What speaks for the most frequent token: its share of the counts and one sight of something else."""
         return self.counts[self.most_frequent()] / (self.total + 1)
 
@@ -102,7 +102,9 @@ class NGramDrafter(FreeDrafter):
         if known is None:
             return None
         sampled = self.spec.sample and not sampling.greedy and self._vocabulary is not None
-        return Guess(known.most_frequent(), known.evidence(), self._distribution(known) if sampled else None)
+        return Guess(
+            known.most_frequent(), known.match_confidence(), self._distribution(known) if sampled else None
+        )
 
     def _longest_known(self, tail: Sequence[int]) -> _Continuations | None:
         """What followed the longest suffix of ``tail`` that counts and was ever followed by anything."""

@@ -56,11 +56,11 @@ class OnlineLogistic:
         """The chance at ``x``."""
         return 1.0 / (1.0 + math.exp(-(self.intercept + self.slope * x)))
 
-    def hoped_for(self, x: float) -> float:
+    def upper_chance(self, x: float) -> float:
         """The chance at ``x`` if the curve lies a standard deviation higher than it is thought to."""
         return self._off(x, 1.0)
 
-    def feared(self, x: float) -> float:
+    def lower_chance(self, x: float) -> float:
         """The same if it lies as much lower."""
         return self._off(x, -1.0)
 

@@ -122,7 +122,7 @@ class AutoLength(ChainPolicy):
             self._probing = (
                 self._costs.timings < TIMINGS
                 or self._costs.may_look(self._credit >= self._probe_s or self._unsure(room))
-                or self._pays(self._upcoming.hoped_for(self._last), room, self._draft_s)
+                or self._pays(self._upcoming.upper_chance(self._last), room, self._draft_s)
             )
             self._paused = not self._probing  # but for tokens that come without a pass
         elif (tried := self._untimed_length()) is not None:
@@ -142,7 +142,7 @@ class AutoLength(ChainPolicy):
             return False
         if not (catching_up_s := self._costs.catching_up_s):
             return True
-        feared = self._upcoming.feared(self._last)
+        feared = self._upcoming.lower_chance(self._last)
         gain = self._promise(0, feared, draft_s, feared, draft_s)
         return gain > 0.0 and gain * room / (1.0 + gain) >= self._rate * catching_up_s
 
@@ -163,18 +163,18 @@ class AutoLength(ChainPolicy):
         beside = (width + 1, width - 1) if width > 1 else ()
         return next((n - 1 for n in beside if n <= self._limit + 1 and self._costs.samples(n) < 3), None)
 
-    def another(self, draft: Draft) -> bool:
+    def should_continue(self, draft: Draft) -> bool:
         self._draft = draft
         k = len(draft.tokens)
-        ahead = draft.evidence is not None and k < len(draft.evidence)
+        ahead = draft.match_confidence is not None and k < len(draft.match_confidence)
         if ahead and draft.passes is None:
             # Nothing is spent on asking who drafts without a model, and what is not drafted teaches as much.
             self._copies, self._asked, self._paused, self._probing = True, True, False, False
         self._read(draft, k)
         free = is_free(draft, k)
         if ahead:
-            assert draft.evidence is not None
-            chance = self._curve(draft, k).chance(log_odds(draft.evidence[k]))
+            assert draft.match_confidence is not None
+            chance = self._curve(draft, k).chance(log_odds(draft.match_confidence[k]))
         elif k == 0:
             return not self._paused
         else:
@@ -190,13 +190,13 @@ class AutoLength(ChainPolicy):
         forced = self._exactly is not None or self._costs.timings == 0
         return not self._paused and (forced or self._worth(k, chance, self._costs.next_draft_s(passes)))
 
-    def prefers_pass(self, draft: Draft) -> bool:
+    def prefers_model(self, draft: Draft) -> bool:
         if self._paused or self._probing or self._costs.timings == 0:
             return False
-        assert draft.evidence is not None
+        assert draft.match_confidence is not None
         k, d = len(draft.tokens), self._draft_s
         self._read(draft, k)
-        matched = self._matched.chance(log_odds(draft.evidence[k]))
+        matched = self._matched.chance(log_odds(draft.match_confidence[k]))
         drawn = self._upcoming.chance(self._log_odds[-1] if k else self._last)
         # Behind a match either passes go on or the copy does.
         taken = max(self._promise(k, matched, 0.0, drawn, d), self._promise(k, matched, 0.0, matched, 0.0))
@@ -236,7 +236,7 @@ class AutoLength(ChainPolicy):
         """What tells the chance of draft ``i``: evidence and probabilities are not on one scale."""
         return self._matched if self._copies or is_free(draft, i) else self._drafted
 
-    def row_price(self, rows: int) -> float:
+    def min_accept_prob(self, rows: int) -> float:
         return self._rate * (self._verify_s[rows + 1] - self._verify_s[rows])
 
     # -- learning ----------------------------------------------------------------------------------
@@ -270,9 +270,11 @@ class AutoLength(ChainPolicy):
             self._curve(draft, i).learn(self._log_odds[i], accepted)
             self._last = self._log_odds[i]
         k = len(draft.tokens)
-        if draft.declined is not None and step.accepted == k < len(step.tokens):
-            assert draft.evidence is not None
-            self._curve(draft, k).learn(log_odds(draft.evidence[k]), step.tokens[k] == draft.declined)
+        if draft.rejected_guess is not None and step.accepted == k < len(step.tokens):
+            assert draft.match_confidence is not None
+            self._curve(draft, k).learn(
+                log_odds(draft.match_confidence[k]), step.tokens[k] == draft.rejected_guess
+            )
 
     def _weigh(self) -> None:
         """Renew what decisions go by: costs, and the rate."""

@@ -13,8 +13,8 @@ from specbench.policies.base import TreePolicy, policy_name
 from specbench.policies.trees import MOST_NODES
 
 if TYPE_CHECKING:
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft, GrowingTree
-    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.policies.costs import CostSource
 
@@ -69,7 +69,7 @@ class AutoTree(TreePolicy, AutoLength):
         return room if self._asked else 0
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         counts = [0] * len(nodes)
         forced = self._probing or self._costs.timings == 0
@@ -87,7 +87,7 @@ class AutoTree(TreePolicy, AutoLength):
         taken = len(draft.tokens)
         while slots and taken < self._limit:
             chance, place = heapq.heappop(slots)
-            if -chance < self.row_price(taken + 1):
+            if -chance < self.min_accept_prob(taken + 1):
                 break
             taken += 1
             counts[place] += 1
@@ -96,7 +96,7 @@ class AutoTree(TreePolicy, AutoLength):
                 heapq.heappush(slots, (-following, place))
         return counts
 
-    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+    def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         for node in fresh:
             parent, odds = tree.parents[node], log_odds(tree.chance(node))
             before = self._reached[parent] if parent >= 0 else 1.0
@@ -108,7 +108,7 @@ class AutoTree(TreePolicy, AutoLength):
         if self._costs.timings == 0:
             self._rows_read += 1
             return fresh[:1]
-        price = self.row_price(nodes + 1)
+        price = self.min_accept_prob(nodes + 1)
         promised = {node: self._reached[node] * self._upcoming.chance(self._odds[node]) for node in fresh}
         likeliest = heapq.nlargest(_ABREAST, fresh, promised.__getitem__)
         pass_s = [self._costs.next_draft_s(tree.depths[fresh[0]], rows) for rows in range(len(likeliest) + 1)]

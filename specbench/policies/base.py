@@ -21,8 +21,8 @@ from specbench.decoding.records import LONGEST_DRAFT
 from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
-    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
 
 _ROW_PRICE = 0.02
@@ -40,7 +40,7 @@ class StandardPolicy:
     def prune(self, draft: Draft) -> Sequence[int] | None:  # noqa: ARG002
         return None
 
-    def prefers_pass(self, draft: Draft) -> bool:  # noqa: ARG002
+    def prefers_model(self, draft: Draft) -> bool:  # noqa: ARG002
         return False
 
     def observe(self, step: Step) -> None:
@@ -74,22 +74,22 @@ class ChainPolicy(StandardPolicy):
     def begin(self, room: int) -> int:
         return min(self.gamma_max, room)
 
-    def another(self, draft: Draft) -> bool:  # noqa: ARG002
+    def should_continue(self, draft: Draft) -> bool:  # noqa: ARG002
         """Whether to draft one more token. Asked before a drafter's pass is spent on it."""
         return True
 
     def expand(self, draft: Draft) -> Sequence[int]:
-        return (len(draft.tokens) - 1,) if self.another(draft) else ()
+        return (len(draft.tokens) - 1,) if self.should_continue(draft) else ()
 
     def num_children(
         self,
         draft: Draft,  # noqa: ARG002
         nodes: Sequence[int],  # noqa: ARG002
-        expected: Sequence[Prospects],  # noqa: ARG002
+        expected: Sequence[TokenDistribution],  # noqa: ARG002
     ) -> Sequence[int]:
         return (1,)
 
-    def row_price(self, rows: int) -> float:  # noqa: ARG002
+    def min_accept_prob(self, rows: int) -> float:  # noqa: ARG002
         """The chance of giving a token from which on one more to verify, with ``rows`` there, is worth its time."""
         return _ROW_PRICE
 
@@ -106,9 +106,9 @@ class TreePolicy(StandardPolicy):
             return (-1,)
         assert isinstance(draft, GrowingTree)
         fresh, self._grown = range(self._grown, len(draft.tokens)), len(draft.tokens)
-        return self.onwards(draft, fresh)
+        return self.next_frontier(draft, fresh)
 
-    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+    def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         """Which of the fresh nodes, ascending, the drafter reads next, in one pass; none: the tree has grown."""
         raise NotImplementedError
 
@@ -145,9 +145,9 @@ def normalized_entropy(logits: torch.Tensor) -> float:
 
 def is_free(draft: Draft, i: int) -> bool:
     """Whether draft ``i`` came, or would come, without a pass of the model that a cascade asks otherwise."""
-    evidence = draft.evidence
-    counted = draft.passes is not None and evidence is not None
-    return counted and i < len(evidence) and not math.isnan(evidence[i])  # type: ignore[arg-type, index]
+    match_confidence = draft.match_confidence
+    counted = draft.passes is not None and match_confidence is not None
+    return counted and i < len(match_confidence) and not math.isnan(match_confidence[i])  # type: ignore[arg-type, index]
 
 
 def confidence(draft: Draft, i: int) -> float:
@@ -155,11 +155,11 @@ def confidence(draft: Draft, i: int) -> float:
 
     Returns:
         The token's probability in the untempered softmax; of a token that comes without logits what the drafter offers
-        in ``evidence``, or 1 if it offers nothing.
+        in ``match_confidence``, or 1 if it offers nothing.
     """
     if draft.logits is not None and not is_free(draft, i):
         return math.exp(draft.logits[i].log_chance(draft.tokens[i]))
-    return draft.evidence[i] if draft.evidence is not None else 1.0
+    return draft.match_confidence[i] if draft.match_confidence is not None else 1.0
 
 
 def policy_name(word: str, **arguments: object) -> str:

@@ -34,7 +34,7 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
     policy: ChainPolicy = made(**taken)
     return DraftPlan(
         policy,
-        Siblings(most, policy.row_price),
+        Siblings(most, policy.min_accept_prob),
         usual_siblings=spec.kind.siblings,
         kept=keep,
         verification=verification,

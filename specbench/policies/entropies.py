@@ -15,8 +15,8 @@ from specbench.decoding.logits import Logits
 from specbench.policies.base import ChainPolicy, entropy, normalized_entropy
 
 if TYPE_CHECKING:
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
-    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
 
 
@@ -62,14 +62,14 @@ class EntropyGuidedLength(ChainPolicy):
         self._limit = self._gamma = super().begin(room)
         return self._limit
 
-    def another(self, draft: Draft) -> bool:
+    def should_continue(self, draft: Draft) -> bool:
         return len(draft.tokens) < self._gamma
 
     def num_children(
         self,
         draft: Draft,  # noqa: ARG002
         nodes: Sequence[int],  # noqa: ARG002
-        expected: Sequence[Prospects],
+        expected: Sequence[TokenDistribution],
     ) -> Sequence[int]:
         if not self._notes:
             logits = expected[0]
@@ -105,7 +105,7 @@ class SvipLength(ChainPolicy):
             raise UsageError(f"The threshold of SVIP is {threshold}.", "Give a number above 0.")
         self.threshold = threshold
 
-    def another(self, draft: Draft) -> bool:
+    def should_continue(self, draft: Draft) -> bool:
         return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1].values)) <= self.threshold
 
 
@@ -147,7 +147,7 @@ class EntropyBoundLength(ChainPolicy):
         self._limit = super().begin(room)
         return self._limit
 
-    def another(self, draft: Draft) -> bool:
+    def should_continue(self, draft: Draft) -> bool:
         if not draft.logits:
             return True
         return 1 - math.sqrt(self.factor * entropy(draft.logits[-1].values)) >= self.threshold

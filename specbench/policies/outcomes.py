@@ -86,7 +86,7 @@ class ConfidenceLength(ChainPolicy):
         self._draft, self._seen = None, []
         return super().begin(room)
 
-    def another(self, draft: Draft) -> bool:
+    def should_continue(self, draft: Draft) -> bool:
         self._draft = draft
         self._read(draft, len(draft.tokens))
         return not self._seen or self._seen[-1] >= self.threshold

@@ -18,8 +18,8 @@ from specbench.policies.base import TreePolicy, policy_name
 from specbench.specs.notation import Dashed
 
 if TYPE_CHECKING:
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
-    from specbench.decoding.prospects import Prospects
 
 MOST_NODES = 64
 """Nodes that a tree may have. Every node that is read keeps a distribution over the vocabulary: 39 MB with 152,000
@@ -90,11 +90,11 @@ class StaticTree(Tree):
         return super().begin(room)
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         return [len(self._behind.get(self._shape[node], ())) for node in nodes]
 
-    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+    def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         for node in fresh:
             self._shape[node] = self._behind[self._shape[tree.parents[node]]][tree.ranks[node]]
         return [
@@ -132,11 +132,11 @@ class DynamicTree(Tree):
         return super().begin(room)
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[Prospects]
+        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         return [self.top_k] * len(nodes)
 
-    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+    def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         for node in fresh:
             parent = tree.parents[node]
             before = self._scores[parent] if parent >= 0 else 0.0

@@ -17,7 +17,7 @@ from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.generate_many import TREE_POSITIONS
-from specbench.policies.load import Load
+from specbench.policies.batch_costs import BatchCosts
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -101,9 +101,9 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.counts = target, drafter, Counts()
         self.max_requests = max_batch + max_waiting
-        self._load = Load()
+        self._load = BatchCosts()
         self._scheduler = Scheduler(
-            max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.took
+            max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.observe
         )
         self.factory = RequestFactory(target.scorer, pool_tokens, max_batch)
         self.factory.open(drafter)  # runs the trials of models now, not while a request waits

@@ -29,8 +29,8 @@ from specbench.generate_many import GenerationRuns
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions, quantized
 from specbench.policies import build_policy, parse_costs
+from specbench.policies.batch_costs import BatchCosts
 from specbench.policies.costs import COST_NOTES
-from specbench.policies.load import Load
 from specbench.results.lines import Pool
 from specbench.results.run import DtypeMeasured, TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
@@ -84,7 +84,7 @@ class ModelEngine:
         self.heads: Mapping[str, TrainingMetadata] = heads or {}
         self._costs, self._keep_policy_state = costs, keep_policy_state
         self._policies: dict[str, DraftPlan] = {}
-        self._batch_costs: dict[str, Load] = {}
+        self._batch_costs: dict[str, BatchCosts] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
@@ -162,9 +162,9 @@ class ModelEngine:
                 id(each): make(each) for each in (*load.requests, *load.background)
             }  # before the clock starts
             # Kept from group to group, as in a server: costs do not depend on the prompts.
-            costs = self._batch_costs.setdefault(config.id, Load())
+            costs = self._batch_costs.setdefault(config.id, BatchCosts())
             runs = GenerationRuns(
-                (), max_batch=config.batch, later=[*ready.values()], clock=clock, load=costs
+                (), max_batch=config.batch, later=[*ready.values()], clock=clock, batch_costs=costs
             )
             result = run_workload(load, runs, start, clock)
         use = None if runs.factory is None else runs.factory.use

@@ -23,8 +23,8 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.policies import build_policy
+from specbench.policies.batch_costs import BatchCosts, SharedCosts, share_costs
 from specbench.policies.costs import GivenCosts, MeasuredCosts
-from specbench.policies.load import Load, SharedCosts, share_costs
 
 VOCAB = 6
 TARGET = random_table(1, VOCAB, order=5, spread=2.0)
@@ -83,7 +83,7 @@ class House:
     """
 
     def __init__(self, target_s: Seconds, draft_s: Seconds, uneven_s: float = 0.0, prompt: int = 4) -> None:
-        self.clock, self.load, self.prompt = Ticking(0.0), Load(), prompt
+        self.clock, self.batch_costs, self.prompt = Ticking(0.0), BatchCosts(), prompt
         self.target = Model(TARGET, target_s, self.clock, uneven_s)
         logits = {"good": good, "fair": fair, "bad": OTHER}
         self.models = {name: Model(each, draft_s, self.clock) for name, each in logits.items()}
@@ -96,7 +96,7 @@ class House:
         elif kind != "none":
             drafter = ModelDrafter(self.models[kind].seat(), kind, self.clock)  # type: ignore[arg-type]
         models = [loaded_of(drafter.scorer)] if kind in self.models else []
-        share_costs(policy, self.load, models, self.prompt)
+        share_costs(policy, self.batch_costs, models, self.prompt)
         choice = standard_random.Random(number)
         return Request(
             prompt=[choice.randrange(VOCAB) for _ in range(self.prompt)],
@@ -110,7 +110,7 @@ class House:
 
     def run(self, kinds: Sequence[str], rule: str, tokens: int = 80) -> tuple[float, float]:
         """Tokens per second of all together, and the mean draft length."""
-        scheduler = Scheduler(max_batch=len(kinds), clock=self.clock, watch=self.load.took)
+        scheduler = Scheduler(max_batch=len(kinds), clock=self.clock, watch=self.batch_costs.observe)
         for number, kind in enumerate(kinds):
             scheduler.add(partial(self.request, number, kind, rule, tokens))
         steps: list[Step] = []
@@ -123,7 +123,7 @@ class House:
 
     def served(self, kinds: Sequence[str], rule: str, batch: int, tokens: int = 64) -> list[float]:
         """Seconds from each request's prompt to its end, so many of them at a time and in turn."""
-        scheduler = Scheduler(max_batch=batch, clock=self.clock, watch=self.load.took)
+        scheduler = Scheduler(max_batch=batch, clock=self.clock, watch=self.batch_costs.observe)
         for number, kind in enumerate(kinds):
             scheduler.add(partial(self.request, number, kind, rule, tokens))
         began: dict[int, float] = {}
@@ -175,7 +175,7 @@ def test_one_whose_drafts_are_good_does_not_hold_up_those_who_have_none():
 
 def test_each_keeps_its_own_acceptance():
     house = House(roofline, lambda rows: 0.3)
-    scheduler = Scheduler(max_batch=4, clock=house.clock, watch=house.load.took)
+    scheduler = Scheduler(max_batch=4, clock=house.clock, watch=house.batch_costs.observe)
     for number, kind in enumerate(("good", "bad", "good", "bad")):
         scheduler.add(partial(house.request, number, kind, "auto:siblings=0", 100))
     gammas: dict[int, list[int]] = {number: [] for number in range(4)}
@@ -215,11 +215,12 @@ def test_copies_that_are_mostly_wrong_are_hardly_made(batch):
 def test_drafts_of_some_hold_up_the_others_little():
     """With one price for all, that of the tokens of all together, those who draft badly get 0.82 of plain decoding."""
     kinds = ["good", "fair", "bad", "bad"] * 6
-    took = House(measured, lambda rows: 1.0).served(kinds, "auto:siblings=0", 8)
+    observe = House(measured, lambda rows: 1.0).served(kinds, "auto:siblings=0", 8)
     plain = House(measured, lambda rows: 1.0).served(["none"] * len(kinds), "fixed", 8)
-    assert sum(plain) > sum(took)
+    assert sum(plain) > sum(observe)
     ratios = {
-        kind: [b / a for a, b, each in zip(took, plain, kinds, strict=True) if each == kind] for kind in kinds
+        kind: [b / a for a, b, each in zip(observe, plain, kinds, strict=True) if each == kind]
+        for kind in kinds
     }
     speeds = {kind: geometric_mean(each) for kind, each in ratios.items()}
     assert speeds["good"] > speeds["fair"] > 1.1
@@ -246,13 +247,13 @@ def even(rows: int) -> float:
 def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule, target):
     house, kinds = House(target, small, prompt=150), ["good"] * 8
     read: list[int] = []
-    took = house.load.took
+    observe = house.batch_costs.observe
 
     def noticed(pass_: SharedPass) -> None:
         read.append(0 if pass_.target else sum(fed > 8 for fed in pass_.fed))
-        took(pass_)
+        observe(pass_)
 
-    house.load.took = noticed  # type: ignore[method-assign]
+    house.batch_costs.observe = noticed  # type: ignore[method-assign]
     speed, _ = house.run(kinds, rule, 64)
     plain, _ = House(target, small, prompt=150).run(["none"] * 8, "fixed", 64)
     assert sum(read) <= 3
@@ -271,7 +272,7 @@ def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind):
     house.target.seconds = busy
     for model in house.models.values():
         model.seconds = lambda rows: 0.3 * (8.0 if house.clock.time < quiet else 1.0)
-    scheduler = Scheduler(max_batch=1, clock=house.clock, watch=house.load.took)
+    scheduler = Scheduler(max_batch=1, clock=house.clock, watch=house.batch_costs.observe)
     for number in range(24):
         scheduler.add(partial(house.request, number, kind, "auto", 40))
     began: dict[int, float] = {}
@@ -288,25 +289,25 @@ def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind):
 def test_where_drafts_pay_for_it_every_prompt_is_read():
     """A pass takes as long for 24 rows as for one."""
     kinds = ["good"] * 4
-    took = House(lambda rows: 140.0 + rows, small, prompt=150).served(kinds, "auto:siblings=0", 4)
+    observe = House(lambda rows: 140.0 + rows, small, prompt=150).served(kinds, "auto:siblings=0", 4)
     plain = House(lambda rows: 140.0 + rows, small, prompt=150).served(["none"] * 4, "fixed", 4)
-    assert sum(plain) > 1.3 * sum(took)
+    assert sum(plain) > 1.3 * sum(observe)
 
 
 def test_what_uneven_passes_cost_is_weighed():
     """One row more is nothing, but that there is one at all costs half a pass."""
-    load = Load()
+    batch_costs = BatchCosts()
     for _ in range(10):
-        load.took(made(10.0, [0] * 4))
-        load.took(made(15.0, [1, 0, 0, 0]))
-        load.took(made(15.5, [3, 0, 0, 0]))
-    costs = SharedCosts(load, [], MeasuredCosts())
-    load.took(made(10.0, [0] * 4))
+        batch_costs.observe(made(10.0, [0] * 4))
+        batch_costs.observe(made(15.0, [1, 0, 0, 0]))
+        batch_costs.observe(made(15.5, [3, 0, 0, 0]))
+    costs = SharedCosts(batch_costs, [], MeasuredCosts())
+    batch_costs.observe(made(10.0, [0] * 4))
     costs.observe(step(1), True)
     first = costs.verify_s(4)
     assert first[1] == pytest.approx(10 / 4)
     assert first[2] - first[1] == pytest.approx(5.0, rel=0.1)
-    load.took(made(15.5, [0, 3, 0, 0]))
+    batch_costs.observe(made(15.5, [0, 3, 0, 0]))
     costs.observe(step(1), True)
     others = costs.verify_s(4)
     assert others[1] == pytest.approx(10 / 4)
@@ -317,7 +318,7 @@ def test_what_uneven_passes_cost_is_weighed():
 
 
 def made(
-    seconds: float, drafted: Sequence[int], *, target: bool = True, read: int = 1, model: object = Load
+    seconds: float, drafted: Sequence[int], *, target: bool = True, read: int = 1, model: object = BatchCosts
 ) -> SharedPass:
     numbers = tuple(range(len(drafted)))
     fed = tuple(read + each for each in drafted)
@@ -332,17 +333,17 @@ def step(verified: int, tokens: int = 1) -> Step:
     )  # fmt: skip
 
 
-def known(load: Load, seconds: Seconds, batch: int, rounds: int = 20) -> None:
+def known(batch_costs: BatchCosts, seconds: Seconds, batch: int, rounds: int = 20) -> None:
     """Let it see passes of that batch with 0, 1, 2 and 3 drafts each."""
     for _, drafts in itertools.product(range(rounds), range(4)):
-        load.took(made(seconds(batch * (1 + drafts)), [drafts] * batch))
+        batch_costs.observe(made(seconds(batch * (1 + drafts)), [drafts] * batch))
 
 
 def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by():
-    load, batch = Load(), 4
-    known(load, lambda rows: 10.0 + rows, batch)
-    costs = SharedCosts(load, [], MeasuredCosts())
-    load.took(made(20.0, [2, 3, 0, 1]))
+    batch_costs, batch = BatchCosts(), 4
+    known(batch_costs, lambda rows: 10.0 + rows, batch)
+    costs = SharedCosts(batch_costs, [], MeasuredCosts())
+    batch_costs.observe(made(20.0, [2, 3, 0, 1]))
     costs.observe(step(3), True)
     found = costs.verify_s(5)
     assert found[1] == pytest.approx((10 + batch) / batch, rel=0.03)
@@ -353,56 +354,56 @@ def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by():
 
 def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_draft():
     """Its rows are more than its requests though nobody drafted, and this request drafted in an earlier one."""
-    load, batch = Load(), 4
-    known(load, lambda rows: 10.0 + rows, batch)
-    costs = SharedCosts(load, [], MeasuredCosts())
+    batch_costs, batch = BatchCosts(), 4
+    known(batch_costs, lambda rows: 10.0 + rows, batch)
+    costs = SharedCosts(batch_costs, [], MeasuredCosts())
     costs.observe(step(3), True)
-    load.took(made(20.0, [0] * batch, read=3))
-    assert load.drafters == 0
-    assert load.rows - 3 > load.requests
+    batch_costs.observe(made(20.0, [0] * batch, read=3))
+    assert batch_costs.drafters == 0
+    assert batch_costs.rows - 3 > batch_costs.requests
     found = costs.verify_s(3)
     assert found[1] == pytest.approx((10 + batch) / batch, rel=0.03)
     assert found[3] > found[2] > 0
 
 
 def test_a_drafter_s_pass_costs_each_a_part():
-    load = Load()
-    known(load, lambda rows: 10.0 + rows, 4)
-    costs = SharedCosts(load, [Model], MeasuredCosts())
+    batch_costs = BatchCosts()
+    known(batch_costs, lambda rows: 10.0 + rows, 4)
+    costs = SharedCosts(batch_costs, [Model], MeasuredCosts())
     assert costs.timings == 0
     assert costs.draft_s == pytest.approx(0.2 * costs.verify_s(1)[1])
-    load.took(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
+    batch_costs.observe(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
     assert costs.timings == 0, "it may have been disturbed"
-    load.took(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
-    load.took(made(80.0, [0, 0], target=False, model=Model, read=30))  # reads prompts
-    load.took(made(1.0, [1, 1], target=False, model=House))  # somebody else's
+    batch_costs.observe(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
+    batch_costs.observe(made(80.0, [0, 0], target=False, model=Model, read=30))  # reads prompts
+    batch_costs.observe(made(1.0, [1, 1], target=False, model=House))  # somebody else's
     assert costs.timings == 2
     assert costs.draft_s == 2.0
 
 
 def test_passes_that_read_prompts_are_not_timed():
-    load = Load()
-    load.took(made(500.0, [0, 0], read=100))
-    assert not load.plain_s.seen
-    known(load, lambda rows: 10.0 + rows, 2)
-    before = load.target_s(2)
-    load.took(made(500.0, [0, 0], read=100))
-    assert load.target_s(2) == before
+    batch_costs = BatchCosts()
+    batch_costs.observe(made(500.0, [0, 0], read=100))
+    assert not batch_costs.plain_s.seen
+    known(batch_costs, lambda rows: 10.0 + rows, 2)
+    before = batch_costs.target_s(2)
+    batch_costs.observe(made(500.0, [0, 0], read=100))
+    assert batch_costs.target_s(2) == before
 
 
 def test_time_is_worth_to_each_what_a_round_gives_it():
     """A plain round takes 10 seconds, one with drafts 15."""
-    load = Load()
-    slow, fast = (SharedCosts(load, [], MeasuredCosts()) for _ in range(2))
+    batch_costs = BatchCosts()
+    slow, fast = (SharedCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
     assert slow.rate(0.0, 0.4) == fast.rate(0.0, 0.4) == 0.4
     for _ in range(300):
-        load.took(made(10.0, [0] * 4))
+        batch_costs.observe(made(10.0, [0] * 4))
     for _ in range(300):
-        load.took(made(2.0, [1] * 4, target=False, model=Model))
-        load.took(made(13.0, [1] * 4))
+        batch_costs.observe(made(2.0, [1] * 4, target=False, model=Model))
+        batch_costs.observe(made(13.0, [1] * 4))
         slow.observe(step(1, 1), True)
         fast.observe(step(4, 3), True)
-    assert load.stretch == pytest.approx(1.5, rel=0.03)
+    assert batch_costs.stretch == pytest.approx(1.5, rel=0.03)
     plain = 4 / 10.0
     assert slow.rate(0.0, plain) == plain
     assert fast.rate(0.0, plain) == pytest.approx(3 * 4 / 15.0, rel=0.03)
@@ -412,10 +413,10 @@ def test_time_is_worth_to_each_what_a_round_gives_it():
 
 def test_given_costs_are_those_of_a_pass_over_so_many_rows():
     given = GivenCosts(3.0, PassCosts({1: 11.0, 101: 111.0}))
-    load = Load()
-    costs = SharedCosts(load, [Model], given)
-    load.took(made(0.1, [0, 0, 0]))
-    load.took(made(0.1, [1, 1, 1], target=False, model=Model))
+    batch_costs = BatchCosts()
+    costs = SharedCosts(batch_costs, [Model], given)
+    batch_costs.observe(made(0.1, [0, 0, 0]))
+    batch_costs.observe(made(0.1, [1, 1, 1], target=False, model=Model))
     assert costs.verify_s(2)[1:] == pytest.approx([13 / 3, 13 / 3 + 1])
     assert costs.draft_s == 1.0
     assert (costs.rate(1.5, 1.0), costs.rate(0.5, 1.0)) == (1.5, 1.0)
@@ -423,53 +424,53 @@ def test_given_costs_are_those_of_a_pass_over_so_many_rows():
 
 
 def test_all_look_again_in_the_same_round():
-    load = Load()
-    first, second = (SharedCosts(load, [], MeasuredCosts()) for _ in range(2))
+    batch_costs = BatchCosts()
+    first, second = (SharedCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
     assert [first.may_look(False), second.may_look(True), first.may_look(False)] == [False] * 3
-    load.took(made(1.0, [0, 0]))
+    batch_costs.observe(made(1.0, [0, 0]))
     assert [first.may_look(False), second.may_look(True)] == [True, True]
-    load.took(made(1.0, [1, 1]))
+    batch_costs.observe(made(1.0, [1, 1]))
     assert [first.may_look(False), second.may_look(False)] == [False, False]
 
 
 def test_one_drafts_before_all_do():
     """Until a pass of the drafter, and one of the target with drafts, have been timed."""
-    load = Load()
-    first, second = (SharedCosts(load, [Model], MeasuredCosts()) for _ in range(2))
+    batch_costs = BatchCosts()
+    first, second = (SharedCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
     assert first.reach == second.reach == 0, "what a plain pass takes is not known"
-    load.took(made(10.0, [0, 0]))
+    batch_costs.observe(made(10.0, [0, 0]))
     assert (first.reach, second.reach) == (3, 0)
     for _ in range(2):
-        load.took(made(3.0, [0], target=False, model=Model))
+        batch_costs.observe(made(3.0, [0], target=False, model=Model))
     for _ in range(3):
         assert (first.reach, second.reach) == (3, 0)
-        load.took(made(12.0, [2, 0]))
+        batch_costs.observe(made(12.0, [2, 0]))
         first.observe(step(3), True, 2)
     assert first.reach > 0
     assert second.reach > 0
 
 
 def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting():
-    load = Load()
-    first, second = (SharedCosts(load, [Model], MeasuredCosts()) for _ in range(2))
-    load.took(made(10.0, [0, 0]))
+    batch_costs = BatchCosts()
+    first, second = (SharedCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
+    batch_costs.observe(made(10.0, [0, 0]))
     assert (first.reach, second.reach) == (3, 0)
     for _ in range(66):
-        load.took(made(10.0, [0, 0]))
+        batch_costs.observe(made(10.0, [0, 0]))
     assert (second.reach, first.reach) == (3, 0)
 
 
 def test_what_the_drafter_lacks_is_weighed():
-    load = Load()
-    costs, selfish = (SharedCosts(load, [model], MeasuredCosts(), 100) for model in (Model, House))
+    batch_costs = BatchCosts()
+    costs, selfish = (SharedCosts(batch_costs, [model], MeasuredCosts(), 100) for model in (Model, House))
     assert costs.catching_up_s == 0.0, "nobody knows yet how long it takes"
-    load.took(made(40.0, [0, 0], target=False, model=Model, read=100))
+    batch_costs.observe(made(40.0, [0, 0], target=False, model=Model, read=100))
     assert costs.catching_up_s == pytest.approx(20.0)
     assert selfish.catching_up_s == 0.0
     costs.observe(step(1, 5), True, 0)
     assert costs.catching_up_s == pytest.approx(21.0)
-    load.may_look(True)
-    load.took(made(10.0, [0, 0]))
+    batch_costs.may_look(True)
+    batch_costs.observe(made(10.0, [0, 0]))
     assert (costs.may_look(False), costs.may_look(True), selfish.may_look(False)) == (False, True, True)
     costs.observe(step(2, 1), True, 1)
     assert costs.catching_up_s == 0.0
@@ -477,7 +478,7 @@ def test_what_the_drafter_lacks_is_weighed():
 
 def test_rules_that_read_no_costs_are_left_alone():
     policy = build_policy("egag")
-    share_costs(policy, Load(), [])
+    share_costs(policy, BatchCosts(), [])
     assert policy.costs() is None
 
 
@@ -520,20 +521,20 @@ PROMPTS = ((1, 0, 1), (0, 0, 1, 1))
 def together(rule: str, new: int, lengths: set[tuple[int, ...]], random: Any) -> tuple[tuple[int, ...], ...]:
     """What two requests come to, whose every event is one of the same randomness."""
     clock: Clock = Unsteady()
-    load, target, model = Load(), Pair(), Pair()
-    known(load, lambda rows: 20.0 + rows, 2, rounds=3)
+    batch_costs, target, model = BatchCosts(), Pair(), Pair()
+    known(batch_costs, lambda rows: 20.0 + rows, 2, rounds=3)
     for _ in range(3):
-        load.took(made(4.0, [1, 1], target=False, model=model))
+        batch_costs.observe(made(4.0, [1, 1], target=False, model=model))
 
     def request(prompt: Sequence[int]) -> Request:
         policy = build_policy(rule)
         drafter = ModelDrafter(model.seat(SMALL_DRAFT), "model", clock)  # type: ignore[arg-type]
-        share_costs(policy, load, [model])
+        share_costs(policy, batch_costs, [model])
         return Request(
             prompt, target.seat(SMALL), drafter, policy, Multinomial(), random, new, first_target=False
         )
 
-    scheduler = Scheduler(max_batch=2, clock=clock, watch=load.took)
+    scheduler = Scheduler(max_batch=2, clock=clock, watch=batch_costs.observe)
     for prompt in PROMPTS:
         scheduler.add(partial(request, prompt))
     tokens: list[list[int]] = [[], []]

@@ -73,7 +73,7 @@ class _DraftPass(NamedTuple):
     scouted: bool
 
 
-class Load:
+class BatchCosts:
     """The passes that the requests of one scheduler share: what they cost, and what they give.
 
     A pass in which somebody drafts takes longer than a plain one by more than its rows, for requests that bring equally
@@ -103,7 +103,7 @@ class Load:
         self._asked_at = 0  # the round of a drafter's last pass
         self._known: dict[int, float] = {}  # of the target's passes, by rows, until there is another one
 
-    def took(self, made: SharedPass) -> None:
+    def observe(self, made: SharedPass) -> None:
         """A pass has been made."""
         requests = len(made.requests)
         reading = any(
@@ -259,14 +259,16 @@ class SharedCosts:
     everybody drafts too much T is long, and a row would seem to prolong it by little.
 
     Args:
-        load: The batch.
+        batch_costs: The batch.
         models: Who makes the passes of this request's drafter; none for one without a model.
         own: What it went by alone. Costs that were given stay, as those of a pass over so many rows.
         prompt: How many tokens the drafter has to read before it can draft.
     """
 
-    def __init__(self, load: Load, models: Sequence[object], own: CostSource, prompt: int = 0) -> None:
-        self._load, self._models, self._prompt = load, models, prompt
+    def __init__(
+        self, batch_costs: BatchCosts, models: Sequence[object], own: CostSource, prompt: int = 0
+    ) -> None:
+        self._load, self._models, self._prompt = batch_costs, models, prompt
         self._given = own if isinstance(own, GivenCosts) else None
         self.reset()
 
@@ -331,12 +333,12 @@ class SharedCosts:
         return math.inf  # the others' rows see to it that widths differ
 
     def verify_s(self, widest: int) -> Sequence[float]:
-        load = self._load
-        others = max(0, load.rows - self._rows)
-        alone = self._target_s(load.requests) / load.requests
+        batch_costs = self._load
+        others = max(0, batch_costs.rows - self._rows)
+        alone = self._target_s(batch_costs.requests) / batch_costs.requests
         base = alone - self._target_s(others + 1)
-        if others >= load.requests and self._given is None:
-            base += load.uneven_s / (max(0, load.drafters - (self._rows > 1)) + 1)
+        if others >= batch_costs.requests and self._given is None:
+            base += batch_costs.uneven_s / (max(0, batch_costs.drafters - (self._rows > 1)) + 1)
         seconds = [max(base + self._target_s(others + n), _INSTANT) for n in range(2, widest + 1)]
         return [0.0, alone, *seconds]
 
@@ -370,12 +372,14 @@ class SharedCosts:
         return costs_to_dict(self.draft_s if self.timings else None, dict(enumerate(seconds[1:], 1)))
 
 
-def share_costs(policy: DraftPlan, load: Load, models: Sequence[object], prompt: int = 0) -> None:
+def share_costs(
+    policy: DraftPlan, batch_costs: BatchCosts, models: Sequence[object], prompt: int = 0
+) -> None:
     """Let a policy go by what passes cost a batch, if it reads costs at all.
 
     Args:
         policy: That of one request.
-        load, models, prompt: See ``SharedCosts``.
+        batch_costs, models, prompt: See ``SharedCosts``.
     """
     if isinstance(policy.policy, AutoLength):
-        policy.policy.go_by(lambda own: SharedCosts(load, models, own, prompt))
+        policy.policy.go_by(lambda own: SharedCosts(batch_costs, models, own, prompt))

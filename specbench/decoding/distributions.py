@@ -20,7 +20,7 @@ _QUICK = 2**18
 """Up to so many values to look through again, the largest are found one after the other."""
 
 
-class Prospects(Protocol):
+class TokenDistribution(Protocol):
     """A drafter's distribution over the next token."""
 
     @property
@@ -126,7 +126,7 @@ class _Rows:
         return self._distributions.cpu().numpy()
 
 
-class Known:
+class FixedCandidates:
     """A few tokens that a drafter without a model knows.
 
     Args:
