@@ -404,7 +404,7 @@ MUTANTS = (
     Mutant(
         "siblings under transforms that look back",
         "decoding/loop.py:decode",
-        "plan.siblings.most > 0 and verification.takes_trees and not sampling.looks_back",
+        "plan.siblings.most > 0 and verification.takes_trees and not sampling.context_dependent",
         "plan.siblings.most > 0 and verification.takes_trees",
         ("tests/test_model_defaults.py", "-k", "siblings"),
     ),

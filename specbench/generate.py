@@ -213,7 +213,7 @@ class GenerationRun:
             drafter,
             policy=self.policy,
             clock=clock_for(str(scorer.device)),
-            kept=self.cached_tokens,
+            cached_tokens=self.cached_tokens,
             **self._settings,
         )
 

@@ -130,7 +130,7 @@ def decode(
 
 def experienced(rule: str) -> DraftPlan:
     """A rule that has decoded a prompt already, and keeps what it learned."""
-    kept = replace(RULES[rule](), kept=True)
+    kept = replace(RULES[rule](), keeps_state=True)
     decode(kept, good_model(), max_new_tokens=60)
     return kept
 
@@ -1190,7 +1190,7 @@ def test_a_rule_is_named_by_its_options(word, options, name):
 
 
 def test_a_rule_can_be_kept():
-    assert build_policy("heuristic", keep=True).kept
+    assert build_policy("heuristic", keep=True).keeps_state
     assert build_policy("auto", keep=True).costs() is not None
 
 

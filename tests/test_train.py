@@ -729,9 +729,9 @@ def test_a_training_goes_on_from_a_head(easy, tmp_path, kind):
     assert told["measured"][0]["tokens_per_step"] == best.tokens_per_step
     assert told["start"]["training"]["steps"] == story(first)["steps"]
     assert "started from the head first" in told["derived"]
-    assert (head_in(second).places is None) == (start.places is None)
-    if start.places is not None:
-        assert torch.equal(head_in(second).places, start.places)  # type: ignore[arg-type]
+    assert (head_in(second).target_tokens is None) == (start.target_tokens is None)
+    if start.target_tokens is not None:
+        assert torch.equal(head_in(second).target_tokens, start.target_tokens)  # type: ignore[arg-type]
 
 
 def head_in(folder: Path) -> TrainedHead:

@@ -214,7 +214,7 @@ class _RecordingDrafter:
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
@@ -222,7 +222,7 @@ class _RecordingDrafter:
     ) -> Decoding[Draft]:
         before = len(self._log.events)
         self._log.drafting = True
-        draft = yield from self._drafter.propose(context, room, policy, sampling, random, drawing)
+        draft = yield from self._drafter.propose(context, budget, policy, sampling, random, drawing)
         self._log.drafting = False
         events = tuple(self._log.events[before:])
         del self._log.events[before:]

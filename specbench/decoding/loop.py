@@ -1,8 +1,12 @@
 """The decoding loop. There is one, for every drafter, cache, draft policy and sampling setting.
 
-Plain decoding is this loop with the drafter that proposes nothing, so a baseline differs from a speculative run in
-nothing else. The loop knows token ids only and yields records; it prints nothing and keeps no statistics. It asks for
-passes and makes none: who drives it does.
+A step drafts tokens, verifies them in one forward pass of the target, accepts some, and rolls the caches back:
+
+    draft -> verify -> accept -> roll back -> record
+
+Plain decoding is this loop with a drafter that proposes nothing, so a baseline differs in nothing else. The loop knows
+token ids only, prints nothing and keeps no statistics. It runs no forward pass itself: it yields ``ForwardRequest`` and
+is sent ``ForwardOutput``, so that its caller may run the passes of several requests together (``schedule.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 DecodingLoop: TypeAlias = Generator[ForwardRequest | Prefill | Step, ForwardOutput, None]
-"""An output in progress: asks for passes, and hands out records in between."""
+"""A request being decoded: it yields forward requests and, in between, records."""
 
 
 def decode_steps(
@@ -44,29 +48,29 @@ def decode_steps(
     residual_adjustment: bool = True,
     clock: Clock | None = None,
     trace: bool = False,
-    kept: int = 0,
+    cached_tokens: int = 0,
 ) -> Iterator[Prefill | Step]:
-    """Decode one prompt: a ``Prefill``, then one ``Step`` per round. The last record has a ``finish_reason``.
+    """Decode one prompt: yield a ``Prefill``, then a ``Step`` per step. The last record has a ``finish_reason``.
 
     Args:
         prompt: Token ids, at least one.
         target: The model whose output distribution is kept.
         drafter: Proposes tokens.
-        policy: Decides how many, and what is verified beside them.
-        sampling: The transforms of both models.
+        policy: Decides how many tokens are drafted, and in which shape.
+        sampling: The transforms of both models' logits.
         random: The source of every random draw.
-        max_new_tokens: The output never gets longer, at least 1.
-        stops: Where the output ends before that; ``None`` for nowhere.
-        first_target: Let the target read the prompt and emit the first token before anything is drafted.
-        residual_adjustment: False draws corrected tokens from p: not lossless, for demonstration.
-        clock: Times the steps; the consumer's time between two records is never counted.
-        trace: Put every draft's q, p, r and verdict into the records.
-        kept: The context that target and drafter have read last begins with so many tokens of the prompt, fewer than
-            all: they need not read them again.
+        max_new_tokens: The longest output, at least 1.
+        stops: What ends the output earlier; ``None`` for nothing.
+        first_target: Whether the target reads the prompt and emits the first token before anything is drafted.
+        residual_adjustment: False draws correction tokens from p: not lossless, for demonstration.
+        clock: Times the steps; the consumer's time between two records is not counted.
+        trace: Record q, p, r and the verdict of every drafted token.
+        cached_tokens: How many tokens at the start of the prompt are in the caches of target and drafter already, from
+            their previous context; fewer than all.
 
     Raises:
-        UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1; between
-            two records: another context was begun with the target or the drafter.
+        UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or, between
+            two records, target or drafter was used for another context.
     """
     request = Request(
         prompt=prompt,
@@ -80,13 +84,13 @@ def decode_steps(
         first_target=first_target,
         residual_adjustment=residual_adjustment,
         trace=trace,
-        kept=kept,
+        cached_tokens=cached_tokens,
     )
     yield from run_decoding(decode(request, Stopwatch(clock)))
 
 
 def run_decoding(decoding: DecodingLoop) -> Iterator[Prefill | Step]:
-    """The records of one request; every pass is made as soon as it is asked for."""
+    """Yield the records of one request; run every forward pass as soon as it is requested."""
     for each in decoding:
         while isinstance(each, ForwardRequest):
             each = decoding.send(each.scorer.score(each))
@@ -94,34 +98,29 @@ def run_decoding(decoding: DecodingLoop) -> Iterator[Prefill | Step]:
 
 
 def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
-    """Decode a request, see ``decode_steps``.
-
-    Args:
-        request: What is decoded.
-        watch: Times the steps.
-    """
-    target, drafter, random = request.target, request.drafter, request.random
-    plan, policy, stops = request.policy, request.policy.policy, request.stops
-    sampling = request.sampling.at(len(request.prompt), request.asked, stops.end_ids)
+    """Decode a request (see ``decode_steps``); ``watch`` times the steps."""
+    target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
+    sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
-    # A sibling's logits follow another context than the draft's, which transforms that look back would need.
+    plan, policy = request.policy, request.policy.policy
+    # A sibling's logits belong to another context than the draft's, which context-dependent transforms would need.
     branching = plan.siblings.most > 0 and verification.takes_trees and not sampling.context_dependent
     if not (branching and target.takes_trees):
         plan = replace(plan, siblings=NO_SIBLINGS)
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
-    if request.kept:
-        target.resume(request.kept)
-        drafter.resume(request.prompt, request.kept)
+    if request.cached_tokens:
+        target.resume(request.cached_tokens)
+        drafter.resume(request.prompt, request.cached_tokens)
     else:
         target.begin()
         drafter.begin(request.prompt)
     begun = target.epoch, drafter.epoch
-    if not plan.kept:
+    if not plan.keeps_state:
         policy.reset()
     if request.end_at(len(context)):
         yield Prefill(len(context), None, 0.0, "context-limit")
         return
-    index = -1 if request.first_target else 0
+    index = -1 if request.first_target else 0  # -1: the prefill, which verifies an empty draft
     if index == 0:
         yield Prefill(len(context), None, 0.0)
     step: Step | None = None
@@ -131,13 +130,13 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             raise _interrupted()
         watch.start()
         if step is not None:
-            policy.observe(step)  # here, where its time counts
+            policy.observe(step)  # here, so that its time counts as drafting
         position = len(context)
         if index < 0:
             draft = Draft()
         else:
-            room = limit - position - 1
-            draft = yield from plan.propose(drafter, context, room, sampling, random, verification.drawing)
+            budget = limit - position - 1
+            draft = yield from plan.propose(drafter, context, budget, sampling, random, verification.drawing)
         watch.lap("draft")
         logits, hidden = yield ForwardRequest(target, context, draft.tokens, draft.parents, layers=layers)
         watch.lap("verify")
@@ -164,7 +163,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
 
 
 def _along(path: Sequence[int], hidden: torch.Tensor, drafted: int) -> torch.Tensor:
-    """The hidden states of a pass without those of drafts that are off the path, [positions, layers, width]."""
+    """Return the hidden states of context and accepted path, [positions, layers, width]."""
     before = len(hidden) - drafted
     if [*path] == [*range(len(path))]:
         return hidden[: before + len(path)]

@@ -1,4 +1,8 @@
-"""What the decoding loop asks of others: a drafter, a draft policy, a scorer.
+"""What the decoding loop works with: a target's scorer, a drafter, a draft policy.
+
+    DraftPolicy   decides how many tokens a step drafts, and in which shape
+    Drafter       proposes them
+    Scorer        a model with the KV cache of one context; runs forward passes
 
 Code that needs a forward pass yields a ``ForwardRequest`` and is sent a ``ForwardOutput``. Its caller runs the pass, so
 it decides when, and together with which other requests.
@@ -21,16 +25,16 @@ T = TypeVar("T")
 
 
 class ForwardRequest(NamedTuple):
-    """A pass of a model that somebody asks for.
+    """A forward pass that is needed.
 
     Attributes:
-        scorer: Whose.
-        context: All tokens so far; the scorer feeds what it lacks of them. It may grow once the pass has been made.
-        tokens: A draft that continues it and may be taken back.
-        parents: What each of ``tokens`` stands behind, see ``Draft``; ``None`` for a chain.
-        rows: Number of positions wanted, counted from the end; ``None`` for the context's last and every draft.
-        layers: Of which layers the hidden states are wanted, as ``transformers`` counts them: 0 is what the first one
-            reads, and the last has the final norm behind it.
+        scorer: Runs it.
+        context: All tokens so far; the scorer feeds those that are not in its cache. It may grow after the pass.
+        tokens: Draft tokens after the context, which may be rolled back.
+        parents: The parent of each of ``tokens``, see ``Draft``; ``None`` for a chain.
+        rows: How many of the last positions need logits; ``None`` for the context's last one and every draft token.
+        layers: Layers whose hidden states are needed, as ``transformers`` counts them: 0 is the first layer's input,
+            and the last one includes the final norm.
     """
 
     scorer: Scorer
@@ -42,12 +46,12 @@ class ForwardRequest(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """What a pass gives, by position: the first row stands behind the context, and row i + 1 behind draft token i.
+    """The result of a forward pass: row 0 follows the context, row i + 1 follows draft token i.
 
     Attributes:
-        logits: [rows, vocab], in the model's dtype; of a drafter with a ``DraftVocabulary`` [rows, tokens of that].
-        hidden: Hidden states of the layers asked for, [fed, layers, width], at all positions that the pass has fed;
-            the last of them are those of ``logits``. ``None`` if none were asked for.
+        logits: [rows, vocab], in the model's dtype; of a drafter with a ``DraftVocabulary`` [rows, its tokens].
+        hidden: Hidden states of the requested layers at all fed positions, [fed, layers, width]; the last ones belong
+            to ``logits``. ``None`` if none were requested.
     """
 
     logits: torch.Tensor
@@ -55,120 +59,105 @@ class ForwardOutput(NamedTuple):
 
 
 Decoding: TypeAlias = Generator[ForwardRequest, ForwardOutput, T]
-"""Something under way that asks for passes, and returns a T in the end."""
+"""A computation that yields forward requests and returns a T."""
 
 
-def run_to_end(asking: Decoding[T]) -> T:
-    """What comes of it if every pass is made at once."""
+def run_to_end(decoding: Decoding[T]) -> T:
+    """Run a computation with all its forward passes, and return its result."""
     try:
-        asked = next(asking)
+        request = next(decoding)
         while True:
-            asked = asking.send(asked.scorer.score(asked))
+            request = decoding.send(request.scorer.score(request))
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
 
 class Drawing(Protocol):
-    """Draws the candidates of a node, as a way to verify asks for them (``specbench.decoding.verdicts``)."""
+    """Draws a node's candidates in the way a verification method needs (``specbench.decoding.verdicts``)."""
 
-    def __call__(self, prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-        """Up to ``count`` candidates, in the order drawn, from what a drafter expects."""
+    def __call__(self, expected: TokenDistribution, count: int, random: Randomness, /) -> list[Draws]:
+        """Draw up to ``count`` candidates; return them in the order drawn."""
         ...
 
 
-class DraftPolicy(Protocol):
-    """Decides how much is drafted in every step, and in which shape; one object serves one prompt at a time.
+class DraftPolicy:
+    """Decides how many tokens a step drafts, and in which shape. One object serves one prompt at a time.
 
-    In each step the drafter calls ``begin`` once; then in turn ``expand``, before it spends a pass on what comes after
-    the nodes that this names, and ``num_children``, before it draws there, until either has no more; ``prune`` in the
-    end, of a tree. Where a cascade has a token without a pass it calls ``prefers_model`` before ``expand``. The loop
-    calls ``observe`` when the step is over.
+    In each step the drafter calls ``begin`` once. Then it calls ``expand``, before it runs a forward pass for the nodes
+    that this returns, and ``num_children``, before it draws their candidates, until either returns nothing. In the end
+    it calls ``prune`` for a tree. Where a cascade has a token without a forward pass, it calls ``prefers_model`` before
+    ``expand``. The loop calls ``observe`` after the step.
 
-    How many candidates a node gets may depend on all that was drawn before them, and never on their own tokens.
+    The number of candidates may depend on everything drawn before them, and never on their own tokens: that keeps the
+    target's output distribution.
+
+    Attributes:
+        name: The policy as a spec: its word and the options that are not at their defaults.
+        branches: Whether its drafts are trees; otherwise a node has one child at most.
+        certain_only: Whether nodes are chosen by their own tokens, so that none of them may be drawn.
+        unconditional: Whether ``begin`` alone decides, and nothing is read from the draft.
     """
 
-    @property
-    def name(self) -> str:
-        """The policy, with those of its options that are not the defaults."""
-        ...
-
-    @property
-    def branches(self) -> bool:
-        """Whether its drafts are trees; otherwise every node has one child at most."""
-        ...
-
-    @property
-    def certain_only(self) -> bool:
-        """Whether nodes are chosen by their own tokens, so that none of them may have been drawn."""
-        ...
-
-    @property
-    def unconditional(self) -> bool:
-        """Whether a step's length is settled with ``begin``, and nothing is read off the draft."""
-        ...
+    name: str
+    branches = certain_only = unconditional = False
 
     def reset(self) -> None:
         """Forget everything: a new prompt begins."""
-        ...
 
-    def begin(self, room: int) -> int:
-        """Start a step with a draft of at most ``room`` tokens one after the other.
-
-        Returns:
-            The most it wants (0: none).
-        """
-        ...
-
-    def expand(self, draft: Draft) -> Sequence[int]:
-        """The nodes to draft from next, ascending, -1 for the context; of those drafted since the last call.
-
-        A chain has only its last one to go on from.
+    def begin(self, budget: int) -> int:
+        """Start a step.
 
         Args:
-            draft: What there is so far; of a tree a ``GrowingTree``. The policy may read it as long as the step lasts,
-                and never writes to it. Evidence for the next token may stand behind that of the others.
+            budget: The longest branch that still fits, in tokens.
+
+        Returns:
+            The longest branch wanted, 0 for none.
         """
-        ...
+        raise NotImplementedError
+
+    def expand(self, draft: Draft) -> Sequence[int]:
+        """Return the nodes to draft from next, ascending, of those drafted since the last call; -1 is the context.
+
+        Args:
+            draft: The draft so far; a ``GrowingTree`` if the policy branches. The policy may read it until the step
+                ends. ``match_confidence`` may have an entry for the next token already.
+        """
+        raise NotImplementedError
 
     def num_children(
         self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
     ) -> Sequence[int]:
-        """How many candidates to draw after each of these nodes.
+        """Return how many candidates to draw after each of these nodes.
 
         Args:
             draft: See ``expand``.
-            nodes: Those that it named, less those after which every token is ruled out.
-            expected: What the drafter expects after each. Of a chain these are its untransformed ``Logits``.
+            nodes: Those it returned, without those after which every token is ruled out.
+            expected: The drafter's distribution after each; for a chain its untransformed ``Logits``.
         """
-        ...
+        raise NotImplementedError
 
-    def prune(self, draft: Draft) -> Sequence[int] | None:
-        """Which nodes of a tree are verified, ascending, each with the one before it; ``None`` for all."""
-        ...
+    def prune(self, draft: Draft) -> Sequence[int] | None:  # noqa: ARG002
+        """Return the nodes of a tree to verify, ascending and with all their ancestors; ``None`` for all."""
+        return None
 
-    def prefers_model(self, draft: Draft) -> bool:
-        """Whether a cascade's model is to draft the next token although one has come without a pass.
-
-        Args:
-            draft: The draft so far, with the evidence for that token behind that of the others.
-        """
-        ...
+    def prefers_model(self, draft: Draft) -> bool:  # noqa: ARG002
+        """Return whether a cascade's model is to draft the next token, though one is there without a forward pass."""
+        return False
 
     def observe(self, step: Step) -> None:
         """Learn from a finished step."""
-        ...
 
     def notes(self) -> Mapping[str, float]:
-        """What to record about the current step, by name."""
-        ...
+        """Return what to record about the current step, by name."""
+        return {}
 
     def costs(self) -> dict[str, Any] | None:
-        """The costs of passes it went by so far, ready for JSON (see ``parse_costs``); ``None`` if it needs none."""
-        ...
+        """Return the costs of forward passes it has used, as JSON (see ``parse_costs``); ``None`` if it needs none."""
+        return None
 
 
 class Scorer(Protocol):
-    """A model with the keys and values of one context: it reads what it lacks of it and gives logits."""
+    """A model with the KV cache of one context."""
 
     @property
     def context_limit(self) -> int | None:
@@ -177,85 +166,85 @@ class Scorer(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may be trees. Finding out may take a few passes, and end the context that was begun."""
+        """Whether drafts may be trees. The first call may run forward passes, which ends the current context."""
         ...
 
     @property
     def batch(self) -> Batch | None:
-        """Who can make its passes together with those of others; ``None``: they are made one by one."""
+        """Runs its forward passes together with those of other scorers; ``None`` if they run one by one."""
         ...
 
     @property
     def reads_in_parts(self) -> bool:
-        """Whether a long context may be read in several passes, each over more of it."""
+        """Whether a long context may be read in several forward passes."""
         ...
 
     @property
     def epoch(self) -> object:
-        """Another one after every ``begin``."""
+        """An object that changes with every ``begin``."""
         ...
 
     @property
     def cached_len(self) -> int:
-        """How many of the first tokens of the context it holds, so that no pass feeds them."""
+        """How many tokens at the start of the context are in the cache."""
         ...
 
     def begin(self) -> None:
-        """Start on a new context."""
+        """Start a new context."""
         ...
 
     def resume(self, kept: int) -> None:
-        """Start on a new context whose first ``kept`` tokens are the last one's: what is held of them may stay."""
+        """Start a new context whose first ``kept`` tokens are those of the last one, and may stay in the cache."""
         ...
 
-    def reserve(self, asked: ForwardRequest) -> bool:
-        """Make room for a pass among what others hold; what it holds already of others' work may grow ``cached_len``.
+    def reserve(self, request: ForwardRequest, /) -> bool:
+        """Reserve memory for a forward pass; shared prefixes may raise ``cached_len``.
 
         Returns:
-            Whether there is room. If not, nothing has changed, and there may be some once others have given some back.
+            Whether there is enough memory now. If not, nothing has changed.
 
         Raises:
-            UsageError: There would not even be room if nobody else held anything.
+            UsageError: There would not be enough even if nothing else were cached.
         """
         ...
 
-    def score(self, asked: ForwardRequest) -> ForwardOutput:
-        """Make a pass: feed what is lacking of the context, and the draft.
+    def score(self, request: ForwardRequest, /) -> ForwardOutput:
+        """Run a forward pass over the tokens of the context that are not cached, and the draft.
 
         Raises:
-            UsageError: A tree or hidden states are asked for, and the scorer has none; there is no room.
+            UsageError: A tree or hidden states are requested and not supported, or memory runs out.
         """
         ...
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
-        """Roll back: keep at most the first ``length`` tokens of what the context is now.
+        """Keep at most the first ``length`` tokens of the present context in the cache.
 
-        Keeping none gives all memory back; the next pass then reads the whole context again. So it may be done between
-        any two passes, whatever is under way.
+        ``rollback(0)`` frees all memory, and is allowed between any two forward passes: the next one reads everything
+        again.
 
         Args:
             length: In tokens.
-            path: What the last pass's context has grown by: nodes of its draft, root to leaf, as far as it had them.
+            path: The nodes of the last draft that the context has grown by, root to leaf.
         """
         ...
 
 
 ScorerLike: TypeAlias = Callable[[Any], Any]
-"""From the scorer of a loaded model to one for another request; the same kind of scorer."""
+"""Makes a scorer for another request from one of a loaded model."""
 
 
 class Batch(Protocol):
-    """A model that reads several contexts, each with a scorer of its own, in one pass."""
+    """A model that reads several contexts, each with a scorer of its own, in one forward pass."""
 
     @property
     def loaded(self) -> object:
-        """The model that was loaded for it: the same for others that make its passes later."""
+        """The loaded model; the same for all batches that share it."""
         ...
 
-    def score(self, asked: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
-        """Make one pass of all that is asked, of no scorer more than once; every one gets its rows.
+    def score(self, requests: Sequence[ForwardRequest], /) -> Sequence[ForwardOutput]:
+        """Run one forward pass for all requests, at most one per scorer.
 
-        Whatever it raises, each scorer then holds what it held before, and may be asked again by itself.
+        If it raises, every cache is as before, and requests may be repeated one by one.
 
         Raises:
             UsageError: See ``Scorer.score``.
@@ -264,67 +253,67 @@ class Batch(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens (``BaseDrafter`` of ``specbench.drafters.base`` has plain answers to most of this).
+    """Proposes tokens. ``BaseDrafter`` (``specbench.drafters.base``) has defaults for most of this.
 
-    The loop calls ``begin`` per prompt, ``update`` after the target has read it, then per step ``propose``
-    and ``update``.
+    The loop calls ``begin`` for a prompt, ``update`` after the target has read it, then ``propose`` and ``update`` in
+    every step.
     """
 
     @property
     def name(self) -> str:
-        """How the command line names it, with its options."""
+        """The drafter as the command line names it, with its options."""
         ...
 
     @property
     def epoch(self) -> object:
-        """Another one after every ``begin`` that has taken the state of an unfinished context away."""
+        """An object that changes with every ``begin`` that ends an unfinished context."""
         ...
 
     @property
     def draftable(self) -> frozenset[int] | None:
-        """The tokens that its model can draft; ``None`` for all that the target has."""
+        """The tokens that its model can draft; ``None`` for all."""
         ...
 
     @property
     def takes_trees(self) -> bool:
-        """Whether it can draft trees, with the model and the cache it has."""
+        """Whether it can draft trees with its model and cache."""
         ...
 
     @property
     def certain(self) -> bool:
-        """Whether nothing in its trees is ever drawn."""
+        """Whether its trees contain no drawn tokens."""
         ...
 
     @property
     def several(self) -> bool:
-        """Whether what it proposes are the chains of several drafters."""
+        """Whether its proposals merge the chains of several drafters."""
         ...
 
     @property
     def layers(self) -> Sequence[int]:
-        """Of which of the target's layers it takes the hidden states, see ``ForwardRequest``."""
+        """The target's layers whose hidden states it needs, see ``ForwardRequest``."""
         ...
 
     def fork(self, scorer_like: ScorerLike) -> Drafter:
-        """One like it for another request: it has the models and settings, and nothing that was read or learned.
+        """Return a drafter for another request, with the same models and settings and no state.
 
         Args:
-            scorer_like: Makes the other one's scorers.
+            scorer_like: Makes its scorers.
         """
         ...
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start on a new prompt: forget the last one (unless told to keep something) and read this one lazily."""
+        """Start a new prompt: forget the last one, unless told to keep something. The prompt is read later."""
         ...
 
     def resume(self, prompt: Sequence[int], kept: int) -> None:
-        """Start on a new prompt whose first ``kept`` tokens are the last context's: models may hold on to them."""
+        """Start a new prompt whose first ``kept`` tokens are those of the last context, and may stay in caches."""
         ...
 
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
@@ -333,18 +322,15 @@ class Drafter(Protocol):
         """Draft what continues ``context``.
 
         Args:
-            context: All tokens so far; the last one has not been fed to any model yet.
-            room: The most tokens one after the other; 0 or more.
-            policy: Decides how many, and in which shape; one that branches needs a drafter that ``takes_trees``.
-            sampling: The transforms the target uses; a drafter with probabilities draws with the same ones.
-            random: The one source of random draws.
-            drawing: Draws the candidates of a tree's node from the drafter's distribution there.
+            context: All tokens so far; no model has read the last one yet.
+            budget: The longest branch, in tokens; 0 or more.
+            policy: Decides how many tokens, and in which shape; if it branches, the drafter ``takes_trees``.
+            sampling: The target's transforms; a drafter that draws uses the same ones.
+            random: The source of random draws.
+            drawing: Draws a tree node's candidates.
         """
         ...
 
     def update(self, outcome: StepOutcome) -> None:
-        """Learn from a step, or from the pass over the prompt, and roll back what was read of drafts.
-
-        What is known of all tokens but the last one stays; that one has been fed to no model yet.
-        """
+        """Learn from a step or the prefill, and roll back caches to all tokens but the last one."""
         ...

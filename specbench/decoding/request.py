@@ -1,4 +1,4 @@
-"""What is to be decoded: everything that decides an output."""
+"""A request: everything that decides an output."""
 
 from __future__ import annotations
 
@@ -25,41 +25,40 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a step drafts.
+    """A draft policy with what a request adds to it.
 
     Attributes:
-        policy: Decides how much, and in which shape.
-        siblings: Verified beside it, where that can be.
-        usual_siblings: How many the policy has where its name says nothing of them.
-        kept: Whether the policy carries what it learns from one prompt to the next.
-        verification: How drafts are verified above temperature 0; ``None`` for what fits.
-        allowed: Whether there is any draft in the step that begins.
+        policy: Decides how many tokens are drafted, and in which shape.
+        siblings: Verified in addition to a chain, where possible.
+        usual_siblings: How many siblings the policy has if its name does not say.
+        keeps_state: Whether the policy keeps what it has learned for the next prompt.
+        verification: How drafts are verified above temperature 0; ``None`` for the method that fits.
+        allowed: Returns whether a step drafts at all.
     """
 
     policy: DraftPolicy
     siblings: Siblings = NO_SIBLINGS
     usual_siblings: int = 0
-    kept: bool = False
+    keeps_state: bool = False
     verification: VerificationName | None = None
     allowed: Callable[[], bool] = _always
 
     @classmethod
     def of(cls, policy: DraftPolicy | DraftPlan) -> DraftPlan:
-        """A policy by itself has no siblings."""
         return policy if isinstance(policy, cls) else cls(policy)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """The policy's, with what was added to it."""
+        """The policy's name with the plan's options."""
         name = self.policy.name
         if self.siblings.most != self.usual_siblings:
             name = add_option(name, f"siblings={self.siblings.most}")
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")
-        return f"{name}, kept" if self.kept else name
+        return f"{name}, kept" if self.keeps_state else name
 
     def method(self, drafter: Drafter) -> VerificationName:
-        """How the drafts of a drafter are verified."""
+        """Return how the drafts of a drafter are verified."""
         if self.verification is not None:
             return self.verification
         if drafter.several:
@@ -69,37 +68,34 @@ class DraftPlan:
         return "naive" if self.policy.certain_only or drafter.certain else "traversal"
 
     def costs(self) -> dict[str, Any] | None:
-        """See ``Policy.costs``."""
+        """See ``DraftPolicy.costs``."""
         return self.policy.costs()
 
     def fork(self) -> DraftPlan:
-        """The same policy for another request; what it has learned is its own from now on."""
+        """Return a copy for another request, which learns separately from now on."""
         return copy.deepcopy(self)
 
     def propose(
         self,
         drafter: Drafter,
         context: Sequence[int],
-        room: int,
+        budget: int,
         sampling: Sampling,
         random: Randomness,
         drawing: Drawing,
     ) -> Decoding[Draft]:
-        """What a drafter drafts by this policy, with its siblings; for the arguments see ``Drafter``."""
-        room = room if self.allowed() else 0
-        asking = drafter.propose(context, room, self.policy, sampling, random, drawing)
-        return self._with_siblings(asking) if self.siblings.most else asking
+        """Draft by this plan, with siblings; for the arguments see ``Drafter.propose``."""
+        budget = budget if self.allowed() else 0
+        proposal = drafter.propose(context, budget, self.policy, sampling, random, drawing)
+        return self._with_siblings(proposal) if self.siblings.most else proposal
 
-    def _with_siblings(self, asking: Decoding[Draft]) -> Decoding[Draft]:
-        return self.siblings.widen((yield from asking))
+    def _with_siblings(self, proposal: Decoding[Draft]) -> Decoding[Draft]:
+        return self.siblings.widen((yield from proposal))
 
 
 @dataclass(frozen=True)
 class Request:
-    """One output to decode; for what the fields mean see ``decode_steps``.
-
-    Attributes:
-        kept: So many tokens of the prompt target and drafter have read already, in the context before this one.
+    """One output to decode; for the fields see ``decode_steps``.
 
     Raises:
         UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1.
@@ -116,17 +112,17 @@ class Request:
     first_target: bool = True
     residual_adjustment: bool = True
     trace: bool = False
-    kept: int = 0
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise UsageError("The prompt is empty.", "Give at least one token.")
         if self.max_new_tokens < 1:
             raise UsageError(f"The number of new tokens is {self.max_new_tokens}.", "Ask for at least 1.")
-        room = self.target.context_limit
-        if room is not None and len(self.prompt) > room:
+        limit = self.target.context_limit
+        if limit is not None and len(self.prompt) > limit:
             raise UsageError(
-                f"The prompt has {len(self.prompt)} tokens, the target's context holds {room}.",
+                f"The prompt has {len(self.prompt)} tokens, the target's context holds {limit}.",
                 "Shorten the prompt.",
             )
         self._check_tree()
@@ -173,18 +169,18 @@ class Request:
         return self.policy.method(self.drafter)
 
     @property
-    def asked(self) -> int:
-        """Length of the prompt and of the new tokens asked for."""
+    def requested_length(self) -> int:
+        """The length of the prompt and the requested new tokens."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def limit(self) -> int:
-        """The most tokens that prompt and output may have."""
-        room = self.target.context_limit
-        return self.asked if room is None else min(self.asked, room)
+        """The longest prompt and output together, in tokens."""
+        most = self.target.context_limit
+        return self.requested_length if most is None else min(self.requested_length, most)
 
     def end_at(self, length: int) -> FinishReason | None:
-        """Why an output ends with a context of so many tokens; ``None`` if it goes on."""
+        """Return why an output ends at this length of the context; ``None`` if it continues."""
         if length < self.limit:
             return None
-        return "length" if length >= self.asked else "context-limit"
+        return "length" if length >= self.requested_length else "context-limit"

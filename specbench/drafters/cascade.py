@@ -75,7 +75,7 @@ class CascadeDrafter(BaseDrafter):
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
@@ -83,7 +83,7 @@ class CascadeDrafter(BaseDrafter):
     ) -> Decoding[Draft]:
         mixed = _MixedDraft(self.free.read(context))
         draft = mixed.draft
-        limit = policy.begin(room)
+        limit = policy.begin(budget)
         with self.model.drafting():
             while len(draft.tokens) < limit:
                 guess = self.free.guess(context, draft.tokens, sampling)

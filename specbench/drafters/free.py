@@ -87,7 +87,7 @@ class FreeDrafter(BaseDrafter):
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
@@ -96,7 +96,7 @@ class FreeDrafter(BaseDrafter):
         """Draft guess after guess until a miss."""
         yield from ()  # no passes
         draft = Draft(match_confidence=[], prefill_s=self.read(context))
-        limit = policy.begin(room if self.longest is None else min(room, self.longest))
+        limit = policy.begin(budget if self.longest is None else min(budget, self.longest))
         distributions: list[torch.Tensor] = []
         while len(draft.tokens) < limit:
             guess = self.guess(context, draft.tokens, sampling)
@@ -133,7 +133,7 @@ class CandidateDrafter(FreeDrafter):
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
@@ -141,9 +141,9 @@ class CandidateDrafter(FreeDrafter):
     ) -> Decoding[Draft]:
         """Draft the likeliest candidates. They are certain, so any way to verify is right for trees of them."""
         if not policy.branches:
-            return (yield from super().propose(context, room, policy, sampling, random, drawing))
+            return (yield from super().propose(context, budget, policy, sampling, random, drawing))
         tree = GrowingTree(prefill_s=self.read(context))
-        nodes = policy.expand(tree) if policy.begin(room) else ()
+        nodes = policy.expand(tree) if policy.begin(budget) else ()
         while nodes:
             known = {node: FixedCandidates(self.candidates(context, tree.branch(node))) for node in nodes}
             prospects = {node: each for node, each in known.items() if each.best(1)}

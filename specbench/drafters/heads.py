@@ -35,8 +35,8 @@ class HeadDrafter(ModelDrafter):
         return self.scorer.can_read(context, drafted)
 
     def _room(self, context: Sequence[int]) -> int:
-        room, longest = super()._room(context), self.scorer.longest
-        return room if longest is None else min(room, longest)
+        budget, longest = super()._room(context), self.scorer.longest
+        return budget if longest is None else min(budget, longest)
 
     def update(self, outcome: StepOutcome) -> None:
         """What was read of drafts is dropped: what is kept of them is read again, with the target's states."""

@@ -90,7 +90,7 @@ class ModelDrafter(BaseDrafter):
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
@@ -102,7 +102,7 @@ class ModelDrafter(BaseDrafter):
         decoding its chances are those of the untempered softmax.
         """
         self._read_nodes = []
-        limit = policy.begin(max(0, min(room, self._room(context))))
+        limit = policy.begin(max(0, min(budget, self._room(context))))
         if policy.branches:
             return (
                 (yield from self._grow(context, policy, drawing, sampling, random))

@@ -26,7 +26,7 @@ class NoDraft(BaseDrafter):
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,

@@ -56,7 +56,7 @@ class SeveralDrafters(BaseDrafter):
     def propose(
         self,
         context: Sequence[int],
-        room: int,
+        budget: int,
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
@@ -76,7 +76,7 @@ class SeveralDrafters(BaseDrafter):
         self._chains = []
         prefill_s, passes = 0.0, 0
         for drafter in self.drafters:
-            draft = yield from drafter.propose(context, room, policy, sampling, random)
+            draft = yield from drafter.propose(context, budget, policy, sampling, random)
             self._chains.append(tree.graft(draft))
             prefill_s += draft.prefill_s
             passes += (

@@ -109,20 +109,20 @@ class AutoLength(ChainPolicy):
 
     # -- deciding ----------------------------------------------------------------------------------
 
-    def begin(self, room: int) -> int:
+    def begin(self, budget: int) -> int:
         self._start_step()
-        self._limit = int(min(super().begin(room), self._costs.reach))
+        self._limit = int(min(super().begin(budget), self._costs.reach))
         if (
             self._costs.timings > 0
             and self._limit > 0
             and not self._copies
-            and not self._pays(self._upcoming.chance(self._last), room, self._draft_s)
+            and not self._pays(self._upcoming.chance(self._last), budget, self._draft_s)
         ):
             self._idle += 1
             self._probing = (
                 self._costs.timings < TIMINGS
-                or self._costs.may_look(self._credit >= self._probe_s or self._unsure(room))
-                or self._pays(self._upcoming.upper_chance(self._last), room, self._draft_s)
+                or self._costs.may_look(self._credit >= self._probe_s or self._unsure(budget))
+                or self._pays(self._upcoming.upper_chance(self._last), budget, self._draft_s)
             )
             self._paused = not self._probing  # but for tokens that come without a pass
         elif (tried := self._untimed_length()) is not None:
@@ -132,7 +132,7 @@ class AutoLength(ChainPolicy):
             self._idle = 0
         return self._limit
 
-    def _pays(self, chance: float, room: int, draft_s: float) -> bool:
+    def _pays(self, chance: float, budget: int, draft_s: float) -> bool:
         """Whether a draft earns its time; those of all the output, where the drafter first has to catch up with it.
 
         That is paid at once, and what it will bring is only believed: the gain has to be there as well if drafts are
@@ -144,14 +144,14 @@ class AutoLength(ChainPolicy):
             return True
         feared = self._upcoming.lower_chance(self._last)
         gain = self._promise(0, feared, draft_s, feared, draft_s)
-        return gain > 0.0 and gain * room / (1.0 + gain) >= self._rate * catching_up_s
+        return gain > 0.0 and gain * budget / (1.0 + gain) >= self._rate * catching_up_s
 
-    def _unsure(self, room: int) -> bool:
+    def _unsure(self, budget: int) -> bool:
         """Whether the few steps that told the drafter's time may all have been disturbed, and another is due."""
         timings = self._costs.timings
         if timings >= _SURE or self._idle < 2 ** (timings - 2):
             return False
-        return self._pays(self._upcoming.chance(self._last), room, self._draft_s / _DISTURBED)
+        return self._pays(self._upcoming.chance(self._last), budget, self._draft_s / _DISTURBED)
 
     def _untimed_length(self) -> int | None:
         """A draft length to try, so that steps of one length do not hide that another would be faster."""

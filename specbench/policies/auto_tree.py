@@ -56,17 +56,17 @@ class AutoTree(TreePolicy, AutoLength):
             curve.reset()
         super().reset()
 
-    def begin(self, room: int) -> int:
+    def begin(self, budget: int) -> int:
         super().begin(self.gamma_max)
         self._exactly = None
         self._limit = int(min(self.gamma_max, self._costs.reach))
-        self._room = room
+        self._room = budget
         self._before: dict[int, list[float]] = {}  # by node: log-odds of its candidates' ranks
         self._odds: list[float] = []  # by node: of the token it became
         self._reached: list[float] = []  # by node: the chance that it is kept
-        self._asked = room > 0 and self._limit > 0 and not self._paused
+        self._asked = budget > 0 and self._limit > 0 and not self._paused
         self._rows_read = 1
-        return room if self._asked else 0
+        return budget if self._asked else 0
 
     def num_children(
         self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]

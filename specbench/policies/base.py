@@ -9,60 +9,35 @@ again before the token is drawn: it can stop after a token, but not take it back
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Json
 from specbench.decoding.drafts import GrowingTree
+from specbench.decoding.protocols import DraftPolicy
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
-    from specbench.decoding.records import Step
 
 _ROW_PRICE = 0.02
-"""Where nothing is known of what a pass costs: a token more takes a few per cent of it on a processor."""
+"""The default where costs are unknown: on a CPU one more row takes a few percent of a forward pass."""
 
 
-class StandardPolicy:
-    """Learns nothing, and leaves what was drafted as it is; for what the members mean see ``DraftPolicy``."""
-
-    branches = certain_only = unconditional = False
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-    def prune(self, draft: Draft) -> Sequence[int] | None:  # noqa: ARG002
-        return None
-
-    def prefers_model(self, draft: Draft) -> bool:  # noqa: ARG002
-        return False
-
-    def observe(self, step: Step) -> None:
-        """There is nothing to learn."""
-
-    def notes(self) -> Mapping[str, float]:
-        return {}
-
-    def costs(self) -> Json | None:
-        return None
-
-
-class ChainPolicy(StandardPolicy):
-    """A policy that drafts chains of ``gamma_max`` tokens and learns nothing; others override what they need.
+class ChainPolicy(DraftPolicy):
+    """Drafts chains of ``gamma_max`` tokens; subclasses override ``should_continue`` or ``num_children``.
 
     Args:
-        word: What it is called, see ``specbench.specs.policies``.
-        gamma_max: The most tokens drafted in a step, 1 to ``LONGEST_DRAFT``.
-        arguments: What else it is made of.
+        word: Its word in ``specbench.specs.policies``.
+        gamma_max: The longest draft, 1 to ``LONGEST_DRAFT``.
+        arguments: Its other options, for its name.
 
     Raises:
-        UsageError: ``gamma_max`` is less or more.
+        UsageError: ``gamma_max`` is out of range.
     """
 
     def __init__(self, word: str, gamma_max: int, **arguments: object) -> None:
@@ -71,11 +46,11 @@ class ChainPolicy(StandardPolicy):
         self.gamma_max = gamma_max
         self.name = policy_name(word, gamma_max=gamma_max, **arguments)
 
-    def begin(self, room: int) -> int:
-        return min(self.gamma_max, room)
+    def begin(self, budget: int) -> int:
+        return min(self.gamma_max, budget)
 
     def should_continue(self, draft: Draft) -> bool:  # noqa: ARG002
-        """Whether to draft one more token. Asked before a drafter's pass is spent on it."""
+        """Return whether to draft one more token; called before the drafter runs a forward pass for it."""
         return True
 
     def expand(self, draft: Draft) -> Sequence[int]:
@@ -90,15 +65,15 @@ class ChainPolicy(StandardPolicy):
         return (1,)
 
     def min_accept_prob(self, rows: int) -> float:  # noqa: ARG002
-        """The chance of giving a token from which on one more to verify, with ``rows`` there, is worth its time."""
+        """Return the smallest acceptance probability at which verifying one more row, on top of ``rows``, pays."""
         return _ROW_PRICE
 
 
-class TreePolicy(StandardPolicy):
-    """What policies for trees have in common: they name nodes to go on from among those drafted last."""
+class TreePolicy(DraftPolicy):
+    """Drafts trees; subclasses choose by ``next_frontier`` among the nodes drafted last."""
 
     branches = True
-    _grown = 0  # nodes of the draft that it has seen
+    _grown = 0  # nodes of the draft seen so far
 
     def expand(self, draft: Draft) -> Sequence[int]:
         if not draft.tokens:
@@ -109,19 +84,12 @@ class TreePolicy(StandardPolicy):
         return self.next_frontier(draft, fresh)
 
     def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
-        """Which of the fresh nodes, ascending, the drafter reads next, in one pass; none: the tree has grown."""
+        """Return which of the new nodes, ascending, the drafter reads in its next forward pass; none to stop."""
         raise NotImplementedError
 
 
 class FixedLength(ChainPolicy):
-    """Draft ``gamma`` tokens in every step, fewer only where the room ends.
-
-    Args:
-        gamma: 1 to ``LONGEST_DRAFT``.
-
-    Raises:
-        UsageError: It is less or more.
-    """
+    """Drafts ``gamma`` tokens in every step, 1 to ``LONGEST_DRAFT``; fewer only where the budget ends."""
 
     unconditional = True
 

@@ -29,13 +29,13 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
     made: Any = getattr(import_module(f"specbench.policies.{module}"), name)
     verification = taken.pop("verification", None)
     if spec.kind.tree:
-        return DraftPlan(made(**taken), kept=keep, verification=verification)
+        return DraftPlan(made(**taken), keeps_state=keep, verification=verification)
     most = taken.pop("siblings", spec.siblings)
     policy: ChainPolicy = made(**taken)
     return DraftPlan(
         policy,
         Siblings(most, policy.min_accept_prob),
         usual_siblings=spec.kind.siblings,
-        kept=keep,
+        keeps_state=keep,
         verification=verification,
     )

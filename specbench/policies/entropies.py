@@ -57,9 +57,9 @@ class EntropyGuidedLength(ChainPolicy):
         self._average: float | None = None
         self._notes: dict[str, float] = {}
 
-    def begin(self, room: int) -> int:
+    def begin(self, budget: int) -> int:
         self._notes = {}
-        self._limit = self._gamma = super().begin(room)
+        self._limit = self._gamma = super().begin(budget)
         return self._limit
 
     def should_continue(self, draft: Draft) -> bool:
@@ -143,8 +143,8 @@ class EntropyBoundLength(ChainPolicy):
     def reset(self) -> None:
         self.threshold, self._rate, self._limit = self.initial_threshold, self.target_rate, self.gamma_max
 
-    def begin(self, room: int) -> int:
-        self._limit = super().begin(room)
+    def begin(self, budget: int) -> int:
+        self._limit = super().begin(budget)
         return self._limit
 
     def should_continue(self, draft: Draft) -> bool:

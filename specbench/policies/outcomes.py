@@ -42,8 +42,8 @@ class HeuristicLength(ChainPolicy):
     def reset(self) -> None:
         self.gamma = self.first
 
-    def begin(self, room: int) -> int:
-        return min(self.gamma, room)
+    def begin(self, budget: int) -> int:
+        return min(self.gamma, budget)
 
     def observe(self, step: Step) -> None:
         if step.gamma == 0 or step.closing is None:
@@ -82,9 +82,9 @@ class ConfidenceLength(ChainPolicy):
         self._accepted: list[float] = []
         self._rejected: list[float] = []
 
-    def begin(self, room: int) -> int:
+    def begin(self, budget: int) -> int:
         self._draft, self._seen = None, []
-        return super().begin(room)
+        return super().begin(budget)
 
     def should_continue(self, draft: Draft) -> bool:
         self._draft = draft

@@ -45,9 +45,9 @@ class Tree(TreePolicy):
         self.name = policy_name(word, nodes=nodes, **arguments)
         self._room = 0
 
-    def begin(self, room: int) -> int:
-        self._room = room
-        return room
+    def begin(self, budget: int) -> int:
+        self._room = budget
+        return budget
 
 
 class StaticTree(Tree):
@@ -85,9 +85,9 @@ class StaticTree(Tree):
             self._behind.setdefault(parent, []).append(node)
         self._shape: dict[int, int] = {}
 
-    def begin(self, room: int) -> int:
+    def begin(self, budget: int) -> int:
         self._shape = {-1: -1}
-        return super().begin(room)
+        return super().begin(budget)
 
     def num_children(
         self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
@@ -127,9 +127,9 @@ class DynamicTree(Tree):
         self.top_k, self.depth = top_k, depth
         self._scores: list[float] = []
 
-    def begin(self, room: int) -> int:
+    def begin(self, budget: int) -> int:
         self._scores = []
-        return super().begin(room)
+        return super().begin(budget)
 
     def num_children(
         self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
