@@ -1105,8 +1105,8 @@ MUTANTS = (
     Mutant(
         "a pass in which nobody drafted divides by none",
         "policies/batch_costs.py:SharedCosts.verify_s",
-        "max(0, load.drafters - (self._rows > 1)) + 1",
-        "load.drafters - (self._rows > 1) + 1",
+        "max(0, batch_costs.drafters - (self._rows > 1)) + 1",
+        "batch_costs.drafters - (self._rows > 1) + 1",
         ("tests/test_batch_costs.py", "-k", "catches_up"),
     ),
     Mutant(
