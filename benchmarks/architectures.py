@@ -35,8 +35,7 @@ from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Decoding
-from specbench.drafters.base import BaseDrafter
+from specbench.decoding.protocols import Decoding, Drafter
 from specbench.generate import GenerationRun
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter
@@ -94,7 +93,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 """What other types need; ``...`` leaves a setting at its default."""
 
 
-class Guesses(BaseDrafter):
+class Guesses(Drafter):
     """Drafts what `generate` answered, with every few tokens a wrong one, so that steps end everywhere."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int) -> None:

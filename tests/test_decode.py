@@ -17,7 +17,6 @@ from specbench.decoding.protocols import Decoding, Drafter, run_to_end
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.drafters.base import BaseDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
@@ -37,7 +36,7 @@ def script(tokens: Sequence[int] = SCRIPT, **options: object) -> ScriptedScorer:
     return ScriptedScorer(fixed_script(tokens, VOCAB, len(PROMPT)), VOCAB, **options)
 
 
-class FixedDraft(BaseDrafter):
+class FixedDraft(Drafter):
     """Proposes what it is told to, and keeps what the loop tells it."""
 
     def __init__(self, tokens: Sequence[int], start: int = len(PROMPT)) -> None:

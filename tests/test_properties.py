@@ -29,12 +29,11 @@ from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding
+from specbench.decoding.protocols import Decoding, Drafter
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
-from specbench.drafters.base import BaseDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -327,7 +326,7 @@ class AnyLength(FixedLength):
         self.step += 1
 
 
-class Guesser(BaseDrafter):
+class Guesser(Drafter):
     """Proposes tokens from a list, right or wrong, and is sure of them."""
 
     def __init__(self, tokens: Sequence[int]) -> None:

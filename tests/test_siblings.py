@@ -19,14 +19,13 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, DraftPolicy, ForwardRequest
+from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings, choose_siblings, tree_mask, tree_positions
 from specbench.decoding.verify import GreedyVerification, Verdict
-from specbench.drafters.base import BaseDrafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -372,7 +371,7 @@ def test_what_a_cache_has_not_read_of_a_path_is_not_kept():
 # --- Deeper trees ---------------------------------------------------------------------------------
 
 
-class Planted(BaseDrafter):
+class Planted(Drafter):
     """Drafts the target's own continuation, hidden in a tree of other tokens."""
 
     def __init__(self) -> None:

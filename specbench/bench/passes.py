@@ -193,6 +193,7 @@ def time_passes(
     """
     from specbench.decoding.protocols import ForwardRequest, run_to_end
     from specbench.decoding.sampling import Greedy, Randomness
+    from specbench.decoding.verdicts import top
     from specbench.policies import FixedLength
     from specbench.policies.trees import StaticTree
 
@@ -213,7 +214,7 @@ def time_passes(
         """Draft one token, or a tree of some nodes with one more after each."""
         shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(1)
         began = clock.now()
-        run_to_end(drafter.propose(context, 2 if nodes else 1, shape, Greedy(), Randomness(0, device)))
+        run_to_end(drafter.propose(context, 2 if nodes else 1, shape, Greedy(), Randomness(0, device), top))
         took = clock.now() - began
         drafter.update(_no_tokens(context))
         return took
@@ -267,6 +268,7 @@ def time_shared_passes(
     from specbench.backends.torch.batch import RequestFactory
     from specbench.decoding.protocols import ForwardRequest
     from specbench.decoding.sampling import Greedy, Randomness
+    from specbench.decoding.verdicts import top
     from specbench.drafters.plain import NoDraft
     from specbench.policies import FixedLength
 
@@ -297,7 +299,7 @@ def time_shared_passes(
 
     def draft(opened: Sequence[Drafter]) -> float:
         asking = [
-            each.propose(text, 1, FixedLength(1), Greedy(), Randomness(0, device))
+            each.propose(text, 1, FixedLength(1), Greedy(), Randomness(0, device), top)
             for each, text in zip(opened, contexts, strict=True)
         ]
         began = clock.now()

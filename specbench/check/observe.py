@@ -15,7 +15,7 @@ import torch
 from specbench.backends.torch.caches import NoKVCache
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.protocols import (
     Decoding,
@@ -190,15 +190,13 @@ class _Log:
     drafting: bool = False
 
 
-class _RecordingDrafter:
+class _RecordingDrafter(Drafter):
     """A drafter whose proposals are recorded, with the random events within them."""
 
     def __init__(self, drafter: Drafter, log: _Log) -> None:
         self._drafter, self._log = drafter, log
-        self.name = drafter.name
-        self.takes_trees, self.certain, self.several = drafter.takes_trees, drafter.certain, drafter.several
-        self.begin, self.resume, self.update = drafter.begin, drafter.resume, drafter.update
-        self.layers = drafter.layers
+        super().__init__(drafter.name)
+        self.certain, self.several = drafter.certain, drafter.several
 
     def fork(self, scorer_like: ScorerLike) -> _RecordingDrafter:
         return _RecordingDrafter(self._drafter.fork(scorer_like), self._log)
@@ -210,6 +208,23 @@ class _RecordingDrafter:
     @property
     def draftable(self) -> frozenset[int] | None:
         return self._drafter.draftable
+
+    @property
+    def takes_trees(self) -> bool:
+        return self._drafter.takes_trees
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return self._drafter.layers
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._drafter.begin(prompt)
+
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        self._drafter.resume(prompt, kept)
+
+    def update(self, outcome: StepOutcome) -> None:
+        self._drafter.update(outcome)
 
     def propose(
         self,

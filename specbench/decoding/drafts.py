@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.logits import Logits
+    from specbench.decoding.protocols import DraftPolicy, Drawing
+    from specbench.decoding.sampling import Randomness
 
 
 class Draws(NamedTuple):
@@ -184,6 +186,26 @@ class GrowingTree(Draft):
             self.ranks.append(len(known))
             known.add(token)
         before += draws
+
+    def grow(
+        self,
+        policy: DraftPolicy,
+        expected: Mapping[int, TokenDistribution],
+        drawing: Drawing,
+        random: Randomness,
+    ) -> bool:
+        """Add as many candidates after nodes as a policy wants; return whether there are any.
+
+        Args:
+            policy, drawing, random: See ``Drafter.propose``.
+            expected: What the drafter expects, by node.
+        """
+        before = len(self.tokens)
+        counts = policy.num_children(self, [*expected], [*expected.values()])
+        for (node, each), count in zip(expected.items(), counts, strict=True):
+            if count:
+                self.add(node, drawing(each, count, random), each)
+        return len(self.tokens) > before
 
     def chance(self, node: int) -> float:
         prospects = self.prospects[self.parents[node]]

@@ -252,47 +252,45 @@ class Batch(Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """Proposes tokens. ``BaseDrafter`` (``specbench.drafters.base``) has defaults for most of this.
+class Drafter:
+    """Proposes tokens. The defaults here are of one that drafts chains and has no state; only ``propose`` is missing.
 
     The loop calls ``begin`` for a prompt, ``update`` after the target has read it, then ``propose`` and ``update`` in
     every step.
+
+    Attributes:
+        name: The drafter as the command line names it, with its options.
+        several: Whether its proposals merge the chains of several drafters.
+        certain: Whether its trees contain no drawn tokens.
     """
 
-    @property
-    def name(self) -> str:
-        """The drafter as the command line names it, with its options."""
-        ...
+    several = certain = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
 
     @property
     def epoch(self) -> object:
         """An object that changes with every ``begin`` that ends an unfinished context."""
-        ...
+        return 0
 
     @property
     def draftable(self) -> frozenset[int] | None:
         """The tokens that its model can draft; ``None`` for all."""
-        ...
+        return None
 
     @property
     def takes_trees(self) -> bool:
         """Whether it can draft trees with its model and cache."""
-        ...
-
-    @property
-    def certain(self) -> bool:
-        """Whether its trees contain no drawn tokens."""
-        ...
-
-    @property
-    def several(self) -> bool:
-        """Whether its proposals merge the chains of several drafters."""
-        ...
+        return False
 
     @property
     def layers(self) -> Sequence[int]:
         """The target's layers whose hidden states it needs, see ``ForwardRequest``."""
-        ...
+        return ()
 
     def fork(self, scorer_like: ScorerLike) -> Drafter:
         """Return a drafter for another request, with the same models and settings and no state.
@@ -300,15 +298,14 @@ class Drafter(Protocol):
         Args:
             scorer_like: Makes its scorers.
         """
-        ...
+        raise NotImplementedError
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new prompt: forget the last one, unless told to keep something. The prompt is read later."""
-        ...
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:
+    def resume(self, prompt: Sequence[int], kept: int) -> None:  # noqa: ARG002
         """Start a new prompt whose first ``kept`` tokens are those of the last context, and may stay in caches."""
-        ...
+        self.begin(prompt)
 
     def propose(
         self,
@@ -317,7 +314,7 @@ class Drafter(Protocol):
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
-        drawing: Drawing = ...,
+        drawing: Drawing,
     ) -> Decoding[Draft]:
         """Draft what continues ``context``.
 
@@ -329,8 +326,7 @@ class Drafter(Protocol):
             random: The source of random draws.
             drawing: Draws a tree node's candidates.
         """
-        ...
+        raise NotImplementedError
 
     def update(self, outcome: StepOutcome) -> None:
         """Learn from a step or the prefill, and roll back caches to all tokens but the last one."""
-        ...

@@ -18,8 +18,8 @@ import torch
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
+from specbench.decoding.protocols import Drafter
 from specbench.decoding.verdicts import top
-from specbench.drafters.base import BaseDrafter
 from specbench.drafters.free import FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Randomness, Sampling
 
 
-class CascadeDrafter(BaseDrafter):
+class CascadeDrafter(Drafter):
     """Takes the next token from a free drafter if that has one, and from a model otherwise.
 
     The model follows lazily: what others drafted and the target emitted meanwhile is fed to it in one pass, when it

@@ -11,8 +11,8 @@ import torch
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.protocols import Drafter
 from specbench.decoding.verdicts import top
-from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
@@ -34,7 +34,7 @@ class Guess:
     q: torch.Tensor | None = None
 
 
-class FreeDrafter(BaseDrafter):
+class FreeDrafter(Drafter):
     """A drafter whose tokens cost next to nothing, so that it can be asked at every position of a draft.
 
     Whoever inherits it takes in the context, and guesses.
@@ -147,7 +147,7 @@ class CandidateDrafter(FreeDrafter):
         while nodes:
             known = {node: FixedCandidates(self.candidates(context, tree.branch(node))) for node in nodes}
             prospects = {node: each for node, each in known.items() if each.best(1)}
-            if not prospects or not grow(tree, policy, prospects, top, random):
+            if not prospects or not tree.grow(policy, prospects, top, random):
                 break
             nodes = policy.expand(tree)
         kept = policy.prune(tree)

@@ -16,9 +16,8 @@ from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits
-from specbench.decoding.protocols import ForwardRequest
+from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.decoding.verdicts import top
-from specbench.drafters.base import BaseDrafter, grow
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
@@ -44,7 +43,7 @@ class Drawn(NamedTuple):
     q: torch.Tensor | None
 
 
-class ModelDrafter(BaseDrafter):
+class ModelDrafter(Drafter):
     """Drafts with a causal language model that keeps its own cache and reads the prompt at its first proposal.
 
     Args:
@@ -138,7 +137,7 @@ class ModelDrafter(BaseDrafter):
                 self._read_nodes += [node for node in nodes if node >= 0]
                 logits = yield from self._frontier_logits(context, tree, len(nodes))
                 prospects = self._prospects(logits, context, tree, nodes, sampling)
-                if not prospects or not grow(tree, policy, prospects, drawing, random):
+                if not prospects or not tree.grow(policy, prospects, drawing, random):
                     break
         kept = policy.prune(tree)
         if kept is None:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Drafter
 from specbench.decoding.verdicts import top
-from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
-class NoDraft(BaseDrafter):
+class NoDraft(Drafter):
     """Proposes nothing, so that every step is a plain target pass: plain decoding."""
 
     def __init__(self) -> None:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
+from specbench.decoding.protocols import Drafter
 from specbench.decoding.verdicts import top
-from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 
-class SeveralDrafters(BaseDrafter):
+class SeveralDrafters(Drafter):
     """Drafts a chain with each of its drafters, under one policy; equal beginnings share their rows of the pass.
 
     A token that several drafted stands at its node as often, each time with the q of the drafter that drew it.
@@ -76,7 +76,7 @@ class SeveralDrafters(BaseDrafter):
         self._chains = []
         prefill_s, passes = 0.0, 0
         for drafter in self.drafters:
-            draft = yield from drafter.propose(context, budget, policy, sampling, random)
+            draft = yield from drafter.propose(context, budget, policy, sampling, random, drawing)
             self._chains.append(tree.graft(draft))
             prefill_s += draft.prefill_s
             passes += (
