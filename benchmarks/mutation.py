@@ -1104,7 +1104,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pass in which nobody drafted divides by none",
-        "policies/batch_costs.py:SharedCosts.verify_s",
+        "policies/batch_costs.py:RequestCosts.verify_s",
         "max(0, batch_costs.drafters - (self._rows > 1)) + 1",
         "batch_costs.drafters - (self._rows > 1) + 1",
         ("tests/test_batch_costs.py", "-k", "catches_up"),

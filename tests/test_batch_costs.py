@@ -23,7 +23,7 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.policies import build_policy
-from specbench.policies.batch_costs import BatchCosts, SharedCosts, share_costs
+from specbench.policies.batch_costs import BatchCosts, RequestCosts, share_costs
 from specbench.policies.costs import GivenCosts, MeasuredCosts
 
 VOCAB = 6
@@ -301,7 +301,7 @@ def test_what_uneven_passes_cost_is_weighed():
         batch_costs.observe(made(10.0, [0] * 4))
         batch_costs.observe(made(15.0, [1, 0, 0, 0]))
         batch_costs.observe(made(15.5, [3, 0, 0, 0]))
-    costs = SharedCosts(batch_costs, [], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [], MeasuredCosts())
     batch_costs.observe(made(10.0, [0] * 4))
     costs.observe(step(1), True)
     first = costs.verify_s(4)
@@ -342,7 +342,7 @@ def known(batch_costs: BatchCosts, seconds: Seconds, batch: int, rounds: int = 2
 def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by():
     batch_costs, batch = BatchCosts(), 4
     known(batch_costs, lambda rows: 10.0 + rows, batch)
-    costs = SharedCosts(batch_costs, [], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [], MeasuredCosts())
     batch_costs.observe(made(20.0, [2, 3, 0, 1]))
     costs.observe(step(3), True)
     found = costs.verify_s(5)
@@ -356,7 +356,7 @@ def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_
     """Its rows are more than its requests though nobody drafted, and this request drafted in an earlier one."""
     batch_costs, batch = BatchCosts(), 4
     known(batch_costs, lambda rows: 10.0 + rows, batch)
-    costs = SharedCosts(batch_costs, [], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [], MeasuredCosts())
     costs.observe(step(3), True)
     batch_costs.observe(made(20.0, [0] * batch, read=3))
     assert batch_costs.drafters == 0
@@ -369,7 +369,7 @@ def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_
 def test_a_drafter_s_pass_costs_each_a_part():
     batch_costs = BatchCosts()
     known(batch_costs, lambda rows: 10.0 + rows, 4)
-    costs = SharedCosts(batch_costs, [Model], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [Model], MeasuredCosts())
     assert costs.timings == 0
     assert costs.draft_s == pytest.approx(0.2 * costs.verify_s(1)[1])
     batch_costs.observe(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
@@ -394,7 +394,7 @@ def test_passes_that_read_prompts_are_not_timed():
 def test_time_is_worth_to_each_what_a_round_gives_it():
     """A plain round takes 10 seconds, one with drafts 15."""
     batch_costs = BatchCosts()
-    slow, fast = (SharedCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
+    slow, fast = (RequestCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
     assert slow.rate(0.0, 0.4) == fast.rate(0.0, 0.4) == 0.4
     for _ in range(300):
         batch_costs.observe(made(10.0, [0] * 4))
@@ -414,7 +414,7 @@ def test_time_is_worth_to_each_what_a_round_gives_it():
 def test_given_costs_are_those_of_a_pass_over_so_many_rows():
     given = GivenCosts(3.0, PassCosts({1: 11.0, 101: 111.0}))
     batch_costs = BatchCosts()
-    costs = SharedCosts(batch_costs, [Model], given)
+    costs = RequestCosts(batch_costs, [Model], given)
     batch_costs.observe(made(0.1, [0, 0, 0]))
     batch_costs.observe(made(0.1, [1, 1, 1], target=False, model=Model))
     assert costs.verify_s(2)[1:] == pytest.approx([13 / 3, 13 / 3 + 1])
@@ -425,7 +425,7 @@ def test_given_costs_are_those_of_a_pass_over_so_many_rows():
 
 def test_all_look_again_in_the_same_round():
     batch_costs = BatchCosts()
-    first, second = (SharedCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
+    first, second = (RequestCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
     assert [first.may_look(False), second.may_look(True), first.may_look(False)] == [False] * 3
     batch_costs.observe(made(1.0, [0, 0]))
     assert [first.may_look(False), second.may_look(True)] == [True, True]
@@ -436,7 +436,7 @@ def test_all_look_again_in_the_same_round():
 def test_one_drafts_before_all_do():
     """Until a pass of the drafter, and one of the target with drafts, have been timed."""
     batch_costs = BatchCosts()
-    first, second = (SharedCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
+    first, second = (RequestCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
     assert first.reach == second.reach == 0, "what a plain pass takes is not known"
     batch_costs.observe(made(10.0, [0, 0]))
     assert (first.reach, second.reach) == (3, 0)
@@ -452,7 +452,7 @@ def test_one_drafts_before_all_do():
 
 def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting():
     batch_costs = BatchCosts()
-    first, second = (SharedCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
+    first, second = (RequestCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
     batch_costs.observe(made(10.0, [0, 0]))
     assert (first.reach, second.reach) == (3, 0)
     for _ in range(66):
@@ -462,7 +462,7 @@ def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting():
 
 def test_what_the_drafter_lacks_is_weighed():
     batch_costs = BatchCosts()
-    costs, selfish = (SharedCosts(batch_costs, [model], MeasuredCosts(), 100) for model in (Model, House))
+    costs, selfish = (RequestCosts(batch_costs, [model], MeasuredCosts(), 100) for model in (Model, House))
     assert costs.catching_up_s == 0.0, "nobody knows yet how long it takes"
     batch_costs.observe(made(40.0, [0, 0], target=False, model=Model, read=100))
     assert costs.catching_up_s == pytest.approx(20.0)

@@ -1,4 +1,4 @@
-"""What passes cost while several requests share them, and what they cost one of these. See docs/requests.md."""
+"""What forward passes cost that several requests share, and one request's part of that (docs/requests.md)."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ if TYPE_CHECKING:
     from specbench.decoding.request import DraftPlan
 
 _CATCHING_UP = 8
-"""Who brings more tokens than this besides its drafts reads a prompt, or a context anew."""
+"""A request with more new tokens than this, besides its drafts, reads a prompt."""
 
 _MEMORY = 0.98
-"""How much less a round, or a step, counts than the one behind it."""
+"""The weight of a round or step over that of the next one."""
 
 _PRIOR_STEPS = 3.0
-"""A request is taken to have had so many steps of one token."""
+"""How many steps of one token a request is assumed to have had."""
 
 _DRAFTS = 4 * LATEST_PASSES
-"""Of each drafter's passes, the latest so many are kept."""
+"""How many of each drafter's latest passes are kept."""
 
 _PLAIN = 64
-"""Every so many rounds nobody drafts, so that what a plain pass takes stays known."""
+"""Every this many rounds no request drafts, so that the time of a plain pass stays known."""
 
 _SCOUTED = 3
-"""Passes with drafts of one request that are timed before all may draft: of fewer the median may be a disturbed one."""
+"""Passes with drafts of one request that are timed before all may draft; the median of fewer may be disturbed."""
 
 _OLD = 128
-"""What passes with drafts took so many rounds ago is not believed any more: it may have been a disturbed machine that
-said drafts do not pay, and while nobody drafts nothing says otherwise."""
+"""Rounds after which times of passes with drafts expire: a disturbed machine may have made drafts look too slow, and
+without drafts nothing corrects that."""
 
 _RELEARNING = 0.015
-"""Share of the time of plain rounds since then that reading a context may take, to learn it anew."""
+"""The share of the time of plain rounds since then that reading a context to measure again may take."""
 
 _INSTANT = 1e-9
-"""No pass takes less."""
+"""A lower bound for times."""
 
 
 class _DraftPass(NamedTuple):
     """A pass of a drafter's model.
 
     Attributes:
-        seconds: How long it took.
-        requests: How many drafted in it.
-        before: How many such the model had made before in this round.
-        round: In which round.
-        scouted: Whether one drafted before all did.
+        seconds: Its duration.
+        requests: How many requests drafted in it.
+        before: How many passes the model had run before in this round.
+        round: Its round.
+        scouted: Whether one request drafted before all may.
     """
 
     seconds: float
@@ -74,18 +74,18 @@ class _DraftPass(NamedTuple):
 
 
 class BatchCosts:
-    """The passes that the requests of one scheduler share: what they cost, and what they give.
+    """The times of the forward passes that a scheduler's requests share.
 
-    A pass in which somebody drafts takes longer than a plain one by more than its rows, for requests that bring equally
-    many attend in one call. So the two kinds are told apart, plain ones by their requests, the others by their rows.
+    A pass with drafts takes longer than a plain one by more than its rows, as requests with equally many rows attend in
+    one call. So plain passes are timed by number of requests, and passes with drafts by number of rows.
 
     Attributes:
-        rows: Of the target's last pass: one for each request, and one for each draft.
-        requests: Who took part in it.
-        drafters: Who of them had drafted.
+        rows: Rows of the target's last pass: one per request and one per draft token.
+        requests: Requests in it.
+        drafters: Requests in it with drafts.
         rounds: Passes of the target so far.
-        plain_s: Seconds of such a pass in which nobody drafts, by its requests.
-        drafted_s: Seconds of one in which somebody does, by its rows.
+        plain_s: Seconds of passes without drafts, by requests.
+        drafted_s: Seconds of passes with drafts, by rows.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class BatchCosts:
         self._known: dict[int, float] = {}  # of the target's passes, by rows, until there is another one
 
     def observe(self, made: SharedPass) -> None:
-        """A pass has been made."""
+        """Take in a forward pass."""
         requests = len(made.requests)
         reading = any(
             fed - drafted > _CATCHING_UP for fed, drafted in zip(made.fed, made.drafted, strict=True)
@@ -144,21 +144,21 @@ class BatchCosts:
                 self._forgot = True
 
     def affords(self, reading_s: float) -> bool:
-        """Whether a context may be read that long to learn what drafts cost: the first time, and later if time has
-        passed for it."""
+        """Return whether a context may be read for so long to measure drafts: always the first time, then if enough
+        time has passed."""
         since = self.rounds - self._asked_at
         return not self._forgot or reading_s <= _RELEARNING * since * self.target_s(self.requests)
 
     def _timed(self, seconds: float) -> None:
-        """The target's last pass, in which nobody read a prompt, took so long."""
+        """Record the time of the target's last pass, in which no prompt was read."""
         if self.rows == self.requests:
             self.plain_s.add(self.requests, seconds)
             return
-        # A width in rows is hardly ever seen twice: those within half a row for each are told as one.
+        # A number of rows hardly ever repeats: those within half a row per request count as one.
         self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2), self.rounds)
 
     def target_s(self, rows: int) -> float:
-        """Seconds of a pass by the requests of the last one, over so many rows in all; in units of one before any."""
+        """Return the seconds of a pass of the last one's requests over so many rows; 1 row takes 1 before any."""
         if rows not in self._known:
             self._known[rows] = self._target_s(rows)
         return self._known[rows]
@@ -174,13 +174,13 @@ class BatchCosts:
         widest = self.drafted_s.widest
         if len(self.drafted_s.seen) > 1 or not self.requests < widest < rows:
             return max(plain, self.drafted_s(rows))
-        # Nothing tells yet what is uneven and what a row takes: it is taken to take all of it.
+        # The unevenness is not yet known from the time of a row: the row is assumed to take it all.
         known = max(plain, self.drafted_s(widest))
         return known + (known - plain) / (widest - self.requests) * (rows - widest)
 
     @property
     def uneven_s(self) -> float:
-        """By how much more than by its row the first draft of all prolongs a pass of the last one's requests."""
+        """By how much more than its row the first draft token prolongs a pass of the last one's requests."""
         alone, first, second = (self.target_s(self.requests + drafts) for drafts in range(3))
         return max(0.0, first - alone - (second - first))
 
@@ -193,44 +193,44 @@ class BatchCosts:
 
     @property
     def stretch(self) -> float:
-        """How many times as long as a plain one the latest rounds took; older ones count less and less."""
+        """The mean duration of rounds over that of a plain one; older rounds weigh less."""
         return self._lasted / self._rounds if self._rounds else 1.0
 
     @property
     def plain(self) -> bool:
-        """Whether nobody drafts in this round: what rows more cost is only known beside a pass without any."""
+        """Whether no request drafts in this round: the cost of more rows is only known next to a pass without any."""
         return not self.plain_s.any or self.rounds % _PLAIN == 0
 
     def drafts(self, model: object) -> Sequence[_DraftPass]:
-        """The latest passes of a drafter's model."""
+        """Return the latest passes of a drafter's model."""
         return self._drafts.get(model, ())
 
     def read_s(self, model: object) -> float:
-        """Seconds that a drafter's model takes to read a token of a long context; 0 before it has read one."""
+        """Return a drafter's seconds per token of a long context; 0 before it has read one."""
         readings = self._readings.get(model)
         return median_low(readings) if readings else 0.0
 
     def may_scout(self, request: object) -> bool:
-        """Whether a request may draft though nobody knows yet what that costs: one at a time may.
+        """Return whether a request may draft while its cost is unknown: one at a time may.
 
-        Who has not come to the end of a step for long has ended, or waits, and another one may in its place.
+        One that has not finished a step for long has ended or waits, and another takes its place.
         """
         if self._scout is None or self._scout() is None or self.rounds - self._scouting > _PLAIN:
             self._scout, self._scouting = ref(request), self.rounds
         return self._scout() is request
 
     def goes_on(self, request: object) -> None:
-        """A request has come to the end of a step."""
+        """Note that a request has finished a step."""
         if self._scout is not None and self._scout() is request:
             self._scouting = self.rounds
 
     def may_look(self, due: bool) -> bool:
-        """Whether those who draft nothing may look in this round whether that pays again: all of them, or none.
+        """Return whether requests that draft nothing may test in this round if it pays again: all of them, or none.
 
-        For a pass costs about the same for one as for all, and each of them but a share.
+        A pass costs about the same for one as for all, and each pays its share.
 
         Args:
-            due: One of them has saved enough; all look in the next round.
+            due: One of them has saved enough; all test in the next round.
         """
         now = self._looking == self.rounds
         if due and not now:
@@ -238,30 +238,30 @@ class BatchCosts:
         return now
 
 
-class SharedCosts:
-    """What the passes of a batch cost one of its requests: a ``CostSource``.
+class RequestCosts(CostSource):
+    """One request's part of the costs of a batch.
 
     With V(N) the time of the target's pass over N rows, B requests in it and o rows of the others, n rows cost
 
         v(n) = V(B) / B + V(o + n) - V(o + 1)
 
-    its part of a plain pass, and the time by which more rows of its own hold everybody up. That a pass with drafts
-    takes longer than by its rows, those who draft pay for in equal parts. A drafter's pass costs each who drafts in it
-    the same part: in the later ones of a round these are fewer.
+    its share of a plain pass, and the time by which its additional rows delay all. The requests that draft share
+    equally what a pass with drafts takes beyond its rows. A drafter's pass is shared by those who draft in it; later
+    passes of a round have fewer.
 
-    Time is worth what makes the mean of log(t_i / T) largest, t_i tokens of each request in a round of T seconds
-    (proportional fairness: Kelly 1997): a draft kept with chance P adds P / t to it for a request of t tokens, and a
-    round longer by x takes x / T off it for each of the B. So it pays iff P > R·x with
+    The value of time maximizes the mean of log(t_i / T), with t_i tokens of each request in a round of T seconds
+    (proportional fairness: Kelly 1997): a draft kept with probability P adds P / t for a request of t tokens, and a
+    round longer by x subtracts x / T for each of the B. So it pays iff P > R·x with
 
         R = B·t / T
 
-    which for one request is its tokens per second, as alone. It is never below B / V(B), plain decoding: where
-    everybody drafts too much T is long, and a row would seem to prolong it by little.
+    which for one request is its tokens per second. R is never below B / V(B), plain decoding: where all draft too much
+    T is long, and a row would seem to prolong it by little.
 
     Args:
         batch_costs: The batch.
-        models: Who makes the passes of this request's drafter; none for one without a model.
-        own: What it went by alone. Costs that were given stay, as those of a pass over so many rows.
+        models: Run the passes of this request's drafter; none for one without a model.
+        own: The request's costs alone. Given costs stay, as those of a pass over so many rows.
         prompt: How many tokens the drafter has to read before it can draft.
     """
 
@@ -297,11 +297,11 @@ class SharedCosts:
         latest = self._passes
         if not latest:
             return ASSUMED_C * self.verify_s(1)[1] if self._given is None else self._given.draft_s
-        if all(each.scouted for each in latest):  # all would draft in it
+        if all(each.scouted for each in latest):  # all would take part
             latest = [each._replace(requests=max(each.requests, self._load.requests)) for each in latest]
         else:
             latest = [each for each in latest if not each.scouted]
-        # Behind the longest drafts seen, as many are taken to draft as at their end.
+        # After the longest drafts seen, as many requests are assumed to draft as at their end.
         longest = max(each.before for each in latest)
         place = min((each.before for each in latest if each.before >= passes), default=longest)
         alike = [each for each in latest if each.before == place][-LATEST_PASSES:]
@@ -330,7 +330,7 @@ class SharedCosts:
         return self._lacks * sum(map(self._load.read_s, self._models))
 
     def samples(self, n: int) -> float:  # noqa: ARG002
-        return math.inf  # the others' rows see to it that widths differ
+        return math.inf  # widths differ by the others' rows
 
     def verify_s(self, widest: int) -> Sequence[float]:
         batch_costs = self._load
@@ -375,11 +375,6 @@ class SharedCosts:
 def share_costs(
     policy: DraftPlan, batch_costs: BatchCosts, models: Sequence[object], prompt: int = 0
 ) -> None:
-    """Let a policy go by what passes cost a batch, if it reads costs at all.
-
-    Args:
-        policy: That of one request.
-        batch_costs, models, prompt: See ``SharedCosts``.
-    """
+    """Make a request's policy use the costs of its batch, if it uses costs; see ``RequestCosts``."""
     if isinstance(policy.policy, AutoLength):
-        policy.policy.go_by(lambda own: SharedCosts(batch_costs, models, own, prompt))
+        policy.policy.go_by(lambda own: RequestCosts(batch_costs, models, own, prompt))

@@ -1,4 +1,4 @@
-"""What one pass of the drafter and one of the target cost: measured as the run goes, or given."""
+"""What a forward pass of the drafter and of the target costs: measured during the run, or given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
@@ -18,87 +18,77 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
 COST_NOTES = ("drafter_pass_s", "rest_s")
-"""Under these names the results of a sweep keep, step by step, the two samples that ``MeasuredCosts`` takes from it."""
+"""The notes under which results keep the two samples that ``MeasuredCosts`` takes from each step."""
 
 LATEST_PASSES = 15
-"""Of the drafter's passes, the latest so many are kept."""
+"""How many of the drafter's latest passes count."""
 
 _STEPS = 9
-"""Of the steps with one number of tokens to verify, likewise."""
+"""How many of the latest steps count, for each number of verified tokens."""
 
 ASSUMED_C = 0.2
-"""Cost ratio assumed before a drafter's pass was measured."""
+"""The cost ratio assumed before a drafter's pass is measured."""
 
 _FAR = 4
-"""The assumption about the slope counts as much as one step with one token and one with so many more."""
+"""The assumed slope weighs as much as one step with one token and one with this many more."""
 
 FIRST_REACH = 3
-"""The longest draft before anything was timed."""
+"""The longest draft before anything is timed."""
 
 _INSTANT = 1e-9
-"""No step takes less, whatever a coarse clock says."""
+"""A lower bound for times, as clocks may be coarse."""
 
 
-class CostSource(Protocol):
-    """Where a policy has the seconds of the two kinds of passes from; only their ratios matter to it."""
-
-    @property
-    def draft_s(self) -> float:
-        """One pass of the drafter, with the draw of a token."""
-        ...
-
-    @property
-    def timings(self) -> float:
-        """How many steps have told ``draft_s``; 0 while it is assumed, infinite if it is given."""
-        ...
-
-    @property
-    def reach(self) -> float:
-        """The longest draft whose time can be judged by what was seen."""
-        ...
+class CostSource:
+    """The seconds of forward passes that a policy decides by; only their ratios matter."""
 
     @property
     def catching_up_s(self) -> float:
-        """How long the drafter reads before it can draft, what it lacks of the context; 0 where nobody counts that."""
-        ...
+        """How long the drafter reads missing context before it can draft; 0 where that is not counted."""
+        return 0.0
+
+    @property
+    def draft_s(self) -> float:
+        """A drafter's pass, with the draw of a token."""
+        raise NotImplementedError
+
+    @property
+    def timings(self) -> float:
+        """How many steps have measured ``draft_s``; 0 while it is assumed, infinite if it is given."""
+        raise NotImplementedError
+
+    @property
+    def reach(self) -> float:
+        """The longest draft whose time can be estimated from what was seen."""
+        raise NotImplementedError
 
     def samples(self, n: int) -> float:
-        """How many steps with ``n`` tokens to verify have been timed; infinite if the time is given."""
-        ...
+        """Return how many steps that verify ``n`` tokens were timed; infinite if the time is given."""
+        raise NotImplementedError
 
     def verify_s(self, widest: int) -> Sequence[float]:
-        """A step without its draft, by the number n of tokens verified: item n for n from 1 to ``widest``."""
-        ...
+        """Return the time of a step without its draft; item n is with n tokens verified, up to ``widest``."""
+        raise NotImplementedError
 
     def reset(self) -> None:
         """Forget what was measured."""
-        ...
 
     def next_draft_s(self, passes: int, rows: int = 1) -> float:
-        """One pass of the drafter in a step in which it has made so many before; ``draft_s`` is the first one's.
-
-        Args:
-            passes: How many it has made.
-            rows: Nodes of a tree that it reads.
-        """
-        ...
+        """Return the time of a drafter's pass over ``rows`` tree nodes, after ``passes`` others in this step."""
+        raise NotImplementedError
 
     def rate(self, reached: float, plain: float) -> float:
-        """Tokens per second that time is worth, at least those of plain decoding.
+        """Return how many tokens a second is worth, at least ``plain`` decoding's.
 
         Args:
-            reached: What this request's steps have given per second, by these costs.
+            reached: Tokens per second of this request's steps, by these costs.
             plain: The same of steps without drafts.
         """
-        ...
+        return max(reached, plain)
 
     def may_look(self, due: bool) -> bool:
-        """Whether a step may spend time on finding out if drafting pays again.
-
-        Args:
-            due: This request has saved it up.
-        """
-        ...
+        """Return whether a step may test if drafting pays again; ``due``: this request has saved enough time."""
+        return due
 
     def observe(
         self, step: Step, caught_up: bool, passes: int | None = None, rows: int | None = None
@@ -107,32 +97,19 @@ class CostSource(Protocol):
 
         Args:
             step: The step.
-            passes: How many passes of a model its draft took; ``None``: one per token.
-            caught_up: Whether the drafter had read the context but for the last step's end. Otherwise its first pass
-                read more than usual, and the time of the draft is no more than a bound.
-            rows: Behind how many tokens or nodes these passes gave what comes next; ``None``: one in each.
+            caught_up: Whether the drafter had read all context before the last step's tokens. Otherwise its first pass
+                read more than usual, and the draft's time is only an upper bound.
+            passes: Forward passes of its draft; ``None``: one per token.
+            rows: Tokens or nodes that these passes continued; ``None``: one each.
         """
-        ...
 
     def to_dict(self) -> Json:
-        """What ``parse_costs`` takes, ready for JSON."""
-        ...
+        """Return the costs as ``parse_costs`` takes them."""
+        raise NotImplementedError
 
 
-class _Alone:
-    """Costs of a request whose passes are no others'."""
-
-    catching_up_s = 0.0
-
-    def rate(self, reached: float, plain: float) -> float:
-        return max(reached, plain)
-
-    def may_look(self, due: bool) -> bool:
-        return due
-
-
-class GivenCosts(_Alone):
-    """Costs that stay as they are; no clock has a say.
+class GivenCosts(CostSource):
+    """Costs that stay as given.
 
     Args:
         draft_s: Seconds of a drafter's pass.
@@ -140,14 +117,10 @@ class GivenCosts(_Alone):
     """
 
     timings = reach = math.inf
+    draft_s = 0.0
 
     def __init__(self, draft_s: float, passes: PassCosts) -> None:
-        self.draft_s, self._passes = draft_s, passes
-
-    @property
-    def passes(self) -> PassCosts:
-        """The target's."""
-        return self._passes
+        self.draft_s, self.passes = draft_s, passes
 
     def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
         return self.draft_s
@@ -156,29 +129,21 @@ class GivenCosts(_Alone):
         return math.inf
 
     def verify_s(self, widest: int) -> Sequence[float]:
-        return [self._passes.target_pass_s(n) for n in range(widest + 1)]
-
-    def reset(self) -> None:
-        """Nothing was measured."""
-
-    def observe(
-        self, step: Step, caught_up: bool, passes: int | None = None, rows: int | None = None
-    ) -> None:
-        """Nothing is measured."""
+        return [self.passes.target_pass_s(n) for n in range(widest + 1)]
 
     def to_dict(self) -> Json:
-        return costs_to_dict(self.draft_s, self._passes.target_s)
+        return costs_to_dict(self.draft_s, self.passes.target_s)
 
 
 class WidthTimes:
-    """Seconds by a number of tokens, from samples.
+    """Seconds by number of tokens, from samples.
 
-    A time is the (lower) median of its latest samples, and none is longer than one with more tokens: single disturbed
-    samples do not count. Numbers of tokens that were seen rarely or never are drawn towards a straight line through the
-    others, and that one towards a gentle slope.
+    A time is the (lower) median of its latest samples, and none exceeds one with more tokens, so single disturbed
+    samples do not count. Rarely seen numbers of tokens are pulled towards a straight line through the others, and that
+    line towards a gentle slope.
 
     Args:
-        first: Where the gentle slope begins to be assumed; ``None``: at the fewest tokens seen.
+        first: Number of tokens at which the assumed slope begins; ``None``: at the fewest tokens seen.
 
     Attributes:
         widest: The most tokens of a sample.
@@ -197,7 +162,7 @@ class WidthTimes:
         self._known: dict[int, float] = {}
 
     def add(self, n: int, seconds: float, step: int = 1, when: int = 0) -> None:
-        """Take in a sample; numbers of tokens up to the same multiple of ``step`` count as one, along the line."""
+        """Add a sample; numbers of tokens up to the same multiple of ``step`` count as one, along the line."""
         place, slope = step * -(-n // step), self.slope_s
         self._latest[place] = when
         self._samples.setdefault(place, deque(maxlen=_STEPS)).append((n, seconds))
@@ -213,7 +178,7 @@ class WidthTimes:
         self._fit()
 
     def forget(self, before: int) -> None:
-        """Drop numbers of tokens whose latest sample is older."""
+        """Drop numbers of tokens whose latest sample was taken before."""
         old = [place for place, when in self._latest.items() if when < before]
         if not old:
             return
@@ -226,12 +191,12 @@ class WidthTimes:
             self._fit()
 
     def samples(self, n: int) -> int:
-        """How many there are of so many tokens."""
+        """Return the number of samples of ``n`` tokens."""
         return len(self._samples.get(n, ()))
 
     @property
     def seen(self) -> Sequence[int]:
-        """The numbers of tokens there are samples of, ascending."""
+        """The numbers of tokens with samples, ascending."""
         return sorted(self._samples)
 
     @property
@@ -241,23 +206,23 @@ class WidthTimes:
 
     @property
     def first_s(self) -> float:
-        """Of one token, by the line."""
+        """The line's time for one token."""
         return self._line[0]
 
     @property
     def slope_s(self) -> float:
-        """Of another token, by the line; 0 before there is one."""
+        """The line's time for another token; 0 without samples."""
         return self._line[1] if self._samples else 0.0
 
     def __call__(self, n: int) -> float:
-        """Of ``n`` tokens."""
+        """Return the time of ``n`` tokens."""
         if n not in self._known:
             first, slope = self._line
             self._known[n] = max(first + slope * (n - 1) + interpolate(self._off_line, n), self._least)
         return self._known[n]
 
     def _fit(self) -> None:
-        """Lay a line through the medians, weighted by their samples, and keep what they lie off it."""
+        """Fit a line through the medians, weighted by their samples, and keep the residuals."""
         medians = never_falling(self._medians)
         weights = {n: float(len(self._samples[n])) for n in medians}
         level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
@@ -266,7 +231,7 @@ class WidthTimes:
         points = [(n - 1.0, medians[n], w) for n, w in weights.items()]
         start = (min(medians) if self._first is None else self._first) - 1.0
         points += [(x, level * (1 + SLOPE * x), 1.0) for x in (start, start + _FAR)]
-        # n tokens never cost more together than one by one.
+        # n tokens never cost more together than separately.
         self._least = max(min(seconds / n for n, seconds in medians.items()), _INSTANT)
         total = sum(w for _, _, w in points)
         x_mean = sum(w * x for x, _, w in points) / total
@@ -282,17 +247,16 @@ class WidthTimes:
         self._known.clear()
 
 
-class MeasuredCosts(_Alone):
-    """Costs from the times in the records of the steps, see ``WidthTimes``.
+class MeasuredCosts(CostSource):
+    """Costs from the times of recorded steps, see ``WidthTimes``.
 
-    That of a drafter's pass is the median of its latest samples, taken as of one row, and each scaled by how much
-    faster or slower than usual the rest of its step was: a machine that was slow for a while was so for both models,
-    and while nothing is drafted only the target's passes tell that it has recovered. The first steps of later prompts
-    are left out, for they may read the prompt.
+    A drafter's pass takes the median of its latest samples, converted to one row, each scaled by how much faster or
+    slower than usual the rest of its step was: a slow machine slows both models, and while nothing is drafted only the
+    target's passes show that it has recovered. First steps of later prompts are left out: they may read the prompt.
 
     Args:
-        history: What was measured step by step in an earlier run (``to_dict()["steps"]``), to be used again in place of
-            the times of this run. Steps behind its end are not measured.
+        history: Samples of an earlier run (``to_dict()["steps"]``) to use in place of this run's times. Steps after
+            its end are not measured.
     """
 
     def __init__(self, history: Sequence[Sequence[float | None]] | None = None) -> None:
@@ -301,7 +265,7 @@ class MeasuredCosts(_Alone):
 
     def reset(self) -> None:
         self._samples: list[tuple[float | None, float | None]] = []
-        # Of each step the drafter's pass and its rows, and the time of the rest with the number of tokens verified.
+        # By step: drafter pass seconds, its rows, seconds of the rest, verified tokens.
         self._drafts: deque[tuple[float, int, float, int]] = deque(maxlen=LATEST_PASSES)
         self._draft_rows = WidthTimes()
         self._steps = WidthTimes()
@@ -349,7 +313,7 @@ class MeasuredCosts(_Alone):
             )
 
     def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:
-        """Seconds per drafter's pass, and seconds of the rest of the step; ``None`` for what the step does not tell."""
+        """Return seconds per drafter's pass and of the rest of the step; ``None`` where the step does not tell."""
         if self._history is not None:
             place = len(self._samples)
             draft_s, verify_s = self._history[place] if place < len(self._history) else (None, None)
@@ -373,7 +337,7 @@ class MeasuredCosts(_Alone):
 
 
 def costs_to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> Json:
-    """What ``parse_costs`` takes, of a drafter's pass and the target's by number of tokens, in seconds."""
+    """Return costs in seconds as ``parse_costs`` takes them."""
     return {
         "drafter_pass_s": draft_s,
         "target_pass_s": {str(n): seconds for n, seconds in target_s.items()},
@@ -381,7 +345,7 @@ def costs_to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> Json:
 
 
 def read_costs(path: str | Path, drafter: str | None = None) -> CostSource:
-    """Costs from a JSON file, for one drafter: see ``load_costs`` and ``parse_costs``.
+    """Read a drafter's costs from a JSON file; see ``load_costs`` and ``parse_costs``.
 
     Raises:
         UsageError: There is no such file, or no costs in it.
@@ -390,20 +354,20 @@ def read_costs(path: str | Path, drafter: str | None = None) -> CostSource:
 
 
 def load_costs(path: str | Path) -> object:
-    """What a JSON file says of costs, not checked yet.
+    """Load costs from a JSON file without checking them.
 
-    It may hold them alone or under ``costs``, as ``run.json`` and what ``generate --json`` prints do, or be a line of
-    ``generations.jsonl``, whose steps have the times that the policy went by.
+    The file holds them alone, or under ``costs`` (``run.json``, ``generate --json``), or is a line of
+    ``generations.jsonl``, whose steps have the times that the policy used.
 
     Raises:
-        UsageError: There is no such file, or it is no JSON.
+        UsageError: There is no such file, or it is not JSON.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"The costs cannot be read: {error.strerror}.", "Name a JSON file.") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError("The file with the costs is no JSON.", "Name one that specbench wrote.") from error
+        raise UsageError("The costs file is not JSON.", "Name a file that specbench wrote.") from error
     if not isinstance(data, dict):
         return data
     if isinstance(data.get("costs"), dict):
@@ -419,27 +383,22 @@ def load_costs(path: str | Path) -> object:
 
 
 def check_costs(data: object) -> None:
-    """Refuse what are no costs, whichever drafter they are of.
-
-    Raises:
-        UsageError: As ``parse_costs``.
-    """
+    """Raise what ``parse_costs`` raises for the costs of any drafter."""
     drafters = data.get("drafter_pass_s") if isinstance(data, Mapping) else None
     for drafter in drafters if isinstance(drafters, Mapping) and drafters else (None,):
         parse_costs(data, drafter)
 
 
 def parse_costs(data: object, drafter: str | None = None) -> CostSource:
-    """Costs as ``to_dict`` gives them, or as a sweep measures them.
+    """Parse costs as ``to_dict`` returns them, or as a sweep measures them.
 
     Args:
-        data: ``target_pass_s`` maps numbers of tokens to seconds. ``drafter_pass_s`` is a number of seconds, or maps
-            names of drafters to it. With ``steps``, the samples of an earlier run, that run's decisions are repeated
-            one by one.
-        drafter: Which of several drafters is meant.
+        data: ``target_pass_s`` maps numbers of tokens to seconds; ``drafter_pass_s`` is seconds, or maps drafters'
+            names to seconds. ``steps``, the samples of an earlier run, repeat that run's decisions.
+        drafter: The drafter, if the costs are of several.
 
     Raises:
-        UsageError: They are of another form, or not of this drafter.
+        UsageError: The costs have another form, or are not this drafter's.
     """
     if not isinstance(data, Mapping):
         raise _bad("they are no object")
