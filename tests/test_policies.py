@@ -1240,7 +1240,7 @@ def test_a_rule_that_has_nothing_to_read_is_refused():
         parse_policy(f"{word}:max=3").check(parse_drafter("self:int8"))
         parse_policy(word).check(parse_drafter("some/model"))
         with pytest.raises(
-            UsageError, match=f"rule {word} reads the drafter's distribution, and ngram has none"
+            UsageError, match=f"policy {word} reads the drafter's distribution, and ngram has none"
         ):
             parse_policy(word).check(parse_drafter("ngram:sample"))
     for word in ("auto", "fixed", "confidence", "heuristic"):

@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, GrowingTree
+
+if TYPE_CHECKING:
+    from specbench.decoding.distributions import TokenDistribution
+    from specbench.decoding.protocols import DraftPolicy, Drawing
+    from specbench.decoding.sampling import Randomness
 
 _BESIDE_ONE = 4
 """Alternatives of one drafted token that are looked at."""
@@ -89,6 +95,28 @@ def choose_siblings(draft: Draft, most: int, price: float) -> tuple[tuple[int, i
                 found.append((chance, (place, other)))
         survival *= math.exp(logits.log_chance(token))
     return tuple(sibling for _, sibling in heapq.nlargest(most, found))
+
+
+def grow_tree(
+    tree: GrowingTree,
+    policy: DraftPolicy,
+    expected: Mapping[int, TokenDistribution],
+    drawing: Drawing,
+    random: Randomness,
+) -> bool:
+    """Add as many candidates after nodes as a policy wants; return whether there are any.
+
+    Args:
+        tree: The tree, which grows.
+        policy, drawing, random: See ``Drafter.propose``.
+        expected: The drafter's distributions, by node.
+    """
+    before = len(tree.tokens)
+    counts = policy.num_children(tree, [*expected], [*expected.values()])
+    for (node, each), count in zip(expected.items(), counts, strict=True):
+        if count:
+            tree.add(node, drawing(each, count, random), each)
+    return len(tree.tokens) > before
 
 
 def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -1,10 +1,8 @@
-"""A cascade: a drafter that costs nothing where it knows something, and a model where it does not.
+"""A cascade: a drafter without a model where it has a guess, and a model elsewhere.
 
-Who drafts the next token is decided anew at every position, by what stands before it: the context, the drafts so far
-and what the free drafter remembers of earlier steps. So each token still has one distribution it was drawn from, a
-single token or the model's q, which is chosen before the token is: all that rejection sampling asks for (Leviathan et
-al. 2023, section 2). Mixing within a draft pays, because a model that begins a name can leave the rest of it to a
-copy, and a copy that ends can be gone on from.
+The choice is made at every position, from what precedes it: the context, the draft so far and what the free drafter
+remembers. So every token is drawn from one distribution that was chosen before it, as rejection sampling needs
+(Leviathan et al. 2023, section 2). Mixing within a draft pays: a model begins a name and a copy completes it.
 """
 
 from __future__ import annotations
@@ -30,16 +28,15 @@ if TYPE_CHECKING:
 
 
 class CascadeDrafter(Drafter):
-    """Takes the next token from a free drafter if that has one, and from a model otherwise.
+    """Takes the next token from a free drafter if it has a guess, and from a model otherwise.
 
-    The model follows lazily: what others drafted and the target emitted meanwhile is fed to it in one pass, when it
-    drafts next. Where it cannot draft, behind its own context limit, the free drafter is on its own.
+    The model reads lazily: its next forward pass feeds all tokens it has missed. Beyond its context limit the free
+    drafter drafts alone.
 
     Args:
-        free: Asked first, at every position.
-        model: A small model, or the target itself in a cheaper form.
-        max_passes: The most passes of the model in a step; ``None`` leaves that to the draft policy. A policy of
-            one length would otherwise have to fit free tokens and costly ones alike.
+        free: The free drafter, tried first.
+        model: A small model, or a cheaper form of the target.
+        max_passes: The most forward passes of the model in a step; ``None`` leaves that to the draft policy.
     """
 
     def __init__(self, free: FreeDrafter, model: ModelDrafter, max_passes: int | None = None) -> None:
@@ -113,15 +110,14 @@ class CascadeDrafter(Drafter):
 
     def update(self, outcome: StepOutcome) -> None:
         self.free.update(outcome)
-        # A path through what it has not drafted says nothing to the model.
+        # The model knows no path through tokens of others alone.
         self.model.update(outcome if self._model_was_used else replace(outcome, path=()))
 
 
 class _MixedDraft:
-    """A draft under construction, whose tokens may have come from both.
+    """A draft under construction, with tokens of both.
 
-    As long as the free drafter alone has drafted, the draft has neither logits nor, where it is certain, q. From the
-    model's first token on it has both for every token: one certain token is a distribution too.
+    Until the model's first token it has no logits, and no q for certain tokens; from then on it has both for all.
     """
 
     def __init__(self, prefill_s: float) -> None:
@@ -162,5 +158,5 @@ def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _as_logits(token: int, q: torch.Tensor | None) -> Logits:
-    """Logits whose softmax is q, or all of it at one token."""
+    """Return logits whose softmax is q, or one-hot."""
     return Logits.certain(token) if q is None else Logits(q.log())

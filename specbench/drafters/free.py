@@ -1,4 +1,4 @@
-"""What drafters without a model have in common."""
+"""Base classes of drafters without a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.protocols import Drafter
+from specbench.decoding.tree import grow_tree
 from specbench.decoding.verdicts import top
 
 if TYPE_CHECKING:
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """The next token as a drafter without a model has it.
+    """A guess at the next token.
 
     Attributes:
-        token: The token, where it is certain.
-        evidence: What speaks for it, see ``Draft``.
-        q: The distribution it is yet to be drawn from, float32 [vocab]; ``None`` where it is certain.
+        token: The token, if it is certain.
+        match_confidence: See ``Draft``.
+        q: The distribution to draw it from, float32 [vocab]; ``None`` if it is certain.
     """
 
     token: int
@@ -35,24 +36,22 @@ class Guess:
 
 
 class FreeDrafter(Drafter):
-    """A drafter whose tokens cost next to nothing, so that it can be asked at every position of a draft.
-
-    Whoever inherits it takes in the context, and guesses.
+    """A drafter whose tokens cost almost nothing; subclasses define ``take_in`` and ``guess``.
 
     Args:
-        spec: What it is called.
+        spec: Its spec, which is its name.
         clock: Times the reading of the prompt.
     """
 
     longest: int | None = None
-    """The most tokens of a draft; ``None``: as many as are wanted."""
+    """The longest draft; ``None`` for no limit."""
 
     def __init__(self, spec: object, clock: Clock | None = None) -> None:
         super().__init__(str(spec))
         self.spec: Any = spec
         self._clock = clock or WallClock()
         self._epoch = 0
-        self._read = 0  # so many tokens of the context
+        self._read = 0  # tokens of the context read so far
 
     def fork(self, scorer_like: ScorerLike) -> FreeDrafter:
         return type(self)(self.spec, self._clock)
@@ -70,7 +69,7 @@ class FreeDrafter(Drafter):
         raise NotImplementedError
 
     def read(self, context: Sequence[int]) -> float:
-        """Take in what is new in the context and begin a draft; the seconds of the first reading of a prompt, or 0."""
+        """Take in the new part of the context; return the seconds of a prompt's first reading, or 0."""
         first = self._read == 0
         began = self._clock.now()
         self.take_in(context, self._read)
@@ -78,10 +77,7 @@ class FreeDrafter(Drafter):
         return self._clock.now() - began if first else 0.0
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        """The token behind ``context + drafted``, whoever drafted those; ``None`` where nothing is known that counts.
-
-        ``context`` is what was read last.
-        """
+        """Return a guess after ``context + drafted``, or ``None``; ``context`` is what was read last."""
         raise NotImplementedError
 
     def propose(
@@ -93,7 +89,7 @@ class FreeDrafter(Drafter):
         random: Randomness,
         drawing: Drawing = top,
     ) -> Decoding[Draft]:
-        """Draft guess after guess until a miss."""
+        """Draft guesses until one is missing."""
         yield from ()  # no passes
         draft = Draft(match_confidence=[], prefill_s=self.read(context))
         limit = policy.begin(budget if self.longest is None else min(budget, self.longest))
@@ -115,19 +111,15 @@ class FreeDrafter(Drafter):
 
 
 class CandidateDrafter(FreeDrafter):
-    """Drafts the likeliest candidate, token after token, or a tree of several. None of them is ever drawn.
-
-    Whoever inherits it says what the candidates are.
-    """
+    """Drafts chains or trees of the likeliest candidates; none is drawn. Subclasses define ``candidates``."""
 
     takes_trees = certain = True
 
     def candidates(self, context: Sequence[int], drafted: Sequence[int]) -> Mapping[int, float]:
-        """What may stand behind ``context + drafted``, the likeliest first, each with its chance."""
+        """Return candidates after ``context + drafted`` with their probabilities, the likeliest first."""
         raise NotImplementedError
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        """The likeliest candidate, whoever drafted what stands before it."""
         return next((Guess(*each) for each in self.candidates(context, drafted).items()), None)
 
     def propose(
@@ -139,7 +131,7 @@ class CandidateDrafter(FreeDrafter):
         random: Randomness,
         drawing: Drawing = top,
     ) -> Decoding[Draft]:
-        """Draft the likeliest candidates. They are certain, so any way to verify is right for trees of them."""
+        """Draft the likeliest candidates; they are certain, so any verification is exact."""
         if not policy.branches:
             return (yield from super().propose(context, budget, policy, sampling, random, drawing))
         tree = GrowingTree(prefill_s=self.read(context))
@@ -147,7 +139,7 @@ class CandidateDrafter(FreeDrafter):
         while nodes:
             known = {node: FixedCandidates(self.candidates(context, tree.branch(node))) for node in nodes}
             prospects = {node: each for node, each in known.items() if each.best(1)}
-            if not prospects or not tree.grow(policy, prospects, top, random):
+            if not prospects or not grow_tree(tree, policy, prospects, top, random):
                 break
             nodes = policy.expand(tree)
         kept = policy.prune(tree)

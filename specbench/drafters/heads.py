@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts with a head of the target, chains and trees; nothing before the target has made a pass.
-
-    Args:
-        scorer: The head at work.
-        name: How the command line names it.
-        clock: See ``ModelDrafter``.
-    """
+    """Drafts with a trained head, and nothing before the target's first forward pass; see ``ModelDrafter``."""
 
     scorer: AnyHeadScorer  # type: ignore[assignment]
 
@@ -39,7 +33,7 @@ class HeadDrafter(ModelDrafter):
         return budget if longest is None else min(budget, longest)
 
     def update(self, outcome: StepOutcome) -> None:
-        """What was read of drafts is dropped: what is kept of them is read again, with the target's states."""
+        """Drop what was read of drafts; accepted tokens are read again, with the target's states."""
         length = len(outcome.context) - 1
         if outcome.states is not None:
             self.scorer.take_states(length, outcome.states)

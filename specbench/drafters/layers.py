@@ -1,4 +1,4 @@
-"""The forms in which a target drafts for itself: which layers, in which precision, and the models made of them."""
+"""Self-drafters: cheaper forms of the target, of some layers or quantized ones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
-    """Refuse layers that a model of this configuration lacks, or cannot do without.
-
-    Raises:
-        UsageError: It cannot be.
-    """
+    """Raise ``UsageError`` for layers that a model of this configuration lacks or cannot skip."""
     text = config.get_text_config(decoder=True)
     total = text.num_hidden_layers
     if form.layers is not None and not 1 <= form.layers <= total:
@@ -53,11 +49,10 @@ def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
 
 
 def skippable_layers(config: PreTrainedConfig) -> tuple[int, ...]:
-    """The layers that a drafter on the target's cache can leave out, counted from 0.
+    """Return the layers that a self-drafter can skip, counted from 0.
 
-    The length of the cache and the sizes of the masks are read off its first layer, and off the first of each kind
-    (full attention, sliding window): these have to see every token. Models with convolution states, which know no
-    length, or with layers that read the keys of others, can leave out none.
+    The first layer of each kind (full attention, sliding window) determines cache length and masks, so it must see
+    every token. Models with convolution states, or with layers that share keys, can skip none.
     """
     text = config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
@@ -76,19 +71,17 @@ def cheaper_form(
     *,
     int4: bool = False,
 ) -> PreTrainedModel:
-    """A model of some layers of the given one, with its embeddings, final norm and head.
-
-    What stays as it is is shared; quantized layers are made one by one, and none of those that are left out.
+    """Return a model of some layers of the given one, which shares all unquantized weights.
 
     Args:
-        model: Packed or not; it is left alone.
-        kept: The decoder layers to use, ascending. Each keeps its own place in a cache of the whole model.
-        int8, int4: Quantize the linear layers.
-        layers: Where those of the whole model, rounded so, are found and kept.
+        model: The model, packed or not; it is not changed.
+        kept: The decoder layers to use, ascending. Each keeps its place in the whole model's cache.
+        int8, int4: Whether to quantize the linear layers.
+        layers: A store of the whole model's quantized layers.
 
     Raises:
         ValueError: The list of decoder layers was not found.
-        UsageError: The layers were wrapped, by a device map say.
+        UsageError: The layers are wrapped, for example by a device map.
     """
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(kept) == total:
@@ -108,7 +101,7 @@ def cheaper_form(
 
 
 def _keep(model: PreTrainedModel, path: str, kept: Sequence[int]) -> None:
-    """Take all but these from the list of decoder layers at ``path``; the list and its owner's configuration change."""
+    """Keep only these of the decoder layers at ``path``."""
     owner: Any = model.get_submodule(path.rpartition(".")[0])
     name = path.rpartition(".")[2]
     layers = getattr(owner, name)

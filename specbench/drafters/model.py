@@ -1,4 +1,4 @@
-"""A small model as drafter, and a target that drafts for itself on its own cache."""
+"""Drafting with a small model, or with a cheaper form of the target on the target's cache."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.protocols import Drafter, ForwardRequest
+from specbench.decoding.tree import grow_tree
 from specbench.decoding.verdicts import top
 
 if TYPE_CHECKING:
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Randomness, Sampling
 
 _READ_LATE = ("cuda",)
-"""Devices that work on while nobody reads what they have computed."""
+"""Devices that compute asynchronously until a result is read."""
 
 _FEW = 8
-"""A pass that reads more tokens than this costs more than a usual one."""
+"""A forward pass over more tokens than this takes noticeably longer."""
 
 
 _DROPPED = -2
-"""Stands for a node that was read and is not verified."""
+"""Marks a node that was read and is not verified."""
 
 
 class Drawn(NamedTuple):
@@ -44,12 +45,12 @@ class Drawn(NamedTuple):
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a causal language model that keeps its own cache and reads the prompt at its first proposal.
+    """Drafts with a causal language model, which has its own cache and reads the prompt at its first proposal.
 
     Args:
-        scorer: The model; its logits must be as wide as the target's, or those of its ``DraftVocabulary``.
-        name: How the command line names it.
-        clock: Tells the prefill from the rest; ``None`` for the one right for the model's device.
+        scorer: The model; its logits are as wide as the target's, or those of its ``DraftVocabulary``.
+        name: Its name on the command line.
+        clock: Times its prefill; ``None`` for the device's clock.
     """
 
     def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
@@ -57,7 +58,7 @@ class ModelDrafter(Drafter):
         self.scorer = scorer
         self._clock = clock or clock_for(str(scorer.device))
         self._has_read = False
-        self._read_nodes: list[int] = []  # of the last tree, those the model has read, in that order
+        self._read_nodes: list[int] = []  # nodes of the last tree that the model has read, in that order
         self._distributions = torch.empty(0, 0)
 
     @property
@@ -95,10 +96,9 @@ class ModelDrafter(Drafter):
         random: Randomness,
         drawing: Drawing = top,
     ) -> Decoding[Draft]:
-        """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks.
+        """Draft token by token, or a tree depth by depth; nothing beyond the model's context limit or vocabulary.
 
-        A tree takes one pass for each depth: of the nodes that are read, each beside the others of its depth. In greedy
-        decoding its chances are those of the untempered softmax.
+        In greedy decoding a tree's probabilities are those of the untempered softmax.
         """
         self._read_nodes = []
         limit = policy.begin(max(0, min(budget, self._room(context))))
@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
                 self._read_nodes += [node for node in nodes if node >= 0]
                 logits = yield from self._frontier_logits(context, tree, len(nodes))
                 prospects = self._prospects(logits, context, tree, nodes, sampling)
-                if not prospects or not tree.grow(policy, prospects, drawing, random):
+                if not prospects or not grow_tree(tree, policy, prospects, drawing, random):
                     break
         kept = policy.prune(tree)
         if kept is None:
@@ -149,8 +149,7 @@ class ModelDrafter(Drafter):
     def _frontier_logits(
         self, context: Sequence[int], tree: GrowingTree, rows: int
     ) -> Decoding[torch.Tensor]:
-        """Logits after the nodes that were chosen last, see ``ForwardOutput``; after the
-        context if none has been yet."""
+        """Return the logits after the last frontier, after the context if there is none yet."""
         if not self._read_nodes:
             return (yield from self._next_logits(context, tree))
         tree.passes = (tree.passes or 0) + 1
@@ -167,10 +166,7 @@ class ModelDrafter(Drafter):
         nodes: Sequence[int],
         sampling: Sampling,
     ) -> dict[int, Scores]:
-        """Return by node what the model expects after it, for the nodes read last (logits: see ``ForwardOutput``).
-
-        A node after which every token is ruled out is left out.
-        """
+        """Return the distribution after each of the nodes read last, except where every token is ruled out."""
         logits, vocabulary = self._as_seen(logits, sampling)
         rows = self._memory(
             1 + len(self._read_nodes) - len(nodes), len(logits), logits.shape[-1], logits.device
@@ -195,16 +191,16 @@ class ModelDrafter(Drafter):
     def _as_seen(
         self, logits: torch.Tensor, sampling: Sampling
     ) -> tuple[torch.Tensor, DraftVocabulary | None]:
-        """Logits as transforms take them, and whose they are: those that look back have to know every token."""
+        """Return logits for the transforms, and their vocabulary: context-dependent ones need all tokens."""
         vocabulary = self.scorer.vocabulary
         if vocabulary is None or not sampling.context_dependent:
             return logits, vocabulary
         return vocabulary.spread(logits, -math.inf), None
 
     def _memory(self, place: int, rows: int, width: int, device: torch.device) -> torch.Tensor:
-        """Memory for the distributions of tokens of a draft, [rows, width], by the place of the first, from 0.
+        """Return memory for a draft's distributions from ``place`` on, [rows, width].
 
-        The system takes longer to hand out fresh memory than a softmax takes, so every draft gets the same.
+        It is reused, as allocating takes longer than a softmax.
         """
         held, end = self._distributions, place + rows
         if held.shape[-1] != width or held.device != device:
@@ -215,7 +211,7 @@ class ModelDrafter(Drafter):
         return self._distributions[place:end]
 
     def _propose_unread(self, context: Sequence[int], length: int) -> Decoding[Draft]:
-        """So many tokens, greedily, and not one of them is read before the target has verified them."""
+        """Draft greedily without reading a token back from the device before the target has verified it."""
         tokens, vocabulary = DeviceTokens(), self.scorer.vocabulary
         draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
         with self.drafting():
@@ -228,7 +224,7 @@ class ModelDrafter(Drafter):
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Around the draws of a step."""
+        """Surround the forward passes of a step."""
         yield
 
     def draw(
@@ -239,11 +235,10 @@ class ModelDrafter(Drafter):
         sampling: Sampling,
         random: Randomness,
     ) -> Decoding[Drawn | None]:
-        """One pass, and the token behind ``context + draft.tokens``; ``None`` if the policy has seen enough, or every
-        token is ruled out there.
+        """Run a forward pass and draw the token after ``context + draft.tokens``.
 
-        The pass feeds all that the cache lacks, whoever drafted or emitted it. It is counted in the draft, and timed
-        there as prefill if it is the first one or has to catch up with more than a few tokens.
+        Returns:
+            The token; ``None`` if the policy stops there, or every token is ruled out.
         """
         logits = yield from self._next_logits(context, draft)
         known = Logits(logits[0], self.scorer.vocabulary)
@@ -265,7 +260,7 @@ class ModelDrafter(Drafter):
         return Drawn(random.draw(q), known, q)
 
     def _next_logits(self, context: Sequence[int], draft: Draft) -> Decoding[torch.Tensor]:
-        """Logits behind context and draft, one row, see ``ForwardOutput``."""
+        """Return the logits after context and draft, one row; time a prefill, or catching up, in the draft."""
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
         held = self.scorer.cached_len
@@ -279,11 +274,11 @@ class ModelDrafter(Drafter):
         return logits
 
     def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> ForwardRequest:
-        """The pass that gives the distribution behind them."""
+        """Return the forward request for the distribution after these tokens."""
         return ForwardRequest(self.scorer, context, drafted, rows=1)
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
-        """Whether the model can draft a token behind ``context + drafted``."""
+        """Return whether the model can draft a token after ``context + drafted``."""
         fresh = (*context[self.scorer.cached_len :], *drafted)
         limit = self.scorer.context_limit
         # A padding id of the target's wider vocabulary has no embedding here.
@@ -291,15 +286,15 @@ class ModelDrafter(Drafter):
         return known and (limit is None or len(context) + len(drafted) <= limit)
 
     def _room(self, context: Sequence[int]) -> int:
-        """How many tokens this model can draft behind the context; 0 or less for none."""
+        """Return how many tokens the model can draft after the context; 0 or less for none."""
         if not self.can_read(context, ()):
             return 0
         limit = self.scorer.context_limit
-        # The last draft is never fed, so one more token fits than the context has room for.
+        # The last draft token is never fed, so one more fits.
         return sys.maxsize if limit is None else limit - self._length(context) + 1
 
     def _length(self, context: Sequence[int]) -> int:
-        """Of a context, in the model's own tokens."""
+        """Return a context's length in the model's own tokens."""
         return len(context)
 
     def update(self, outcome: StepOutcome) -> None:
@@ -312,28 +307,26 @@ class ModelDrafter(Drafter):
 
 
 class SelfDrafter(ModelDrafter):
-    """Drafts with a cheaper form of the target on top of the target's own cache.
+    """Drafts with a cheaper form of the target on the target's cache, so that it needs no prefill of its own.
 
-    The drafts' keys and values are taken off the cache again before the target verifies, so that what the target reads
-    is its own work alone. No second prefill is needed.
+    Its keys and values are removed before the target verifies, which so reads only its own.
 
     Args:
         scorer: The cheaper form, sharing the target's cache object.
-        name: How the command line names it.
-        clock: See ``ModelDrafter``.
+        name, clock: See ``ModelDrafter``.
     """
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The target has just emptied the cache they share."""
+        """Start a new prompt; the target has emptied the shared cache."""
         self._has_read = False
 
     def resume(self, prompt: Sequence[int], kept: int) -> None:
-        """The target has just rolled the cache back that they share."""
+        """Start a new prompt; the target has rolled the shared cache back."""
         self.begin(prompt)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Give the cache back as it was."""
+        """Restore the cache afterwards."""
         verified = self.scorer.cached_len
         yield
         if self.scorer.cached_len > verified:

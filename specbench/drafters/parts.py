@@ -1,4 +1,4 @@
-"""What a drafter is made of."""
+"""The parts of a drafter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def drafting_parts(drafter: Drafter) -> list[Drafter]:
-    """The drafters side by side that make passes: of a cascade its model, and what stands alone itself."""
+    """Return the parts that run forward passes: each of several drafters, and a cascade's model."""
     if isinstance(drafter, SeveralDrafters):
         return [part for each in drafter.drafters for part in drafting_parts(each)]
     return [drafter.model if isinstance(drafter, CascadeDrafter) else drafter]
 
 
 def models_of(drafter: Drafter) -> list[ModelDrafter]:
-    """Those of them that draft with a model."""
+    """Return the parts that draft with a model."""
     return [part for part in drafting_parts(drafter) if isinstance(part, ModelDrafter)]

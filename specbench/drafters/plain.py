@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NoDraft(Drafter):
-    """Proposes nothing, so that every step is a plain target pass: plain decoding."""
+    """Proposes nothing, so that every step is one of plain decoding."""
 
     def __init__(self) -> None:
         super().__init__("none")
@@ -32,5 +32,5 @@ class NoDraft(Drafter):
         random: Randomness,
         drawing: Drawing = top,
     ) -> Decoding[Draft]:
-        yield from ()  # no passes
+        yield from ()
         return Draft()

@@ -1,4 +1,4 @@
-"""Several drafters side by side: each drafts a chain, and together they are a tree (Miao et al. 2024, SpecInfer)."""
+"""Several drafters whose chains are merged into one tree (Miao et al. 2024, SpecInfer)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 
 
 class SeveralDrafters(Drafter):
-    """Drafts a chain with each of its drafters, under one policy; equal beginnings share their rows of the pass.
+    """Drafts a chain with each of at least two drafters; equal prefixes share nodes.
 
-    A token that several drafted stands at its node as often, each time with the q of the drafter that drew it.
-
-    Args:
-        drafters: At least two.
+    A token that several drew counts once for each of them, with that drafter's q.
     """
 
     several = True
@@ -30,7 +27,7 @@ class SeveralDrafters(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         super().__init__("|".join(drafter.name for drafter in drafters))
         self.drafters = tuple(drafters)
-        self._chains: list[list[int]] = []  # of the last tree, each one's nodes
+        self._chains: list[list[int]] = []  # by drafter its nodes of the last tree
 
     @property
     def layers(self) -> Sequence[int]:
@@ -62,11 +59,7 @@ class SeveralDrafters(Drafter):
         random: Randomness,
         drawing: Drawing = top,
     ) -> Decoding[Draft]:
-        """Draft chain after chain.
-
-        Raises:
-            UsageError: The policy goes by a draft's own course, and there are several.
-        """
+        """Draft chain after chain; raise ``UsageError`` for a policy that depends on the draft."""
         if not policy.unconditional:
             raise UsageError(
                 f"Several drafters draft chains of one length, and {policy.name} decides as a chain goes.",
@@ -90,7 +83,7 @@ class SeveralDrafters(Drafter):
     def update(self, outcome: StepOutcome) -> None:
         layers = {layer: i for i, layer in enumerate(self.layers)}
         for drafter, chain in zip(self.drafters, self._chains or [[]] * len(self.drafters), strict=True):
-            # To each its own chain, with what others have drafted after that: it has read none of it.
+            # Each gets its own chain, followed by what the others drafted, which it has not read.
             nodes = [*chain, *(node for node in range(len(outcome.tokens)) if node not in chain)]
             states = outcome.states
             drafter.update(
