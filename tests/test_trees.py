@@ -15,7 +15,7 @@ from tiny import tiny_llama
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
-from specbench.decoding import prospects, verdicts, verify
+from specbench.decoding import distributions, verdicts, verify
 from specbench.decoding.distributions import Scores, TokenDistribution, largest
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
@@ -428,7 +428,7 @@ def test_what_cannot_be_a_tree_is_refused():
 
 @pytest.mark.parametrize("quick", [2**18, 0])
 def test_the_largest_of_a_row_are_those_of_a_sort(quick, monkeypatch):
-    monkeypatch.setattr(prospects, "_QUICK", quick)
+    monkeypatch.setattr(distributions, "_QUICK", quick)
     generator = torch.Generator().manual_seed(0)
     for length in (1, 5, 64, 700, 5003):
         rows = torch.randn(3, length, generator=generator).mul(3).round()  # with ties
