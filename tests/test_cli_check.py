@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import specbench.check.run
 from specbench.backends.torch.kernels import native
 from specbench.check.observe import Decoder
+from specbench.cli import check_run
 from specbench.decoding.loop import decode
 from specbench.decoding.verify import GreedyVerification
 from specbench.generate import encode_prompt
@@ -103,7 +104,7 @@ def test_a_sound_configuration_passes(check, drafter):
 
 
 def test_json_has_everything(check, monkeypatch):
-    monkeypatch.setattr(sys.modules["specbench.cli.check"], "_LONG_S", 0.0)
+    monkeypatch.setattr(check_run, "_LONG_S", 0.0)
     result = check("--json", "-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3, "--minutes", 2, "--seed", 4)
     figures = result.json()
     assert "The answers of transformers itself will take about 1 s." in result.err
@@ -321,7 +322,7 @@ def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(check, tmp
     def never(*arguments: Any) -> None:
         raise AssertionError("transformers was asked")
 
-    monkeypatch.setattr(sys.modules["specbench.cli.check"]._DecodingJob, "_references", never)
+    monkeypatch.setattr(check_run.DecodingJob, "_references", never)
     check("--drafter", other).refused(2, "tokenizer")
 
 

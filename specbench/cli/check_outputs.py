@@ -6,17 +6,32 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.files import reason
 from specbench.base.textsafe import counted, excerpt, visible
-from specbench.cli.check_request import CheckRequest, pieces_of, rounding_of
+from specbench.check.outputs import (
+    ExternalOutput,
+    OutputResult,
+    RejectedLine,
+    check_output,
+    read_outputs,
+)
+from specbench.check.render import outputs_parts
+from specbench.check.results import OutputsResult
+from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
+from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
+from specbench.models.devices import check_options
+from specbench.models.target import load_target
 from specbench.options import SharedPolicyOptions
+from specbench.show.document import show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.base.progress import Progress
-    from specbench.check.outputs import ExternalOutput, RejectedLine
     from specbench.models.target import Target
 
 
@@ -25,20 +40,16 @@ class OutputsJob:
 
     def __init__(self, request: CheckRequest, file: Path, *, limit: int | None) -> None:
         self.request = request
-        if without := request.given(
+        request.note_unused(
+            "on outputs that were made elsewhere",
             "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "draft_policy", "gamma",
             SharedPolicyOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
-        ):  # fmt: skip
-            verb = "has" if len(without) == 1 else "have"
-            request.note(f"{', '.join(without)} {verb} no effect on outputs that were made elsewhere.")
+        )  # fmt: skip
         self._lines = _read_lines(file, limit)
 
     def prepare(self, progress: Progress) -> None:
         """Load the target, and see which lines it can score."""
-        from specbench.models.devices import check_options
-        from specbench.models.target import load_target
-
         request = self.request
         check_options(request.recipe.models.target)
         self._target = load_target(
@@ -52,14 +63,7 @@ class OutputsJob:
         self._given, self._rejected = _fitting(request, self._target, self._lines)
 
     def run(self) -> int:
-        """Check, and print what was found; the exit code."""
-        from rich.console import Console
-
-        from specbench.check.outputs import OutputResult, RejectedLine, check_output
-        from specbench.check.render import outputs_parts
-        from specbench.check.results import OutputsResult
-        from specbench.show.document import show
-
+        """Check, and print what was found; return the exit code."""
         target = self._target
         rounding = rounding_of(target)
         end_ids = self.request.recipe.decoding.end_ids(target.end_ids)
@@ -90,7 +94,7 @@ class OutputsJob:
             }
             piece = pieces_of(target.language_model)
             if self.request.json_output:
-                self.request.write({**header, **result.to_dict(piece)})
+                write_json({**header, **result.to_dict(piece)})
             else:
                 console = Console(highlight=False)
                 parts = outputs_parts(result, dtype=rounding, piece=piece, encoding=console.encoding)
@@ -105,10 +109,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _read_lines(file: Path, limit: int | None) -> list[ExternalOutput | RejectedLine]:
-    """All lines, read before any model is loaded."""
-    from specbench.base.files import reason
-    from specbench.check.outputs import read_outputs
-
+    """Return all lines, read before any model is loaded."""
     name = "standard input" if str(file) == "-" else visible(str(file))
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
@@ -125,7 +126,7 @@ def _read_lines(file: Path, limit: int | None) -> list[ExternalOutput | Rejected
 def _fitting(
     request: CheckRequest, target: Target, lines: Sequence[ExternalOutput | RejectedLine]
 ) -> tuple[list[tuple[ExternalOutput, list[int]]], list[RejectedLine]]:
-    """The outputs this target can score, with their prompts' token ids, and the lines that it cannot."""
+    """Return the outputs that a target can score, with their prompts' token ids, and the lines that it cannot."""
     from specbench.check.outputs import RejectedLine, find_misfit
 
     fitting, rejected = [], []

@@ -1,0 +1,340 @@
+"""Running `specbench check`: what was asked for, and checks of configurations."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from specbench.base.errors import UsageError
+from specbench.base.progress import quiet_transformers
+from specbench.base.textsafe import counted
+from specbench.check.observe import DecodingSetup
+from specbench.check.reference import reference_output
+from specbench.check.render import check_parts
+from specbench.check.results import worst
+from specbench.check.run import Case, DecodingCheck
+from specbench.cli import options as opt
+from specbench.cli.conflicts import given
+from specbench.cli.console import write_json
+from specbench.cli.policy import RequestedPolicy, left_out
+from specbench.cli.progress import StageProgress
+from specbench.cli.setting import tokenizer_notes
+from specbench.cli.summary import show_notes
+from specbench.generate import encode_prompt
+from specbench.models.prepare import check_models, prepare
+from specbench.options import quantized
+from specbench.show.document import show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import typer
+
+    from specbench.base.progress import Progress
+    from specbench.bench.prompts import Prompt
+    from specbench.check.greedy import GreedyOutput
+    from specbench.check.results import CheckResult, Piece
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.load import LanguageModel
+    from specbench.models.target import Target
+    from specbench.recipe import Recipe
+    from specbench.specs.drafters import DrafterSpec
+
+_LONG_S = 10.0
+"""What takes less is not announced."""
+
+
+@dataclass
+class CheckRequest:
+    """What both kinds of checks share; ``sampling`` gets the model's own settings when it is loaded."""
+
+    ctx: typer.Context
+    recipe: Recipe
+    chat: bool | None
+    system: str | None
+    sampling: Sampling
+    json_output: bool
+    verbose: bool
+    quiet: bool
+    console: Console
+
+    def apply_defaults(self, model: LanguageModel) -> None:
+        """Add the settings of the model that apply to the transforms, and print which they are."""
+        for line in (*model.notes, *model.defaults.notes(applied=self.recipe.decoding.model_defaults)):
+            self.note(line)
+        self.sampling = self.sampling.with_defaults(
+            model.defaults.under(self.recipe.decoding), model.vocab_size
+        )
+
+    def note_unused(self, why: str, *names: str | type) -> None:
+        """Print which of the named options stand on the command line, and that they have no effect."""
+        if found := given(self.ctx, *names):
+            self.note(f"{', '.join(found)} {'has' if len(found) == 1 else 'have'} no effect {why}.")
+
+    def note(self, text: str) -> None:
+        """Print a note on stderr."""
+        if not self.quiet:
+            show_notes([text], apart=False, console=self.console)
+
+    def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
+        """Return the token ids of a prompt; without a place for it, the system message comes before the text."""
+        if model.tokenizer is None:
+            raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
+        if system is not None and self.system is None:
+            with suppress(UsageError):
+                return encode_prompt(model.tokenizer, text, chat=self.chat, system=system)
+            return encode_prompt(model.tokenizer, f"{system}\n\n{text}", chat=self.chat)
+        return encode_prompt(model.tokenizer, text, chat=self.chat, system=self.system)
+
+
+def pieces_of(model: LanguageModel) -> Piece | None:
+    tokenizer = model.tokenizer
+    return None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
+
+
+def rounding_of(target: Target) -> str:
+    """Return the name of the dtype whose rounding decides."""
+    return str(target.scorer.rounding).removeprefix("torch.")
+
+
+def _about(seconds: float) -> str:
+    return f"{max(1, seconds):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+class DecodingJob:
+    """Checks of each drafter with each policy that applies to it."""
+
+    def __init__(
+        self,
+        request: CheckRequest,
+        prompts: Sequence[Prompt],
+        drafters: Sequence[DrafterSpec],
+        policies: Sequence[RequestedPolicy],
+        *,
+        sample: bool,
+        bias: float,
+        minutes: float,
+    ) -> None:
+        self.request, self.prompts, self.drafters = request, prompts, drafters
+        self.policies = policies
+        self._samples = sample and not request.sampling.greedy
+        self._bias, self._minutes = bias, minutes
+        self._checks: list[tuple[str, DecodingCheck]] = []
+        self._header: dict[str, Any] = {}
+
+    def run(self) -> int:
+        """Check, and print what was found; return the exit code."""
+        done: list[tuple[str, DecodingCheck]] = []
+        complete = False
+        try:
+            with StageProgress(self.request.quiet) as progress, quiet_transformers():
+                self.request.console = progress.console
+                for number, (label, checking) in enumerate(self._checks):
+                    done.append((label, checking))
+                    several = len(self._checks) > 1
+                    place = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
+                    checking.progress = _Prefixed(progress, place)
+                    checking.announce = None if number else self._announce
+                    checking.check_steps()
+                    if self._samples:
+                        checking.check_samples(
+                            bias=self._bias, seconds=60 * self._minutes / len(self._checks)
+                        )
+            complete = True
+        finally:  # an interrupt loses nothing of what is checked
+            results = [
+                (label, checking.result(complete=complete or number + 1 < len(done)))
+                for number, (label, checking) in enumerate(done)
+            ]
+            results = [(label, result) for label, result in results if result.greedy]
+            if results:
+                self._show(results, complete)
+        return int(worst([result.verdict for _, result in results]) == "wrong")
+
+    def prepare(self, progress: Progress) -> None:
+        """Load the models, let ``transformers`` answer, and put the checks together.
+
+        The target is loaded once: ``transformers`` decodes with it before its layers are packed.
+        """
+        request = self.request
+        drafting = [spec for spec in self.drafters if not spec.is_plain]
+        for note in left_out([policy.spec for policy in self.policies], drafting):
+            request.note(note)
+        check_models(request.recipe.target, self.drafters, request.recipe.models, progress=progress)
+        names = ("top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias", "residual_adjustment")
+        if request.sampling.greedy:
+            request.note_unused("at temperature 0: nothing is sampled", *names)
+        rounded = quantized(request.recipe.models.dtype)
+        prompts: list[tuple[str, list[int]]] = []
+        references: list[Any] = []
+
+        def answer(model: LanguageModel) -> None:
+            """Let ``transformers`` decode with the target, before its layers are packed."""
+            self._model = model
+            request.apply_defaults(model)
+            prompts.extend(self._encode(model, self.prompts))
+            references.extend(
+                [None] * len(prompts) if rounded else self._references(model, prompts, progress)
+            )
+
+        target, loaded_drafters = prepare(
+            request.recipe.target,
+            self.drafters,
+            request.recipe.models,
+            cache=request.recipe.caching.kind,
+            bit_exact=request.recipe.caching.bit_exact,
+            progress=progress,
+            before_packing=answer,
+        )
+        for line in tokenizer_notes(each.outcome for each in loaded_drafters):
+            request.note(line)
+        if (parting := opt.widths_differ(target)) is not None:
+            request.note(parting)
+        cases = [
+            Case(name, tuple(ids), reference)
+            for (name, ids), reference in zip(prompts, references, strict=True)
+        ]
+        decoding = request.recipe.decoding
+        plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
+        chosen = [(each, policy) for each in loaded_drafters for policy in self._policies_for(each.spec)]
+        for loaded_drafter, policy in chosen:
+            plan, calibrated = policy.build(target, loaded_drafter, request.sampling)
+            if calibrated:
+                request.note(calibrated)
+            setup = DecodingSetup(
+                target=target.scorer,
+                drafter=loaded_drafter.drafter,
+                policy=plan,
+                sampling=request.sampling,
+                max_new_tokens=decoding.max_new_tokens,
+                end_ids=decoding.end_ids(target.end_ids),
+                stop=decoding.stop,
+                tokenizer=target.tokenizer,
+                seed=request.recipe.sampling.seed,
+                first_target=decoding.first_target,
+                residual_adjustment=decoding.residual_adjustment,
+            )
+            checking = DecodingCheck(
+                setup,
+                cases,
+                dtype=target.scorer.rounding,
+                no_transformers=f"it has no such {rounded} model" if rounded else None,
+                bit_exact=request.recipe.caching.bit_exact or target.bit_exact,
+                plain_outputs=plain_outputs,
+            )
+            label = loaded_drafter.name  # as sweeps name configurations
+            if label != "none":
+                label += f"@{plan.name.removeprefix('fixed:gamma=')}"
+            self._checks.append((label, checking))
+        self._header = {
+            "check": "decoding",
+            "target": target.name,
+            "dtype": target.dtype,
+            "device": str(target.scorer.device),
+            "rounding": rounding_of(target),
+            "options": {
+                "cache": request.recipe.caching.kind,
+                **opt.deciding(request.recipe, request.sampling, target.language_model),
+                "residual_adjustment": decoding.residual_adjustment,
+            },
+        }
+
+    def _policies_for(self, drafter: DrafterSpec) -> Sequence[RequestedPolicy]:
+        """Return the policies that apply to a drafter; any one where nothing is drafted."""
+        if drafter.is_plain:
+            return self.policies[:1]
+        return [policy for policy in self.policies if policy.spec.applies(drafter)]
+
+    def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
+        """Return ids and token ids of the prompts that fit into the context; of conversations, of the first turn."""
+        encoded = [
+            (prompt.id, self.request.encode(model, prompt.turns[0], prompt.system)) for prompt in prompts
+        ]
+        limit = model.context_limit
+        fitting = [(name, ids) for name, ids in encoded if limit is None or len(ids) < limit]
+        if not fitting:
+            raise UsageError(
+                f"No prompt leaves room for an answer in the target's context of {limit} tokens.",
+                "Choose shorter prompts.",
+            )
+        if left_out := len(encoded) - len(fitting):
+            who = counted(left_out, "prompt leaves", "prompts leave")
+            self.request.note(f"{who} no room for an answer in the target's context: left out.")
+        return fitting
+
+    def _references(
+        self,
+        model: LanguageModel,
+        prompts: Sequence[tuple[str, list[int]]],
+        progress: Progress,
+    ) -> list[Any]:
+        decoding = self.request.recipe.decoding
+        answer = partial(
+            reference_output,
+            model.model,
+            max_new_tokens=decoding.max_new_tokens,
+            end_ids=decoding.end_ids(model.end_ids),
+            stop=decoding.stop,
+            tokenizer=model.tokenizer,
+            repetition_penalty=self.request.sampling.repetition_penalty,
+            context_rules=decoding.context_rules(model.defaults.applied),
+            context_limit=model.context_limit,
+        )
+        answers = []
+        began = time.monotonic()
+        for done, (_, ids) in enumerate(prompts):
+            progress.update("transformers' own answers", done, len(prompts))
+            answers.append(answer(ids))
+            if done == 0 and (seconds := (time.monotonic() - began) * (len(prompts) - 1)) >= _LONG_S:
+                self.request.note(f"The answers of transformers itself will take about {_about(seconds)}.")
+        return answers
+
+    def _announce(self, seconds: float, plainly_s: float) -> None:
+        """Print how long the check will take, by the time of its first prompt; plain decoding is shared."""
+        prompts = len(self._checks[0][1].cases)
+        left = (prompts - 1) * seconds + (len(self._checks) - 1) * prompts * (seconds - plainly_s)
+        said = [f"The check will take about {_about(left)} more."] if left >= _LONG_S else []
+        if self._samples:
+            said.append(f"Sampling will take at most {_about(60 * self._minutes)}.")
+        if said:
+            self.request.note(" ".join(said))
+
+    def _show(self, results: Sequence[tuple[str, CheckResult]], complete: bool) -> None:
+        """Print what was found, under what was checked."""
+        header, piece = self._header, pieces_of(self._model)
+        checks = dict(self._checks)
+        names = [(checks[label].setup.drafter.name, checks[label].setup.policy.name) for label, _ in results]
+        if self.request.json_output:
+            verdict = worst([result.verdict for _, result in results])
+            found = [
+                {"drafter": drafter, "draft_policy": policy, **result.to_dict(piece)}
+                for (drafter, policy), (_, result) in zip(names, results, strict=True)
+            ]
+            write_json({**header, "verdict": verdict, "complete": complete, "configurations": found})
+            return
+        console = Console(highlight=False)
+        target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
+        parts = check_parts(
+            results,
+            target,
+            dtype=header["rounding"],
+            piece=piece,
+            encoding=console.encoding,
+            verbose=self.request.verbose,
+        )
+        show(console, *parts, wrap=console.is_terminal)
+
+
+class _Prefixed:
+    """Progress of one configuration among several."""
+
+    def __init__(self, progress: Progress, prefix: str) -> None:
+        self._progress, self._prefix = progress, prefix
+
+    def update(self, stage: str, done: int, total: int | None) -> None:
+        self._progress.update(f"{self._prefix}{stage}", done, total)
