@@ -27,14 +27,15 @@ from specbench.base.record import to_dict
 from specbench.bench.estimate import estimate_time
 from specbench.bench.runner import Event, run_sweep
 from specbench.cli import run
-from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
+from specbench.cli.sweep_display import SweepDisplay, duration
 from specbench.decoding.theory import SLOPE
 from specbench.options import ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import categorize, summarize
-from specbench.show.answer import find_answers
+from specbench.show.answer import answer_parts, find_answers
+from specbench.show.document import show
 from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
@@ -93,7 +94,7 @@ def test_a_sweep_from_beginning_to_end(sweep, tmp_path, models):
     (answer, *_) = (folder / "summary.md").read_text().split("\n\n")
     assert " ".join(out.split()).startswith(re.sub(r"\\(.)", r"\1", answer.strip("*")))
     assert "18 of 18 generations" in err
-    assert f"specbench plot results/{folder.name}" in err
+    assert f"specbench report results/{folder.name}" in err
     assert "few prompts" not in err
     assert "warning: 2 prompts say little about others." in err
 
@@ -121,7 +122,7 @@ def test_the_answer_comes_with_a_command_that_works(sweep, models, tmp_path):
         },
     )
     out = StringIO()
-    show_answer(answer, Console(file=out, width=60))
+    show(Console(file=out, width=60), *answer_parts(answer))
     first, *_, command = (line for line in out.getvalue().splitlines() if line)
     assert first.rstrip() == "small (int8) with γ = 2: 2.00× [2.00, 2.00] over plain"
     words = shlex.split(command)
@@ -167,7 +168,7 @@ def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
 
     code, out, err = sweep("--resume")  # finds the unfinished run by itself
     assert code == 0, err
-    assert f"Going on with results/{folder.name}: 2 of 6 generations are there." in err
+    assert f"Continuing results/{folder.name}: 2 of 6 generations are there." in err
     assert "3 of 6 generations, " in err
     assert len(load_results(folder).generations) == 6
     assert len(list((tmp_path / "results").iterdir())) == 1
@@ -259,7 +260,7 @@ def test_failures_are_told_and_tried_again(sweep, tmp_path, monkeypatch):
         code, _, err = sweep()
     assert code == 1
     (out,) = (tmp_path / "results").iterdir()
-    assert "3 generations failed; to try them again, add --resume --retry-failed." in err
+    assert "3 generations failed; to measure them again, add --resume --retry-failed." in err
     assert "generations of self:int8 γ=2 failed: There was not enough memory for this configuration." in err
     assert sweep("--out", out, "--resume")[0] == 0
     assert (load_results(out).generations["status"] == "failed").sum() == 3
@@ -426,7 +427,7 @@ def test_a_dry_run_breaks_no_word_on_a_terminal(sweep, monkeypatch):
     [
         (None, "takes about 1 s, roughly"),
         (0.4, "takes about 1 s, roughly"),
-        (10.0, "takes 1 s to 6 s, for the machine is busy (a load of 10.0 on 2 cores), roughly"),
+        (10.0, "takes 1 s to 6 s, as the machine is busy (a load of 10.0 on 2 cores), roughly"),
     ],
 )
 def test_on_a_busy_machine_a_dry_run_gives_a_range(sweep, monkeypatch, load, said):

@@ -249,7 +249,7 @@ def test_what_is_there_is_never_overwritten_silently(cli, tune, tmp_path, monkey
         said = cli("tune", "--target", "my model", "--minutes", 5)
         assert said.code == 2
         assert said.err.splitlines() == [
-            "specbench: 'specbench.toml' is there already. Overwrite it, or give another --out:",
+            "specbench: 'specbench.toml' exists already. Overwrite it, or give another --out:",
             "    specbench tune --target 'my model' --minutes 5 --overwrite",
             "    specbench tune --target 'my model' --minutes 5 --out specbench-3.toml",
         ]
@@ -292,10 +292,10 @@ def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     tune("--results", folder).refused(2, "holds results already", "--resume")
     said = tune("--resume")
     assert said.code == 0, said.err
-    assert f"Going on with results/{folder.name}." in said.err
+    assert f"Continuing results/{folder.name}." in said.err
     assert said.out.startswith("lookup with auto: 2.00")
     assert (folder / "generations.jsonl").read_text().splitlines()[:14] == lines
-    tune("--resume", "--overwrite").refused(2, "that left something open")
+    tune("--resume", "--overwrite").refused(2, "no unfinished run of `specbench tune`")
     assert tune("--resume", "--overwrite", "--results", folder).code == 0
 
 
@@ -310,7 +310,7 @@ def test_a_search_with_other_options_is_another_one(tune, tmp_path):
 
 def test_the_time_is_kept_to(tune, monkeypatch):
     tune("--minutes", 0.01).refused(1, "The time was too short to try anything", "--resume")
-    tune("--minutes", 0, "--results", "other").refused(2, "The time is 0 minutes.")
+    tune("--minutes", 0, "--results", "other").refused(2, "--minutes is 0.")
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_an_interrupted_race_gives_what_is_best_so_far(tune, tmp_path, monkeypat
         said = tune()
     assert said.code == 130
     assert said.out.startswith("lookup with auto")
-    assert "Interrupted. What is measured is in results/" in said.err
+    assert "Interrupted. Measurements are in results/" in said.err
     assert (tmp_path / "specbench.toml").exists()
     assert tune("--resume", "--overwrite").out.startswith("lookup with auto: 2.00")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,14 +20,6 @@ from specbench.cli.sweep_options import (
     checked_temperatures,
     chosen_prompts,
 )
-from specbench.cli.sweep_run import (
-    SweepJob,
-    describe_sources,
-    refuse_taken,
-    run_folder,
-    show_dry_run,
-)
-from specbench.cli.sweep_servers import sweep_servers
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
@@ -73,6 +64,7 @@ def sweep(
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     caching: CacheOptions,
     results: ResultsOptions,
+    verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
@@ -83,11 +75,16 @@ def sweep(
     from specbench.results.load import load_snapshot
 
     start = load_snapshot()
+    shown = {"quiet": quiet, "verbose": verbose}
     if servers.server:
-        sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, quiet, start)
+        from specbench.cli.sweep_servers import sweep_servers
+
+        sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, start, **shown)
         return
     from specbench.bench.engines.own import check_engine, load_engine
     from specbench.bench.grid import Sweep, build_configs
+    from specbench.cli.sweep_run import SweepJob, describe_sources, run_folder, show_dry_run
+    from specbench.policies import parse_costs
     from specbench.results.store import RunStore
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
@@ -103,23 +100,25 @@ def sweep(
         grid = build_configs(options, {str(spec): spec for spec in drafters})
         show_dry_run(Sweep(options, chosen, tuple(grid)), base, drafters, folder, start)
         return
-    refuse_taken(folder, results)
     with starting(quiet) as progress:
         check_engine(base, drafters, options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(base, drafters, options, progress)
     notes += _notes_of(engine, decoding)
-    fitted = partial(_calibrated, engine, notes)
+
+    def calibrated(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
+        fitted, note = engine.calibrated(policy, drafter, temperature)
+        notes.extend([note] if note else [])
+        return fitted
+
     configs = build_configs(
-        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
+        options, engine.specs, engine.fingerprints, calibrated, base=base, dtypes=engine.drafter_dtypes
     )
-    _check_costs(options, engine)
-    job = SweepJob(Sweep(options, chosen, tuple(configs)), engine, folder, quiet)
-    with job.open_store(sources, accept_changes=results.accept_changes) as store:
-        job.say_at_start(start, notes, job.going_on(store, retry_failed=results.retry_failed))
-        code = job.run(store, retry_failed=results.retry_failed)
-    if code:
-        raise typer.Exit(code)
+    if options.costs is not None:
+        for name in engine.drafters:  # refused if they lack one
+            parse_costs(options.costs, name)
+    job = SweepJob(Sweep(options, chosen, tuple(configs)), engine, folder, results, **shown)
+    job.run(sources, start, notes)
 
 
 def _compared_models(
@@ -141,18 +140,28 @@ def _compared_models(
     asked, shared = with_trees(drafting.draft_policy, drafting.tree, length.given)
     if chained is not None:
         shared = {"siblings": 0, **shared}
-    policies = parse_policies(asked or _default_rules(temperatures), **shared)
+    usual = ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]  # `generate` takes auto at temperature 0
+    policies = parse_policies(asked or usual, **shared)
     if chained:
         refuse_siblings(policies, chained)
-    given = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
-    drafters = tuple(spec for spec in given if not spec.is_plain)
+    specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
+    drafters = tuple(spec for spec in specs if not spec.is_plain)
     gammas = parse_gammas(drafting.gamma or "")
     if not any(policy.word == "fixed" for policy in policies):
-        _refuse_gamma(ctx, policies)
+        if given(ctx, "gamma"):
+            takes = next((policy for policy in policies if policy.takes("gamma")), None)
+            other = f"write --draft-policy {takes.word}:gamma=N" if takes else "leave --gamma out"
+            raise UsageError(
+                "--gamma is for the policy fixed, which is not among the policies.",
+                f"Add --draft-policy fixed, or {other}.",
+            )
         gammas = []
     batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
-    if batches:
-        _refuse_fixed_shapes(base.caching.kind)
+    if batches and base.caching.kind in ("static", "compiled"):
+        raise UsageError(
+            "Forward passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
+            "Leave them out, or leave --batch out.",
+        )
     notes = left_out(policies, drafters)
     reference, beams = parse_baselines(compared.baseline)
     options = SweepOptions(
@@ -177,7 +186,7 @@ def _compared_models(
 
 
 def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
-    """What there is to say of the loaded models."""
+    """Return notes on the loaded models."""
     from specbench.cli.setting import tokenizer_notes
 
     model = engine.target.language_model
@@ -187,32 +196,8 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
     return notes if parting is None else [*notes, parting]
 
 
-def _default_rules(temperatures: Sequence[float]) -> list[str]:
-    """Every length of ``fixed``, and what ``generate`` does by default: ``auto`` at temperature 0."""
-    return ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]
-
-
-def _refuse_gamma(ctx: typer.Context, policies: Sequence[PolicySpec]) -> None:
-    """Refuse lengths that nothing is drafted by."""
-    if given(ctx, "gamma"):
-        takes = next((policy for policy in policies if policy.takes("gamma")), None)
-        raise UsageError(
-            "The lengths of --gamma are those of the policy fixed, which is not among the policies.",
-            "Add --draft-policy fixed"
-            + (f", or write --draft-policy {takes.word}:gamma=N." if takes else ", or leave --gamma out."),
-        )
-
-
-def _refuse_fixed_shapes(cache: str) -> None:
-    if cache in ("static", "compiled"):
-        raise UsageError(
-            "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
-            "Leave them out, or leave --batch out.",
-        )
-
-
 def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
-    """The costs of a file, without the times of single steps, which belong to one generation alone."""
+    """Return the costs of a file, without the times of single steps, which belong to one generation."""
     from specbench.policies import check_costs, load_costs
 
     if not any(policy.takes("costs") for policy in policies):
@@ -224,22 +209,3 @@ def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
         data = {name: data.get(name) for name in ("target_pass_s", "drafter_pass_s")}
     check_costs(data)
     return data
-
-
-def _check_costs(options: SweepOptions, engine: ModelEngine) -> None:
-    """Refuse costs that lack one of the drafters, whose names are known only now."""
-    from specbench.policies import parse_costs
-
-    if options.costs is not None:
-        for name in engine.drafters:
-            parse_costs(options.costs, name)
-
-
-def _calibrated(
-    engine: ModelEngine, notes: list[str], policy: PolicySpec, drafter: str, temperature: float
-) -> PolicySpec:
-    """A policy with what was calibrated for a drafter; what there is to say of it is added to the notes."""
-    fitted, note = engine.calibrated(policy, drafter, temperature)
-    if note:
-        notes.append(note)
-    return fitted

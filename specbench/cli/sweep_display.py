@@ -15,12 +15,9 @@ from rich.text import Text
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.grid import Sweep, SweepConfig
 from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, SweepStarted
-from specbench.show.answer import answer_parts
-from specbench.show.document import show
 
 if TYPE_CHECKING:
     from specbench.results.lines import Measurement
-    from specbench.show.answer import Answer
 
 
 def duration(seconds: float) -> str:
@@ -29,12 +26,6 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def show_answer(answer: Answer, console: Console) -> None:
-    """Print what a sweep came to, and the command to copy; an empty line behind it."""
-    show(console, *answer_parts(answer))
-    console.print()
 
 
 class SweepDisplay:

@@ -1,4 +1,4 @@
-"""The options of `specbench sweep` alone, in groups."""
+"""Options of `specbench sweep` and `specbench tune`, in groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from specbench.cli.options import drafters_option, panel, prompts_option
+from specbench.cli.options import drafters_option, output, panel, prompt_option, prompts_option
+from specbench.options import DECODING, MODELS, CacheName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,6 +164,64 @@ class ResultsOptions:
     dry_run: Annotated[bool, _results("--dry-run", None, "Show the plan, its time and memory, and stop.")] = (
         False
     )
+
+
+_decoding, _option = panel(DECODING), panel("Options")
+
+
+@dataclass(frozen=True)
+class TuneResultsOptions:
+    """Where the answer and the measurements go."""
+
+    out: Annotated[Path, output("--out -o", "FILE", "File for the configuration found.")] = Path(
+        "specbench.toml"
+    )
+    overwrite: Annotated[bool, output("--overwrite", None, "Overwrite --out.")] = False
+    results: Annotated[
+        Path | None,
+        output("--results", "FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."),
+    ] = None
+    resume: Annotated[
+        bool,
+        output(
+            "--resume",
+            None,
+            "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
+            " results/.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is tried, on which prompts, and for how long."""
+
+    drafter: Annotated[
+        tuple[str, ...],
+        drafters_option(
+            MODELS,
+            "Drafter to try too: a model, a trained head, or a word of `specbench drafters`; repeatable.",
+        ),
+    ] = ()
+    prompts: Annotated[tuple[str, ...], prompts_option()] = ()
+    category: Annotated[
+        tuple[str, ...],
+        prompt_option("--category", "NAME", "Category of prompts; repeatable. Default: all."),
+    ] = ()
+    temperature: Annotated[
+        float, _decoding("--temperature -t", "X", "Temperature; 0 for greedy decoding.", min=0.0)
+    ] = 0.0
+    cache: Annotated[
+        CacheName | None,
+        _decoding(
+            "--cache",
+            "KIND",
+            "KV cache: dynamic, preallocated, static or none. Default: preallocated where forward passes are faster"
+            " with it.",
+        ),
+    ] = None
+    minutes: Annotated[float, _option("--minutes", "X", "Time for everything; it may end sooner.")] = 6.0
+    seed: Annotated[int, _option("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
 
 
 def chosen_prompts(experiment: ExperimentOptions, options: SweepOptions) -> list[Prompt]:

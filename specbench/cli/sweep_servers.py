@@ -1,4 +1,4 @@
-"""A sweep of servers in place of models."""
+"""`specbench sweep --server`: a sweep of servers instead of models."""
 
 from __future__ import annotations
 
@@ -7,35 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from specbench.base.errors import UsageError
+from specbench.bench.axes import parse_batches
+from specbench.bench.engines.servers import ServerEngine
+from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
-from specbench.cli.sweep_options import (
-    ComparedOptions,
-    ExperimentOptions,
-    ResultsOptions,
-    ServerOptions,
-    checked_temperatures,
-    chosen_prompts,
-)
-from specbench.cli.sweep_run import (
-    SweepJob,
-    planned,
-    print_line,
-    refuse_taken,
-    run_folder,
-)
+from specbench.cli.sweep_options import checked_temperatures, chosen_prompts
+from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
+from specbench.results.store import RunStore
 from specbench.specs.models import parse_model
 from specbench.specs.servers import parse_servers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.bench.engines.servers import ServerEngine
+    import typer
+
+    from specbench.cli.sweep_options import ComparedOptions, ExperimentOptions, ResultsOptions, ServerOptions
     from specbench.results.load import LoadSnapshot
     from specbench.specs.servers import ServerSpec
 
@@ -49,16 +40,14 @@ def sweep_servers(
     experiment: ExperimentOptions,
     decoding: DecodingOptions,
     results: ResultsOptions,
-    quiet: bool,
     start: LoadSnapshot,
+    *,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
-    """A sweep of servers in place of models."""
-    from specbench.bench.axes import parse_batches
+    """Measure servers instead of models; for the arguments see ``specbench.cli.sweep``."""
     from specbench.bench.engines.own import load_engine
-    from specbench.bench.engines.servers import ServerEngine
-    from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
     from specbench.models.load import load_tokenizer
-    from specbench.results.store import RunStore
 
     specs = parse_servers(servers.server)
     known = bool(given(ctx, "target"))
@@ -111,26 +100,21 @@ def sweep_servers(
         folder = run_folder(results, sources, options)
         sweep = Sweep(options, prompts, tuple(build_server_configs(options, [spec.name for spec in specs])))
         if results.dry_run:
-            for line in planned(sweep, folder):
-                print_line(line)
+            show_plan(sweep, folder)
             return
-        refuse_taken(folder, results)
         RunStore.check_writable(folder)
-        job = SweepJob(sweep, engine, folder, quiet)
-        with job.open_store(sources, accept_changes=results.accept_changes) as store:
-            going_on = job.going_on(store, retry_failed=results.retry_failed)
-            job.say_at_start(start, _server_notes(engine), going_on)
-            code = job.run(store, retry_failed=results.retry_failed)
-        if engine.unjudged:
-            job.say(f"Outputs that part were not judged. {engine.unjudged}")
+        job = SweepJob(sweep, engine, folder, results, quiet=quiet, verbose=verbose)
+        try:
+            job.run(sources, start, _server_notes(engine))
+        finally:
+            if engine.unjudged:
+                job.say(f"Outputs that differ were not judged. {engine.unjudged}")
     finally:
         engine.close()
-    if code:
-        raise typer.Exit(code)
 
 
 def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
-    """The keys that the environment holds, by the names of their servers."""
+    """Return the keys in the environment, by server."""
     found = {
         spec.name: os.environ[spec.key_variable].strip() for spec in specs if spec.key_variable in os.environ
     }

@@ -1,0 +1,318 @@
+"""Running `specbench tune`: from options to the answer."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import textwrap
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import file_errors, reason, require_writable
+from specbench.base.progress import quiet_transformers
+from specbench.bench.axes import parse_policies
+from specbench.bench.grid import Sweep, SweepOptions
+from specbench.bench.prompts import load_prompts
+from specbench.cli.console import write_json, write_out
+from specbench.cli.progress import StageProgress, starting
+from specbench.cli.signals import exit_code_of_interrupt
+from specbench.cli.sweep_run import FOLDER, RunJob, describe_sources, new_folder
+from specbench.config import config_from_recipe, write_config
+from specbench.decoding.clocks import WallClock
+from specbench.options import quantized
+from specbench.recipe import Recipe
+from specbench.results.load import load_snapshot
+from specbench.results.store import RunStore, read_run, stored_runs
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+from specbench.tune.candidates import GAMMAS, rules_to_try
+
+if TYPE_CHECKING:
+    from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
+    from specbench.options import DecodingOptions, ModelOptions
+    from specbench.results.results import Results
+    from specbench.tune.answer import TuneAnswer
+    from specbench.tune.loading import LoadedCandidates
+    from specbench.tune.race import Race
+    from specbench.tune.search import Found
+
+_REPEATS = 3
+"""Times that a prompt is decoded at most."""
+
+_ALL_PROMPTS = 1_000_000
+"""More than there are, so that all of them are taken, in turn from the categories."""
+
+_ENDING_S, _ENDING_SHARE = 3.0, 0.03
+"""Seconds, and share of the time, for what comes after the race."""
+
+
+def run_tune(
+    target: str,
+    search: SearchOptions,
+    models: ModelOptions,
+    decoding: DecodingOptions,
+    results: TuneResultsOptions,
+    *,
+    json_output: bool,
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
+    clock, start = WallClock(), load_snapshot()
+    began = clock.now()
+    if results.out.exists() and not results.overwrite:
+        raise _exists(results.out)
+    with file_errors(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
+        require_writable(results.out.parent)
+    given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
+    named = search.prompts or ("all",)
+    chosen = tuple(load_prompts(named, search.category, _ALL_PROMPTS))
+    base = Recipe(parse_model(target), models=models, decoding=decoding)
+    sources = {**describe_sources(base, given, named, search.category, None), "tune": True}
+    folder = _folder(results, sources["target"])
+    stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
+    if RunStore.exists(folder) and stored is None:
+        raise UsageError(
+            f"The folder {str(folder)!r} holds results already.",
+            "Add --resume to continue them, or give other --results.",
+        )
+    kind: Any = search.cache if stored is None else stored.configs[0].cache
+    policies = parse_policies(
+        rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
+    )
+    options = SweepOptions(
+        gammas=GAMMAS,
+        policies=tuple(map(str, policies)),
+        temperatures=(search.temperature,),
+        decoding=decoding,
+        repeats=_REPEATS,
+        warmup=0,
+        turns=1,
+        seed=search.seed,
+    )
+    with starting(quiet) as progress, quiet_transformers():
+        from specbench.bench.engines.own import check_engine
+        from specbench.decoding.sampling import Sampling
+        from specbench.tune.loading import configurations, load_candidates
+
+        Sampling(temperature=search.temperature)  # refuses one that is no temperature
+        check_engine(base, given, options, progress)
+        try:
+            RunStore.check_writable(folder)
+        except UsageError as error:  # whose advice is that of a sweep
+            raise UsageError(error.message, "Give other --results.") from error
+        grid = Sweep(options, chosen, ())
+        loaded = load_candidates(base.target, given, models, grid, cache=kind, progress=progress)
+    options = replace(options, cache=loaded.cache)
+    base = replace(base, caching=base.caching.with_kind(loaded.cache))
+    sweep = Sweep(options, chosen, tuple(configurations(options, loaded.engine, base)))
+    job = _TuneJob(sweep, loaded, folder, quiet)
+    with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
+        job.say_at_start(start, job.notes(), None if stored is None else "")
+        until = began + 60 * search.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * search.minutes)
+        found = job.search(store, clock, 60 * search.minutes, until, progress)
+        answer = job.answer(found, store)
+    job.show(answer, found, results.out, search.cache, json_output=json_output, verbose=verbose)
+    if found.ending == "interrupted":
+        raise typer.Exit(exit_code_of_interrupt())
+
+
+def _exists(out: Path) -> UsageError:
+    """Return a refusal to overwrite, with the command as typed, once to overwrite and once with the next free name."""
+    free = next(path for n in count(2) if not (path := out.with_name(f"{out.stem}-{n}{out.suffix}")).exists())
+    commands = [*sys.argv[1:], "--overwrite"], [*sys.argv[1:], "--out", str(free)]
+    return UsageError(
+        f"{str(out)!r} exists already.",
+        "Overwrite it, or give another --out:",
+        [shlex.join(["specbench", *each]) for each in commands],
+    )
+
+
+def _folder(results: TuneResultsOptions, target: str) -> Path:
+    """Return the folder of the run: the given one, with ``--resume`` the newest unfinished one, or a new one."""
+    if results.results is not None:
+        return results.results
+    if not results.resume:
+        return new_folder(target, "-tune")
+    for path, run in stored_runs(FOLDER):
+        if run.options.get("tune") and not run.finished:
+            return path
+    raise UsageError(
+        f"There is no unfinished run of `specbench tune` in {FOLDER}/.",
+        "Name one with --results, or leave --resume out to begin one.",
+    )
+
+
+def _wrapped(text: str) -> str:
+    """Break the sentences of a text between words on a terminal; tables and commands stay as they are."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "".join(
+        f"{textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)}\n"
+        if len(line) > width and "  " not in line.strip() and not line.startswith("    ")
+        else f"{line}\n"
+        for line in text.splitlines()
+    )
+
+
+class _TuneJob(RunJob):
+    """A search with its models loaded."""
+
+    advice = "Restore that, or give other --results."
+
+    def __init__(self, sweep: Sweep, loaded: LoadedCandidates, folder: Path, quiet: bool) -> None:
+        super().__init__(sweep, loaded.engine, folder, quiet)
+        self.loaded = loaded
+
+    def notes(self) -> list[str]:
+        """Return notes on the models."""
+        from specbench.cli.setting import tokenizer_notes
+
+        return [*self.loaded.notes, *tokenizer_notes(self.loaded.engine.drafters.values())]
+
+    def search(
+        self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
+    ) -> Found:
+        """Try, choose and race. After an interrupt, a search that has raced something ends with the best so far."""
+        from specbench.tune.loading import exportable
+        from specbench.tune.search import Search
+
+        search = Search(
+            self.sweep,
+            store,
+            self.loaded.engine,
+            clock=clock,
+            seconds=seconds,
+            until=until,
+            kept=exportable(self.sweep.configs, self.loaded.engine),
+            progress=progress,
+        )
+
+        def show(race: Race) -> None:
+            shown = self._state_of(race, until - clock.now())
+            progress.update(f"racing: {shown}", 0, None)
+            if race.look_due and not self.quiet and not self.console.is_terminal:
+                self.say(shown)
+
+        try:
+            found = search.run(show)
+        except KeyboardInterrupt:
+            self._say_interrupted()
+            raise
+        if found.ending == "interrupted":
+            self._say_interrupted()
+        return found
+
+    def _say_interrupted(self) -> None:
+        self.say(
+            f"Interrupted. Measurements are in {self.folder}; to continue, run the same command with --results"
+            f" {self.folder} --resume --overwrite."
+        )
+
+    def answer(self, found: Found, store: RunStore) -> TuneAnswer:
+        """Return what the search came to, after storing it for everything that shows the run."""
+        from specbench.results.results import load_results
+        from specbench.tune.answer import find_answer, stored_answer
+
+        answer = find_answer(found, self.sweep.configs, load_results(self.folder))
+        assert store.run.tuning is not None
+        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found)))
+        return answer
+
+    def _state_of(self, race: Race, left_s: float) -> str:
+        """Return who is in the race, in a line."""
+        from specbench.cli.sweep_display import duration
+        from specbench.results.stats import decimals
+
+        labels = {config.id: config.label for config in self.sweep.configs}
+        lead = labels[race.leader]
+        if race.leader != race.plain:
+            lead += f" {decimals(race.ratio(race.leader, race.plain).value)} × plain"
+        left = f"at most {duration(max(0.0, left_s))} left"
+        if race.decided:
+            return f"{race.blocks} blocks, decided for {lead}; its speedup is measured on, {left}"
+        others = [labels[name] for name in race.running if name not in (race.leader, race.plain)]
+        names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        among = f"with {names}" if others else "nobody else"
+        return f"{race.blocks} blocks, leading {lead}; {among} in the race, {left}"
+
+    def show(
+        self,
+        answer: TuneAnswer,
+        found: Found,
+        out: Path,
+        cache: str | None,
+        *,
+        json_output: bool,
+        verbose: bool,
+    ) -> None:
+        """Write and print the answer."""
+        from specbench.results.results import load_results
+        from specbench.results.summary import summarize
+        from specbench.show import tables
+        from specbench.show.document import spelled_out, to_markdown
+        from specbench.tune.answer import as_json, as_markdown, exports, exports_json, full_text, short_text
+
+        results = load_results(self.folder)
+        summary = summarize(results)
+        table = to_markdown(tables.summary_sheet(summary))
+        self.write_summary(summary, "\n".join([as_markdown(answer), table]))
+        written = self._write_configuration(answer, out, cache)
+        exported = exports(results, self.folder) if found.race.verdict == "faster" else None
+        if json_output:
+            facts = {
+                **as_json(answer, found),
+                "configuration": str(out) if written else None,
+                "results": str(self.folder),
+                "exports": exports_json(exported or []),
+            }
+            write_json(facts)
+        else:
+            text = (full_text if verbose else short_text)(answer, self._command(results), exported)
+            write_out(spelled_out(_wrapped(text), sys.stdout.encoding or "utf-8"))
+        for warning in found.warnings:
+            self.warn(warning)
+        if written:
+            provisional = " (provisional)" if answer.provisional else ""
+            commands = "generate, chat, serve, sweep and check"
+            self.say(f"Saved: {out}{provisional}, which {commands} read in this folder or with --config.")
+        self.say(f"Results: {self.folder}; specbench report {self.folder} shows them.")
+
+    def _command(self, results: Results) -> str:
+        """Return the command that decodes as the answer says, with models as they were typed."""
+        from specbench.results.summary import categorize, summarize
+        from specbench.show.answer import find_answers
+
+        (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
+        return answer.command
+
+    def _write_configuration(self, answer: TuneAnswer, out: Path, cache: str | None) -> bool:
+        """Write the configuration; return whether one can hold the answer."""
+        recipe = answer.winner.recipe
+        assert recipe is not None
+        usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
+        try:
+            config, note = config_from_recipe(recipe, provisional=answer.provisional)
+        except UsageError as error:
+            self.say(f"note: {out} is not written: {error}")
+            return False
+        try:
+            write_config(
+                out, config.without("cache") if cache is None and recipe.caching.cache == usual else config
+            )
+        except OSError as error:
+            raise RunError(
+                f"{str(out)!r} cannot be written ({reason(error)}).",
+                f"Measurements are in {str(self.folder)!r}; give another --out with --resume.",
+            ) from error
+        if note:
+            self.say(f"note: {note}")
+        return True
