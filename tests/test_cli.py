@@ -337,7 +337,10 @@ def test_colors_need_a_terminal(tiny, monkeypatch):
 def test_what_keeps_passes_from_being_native_is_said(tiny, monkeypatch):
     why = "there was no C compiler when specbench was installed"
     monkeypatch.setattr(native, "_found", lambda: why)
-    assert f"Decoding is slower than it could be, without native passes: {why}." in tiny("the", "-n", 4).err
+    assert (
+        f"Decoding is slower than it could be, without native forward passes: {why}."
+        in tiny("the", "-n", 4).err
+    )
 
 
 def test_quiet_is_silent(tiny):
@@ -1029,7 +1032,7 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, 
         )
         return cli("generate", "--target", folder, *common, *arguments, "the and the and the")
 
-    note = f"outputs of this {dtype} target may part from plain decoding's"
+    note = f"outputs of this {dtype} target may differ from plain decoding's"
     done = tiny("--json")
     assert done.code == 0, done.err
     if note not in done.err:  # a processor that cannot says so

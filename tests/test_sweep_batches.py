@@ -720,13 +720,13 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
     assert "TTFT" in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")
     code, _, err = sweep(*arguments, "--resume")
     assert code == 0, err
-    assert "12 of 12 groups of requests are there" in " ".join(err.split())
+    assert "12 of 12 batches are there" in " ".join(err.split())
 
 
 def test_a_dry_run_counts_groups_and_requests(sweep):
     code, out, err = sweep("--batch", "1,2,4", "--dry-run")
     assert code == 0, err
-    assert "14 groups of requests side by side, 24 generations" in " ".join(out.split())
+    assert "14 batches, 24 generations" in " ".join(out.split())
     assert not Path("run").exists()
 
 

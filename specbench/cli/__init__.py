@@ -1,4 +1,4 @@
-"""The command line. Commands are one small module each and import what is heavy when they run."""
+"""The command line: one small module for each command, which imports what is heavy when it runs."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _VALIDATOR_WORDS = re.compile("Value error, |, unable to parse .*")
 
 
 class _EscapeError(Exception):
-    """Carries, as its cause, an error that typer would answer with an exit of its own."""
+    """Carries, as its cause, an error that typer would turn into an exit."""
 
 
 class _Commands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
-        """The commands with their summaries, which click would cut to a line."""
+        """List the commands with their whole summaries, which click would cut to a line."""
         with formatter.section("Commands"):
             formatter.write_dl(
                 [(name, command.get_short_help_str(10_000)) for name, command in self.commands.items()]
@@ -110,23 +110,20 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code.
+    """Run the command line and exit.
 
-    0: done. 1: the run failed. 2: the command line or its input is at fault. 130: interrupted. 141: the reader of the
-    output went away. 143: terminated.
+    Codes: 0 done; 1 the run failed; 2 wrong command line or input; 130 interrupted; 141 output closed; 143 terminated.
     """
     end_cleanly_on_sigterm()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
-    gc.freeze()  # what is left goes with the process: to look for cycles in it would take as long as a second
+    gc.freeze()  # a last search for cycles would take up to a second
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code; every error becomes one sentence on stderr."""
+    """Run one command and return its exit code; an error becomes one sentence on stderr."""
     _prepare_streams()
-    _wait_briefly()
-    _ask_for_huge_pages()
-    _keep_few_kernels()
+    _set_environment()
     try:
         result: Any = _command_line().main(arguments, prog_name="specbench", standalone_mode=False)
         sys.stdout.flush()
@@ -140,12 +137,12 @@ def run(arguments: list[str]) -> int:
 
 @functools.cache
 def _command_line() -> Any:
-    """Every command with its options; reading them takes a while, and whoever calls `run` again need not wait again."""
+    """Return every command with its options, built once."""
     return typer.main.get_command(app)
 
 
 def _prepare_streams() -> None:
-    """Text of models holds anything: what a stream's encoding lacks gets a stand-in there, not a crash."""
+    """Replace characters that the encoding of stdout or stderr lacks, for models write anything."""
     if sys.stdout is None:  # closed by the caller
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the program runs
     if sys.stderr is None:
@@ -155,44 +152,29 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _ask_for_huge_pages() -> None:
-    """Let torch get large memory in huge pages at once; must come before torch is loaded.
-
-    Laying weights together once they are written takes as long as all else of a start. What the user has set stays.
-    """
+def _set_environment() -> None:
+    """Set variables that torch and OpenMP read when torch is loaded, unless the user has (docs/log.md has figures)."""
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        # Large memory in huge pages from the start: joining pages later takes as long as the rest of a start.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def _wait_briefly() -> None:
-    """Let OpenMP's threads spin for some 100 µs before they sleep; must come before torch is loaded.
-
-    By default they spin forever where there are as many cores as threads, and as soon as another process wants a
-    core, passes take 10 to 40 times as long (docs/log.md). What the user has set stays.
-    """
     if "OMP_WAIT_POLICY" not in os.environ:
+        # OpenMP's threads spin for some 100 µs, then sleep. By default they spin forever with as many cores as
+        # threads, and as soon as another process wants a core, forward passes take 10 to 40 times as long.
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-
-
-def _keep_few_kernels() -> None:
-    """Let oneDNN, and torch above it, keep what they make for 128 shapes of products each, not for 1,024; must come
-    before torch is loaded.
-
-    Every length of a prompt has shapes of its own, and with a small model in float32 they take 2.3 MB: a process that
-    reads many prompts would grow by some 500 MB (docs/log.md). What the user has set stays.
-    """
     for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        # Kernels for 128 shapes of products, not 1,024: every prompt length has its own, of some 2.3 MB each for a
+        # small model in float32, and a process that reads many prompts would grow by 500 MB.
         os.environ.setdefault(capacity, "128")
 
 
 def _explain(error: BaseException) -> int:
-    """Say what went wrong in a sentence; return the exit code."""
+    """Print what went wrong in a sentence; return the exit code."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("interrupted.")
         return exit_code_of_interrupt()
     # rich turns a closed pipe into an exit.
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        _give_up_stdout()  # and not a word: whoever closed it has read enough, as in `specbench trace FILE | head`
+        _give_up_stdout()  # without a message: the reader has seen enough, as in `specbench trace FILE | head`
         return OUTPUT_CLOSED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -221,13 +203,13 @@ def _explain(error: BaseException) -> int:
 
 
 def _sentence(message: str) -> str:
-    """A complaint of the option parser as a sentence of its own, without its validator's words."""
+    """Return a message of the option parser as a sentence, without its validator's words."""
     message = _VALIDATOR_WORDS.sub("", message).replace("Input should be", "it should be").rstrip(" .")
     return message if message.endswith("?") else f"{message}."
 
 
 def _give_up_stdout() -> None:
-    """What is left in the buffer goes nowhere, or the interpreter would complain once more when it leaves."""
+    """Drop what is left in the buffer, or the interpreter would print another error at its end."""
     with suppress(OSError, ValueError):  # ValueError: not a real file, or closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -243,7 +225,7 @@ def _print(line: str) -> None:
 
 
 def _wrapped(line: str) -> str:
-    """The line broken between words, if it goes to a terminal."""
+    """Break a line between words if it goes to a terminal."""
     try:
         width = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):  # no terminal, or no file at all

@@ -12,8 +12,10 @@ import typer
 from specbench.base.errors import SpecbenchError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
+from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.cli.signals import CtrlC, terminated
+from specbench.cli.summary import show_answer, show_answers, show_notes
 from specbench.cli.watchers import StreamedText
 from specbench.options import (
     CacheOptions,
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 1024
 _COMMANDS = {
-    "/reset": "begin a new conversation, under the same system message",
-    "/system TEXT": "answer under this system message from now on; without TEXT under none",
+    "/reset": "begin a new conversation with the same system message",
+    "/system TEXT": "set the system message; without TEXT remove it",
     "/stats": "figures of all answers so far",
-    "/help": "this list; Ctrl-C stops an answer",
-    "/exit": "leave, as Ctrl-D does",
+    "/help": "show this list (Ctrl-C stops an answer)",
+    "/exit": "leave, like Ctrl-D",
 }
 
 
@@ -49,10 +51,8 @@ def chat(
     sampling: SamplingOptions,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes, no figures.")] = False,
 ) -> None:
-    """Talk with a model. Its answers go to stdout, everything else to stderr; /help lists what may be typed."""
+    """Chat with a model. Answers go to stdout, everything else to stderr; /help lists commands."""
     from specbench.base.progress import quiet_transformers
-    from specbench.cli.setting import parse_recipe
-    from specbench.cli.summary import show_notes
 
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def chat(
                 seed=sampling.seed,
                 decoding=decoding,
             )
-        talk = _Talk(conversation, quiet=quiet)
+        chatting = _Chat(conversation, quiet=quiet)
         if not quiet:
             model = f"{setting.target!r}, drafter {setting.drafter.name}, {setting.policy.name}."
             notes = [
@@ -80,31 +80,31 @@ def chat(
                 *facts(setting.target, setting.drafter, decoding),
             ]
             notes += [setting.note] if setting.note else []
-            notes += ["/help lists what else may be typed; Ctrl-D ends."] if talk.asks else []
-            show_notes(notes, apart=talk.asks)
-        talk.go_on()
+            notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
+            show_notes(notes, apart=chatting.interactive)
+        chatting.run()
 
 
-class _Talk:
-    """What is typed, and what is answered.
+class _Chat:
+    """A conversation as it is typed and answered.
 
     Args:
-        conversation: Is asked.
-        quiet: Say nothing but answers and what went wrong.
+        conversation: The conversation.
+        quiet: Print answers and errors only.
 
     Attributes:
-        asks: Whether somebody sits there: asked for every line, and told what is wrong with it. Otherwise what is wrong
-            ends the command, and so does Ctrl-C.
+        interactive: Whether input comes from a terminal, with a prompt for every line. Otherwise errors and Ctrl-C end
+            the command.
     """
 
     def __init__(self, conversation: Conversation, *, quiet: bool) -> None:
         self._conversation, self._quiet = conversation, quiet
         self._answers: list[Generation] = []
         self._kept = 0
-        self.asks = sys.stdin is not None and sys.stdin.isatty()
+        self.interactive = sys.stdin is not None and sys.stdin.isatty()
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="replace")
-        if self.asks:
+        if self.interactive:
             with suppress(ImportError):  # the line can be edited then, and earlier ones called back
                 import readline
 
@@ -112,33 +112,30 @@ class _Talk:
                     # What is pasted is one message, with all of its lines. Python switches that off.
                     readline.parse_and_bind("set enable-bracketed-paste on")
 
-    def go_on(self) -> None:
-        """Until it is left."""
+    def run(self) -> None:
+        """Read and answer until the end."""
         while True:
             try:
                 line = self._read()
                 if line is None or line.strip() == "/exit":
                     return
-                self._take(line.strip())
+                text = line.strip()
+                if text.startswith("/") and "\n" not in text:  # what was pasted may begin with a slash
+                    self._command(text)
+                elif text:
+                    self._answer(text)
             except KeyboardInterrupt:
-                if not self.asks or terminated():
+                if not self.interactive or terminated():
                     raise
                 sys.stderr.write("\n")
                 _say("Ctrl-D or /exit ends the conversation.")
 
-    def _take(self, text: str) -> None:
-        """A command is one line; what was pasted may begin with a slash."""
-        if text.startswith("/") and "\n" not in text:
-            self._obey(text)
-        elif text:
-            self._answer(text)
-
     def _read(self) -> str | None:
-        """The next line; ``None`` at the end."""
+        """Return the next line; ``None`` at the end."""
         try:
-            if self.asks and sys.stdout.isatty():
+            if self.interactive and sys.stdout.isatty():
                 return input("> ")
-            if self.asks:
+            if self.interactive:
                 sys.stderr.write("> ")
                 sys.stderr.flush()
             return (sys.stdin.readline() or None) if sys.stdin is not None else None
@@ -146,16 +143,19 @@ class _Talk:
             sys.stderr.write("\n")
             return None
 
-    def _obey(self, text: str) -> None:
+    def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
         if name == "/reset":
             self._conversation.clear()
-            self._tell("A new conversation.")
+            self._confirm("A new conversation.")
         elif name == "/system":
             self._conversation.system = rest.strip() or None
-            self._tell("Answers are under that system message." if rest.strip() else "No system message.")
+            self._confirm("System message set." if rest.strip() else "No system message.")
         elif name == "/stats":
-            self._show_all()
+            if self._answers:
+                show_answers(self._answers, kept=self._kept)
+            else:
+                _say("Nothing has been answered yet.")
         elif name == "/help":
             for command, meaning in _COMMANDS.items():
                 _say(f"{command:13} {meaning}")
@@ -163,13 +163,11 @@ class _Talk:
             _say(f"There is no {name}; /help lists what there is.")
 
     def _answer(self, text: str) -> None:
-        """Ask, show what comes, and let both belong to the conversation."""
-        from specbench.cli.summary import show_answer
-
+        """Ask, print the answer, and add both to the conversation."""
         stopped = False
         try:
             run = self._conversation.ask(text)
-            with CtrlC(armed=self.asks) as ctrl_c:
+            with CtrlC(armed=self.interactive) as ctrl_c:
                 shown = StreamedText(run)
                 try:
                     for record in run:
@@ -180,14 +178,14 @@ class _Talk:
                 finally:
                     shown.end(run.result())
         except SpecbenchError as error:
-            if not self.asks:
+            if not self.interactive:
                 raise
             _say(str(error))
             return
         except KeyboardInterrupt:
-            if not self.asks or terminated():
+            if not self.interactive or terminated():
                 raise
-            _say("Interrupted: the message is forgotten.")
+            _say("Interrupted: the message is dropped.")
             return
         answer = run.result()
         self._answers.append(answer)
@@ -195,19 +193,11 @@ class _Talk:
         if answer.text:
             self._conversation.add(text, answer.text)
         else:
-            _say("No text came: the message is forgotten.")
+            _say("The answer has no text: the message is dropped.")
         if not self._quiet:
             show_answer(answer, kept=run.cached_tokens, stopped=stopped)
 
-    def _show_all(self) -> None:
-        from specbench.cli.summary import show_answers
-
-        if not self._answers:
-            _say("Nothing has been answered yet.")
-        else:
-            show_answers(self._answers, kept=self._kept)
-
-    def _tell(self, line: str) -> None:
+    def _confirm(self, line: str) -> None:
         if not self._quiet:
             _say(line)
 

@@ -1,4 +1,4 @@
-"""What a command takes from a `specbench.toml` where its command line says nothing."""
+"""Defaults of options from a `specbench.toml`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LENGTH = {*_RULE, "gamma", *(field.name for field in fields(SharedPolicyOptions
 
 
 def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
-    """Defaults for the options of a command, of the file that is named or of the one in the folder.
+    """Return defaults for the options of a command, from the named file or the one in the folder.
 
-    What is used of a file that nobody named is said on stderr.
+    What is taken from a file that was not named is printed on stderr.
 
     Args:
-        given: What stands on the command line, by name.
-        lists: The options that may be repeated.
+        given: Options on the command line, by name.
+        lists: Options that may be repeated.
 
     Raises:
         UsageError: The file is none.

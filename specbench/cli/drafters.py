@@ -35,7 +35,7 @@ def drafters() -> None:
 
 
 def _item(console: Console, name: str, text: str, indent: int, column: int, style: str) -> None:
-    """A name at ``indent``, and its text from ``column`` on, wrapped to stay there."""
+    """Print a name at ``indent`` and its text from ``column`` on, wrapped there."""
     from rich.text import Text
 
     width = min(console.width, _WIDEST) - column

@@ -14,8 +14,8 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
 from specbench.cli.many import ManyOptions, decode_prompts, refuse_for_many
+from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
-from specbench.cli.setting import parse_recipe
 from specbench.cli.watchers import ShownOptions, TraceOutput
 from specbench.options import (
     CacheOptions,

@@ -1,8 +1,7 @@
-"""`specbench generate --prompts`: many prompts side by side, each with a line or a text of its own."""
+"""`specbench generate --prompts`: many prompts in batches, each with a line or a text of its own."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
-from specbench.cli.console import write_out
+from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ _BATCH = 8
 
 @dataclass(frozen=True)
 class ManyOptions:
-    """Which prompts are decoded side by side, and how many."""
+    """Prompts that are decoded in batches."""
 
     prompts: Annotated[
         tuple[str, ...],
@@ -69,7 +68,7 @@ class ManyOptions:
 
 
 def refuse_for_many(recipe: Recipe) -> None:
-    """Refuse what cannot serve several requests side by side."""
+    """Refuse what cannot decode several requests in a batch."""
     if recipe.caching.kind in ("static", "compiled"):
         raise UsageError(
             "Forward passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
@@ -92,20 +91,20 @@ def decode_prompts(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Decode, and print what came of each prompt, in their order.
+    """Decode, and print the result of each prompt, in their order.
 
     Args:
-        many: How many at a time, and in which memory.
-        prompts: All of them.
-        target: Decodes them.
-        start: From a prompt to a run that has not begun.
-        more: What every line tells beside a generation's figures.
-        as_json: Print a JSON object in a line, and no text.
+        many: Batch size and memory.
+        prompts: The prompts.
+        target: The target.
+        start: Makes a run that has not begun from a prompt.
+        more: What every JSON line has besides the figures of a generation.
+        as_json: Print JSON lines instead of text.
         quiet: No progress, no summary.
 
     Raises:
-        RunError: Some have failed; the others are printed.
-        KeyboardInterrupt: Ctrl-C; what has come to its end is printed.
+        RunError: Some prompts failed; the others are printed.
+        KeyboardInterrupt: Ctrl-C; finished results are printed.
     """
     from specbench.backends.torch.pools import bytes_per_token
     from specbench.generate_many import GenerationRuns
@@ -145,10 +144,10 @@ def decode_prompts(
 
 
 class _InOrder:
-    """Prints results in the order of the prompts, as soon as those before them have ended.
+    """Prints results in the order of the prompts, each as soon as all before it have ended.
 
     Attributes:
-        results: Of those that have ended, by place.
+        results: The finished ones, by index.
     """
 
     def __init__(
@@ -164,14 +163,14 @@ class _InOrder:
         return sum(isinstance(result, Exception) for result in self.results.values())
 
     def ended(self, index: int) -> None:
-        """One has."""
+        """Take a finished prompt, and print what can be printed."""
         self.results[index] = self.runs.result(index)
         while self._next in self.results:
             self._print(self._next)
             self._next += 1
 
     def rest(self) -> None:
-        """Those that wait for others will wait in vain."""
+        """Print the results that waited for others."""
         for index in sorted(index for index in self.results if index >= self._next):
             self._print(index)
 
@@ -190,7 +189,7 @@ class _InOrder:
                     "costs": result.costs,
                     **self._more,
                 }
-            write_out(json.dumps(line, allow_nan=False) + "\n")
+            write_json(line)
         else:
             text = f"FAILED: {result}" if isinstance(result, Exception) else result.text or ""
             write_out(f"== {prompt.id} ({prompt.category})\n{text.rstrip()}\n\n")

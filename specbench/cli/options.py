@@ -55,11 +55,11 @@ _FIRST = 10
 
 
 class Fields:
-    """Beside a group in a command's signature: what the command takes of it, if not all as it stands in the group.
+    """Which fields of a group a command takes, with which help and defaults; next to the group in its signature.
 
     Args:
         names: The fields, in the order of the help; all if none is named. The others keep their defaults.
-        without: In place of these, fields that it does not take.
+        without: Fields that it does not take.
         words: Other help, by field.
         defaults: Other defaults, by field.
     """
@@ -118,7 +118,7 @@ def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
 
 
 def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[Parameter]:
-    """The fields of a group as parameters of a command."""
+    """Yield the fields of a group as parameters of a command."""
     hints = get_type_hints(kind, include_extras=True)
     for field in chosen:
         (value, option), default = get_args(hints[field.name]), taken.defaults.get(field.name, field.default)
@@ -133,7 +133,7 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
 
 
 def default_drafter(target: str) -> str:
-    """What drafts for a target where nothing is said."""
+    """Return the default drafter of a target."""
     from specbench.models.training_metadata import is_packaged
     from specbench.specs import models
 
@@ -148,7 +148,7 @@ class GroupedCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line; what a configuration says stands behind it."""
+        """Read the command line, with the defaults of a configuration."""
         names = {str(parameter.name): parameter for parameter in self.get_params(ctx)}
         if "config" in names and not ctx.resilient_parsing:
             from specbench.cli.config import defaults_from_config
@@ -190,7 +190,7 @@ class GroupedCommand(TyperCommand):
 
 
 def complete_drafters(incomplete: str) -> list[str]:
-    """What ``--drafter`` may go on to, for a shell; behind a word and a colon, its options."""
+    """Return how ``--drafter`` may continue, for a shell: words and, after a colon, their options."""
     words = [kind for kind in DRAFTERS if kind.word.islower()]
     found = [*(kind.word for kind in words), "lookup+self:int8"]
     if incomplete:
@@ -200,19 +200,19 @@ def complete_drafters(incomplete: str) -> list[str]:
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """What ``--draft-policy`` may go on to."""
+    """Return how ``--draft-policy`` may continue."""
     return _beginning(incomplete, policy_words())
 
 
 def complete_prompts(incomplete: str) -> list[str]:
-    """The built-in sets that ``--prompts`` may go on to; a shell offers files where there are none."""
+    """Return the built-in sets that may continue ``--prompts``; a shell offers files where there are none."""
     from specbench.bench.prompts import set_names
 
     return _beginning(incomplete, set_names())
 
 
 def complete_configurations(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The configurations of the runs that are named before ``--a``, ``--b`` or ``--setting``."""
+    """Return the configurations of the runs that are named before ``--a``, ``--b`` or ``--setting``."""
     from specbench.results.store import stored_runs
 
     source = ctx.params.get("source")
@@ -376,7 +376,7 @@ class ConfigOptions:
 
 
 def command_with(ctx: typer.Context, **changes: Any) -> str:
-    """The command line as it was given but for some parameters, for a shell; ``None`` leaves one out."""
+    """Return the command line as given, with some parameters changed; ``None`` leaves one out."""
     words, rest = ctx.command_path.split(), []
     for parameter in ctx.command.params:
         name = str(parameter.name)
@@ -394,27 +394,27 @@ def command_with(ctx: typer.Context, **changes: Any) -> str:
 
 
 def chained(models: ModelOptions, caching: CacheOptions) -> str | None:
-    """What on the command line asks for passes that are the same to the bit, so that drafts have no siblings."""
+    """Return the option that asks for bit-exact forward passes, with which drafts have no siblings."""
     if caching.bit_exact:
         return "--bit-exact"
     return None if quantized(models.dtype) is None else f"--dtype {models.dtype}"
 
 
 def widths_differ(target: Target) -> str | None:
-    """What the user should know of an int8 or int4 target whose logits depend on the width of the pass."""
+    """Return a note on an int8 or int4 target whose logits depend on the width of the forward pass."""
     if target.widths_differ is None:
         return None
     return (
-        f"Bit-exact passes cannot be had here, so that outputs of this {target.dtype} target may part from plain"
+        f"Bit-exact forward passes are not available here: outputs of this {target.dtype} target may differ from plain"
         f" decoding's. {target.widths_differ}"
     )
 
 
 def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: CacheOptions) -> CacheKind:
-    """The kind of cache to use, given what was asked for; of an int8 or int4 target the configuration is read for that.
+    """Return the kind of cache to use; for an int8 or int4 target its configuration is read.
 
     Raises:
-        UsageError: Bit-exact or compiled passes with another cache than theirs.
+        UsageError: Bit-exact or compiled forward passes with another cache than theirs.
     """
     chosen = bool(given(ctx, "cache"))
     for asked, name, its_own in (
@@ -436,11 +436,11 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
 
 
 def deciding(recipe: Recipe, sampling: Sampling, model: LanguageModel) -> dict[str, Any]:
-    """What decides an output, by name, for a program to read; ``None`` for what is switched off.
+    """Return what decides an output, by name; ``None`` for what is switched off.
 
     Args:
-        recipe: As asked for.
-        sampling: The transforms, with what the model's own settings ask for.
+        recipe: What was asked for.
+        sampling: The transforms, with the model's own settings.
         model: The target.
     """
     decoding = recipe.decoding

@@ -1,31 +1,68 @@
-"""The draft policy that a command line asks for."""
+"""The recipe and the draft policies that a command line asks for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
+from specbench.cli.options import cache_for
+from specbench.recipe import Recipe
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
 from specbench.specs.policies import default_policy, parse_policy, parse_tree, share_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    import typer
+
+    from specbench.cli.options import DraftingOptions
     from specbench.decoding.request import DraftPlan
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
+    from specbench.options import (
+        CacheOptions,
+        DecodingOptions,
+        ModelOptions,
+        SamplingOptions,
+        SharedPolicyOptions,
+    )
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.policies import PolicySpec
 
 
+def parse_recipe(
+    ctx: typer.Context,
+    drafting: DraftingOptions,
+    models: ModelOptions,
+    length: SharedPolicyOptions,
+    decoding: DecodingOptions,
+    caching: CacheOptions,
+    sampling: SamplingOptions,
+) -> Recipe:
+    """Return what a command line asks for.
+
+    Raises:
+        UsageError: It asks for something that cannot be.
+    """
+    kind = cache_for(ctx, drafting.target, models, caching)
+    target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
+    greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
+    policy = requested_policy(
+        drafting.draft_policy, drafting.tree, {**length.given, "gamma": drafting.gamma}, greedy=greedy
+    )
+    return Recipe(target, drafter, policy, length.costs, models, caching.with_kind(kind), decoding, sampling)
+
+
 class RequestedPolicy:
-    """A draft policy with costs from a file, if there is one; its options are checked.
+    """A draft policy with its options checked, and costs from a file, if there is one.
 
     Args:
         spec: The policy.
         costs: A file for it.
-        chained: The option that asks for passes that are the same to the bit, so that nothing may stand beside a draft.
+        chained: The option that asks for bit-exact forward passes, with which drafts have no siblings.
     """
 
     def __init__(self, spec: PolicySpec, costs: Path | None, *, chained: str | None = None) -> None:
@@ -63,7 +100,7 @@ class RequestedPolicy:
 def with_trees(
     policies: Sequence[str], trees: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """What ``--tree`` makes of the policies that are asked for and of their options.
+    """Return policies and their options with what ``--tree`` adds to them.
 
     Raises:
         UsageError: There is no such tree, or siblings are asked for twice.
@@ -84,7 +121,7 @@ def with_trees(
 def requested_policy(
     draft_policy: str | None, tree: str | None, options: Mapping[str, Any], *, greedy: bool
 ) -> PolicySpec:
-    """The one policy that is asked for, or the default one.
+    """Return the one policy that is asked for, or the default one.
 
     Raises:
         UsageError: There is no such policy, or an option that it lacks.
@@ -108,15 +145,15 @@ def requested_policies(
     greedy: bool,
     chained: str | None = None,
 ) -> list[RequestedPolicy]:
-    """Every policy that is asked for; those that begin with a γ once with each.
+    """Return every policy that is asked for; one that takes a γ once with each.
 
     Args:
-        specs: Their words and own options; empty for the policy that is the default.
+        specs: Policies as they are written; empty for the default one.
         costs: A file for those that take it.
-        gammas: Lengths; empty if none are asked for.
-        options: Others that they may share. Each goes to the policies that take it.
+        gammas: Draft lengths; empty if none are given.
+        options: Options for the policies that take them.
         greedy: Whether nothing is sampled.
-        chained: The option that asks for passes that are the same to the bit, so that nothing may stand beside a draft.
+        chained: See ``RequestedPolicy``.
 
     Raises:
         UsageError: An option that none of the policies takes, or one policy twice.
@@ -147,10 +184,10 @@ def requested_policies(
 
 
 def refuse_siblings(policies: Sequence[PolicySpec], chained: str) -> None:
-    """Refuse policies that have siblings verified, where passes are to be the same to the bit by this option.
+    """Refuse policies with siblings or trees, for the option ``chained`` asks for bit-exact forward passes.
 
     Raises:
-        UsageError: One of them does: its passes sum up what another one's do in another order.
+        UsageError: There is one.
     """
     for policy in policies:
         if policy.kind.tree:
@@ -163,7 +200,7 @@ def refuse_siblings(policies: Sequence[PolicySpec], chained: str) -> None:
 
 
 def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:
-    """Policies that do not apply to a drafter, a sentence each.
+    """Return a sentence for each policy that does not apply to a drafter.
 
     Raises:
         UsageError: One applies to none of them.

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for what takes long: fetching, converting, loading, decoding unseen."""
+"""A progress bar on stderr for slow stages: fetching, converting, loading, decoding without output."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from specbench.base.textsafe import terminal_safe
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SAID_ONCE = ("fetching", "converting", "waiting")
+_PRINTED_ONCE = ("fetching", "converting", "waiting")
 _REDRAW_S = 0.1
 
 
 @contextmanager
 def starting(quiet: bool = False) -> Iterator[StageProgress]:
-    """The stages of a start, from the imports to what is loaded; the garbage collector rests meanwhile.
+    """Show the stages of a start, from imports to loaded models, with the garbage collector off.
 
-    What a start makes are millions of objects that stay: looking through them again and again takes a quarter as long
-    as making them.
+    A start makes millions of objects that stay; collecting among them would take a quarter longer.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -39,12 +38,11 @@ def starting(quiet: bool = False) -> Iterator[StageProgress]:
 class StageProgress(AbstractContextManager["StageProgress"]):
     """Draws the current stage on one line of a terminal, which is gone at the end.
 
-    On anything but a terminal, stages that take minutes are said once, in a line each.
+    Without a terminal, stages that take minutes are printed once.
 
     Args:
-        quiet: Draw and say nothing.
-        animated: Keep drawing from a thread of its own. Not while something is measured: then the bar moves only
-            when ``update`` is called.
+        quiet: Draw and print nothing.
+        animated: Draw from a thread. Not while something is measured: then only ``update`` draws.
     """
 
     def __init__(self, quiet: bool = False, *, animated: bool = True) -> None:
@@ -75,7 +73,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
     @property
     def console(self) -> Console:
-        """Where to print while the bar is drawn, so that it moves down."""
+        """The console to print on while the bar is drawn."""
         return self._console
 
     def __enter__(self) -> StageProgress:
@@ -88,7 +86,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         self._bar.stop()
 
     def update(self, stage: str, done: int, total: int | None) -> None:
-        """Show that ``done`` of ``total`` units of a stage are done; ``None``: nobody knows how many there are."""
+        """Show that ``done`` of ``total`` units of a stage are done; ``None``: an unknown number."""
         if self._stage is None or self._stage[0] != stage:
             self._begin(stage, total)
         assert self._stage is not None
@@ -103,5 +101,5 @@ class StageProgress(AbstractContextManager["StageProgress"]):
             self._bar.remove_task(self._stage[1])
         shown = " ".join(terminal_safe(stage, self._console.encoding).split())
         self._stage = stage, self._bar.add_task(shown, total=total)
-        if not self._console.is_terminal and not self._quiet and stage.startswith(_SAID_ONCE):
+        if not self._console.is_terminal and not self._quiet and stage.startswith(_PRINTED_ONCE):
             self._console.print(f"{shown} ...", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`specbench serve`: our own decoding behind the OpenAI protocol."""
+"""`specbench serve`: speculative decoding by the OpenAI protocol."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
+from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.options import (
     CacheOptions,
@@ -83,7 +84,6 @@ def serve(
     """
     from specbench.base.progress import quiet_transformers
     from specbench.cli.many import refuse_for_many
-    from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_notes
 
     _require_extra()
@@ -99,11 +99,9 @@ def serve(
             stack.enter_context(quiet_transformers())
             setting = load_recipe(recipe, progress)
             engine = _engine(setting, server)
-        rule_is_given = any(
-            (drafting.draft_policy, drafting.tree, drafting.gamma, length.costs, length.given)
-        )
+        policy_given = any((drafting.draft_policy, drafting.tree, drafting.gamma, length.costs, length.given))
         defaults = RequestDefaults(
-            policy=setting.policy if rule_is_given else None,
+            policy=setting.policy if policy_given else None,
             sampling=sampling.transforms,
             seed=sampling.seed if given(ctx, "seed") else None,
             decoding=decoding,
@@ -119,7 +117,9 @@ def serve(
             if server.batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Every request has passes of its own: {engine.factory.why_not_batched}")
             if not ipaddress.ip_address(address).is_loopback:
-                notes.append("Whoever reaches this machine can use it: there are no keys and no encryption.")
+                notes.append(
+                    "The server is open to everybody who reaches this machine: no keys, no encryption."
+                )
             notes.append(
                 f"{setting.target!r}, drafter {setting.drafter.name}, as {setting.target.name} on"
                 f" http://{where}:{port}/v1 (Ctrl-C ends it)"
@@ -129,7 +129,7 @@ def serve(
 
 
 def _require_extra() -> None:
-    """Refuse to begin without what only this command needs."""
+    """Refuse to begin without the packages that only this command needs."""
     from importlib.util import find_spec
 
     missing = [name for name in ("starlette", "uvicorn", "pydantic") if find_spec(name) is None]
@@ -141,10 +141,10 @@ def _require_extra() -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens: who takes the same port now is refused at once, and who asks now waits.
+    """Return a listening socket: no other program gets the port, and early requests wait.
 
     Raises:
-        UsageError: The address cannot be had.
+        UsageError: The address is not available.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -178,10 +178,10 @@ def _engine(setting: LoadedRecipe, server: _ServerOptions) -> Engine:
 
 
 def _pool_tokens(target: Target, server: _ServerOptions) -> int:
-    """Tokens whose keys and values there is room for.
+    """Return the capacity of the KV cache, in tokens.
 
     Raises:
-        UsageError: Hardly any.
+        UsageError: It is too small for a request.
     """
     from specbench.backends.torch.pools import bytes_per_token
     from specbench.generate_many import TREE_POSITIONS

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command as Ctrl-C does: what is measured is kept, child processes and work folders go."""
+"""SIGTERM ends a command as Ctrl-C does: measurements are kept, child processes and work folders removed."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ _received: list[int] = []
 
 
 def end_cleanly_on_sigterm() -> None:
-    """Have SIGTERM interrupt the program, unless whoever started it wants something else. Main thread only."""
+    """Let SIGTERM interrupt the program, unless its parent has set something else. Main thread only."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _interrupt)
 
 
 def exit_code_of_interrupt() -> int:
-    """What a shell reports for the signal that interrupted the program: 130 for SIGINT, 143 for SIGTERM."""
+    """Return what a shell reports for the signal that interrupted the program: 130 for SIGINT, 143 for SIGTERM."""
     return 128 + (_received[-1] if _received else signal.SIGINT)
 
 
 def terminated() -> bool:
-    """Whether what interrupted the program was SIGTERM."""
+    """Return whether SIGTERM interrupted the program."""
     return signal.SIGTERM in _received
 
 
 class CtrlC:
-    """Inside of it the first Ctrl-C is only noted, and the second interrupts as ever. Main thread only.
+    """A context in which the first Ctrl-C is only noted, and the second interrupts. Main thread only.
 
     Args:
-        armed: False leaves everything as it is.
+        armed: False changes nothing.
 
     Attributes:
-        pressed: Whether there was a first one.
+        pressed: Whether Ctrl-C was pressed once.
     """
 
     def __init__(self, *, armed: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What a running sweep shows."""
+"""The display of a running sweep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as one would say them."""
+    """Return a duration in words."""
     minutes = round(seconds / 60)
     if seconds < 60:
         return f"{seconds:.0f} s"
@@ -29,9 +29,9 @@ def duration(seconds: float) -> str:
 
 
 class SweepDisplay:
-    """Shows a sweep as it runs: progress and the table so far on a terminal, elsewhere a line now and then.
+    """Progress of a sweep, and the table so far on a terminal; elsewhere a line now and then.
 
-    It draws only when it is told of an event, never during a measurement.
+    It draws only on events, never during a measurement.
 
     Args:
         sweep: What runs.
@@ -65,7 +65,7 @@ class SweepDisplay:
         return self._console.is_terminal and not self._quiet
 
     def handle(self, event: Event) -> None:
-        """Take in an event, and show it."""
+        """Take an event, and show it."""
         if isinstance(event, CellStarted):
             self._now = self._describe(event)
         elif isinstance(event, CellDone):
@@ -104,17 +104,17 @@ class SweepDisplay:
     def _take_costs(self, event: CostsMeasured) -> None:
         if event.costs is None:
             self._console.print(
-                Text(self._safe(f"Single passes could not be timed: {event.error}")),
+                Text(self._safe(f"Single forward passes could not be timed: {event.error}")),
                 soft_wrap=not self._console.is_terminal,
             )
-        self._now = "timed single passes"
+        self._now = "timed single forward passes"
 
     def _say_progress(self) -> None:
         tenth = 10 * self._done // self._total
         if tenth > self._said:
             self._said = tenth
             failed = f", {self._failed} failed" if self._failed else ""
-            cells = "groups of requests" if self._options.batches else "generations"
+            cells = "batches" if self._options.batches else "generations"
             self._console.print(
                 f"{self._done} of {self._total} {cells}{failed}, {self._time_left()}",
                 markup=False,
@@ -152,7 +152,7 @@ class SweepDisplay:
 
 
 class _Speeds:
-    """Geometric means of speeds and of ratios to plain decoding, as they come in."""
+    """Geometric means of speeds, and of ratios to plain decoding, so far."""
 
     def __init__(self, configs: Sequence[SweepConfig]) -> None:
         self._configs = {config.id: config for config in configs}
@@ -160,7 +160,7 @@ class _Speeds:
         self._sums: dict[str, list[float]] = {}  # logs of speeds, runs, logs of ratios, pairs
 
     def add(self, measurement: Measurement) -> None:
-        """Take in a finished generation, or a group of them; one that emitted a single token has no speed."""
+        """Take a finished generation or batch; one of a single token has no speed."""
         line, speed = measurement.line, measurement.speed
         if math.isnan(speed):
             return
@@ -184,7 +184,7 @@ class _Speeds:
             self._sums[config][3] += 1
 
     def rows(self) -> list[tuple[SweepConfig, float, float | None, int]]:
-        """Configuration, tokens/s, ratio to plain decoding (1 for itself, ``None`` before a pair), and runs."""
+        """Return configuration, tokens/s, ratio to plain decoding (``None`` before a pair), and number of runs."""
         found = []
         for config in self._configs.values():
             if config.id in self._sums:

@@ -1,4 +1,4 @@
-"""What `specbench generate` does with the records of a run as they come: text to stdout, steps to a trace."""
+"""What `specbench generate` prints, and what takes the records of a run: text on stdout, steps in a trace."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class ShownOptions:
 
 
 class TraceOutput:
-    """Where the steps go: the terminal, a file, or both. A file that fails in the middle does not end the run.
+    """Steps on the terminal, in a file, or both. A file that fails in the middle does not end the run.
 
-    A trace that is there already stays until the first pass has come to its end.
+    An existing trace stays until the first forward pass has ended.
     """
 
     def __init__(self, path: Path | None, debug: bool) -> None:
         self._path, self._view, self._file = path, None, None
         self._problem: str | None = None
-        self._held: list[Event] | None = []  # what comes before the first pass; None behind it
+        self._waiting: list[Event] | None = []  # events before the first forward pass; None after it
         if debug:
             from rich.console import Console
 
@@ -103,16 +103,16 @@ class TraceOutput:
                 self._file.close()
             except OSError as error:
                 self._problem = self._problem or str(error.strerror)
-            if self._held is not None and self._new and self._path is not None:
+            if self._waiting is not None and self._new and self._path is not None:
                 self._path.unlink(missing_ok=True)
 
     @property
     def on_screen(self) -> bool:
-        """Whether the steps are shown."""
+        """Whether steps are shown on the terminal."""
         return self._view is not None
 
     def event(self, event: Event) -> None:
-        """Show and keep one event."""
+        """Show and write one event."""
         if self._file is not None and self._problem is None:
             try:
                 self._keep(self._file, event)
@@ -124,18 +124,18 @@ class TraceOutput:
     def _keep(self, file: TextIO, event: Event) -> None:
         from specbench.results.trace import TraceEnd, TraceHeader, write_event
 
-        if self._held is not None:
-            self._held.append(event)
+        if self._waiting is not None:
+            self._waiting.append(event)
             if isinstance(event, TraceHeader | TraceEnd):
                 return
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.truncate()
-        for each in self._held or [event]:
+        for each in self._waiting or [event]:
             write_event(file, each)
-        self._held = None
+        self._waiting = None
 
     def complain(self) -> None:
-        """Raise if the file does not hold everything."""
+        """Raise an error if the file is not complete."""
         if self._problem is not None:
             raise RunError(
                 f"The trace file {str(self._path)!r} is not complete: {self._problem}.",
@@ -152,12 +152,12 @@ _Label = TypeVar("_Label")
 
 
 class Watcher(Protocol):
-    """Sees the records of a run as they come."""
+    """Takes the records of a run as they come."""
 
     def record(self, record: Prefill | Step) -> None: ...
 
     def end(self, result: Generation) -> None:
-        """The run is over, or was interrupted."""
+        """Take the result of a run that has ended or was interrupted."""
 
 
 class StreamedText:
@@ -188,13 +188,13 @@ class StreamedText:
 
 
 class WholeText:
-    """Writes the text at the end, styled by ``paint`` if there is one, an empty line behind a trace on the screen."""
+    """Writes the text at the end, styled by ``paint`` if there is one, after an empty line if a trace is on screen."""
 
     def __init__(self, paint: Paint | None = None, *, after_trace: bool) -> None:
         self._paint, self._after_trace = paint, after_trace
 
     def record(self, record: Prefill | Step) -> None:
-        """Nothing yet."""
+        """Write nothing yet."""
 
     def end(self, result: Generation) -> None:
         if self._after_trace:
@@ -217,21 +217,21 @@ def _write_pieces(pieces: Iterable[tuple[Origin, str]], paint: Paint | None) -> 
 
 
 class WordWrap(Generic[_Label]):
-    """Text that comes in labeled pieces, its lines broken between words where a terminal would break them anywhere.
+    """Text in labeled pieces, broken between words where a terminal would break it anywhere.
 
-    A word is held back until it is whole, or fills a line of its own. Wide letters, as of Chinese, are words.
+    A word is kept back until it is whole or fills a line. Wide letters, as in Chinese, are words.
     """
 
     def __init__(self) -> None:
         self._column = 0  # cells in use in the line so far
         self._gap: list[
             tuple[_Label, str]
-        ] = []  # white space behind them: a word may follow in this line or not
+        ] = []  # white space after it: the next word may fit into this line or not
         self._word: list[tuple[_Label, str]] = []
         self._begun = False  # the word's beginning is written already
 
     def push(self, pieces: Sequence[tuple[_Label, str]], *, last: bool = False) -> list[tuple[_Label, str]]:
-        """What can be written once these have come; everything if they are the ``last``."""
+        """Return what can be written after these pieces; everything if they are the ``last``."""
         from rich.cells import cell_len
 
         width = shutil.get_terminal_size().columns
@@ -257,7 +257,7 @@ class WordWrap(Generic[_Label]):
         return [(label, _text(run)) for label, run in groupby(out, key=itemgetter(0))]
 
     def _placed(self, width: int) -> list[tuple[_Label, str]]:
-        """The word with the gap before it, or in a new line."""
+        """Return the word with the gap before it, or on a new line."""
         from rich.cells import cell_len
 
         if not self._word:
