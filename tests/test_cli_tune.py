@@ -324,8 +324,8 @@ def test_the_time_is_kept_to(tune, monkeypatch):
         (("--temperature", "inf"), ("temperature is inf",)),
         (("--max-new-tokens", "1"), ("new tokens is 1", "at least 2")),
         (("--device", "tpu"), ("Unknown device 'tpu'",)),
-        (("--minutes", "-1"), ("-1 minutes",)),
-        (("--resume",), ("no results of `specbench tune` in results/",)),
+        (("--minutes", "-1"), ("--minutes is -1",)),
+        (("--resume",), ("no unfinished run of `specbench tune` in results/",)),
     ],
 )
 def test_bad_input(tune, tmp_path, arguments, fragments):
