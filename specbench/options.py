@@ -80,17 +80,20 @@ def arguments_of(group: Any) -> list[str]:
     return found
 
 
-def _declare(panel: str) -> Callable[..., Any]:
-    """Return what declares the options of a panel, from flags, placeholder and help."""
+def panel(heading: str) -> Callable[..., Any]:
+    """Return what makes options under a heading of the help: ``option("--limit", "N", "Number of ...", min=1)``.
+
+    Flags that are separated by spaces are several names of one option; ``None`` is the metavar of a switch.
+    """
 
     def option(flags: str, metavar: str | None, help: str, **more: Any) -> Any:  # noqa: A002
-        return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=panel, **more)
+        return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=heading, **more)
 
     return option
 
 
-_model, _policy = _declare(MODELS), _declare(POLICY)
-_decoding, _sampling = _declare(DECODING), _declare(SAMPLING)
+_model, _policy = panel(MODELS), panel(POLICY)
+_decoding, _sampling = panel(DECODING), panel(SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class ModelOptions:
         _model(
             "--device-map",
             "MAP",
-            "Instead of --device: accelerate's auto, balanced, balanced_low_0 or sequential, or a JSON file.",
+            "Device map instead of --device: accelerate's auto, balanced, balanced_low_0, sequential, or a JSON file.",
         ),
     ] = None
     drafter_dtype: Annotated[
@@ -211,7 +214,7 @@ class DecodingOptions:
         _decoding(
             "--model-defaults/--no-model-defaults",
             None,
-            "Apply the model's generation_config.json, such as suppressed tokens, except for sampling.",
+            "Apply the model's generation_config.json (suppressed tokens and the like), except for sampling.",
         ),
     ] = True
 

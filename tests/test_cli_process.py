@@ -331,7 +331,9 @@ def test_a_terminal_gets_the_text(folder, options):
 
 def test_a_terminal_gets_color_and_80_columns(folder):
     command = ["generate", "the thing", "--target", str(folder), "--ignore-eos", "-n", "40"]
-    code, output = in_terminal([*command, "--compare", "--repeats", "1", "--debug", "-v"], TERM="xterm-256color")
+    code, output = in_terminal(
+        [*command, "--compare", "--repeats", "1", "--debug", "-v"], TERM="xterm-256color"
+    )
     assert code == 0, output
     assert re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output)
     bare = re.sub("\x1b\\[[0-9;]*m", "", output)

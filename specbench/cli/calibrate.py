@@ -11,7 +11,7 @@ from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.console import write_json, write_lines
 from specbench.cli.progress import StageProgress, starting
-from specbench.options import DECODING, ModelOptions, SamplingOptions, SharedPolicyOptions
+from specbench.options import DECODING, ModelOptions, SamplingOptions, SharedPolicyOptions, panel
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
@@ -30,7 +30,7 @@ _WORTH = 1.05
 """The error of predictions is as large as a smaller speedup."""
 
 
-_decoding = opt.panel(DECODING)
+_decoding = panel(DECODING)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
     SharedPolicyOptions,
+    panel,
 )
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
@@ -27,7 +28,7 @@ from specbench.specs.models import parse_model
 _DEFAULT_LIMIT, _DEFAULT_BIAS, _DEFAULT_MINUTES = 12, 0.05, 5.0
 _LARGEST_BIAS = 0.5
 CHECKED = "What is checked"
-_check = opt.panel(CHECKED)
+_check = panel(CHECKED)
 
 
 @dataclass(frozen=True)

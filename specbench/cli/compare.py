@@ -13,7 +13,8 @@ import typer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import counted
 from specbench.cli.console import say
-from specbench.cli.options import complete_configurations, output, panel
+from specbench.cli.options import complete_configurations, output
+from specbench.options import panel
 
 if TYPE_CHECKING:
     from specbench.results.compare import Compared

@@ -17,9 +17,9 @@ from specbench.cli.options import (
     JsonOption,
     complete_configurations,
     default_drafter,
-    panel,
 )
 from specbench.export.registry import ENGINES
+from specbench.options import panel
 from specbench.specs.policies import default_policy
 
 if TYPE_CHECKING:

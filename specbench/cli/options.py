@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given, refuse_conflicts
-from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, CacheOptions, ModelOptions, quantized
+from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, CacheOptions, ModelOptions, panel, quantized
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.policies import policy_words
 
@@ -227,18 +227,6 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 # -- options that several commands take ----------------------------------------------------------------
-
-
-def panel(heading: str) -> Callable[..., Any]:
-    """Return what makes options under a heading of the help: ``option("--limit", "N", "Number of ...", min=1)``.
-
-    Flags that are separated by spaces are several names of one option; ``None`` is the metavar of a switch.
-    """
-
-    def option(flags: str, metavar: str | None, help: str, **more: Any) -> Any:  # noqa: A002 - as typer has it
-        return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=heading, **more)
-
-    return option
 
 
 prompt_option, model_option, policy_option = panel(PROMPT), panel(MODELS), panel(POLICY)

@@ -24,6 +24,7 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
     SharedPolicyOptions,
+    panel,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1024
 _KV_MEMORY = 1024
 
-_server = opt.panel("Server")
+_server = panel("Server")
 
 
 @dataclass(frozen=True)

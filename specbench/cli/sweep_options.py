@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from specbench.cli.options import drafters_option, output, panel, prompt_option, prompts_option
-from specbench.options import DECODING, MODELS, CacheName
+from specbench.cli.options import drafters_option, output, prompt_option, prompts_option
+from specbench.options import DECODING, MODELS, CacheName, panel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.console import write_json, write_lines
 from specbench.cli.progress import starting
-from specbench.options import ModelOptions, quantized
+from specbench.options import ModelOptions, panel, quantized
 from specbench.specs.models import parse_model
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 
@@ -24,7 +24,7 @@ TRAINING = "Training"
 _SAY_EVERY_S = 60.0
 """Between lines of progress where there is no terminal."""
 
-_training = opt.panel(TRAINING)
+_training = panel(TRAINING)
 
 
 @dataclass(frozen=True)
