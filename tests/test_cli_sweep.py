@@ -551,7 +551,8 @@ def test_quiet_shows_nothing(tmp_path):
 def test_more_rows_than_the_terminal_has(tmp_path):
     console = Console(file=StringIO(), width=60, height=8, force_terminal=True, color_system=None)
     display = _display(console, tmp_path)
-    display._speeds._configs = {f"{n}": c for n, c in enumerate(list(display._speeds._configs.values()) * 3)}
+    rows = display._speeds.rows()
+    display._speeds.rows = lambda: rows * 3  # type: ignore[method-assign]
     with console.capture() as capture:
         console.print(display._picture())
     assert "and 6 more" in capture.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.grid import Sweep, SweepConfig
-from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, SweepStarted
+from specbench.bench.runner import CellDone, CellStarted, Event, SweepStarted
 
 if TYPE_CHECKING:
     from specbench.results.lines import Measurement
@@ -69,13 +70,18 @@ class SweepDisplay:
         if isinstance(event, CellStarted):
             self._now = self._describe(event)
         elif isinstance(event, CellDone):
-            self._take(event)
+            self._done, self._total, self._left = event.done, event.total, event.seconds_left
+            if not event.cell.warmup:
+                self._take(event.measurement)
         elif isinstance(event, SweepStarted):
             self._done, self._total = len(event.measurements), event.total
             for each in event.measurements:
-                self._take_measured(each)
+                self._take(each)
         else:
-            self._take_costs(event)
+            self._now = "timed single forward passes"
+            if event.costs is None:
+                problem = f"Single forward passes could not be timed: {event.error}"
+                self._console.print(Text(self._safe(problem)), soft_wrap=not self._console.is_terminal)
         if self._quiet:
             return
         if self._on_terminal:
@@ -90,24 +96,11 @@ class SweepDisplay:
         turn = f" turn {cell.turn + 1}" if self._turns.get(cell.prompt, 1) > 1 else ""
         return f"{config.label} · {cell.prompt}{turn} · repeat {cell.repeat + 1} of {self._options.repeats}"
 
-    def _take(self, event: CellDone) -> None:
-        self._done, self._total, self._left = event.done, event.total, event.seconds_left
-        if not event.cell.warmup:
-            self._take_measured(event.measurement)
-
-    def _take_measured(self, measurement: Measurement) -> None:
+    def _take(self, measurement: Measurement) -> None:
         if measurement.result is not None:
             self._speeds.add(measurement)
         else:
             self._failed += 1
-
-    def _take_costs(self, event: CostsMeasured) -> None:
-        if event.costs is None:
-            self._console.print(
-                Text(self._safe(f"Single forward passes could not be timed: {event.error}")),
-                soft_wrap=not self._console.is_terminal,
-            )
-        self._now = "timed single forward passes"
 
     def _say_progress(self) -> None:
         tenth = 10 * self._done // self._total
@@ -152,43 +145,25 @@ class SweepDisplay:
 
 
 class _Speeds:
-    """Geometric means of speeds, and of ratios to plain decoding, so far."""
+    """Speeds of generations or batches so far."""
 
     def __init__(self, configs: Sequence[SweepConfig]) -> None:
         self._configs = {config.id: config for config in configs}
-        self._speeds: dict[tuple[str, str, int, int], float] = {}
-        self._sums: dict[str, list[float]] = {}  # logs of speeds, runs, logs of ratios, pairs
+        self._speeds: dict[str, dict[tuple[str, int, int], float]] = {name: {} for name in self._configs}
 
     def add(self, measurement: Measurement) -> None:
         """Take a finished generation or batch; one of a single token has no speed."""
         line, speed = measurement.line, measurement.speed
-        if math.isnan(speed):
-            return
-        place = (line.prompt, line.turn, line.repeat)
-        config = self._configs[line.config]
-        self._speeds[config.id, *place] = speed
-        sums = self._sums.setdefault(config.id, [0.0, 0, 0.0, 0])
-        sums[0] += math.log(speed)
-        sums[1] += 1
-        if config.id != config.baseline:
-            self._pair(config.id, (config.baseline, *place), speed)
-            return
-        for other in self._configs.values():
-            theirs = self._speeds.get((other.id, *place))
-            if other.baseline == config.id != other.id and theirs is not None:
-                self._pair(other.id, (config.id, *place), theirs)
-
-    def _pair(self, config: str, plain: tuple[str, str, int, int], speed: float) -> None:
-        if plain in self._speeds:
-            self._sums[config][2] += math.log(speed / self._speeds[plain])
-            self._sums[config][3] += 1
+        if not math.isnan(speed):
+            self._speeds[line.config][line.prompt, line.turn, line.repeat] = speed
 
     def rows(self) -> list[tuple[SweepConfig, float, float | None, int]]:
-        """Return configuration, tokens/s, ratio to plain decoding (``None`` before a pair), and number of runs."""
+        """Return geometric means: configuration, tokens/s, ratio to plain decoding (``None`` without a pair), runs."""
         found = []
         for config in self._configs.values():
-            if config.id in self._sums:
-                logs, runs, ratios, pairs = self._sums[config.id]
-                ratio = 1.0 if config.id == config.baseline else math.exp(ratios / pairs) if pairs else None
-                found.append((config, math.exp(logs / runs), ratio, int(runs)))
+            if speeds := self._speeds.get(config.id):
+                plain = self._speeds.get(config.baseline, {})
+                ratios = [speed / plain[place] for place, speed in speeds.items() if place in plain]
+                ratio = geometric_mean(ratios) if ratios else None
+                found.append((config, geometric_mean(speeds.values()), ratio, len(speeds)))
         return found
