@@ -751,15 +751,7 @@ def test_what_advises_about_chat_templates_works(cli, tiny, base):
     ("options", "with_template", "said"),
     [((), False, "take a chat model"), (("--raw",), True, "leave --raw out"), ((), True, "or try --raw")],
 )
-def test_a_reply_that_ends_at_once_gets_a_hint(
-    cli,
-    folder,
-    base,
-    monkeypatch,
-    options,
-    with_template,
-    said,
-):
+def test_a_reply_that_ends_at_once_gets_a_hint(cli, folder, base, monkeypatch, options, with_template, said):
     whole = specbench.decoding.loop.decode_steps
 
     def ends_at_once(*arguments: Any, **others: Any) -> Iterator[Any]:

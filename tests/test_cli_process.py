@@ -98,15 +98,7 @@ def in_terminal(words: list[str], **more: str) -> tuple[int, str]:
     return process.wait(), output.decode("utf-8").replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["generate", "--help"],
-        ["drafters"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["drafters"]])
 def test_help_and_listings_import_nothing_heavy(arguments):
     program = (
         f"import sys; from specbench.cli import run; run({arguments}); print(*sys.modules, file=sys.stderr)"

@@ -241,9 +241,7 @@ def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(sweep,
     shutil.rmtree(drafter)
     save_tiny(drafter, seed=2, layers=1)
     sweep("--out", out, "--drafter", drafter, "--resume", "--accept-changes").refused(
-        2,
-        "small (int8) γ=2 was measured with other weights of its drafter (",
-        "Give another --out",
+        2, "small (int8) γ=2 was measured with other weights of its drafter (", "Give another --out"
     )
 
 

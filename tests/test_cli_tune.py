@@ -182,11 +182,7 @@ def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models
 
 
 def test_the_command_of_the_answer_names_models_as_they_were_typed(
-    tune,
-    tmp_path,
-    models,
-    monkeypatch,
-    capsys,
+    tune, tmp_path, models, monkeypatch, capsys
 ):
     """A cascade behind a drafter that was given has its folder too; nothing stored has any."""
     small, target = f"{models / 'small'}/", str(models / "target")
@@ -422,11 +418,7 @@ def differing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
-    tune,
-    tmp_path,
-    models,
-    monkeypatch,
-    capsys,
+    tune, tmp_path, models, monkeypatch, capsys
 ):
     """Others use the machine all along, and 12 blocks do not tell what is fast on some prompts only."""
     differing(monkeypatch)
@@ -517,13 +509,7 @@ def _configs(folder: Path) -> list[dict[str, Any]]:
     return [config for path in folder.glob("*/run.json") for config in run_json(path.parent)["configs"]]
 
 
-def test_real_choices_are_held_against_a_sweep_in_parts(
-    tune,
-    models,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_real_choices_are_held_against_a_sweep_in_parts(tune, models, tmp_path, monkeypatch, capsys):
     """A search that was broken off begins anew; a sweep that was goes on; what is done is not measured again."""
     few = load_prompts([Path("mine.jsonl")])
     for module in (specbench.bench.prompts, regret):

@@ -36,10 +36,7 @@ ADVICE = Advice(
     "take a chat model", "this text repeats little", "--draft-policy auto", "specbench generate 'a  b'"
 )
 BUSY = {"severity": "warning", "message": "Busy.", "advice": "Wait."}
-SAMPLED = {
-    "identical": None,
-    "options": {"gamma": None, "draft_policy": "auto", "verification": "traversal"},
-}
+SAMPLED = {"identical": None, "options": {"gamma": None, "draft_policy": "auto", "verification": "traversal"}}
 
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a gain": ({}, {}),

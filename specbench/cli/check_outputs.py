@@ -11,13 +11,7 @@ from rich.console import Console
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import reason
 from specbench.base.textsafe import counted, excerpt, visible
-from specbench.check.outputs import (
-    ExternalOutput,
-    OutputResult,
-    RejectedLine,
-    check_output,
-    read_outputs,
-)
+from specbench.check.outputs import ExternalOutput, OutputResult, RejectedLine, check_output, read_outputs
 from specbench.check.render import outputs_parts
 from specbench.check.results import OutputsResult
 from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
@@ -86,12 +80,7 @@ class OutputsJob:
             complete = True
         finally:  # an interrupt loses nothing of what is checked
             result = OutputsResult(tuple(done), tuple(self._rejected), tuple(failed), complete)
-            header = {
-                "check": "outputs",
-                "target": target.name,
-                "dtype": target.dtype,
-                "rounding": rounding,
-            }
+            header = {"check": "outputs", "target": target.name, "dtype": target.dtype, "rounding": rounding}
             piece = pieces_of(target.language_model)
             if self.request.json_output:
                 write_json({**header, **result.to_dict(piece)})

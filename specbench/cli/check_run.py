@@ -268,10 +268,7 @@ class DecodingJob:
         return fitting
 
     def _references(
-        self,
-        model: LanguageModel,
-        prompts: Sequence[tuple[str, list[int]]],
-        progress: Progress,
+        self, model: LanguageModel, prompts: Sequence[tuple[str, list[int]]], progress: Progress
     ) -> list[Any]:
         decoding = self.request.recipe.decoding
         answer = partial(

@@ -12,12 +12,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say, write_json, write_out
-from specbench.cli.options import (
-    DEFAULT_TARGET,
-    JsonOption,
-    complete_configurations,
-    default_drafter,
-)
+from specbench.cli.options import DEFAULT_TARGET, JsonOption, complete_configurations, default_drafter
 from specbench.export.registry import ENGINES
 from specbench.options import panel
 from specbench.specs.policies import default_policy

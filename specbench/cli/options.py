@@ -264,11 +264,7 @@ TargetOption = Annotated[
 DrafterOption = Annotated[
     str,
     model_option(
-        "--drafter",
-        "DRAFTER",
-        f"Drafter: {_DRAFTER}",
-        autocompletion=complete_drafters,
-        show_default=False,
+        "--drafter", "DRAFTER", f"Drafter: {_DRAFTER}", autocompletion=complete_drafters, show_default=False
     ),
 ]
 

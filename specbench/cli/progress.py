@@ -47,13 +47,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
     def __init__(self, quiet: bool = False, *, animated: bool = True) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskID,
-            TaskProgressColumn,
-            TextColumn,
-        )
+        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
         self._console = Console(stderr=True, highlight=False)
         self._quiet = quiet

@@ -178,8 +178,7 @@ class TuneResultsOptions:
     )
     overwrite: Annotated[bool, output("--overwrite", None, "Overwrite --out.")] = False
     results: Annotated[
-        Path | None,
-        output("--results", "FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."),
+        Path | None, output("--results", "FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune.")
     ] = None
     resume: Annotated[
         bool,
@@ -205,8 +204,7 @@ class SearchOptions:
     ] = ()
     prompts: Annotated[tuple[str, ...], prompts_option()] = ()
     category: Annotated[
-        tuple[str, ...],
-        prompt_option("--category", "NAME", "Category of prompts; repeatable. Default: all."),
+        tuple[str, ...], prompt_option("--category", "NAME", "Category of prompts; repeatable. Default: all.")
     ] = ()
     temperature: Annotated[
         float, _decoding("--temperature -t", "X", "Temperature; 0 for greedy decoding.", min=0.0)

@@ -45,12 +45,7 @@ class _Training:
     ] = None
     epochs: Annotated[
         int | None,
-        _training(
-            "--epochs",
-            "N",
-            "Epochs at most. Default: 4, or as many as --minutes allows.",
-            min=1,
-        ),
+        _training("--epochs", "N", "Epochs at most. Default: 4, or as many as --minutes allows.", min=1),
     ] = None
     depth: Annotated[int, _training("--depth", "N", "Tokens that the head learns to draft.", min=1)] = 4
     layers: Annotated[
