@@ -551,7 +551,7 @@ def test_an_output_behind_its_end_is_wrong(check, outputs, folder, own):
 
 
 def test_a_line_whose_scoring_fails_does_not_stop_the_others(check, outputs, own, monkeypatch):
-    import specbench.check.outputs as module
+    import specbench.cli.check_outputs as module
 
     original = module.check_output
 
@@ -569,7 +569,7 @@ def test_a_line_whose_scoring_fails_does_not_stop_the_others(check, outputs, own
 
 
 def test_an_interrupt_keeps_what_is_scored(check, outputs, own, monkeypatch):
-    import specbench.check.outputs as module
+    import specbench.cli.check_outputs as module
 
     original = module.check_output
 

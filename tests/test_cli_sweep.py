@@ -175,7 +175,7 @@ def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
 
     sweep("--out", folder).refused(2, "holds results already", "Add --resume")
     assert sweep("--out", folder, "--resume")[0] == 0
-    sweep("--resume").refused(2, f"in results/: results/{folder.name} holds it finished.")
+    sweep("--resume").refused(2, f"in results/: results/{folder.name} is finished.")
     assert sweep()[0] == 0
     assert len(list((tmp_path / "results").iterdir())) == 2
 

@@ -200,13 +200,8 @@ def test_special_tokens_leave_no_gap(kind):
     assert "".join(released) == decode(tokenizer_of(kind), ids) == "the worldb  a"
 
 
-def test_no_tokens_give_no_text():
-    released, stream = stream_of(tokenizer_of("bytes"), [])
-    assert released == [""]
-    assert stream.text == ""
-
-
-def test_finishing_twice_adds_nothing():
+def test_finishing_twice_adds_nothing_and_no_tokens_give_no_text():
+    assert stream_of(tokenizer_of("bytes"), [])[0] == [""]
     stream = TextStream(tokenizer_of("bytes"), ["ab"])
     stream.push(*ids_of("bytes", "a"))
     assert (stream.finish(), stream.finish(), stream.text) == ("a", "", "a")
@@ -266,32 +261,36 @@ def shown(text: str, *stops: str) -> list[str]:
     return stream_of(tokenizer_of("bytes"), letters(text), stops)[0]
 
 
-def test_a_stop_string_may_straddle_tokens():
-    assert shown("one STOP two", "STOP") == ["o", "n", "e", " ", "", "", "", "", "", "", "", "", ""]
+@pytest.mark.parametrize(
+    ("text", "stops", "released"),
+    [
+        ("one STOP two", ["STOP"], ["o", "n", "e", " ", *[""] * 9]),  # over several tokens
+        ("STOUT", ["STOP"], ["", "", "", "STOU", "T", ""]),  # kept back, then released
+        ("xSTO", ["STOP"], ["x", "", "", "", "STO"]),
+        ("ababx", ["abac"], ["", "", "", "ab", "abx", ""]),  # beginnings overlap
+        ("\n\nHello", ["\n\n"], [""] * 8),  # at the very start
+        ("abab", ["b"], ["a", "", "", "", ""]),  # nothing after it
+    ],
+)
+def test_what_each_letter_releases(text, stops, released):
+    found, stream = stream_of(tokenizer_of("bytes"), letters(text), stops)
+    assert found == released
+    assert stream.text == "".join(released)
+    assert stream.stopped is any(stop in text for stop in stops)
 
 
-def test_what_might_become_a_stop_string_is_held_back_and_released():
-    assert shown("STOUT", "STOP") == ["", "", "", "STOU", "T", ""]
-    assert shown("xSTO", "STOP") == ["x", "", "", "", "STO"]
-
-
-def test_beginnings_may_overlap():
-    assert "".join(shown("aaab", "aab")) == "a"
-    assert "".join(shown("ababac", "abac")) == "ab"
-    assert shown("ababx", "abac") == ["", "", "", "ab", "abx", ""]
-
-
-def test_a_stop_string_at_the_very_start():
-    released, stream = stream_of(tokenizer_of("bytes"), letters("\n\nHello"), ["\n\n"])
-    assert set(released) == {""}
-    assert stream.text == ""
-    assert stream.stopped
-
-
-def test_the_stop_string_that_is_complete_first_counts():
-    assert "".join(shown("say END or STOP", "STOP", "END")) == "say "
-    assert "".join(shown("xabcd", "bc", "abcd")) == "xa"
-    assert "".join(shown("xabcd", "cd", "abcd")) == "x"
+@pytest.mark.parametrize(
+    ("text", "stops", "before"),
+    [
+        ("aaab", ["aab"], "a"),
+        ("ababac", ["abac"], "ab"),
+        ("say END or STOP", ["STOP", "END"], "say "),  # the one that is complete first counts
+        ("xabcd", ["bc", "abcd"], "xa"),
+        ("xabcd", ["cd", "abcd"], "x"),
+    ],
+)
+def test_the_text_before_a_stop_string(text, stops, before):
+    assert "".join(shown(text, *stops)) == before
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
@@ -364,12 +363,6 @@ def test_a_stop_string_that_joins_a_special_token_to_a_text_is_refused(stop):
     assert TURN_END in caught.value.message
 
 
-def test_nothing_comes_behind_a_stop_string():
-    stream = TextStream(tokenizer_of("bytes"), ["b"])
-    assert [stream.push(token) for token in letters("abab")] == ["a", "", "", ""]
-    assert (stream.finish(), stream.text) == ("", "a")
-
-
 # -- cost -----------------------------------------------------------------------------------------
 
 
@@ -419,48 +412,36 @@ def test_the_cost_of_tokens_that_show_nothing(kind):
 # -- stop rules -----------------------------------------------------------------------------------
 
 
-def test_an_end_token_belongs_to_the_output():
-    rules = StopRules([7, 9])
-    assert rules.cut([1, 2, 3]) == (3, None)
-    assert rules.cut([1, 9, 7]) == (2, "eos")
-    assert rules.cut([7]) == (1, "eos")
-    assert rules.cut([]) == (0, None)
+(END,) = ids_of("bytes", SPECIAL_TOKENS[0])
 
 
-def test_without_rules_nothing_ends():
-    assert StopRules().cut([1, 2, 3]) == (3, None)
-
-
-def test_the_token_that_completes_a_stop_string_is_the_last():
-    rules = StopRules((), ["STOP"], tokenizer_of("bytes"))
-    assert rules.cut(letters("a STOP b")) == (6, "stop-string")
+@pytest.mark.parametrize(
+    ("ends", "stops", "ids", "cut"),
+    [
+        ([7, 9], [], [1, 2, 3], (3, None)),
+        ([7, 9], [], [1, 9, 7], (2, "eos")),  # an end token belongs to the output
+        ([7, 9], [], [7], (1, "eos")),
+        ([7, 9], [], [], (0, None)),
+        ([], [], [1, 2, 3], (3, None)),
+        ([], ["STOP"], letters("a STOP b"), (6, "stop-string")),  # with the token that completes it
+        ([END], ["b"], [*letters("a"), END, *letters("b")], (2, "eos")),  # whichever comes first
+        ([END], ["b"], [*letters("ab"), END], (2, "stop-string")),
+        ([], ["a long stop string that never comes", "x"], letters("a long x"), (8, "stop-string")),
+    ],
+)
+def test_where_an_output_is_cut(ends, stops, ids, cut):
+    assert StopRules(ends, stops, tokenizer_of("bytes")).cut(ids) == cut
 
 
 def test_a_stop_string_may_straddle_steps():
     rules = StopRules((), ["STOP"], tokenizer_of("bytes"))
-    assert rules.cut(letters("a ST")) == (4, None)
-    assert rules.cut(letters("OUST")) == (4, None)
-    assert rules.cut(letters("OP b")) == (2, "stop-string")
+    found = [rules.cut(letters(text)) for text in ("a ST", "OUST", "OP b")]
+    assert found == [(4, None), (4, None), (2, "stop-string")]
 
 
-def test_whichever_comes_first_ends_the_output():
-    tokenizer = tokenizer_of("bytes")
-    (end,) = ids_of("bytes", SPECIAL_TOKENS[0])
-    assert StopRules([end], ["b"], tokenizer).cut([*letters("a"), end, *letters("b")]) == (2, "eos")
-    assert StopRules([end], ["b"], tokenizer).cut([*letters("ab"), end]) == (2, "stop-string")
-
-
-def test_the_longest_stop_string_decides_nothing_alone():
-    rules = StopRules((), ["a long stop string that never comes", "x"], tokenizer_of("bytes"))
-    assert rules.cut(letters("a long x")) == (8, "stop-string")
-
-
-def test_stop_strings_need_a_tokenizer():
+def test_stop_strings_need_a_tokenizer_and_a_letter():
     with pytest.raises(ValueError, match="tokenizer"):
         StopRules((), ["x"])
-
-
-def test_empty_stop_strings_are_refused():
     with pytest.raises(ValueError, match="empty"):
         StopRules((), ["x", ""], tokenizer_of("bytes"))
 
