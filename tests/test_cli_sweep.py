@@ -27,7 +27,8 @@ from specbench.base.record import to_dict
 from specbench.bench.estimate import estimate_time
 from specbench.bench.runner import Event, run_sweep
 from specbench.cli import run
-from specbench.cli.sweep_display import SweepDisplay, duration
+from specbench.cli.console import duration
+from specbench.cli.sweep_display import SweepDisplay
 from specbench.decoding.theory import SLOPE
 from specbench.options import ModelOptions
 from specbench.recipe import Recipe

@@ -32,3 +32,11 @@ def write_lines(lines: Iterable[str]) -> None:
 def write_json(figures: Any) -> None:
     """Write one JSON object in one line."""
     write_out(json.dumps(figures, allow_nan=False) + "\n")
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
-    from specbench.generate_many import GenerationRuns
     from specbench.models.target import Target
     from specbench.recipe import Recipe
 
@@ -107,6 +106,7 @@ def decode_prompts(
         KeyboardInterrupt: Ctrl-C; finished results are printed.
     """
     from specbench.backends.torch.pools import bytes_per_token
+    from specbench.cli.summary import show_many
     from specbench.generate_many import GenerationRuns
 
     def begun(prompt: Prompt) -> GenerationRun | Exception:
@@ -125,88 +125,49 @@ def decode_prompts(
         pool=many.kv_pool,
         disable_by_batch_size=many.disable_by_batch_size,
     )
-    output = _InOrder(prompts, runs, more, as_json=as_json)
+    results: dict[int, Generation | Exception] = {}
+    printed = 0  # results so far: each waits for all before it
     began = time.perf_counter()
     try:
         with StageProgress(quiet or (sys.stdout.isatty() and not as_json), animated=False) as progress:
             for index, event in runs:
                 if isinstance(event, Exception) or event.finish_reason is not None:
-                    output.ended(index)
-                    progress.update("decoding", len(output.results), len(prompts))
+                    results[index] = runs.result(index)
+                    while printed in results:
+                        _print(prompts[printed], results[printed], more, as_json=as_json)
+                        printed += 1
+                    progress.update("decoding", len(results), len(prompts))
     except KeyboardInterrupt:
-        output.rest()
+        for index in sorted(index for index in results if index >= printed):
+            _print(prompts[index], results[index], more, as_json=as_json)
         raise
     finally:
+        failed = sum(isinstance(result, Exception) for result in results.values())
+        factory = runs.factory
         if not quiet:
-            _summary(output, len(prompts), time.perf_counter() - began)
-    if output.failed:
-        raise RunError(f"{output.failed} of {len(prompts)} prompts failed; the output says why.")
+            show_many(
+                [result for result in results.values() if not isinstance(result, Exception)],
+                prompts=len(prompts),
+                failed=failed,
+                seconds=time.perf_counter() - began,
+                use=None if factory is None else factory.use,
+                why_not_batched=None if factory is None or runs.max_batch == 1 else factory.why_not_batched,
+                apart=sys.stdout.isatty(),
+            )
+    if failed:
+        raise RunError(f"{failed} of {len(prompts)} prompts failed; the output says why.")
 
 
-class _InOrder:
-    """Prints results in the order of the prompts, each as soon as all before it have ended.
+def _print(prompt: Prompt, result: Generation | Exception, more: Mapping[str, Any], *, as_json: bool) -> None:
+    from specbench.decoding.metrics import summary
 
-    Attributes:
-        results: The finished ones, by index.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], runs: GenerationRuns, more: Mapping[str, Any], *, as_json: bool
-    ) -> None:
-        self.runs = runs
-        self.results: dict[int, Generation | Exception] = {}
-        self._prompts, self._more, self._json = prompts, more, as_json
-        self._next = 0
-
-    @property
-    def failed(self) -> int:
-        return sum(isinstance(result, Exception) for result in self.results.values())
-
-    def ended(self, index: int) -> None:
-        """Take a finished prompt, and print what can be printed."""
-        self.results[index] = self.runs.result(index)
-        while self._next in self.results:
-            self._print(self._next)
-            self._next += 1
-
-    def rest(self) -> None:
-        """Print the results that waited for others."""
-        for index in sorted(index for index in self.results if index >= self._next):
-            self._print(index)
-
-    def _print(self, index: int) -> None:
-        from specbench.decoding.metrics import summary
-
-        prompt, result = self._prompts[index], self.results[index]
-        if self._json:
-            line: dict[str, Any] = {"id": prompt.id, "category": prompt.category}
-            if isinstance(result, Exception):
-                line["error"] = str(result)
-            else:
-                line |= {
-                    **summary(result),
-                    "queued_s": result.prefill.queued_s,
-                    "costs": result.costs,
-                    **self._more,
-                }
-            write_json(line)
-        else:
-            text = f"FAILED: {result}" if isinstance(result, Exception) else result.text or ""
-            write_out(f"== {prompt.id} ({prompt.category})\n{text.rstrip()}\n\n")
-
-
-def _summary(output: _InOrder, prompts: int, seconds: float) -> None:
-    from specbench.cli.summary import show_many
-    from specbench.decoding.records import Generation
-
-    done = [result for result in output.results.values() if isinstance(result, Generation)]
-    factory = output.runs.factory
-    show_many(
-        done,
-        prompts=prompts,
-        failed=output.failed,
-        seconds=seconds,
-        use=None if factory is None else factory.use,
-        why_not_batched=None if factory is None or output.runs.max_batch == 1 else factory.why_not_batched,
-        apart=sys.stdout.isatty(),
-    )
+    if not as_json:
+        text = f"FAILED: {result}" if isinstance(result, Exception) else result.text or ""
+        write_out(f"== {prompt.id} ({prompt.category})\n{text.rstrip()}\n\n")
+        return
+    line: dict[str, Any] = {"id": prompt.id, "category": prompt.category}
+    if isinstance(result, Exception):
+        line["error"] = str(result)
+    else:
+        line |= summary(result) | {"queued_s": result.prefill.queued_s, "costs": result.costs, **more}
+    write_json(line)

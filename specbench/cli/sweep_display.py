@@ -16,17 +16,10 @@ from rich.text import Text
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.grid import Sweep, SweepConfig
 from specbench.bench.runner import CellDone, CellStarted, Event, SweepStarted
+from specbench.cli.console import duration
 
 if TYPE_CHECKING:
     from specbench.results.lines import Measurement
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words."""
-    minutes = round(seconds / 60)
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 class SweepDisplay:

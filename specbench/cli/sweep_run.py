@@ -18,6 +18,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.manifest import command_line, open_run, option_changes, stored_options
+from specbench.cli.console import duration
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import ResultsOptions
@@ -120,7 +121,6 @@ def show_dry_run(
     """Print what would run, and the time and memory it would take."""
     from specbench.bench.engines.own import check_engine
     from specbench.bench.estimate import estimate_memory, estimate_time, slowdown
-    from specbench.cli.sweep_display import duration
 
     with StageProgress() as progress:
         check_engine(base, drafters, sweep.options, progress)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
-from specbench.cli.console import write_json, write_lines
+from specbench.cli.console import duration, write_json, write_lines
 from specbench.cli.progress import starting
 from specbench.options import ModelOptions, panel, quantized
 from specbench.specs.models import parse_model
@@ -266,27 +266,21 @@ class _Display(TrainingProgress):
 
     def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
         of = "" if wanted is None else f" of {wanted:,}"
-        left = "" if left_s is None else f", {_time(left_s)} left"
+        left = "" if left_s is None else f", {duration(left_s)} left"
         self.say(f"the target has written {tokens:,}{of} tokens{left}", tokens, wanted)
 
     def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        self.say(f"step {step} of {steps}, loss {loss:.2f}, {_time(left_s)} left", step, steps)
+        self.say(f"step {step} of {steps}, loss {loss:.2f}, {duration(left_s)} left", step, steps)
 
     def report_measurement(self, measured: Measured, *, best: bool) -> None:
         loss = "untrained" if measured.loss is None else f"loss {measured.loss:.2f}"
         mark = ", the best so far" if best else ""
         self._said = time.monotonic()
         self._print(
-            f"{_time(measured.seconds)}: {measured.tokens:,} tokens trained on, {loss},"
+            f"{duration(measured.seconds)}: {measured.tokens:,} tokens trained on, {loss},"
             f" {measured.tokens_per_step:.2f} tokens per step{mark}"
         )
 
     def _print(self, words: str) -> None:
         if not self._silent:
             self._console.print(words, markup=False, soft_wrap=True)
-
-
-def _time(seconds: float) -> str:
-    from specbench.cli.sweep_display import duration
-
-    return duration(seconds)

@@ -20,7 +20,7 @@ from specbench.base.progress import quiet_transformers
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.prompts import load_prompts
-from specbench.cli.console import write_json, write_out
+from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_run import FOLDER, RunJob, describe_sources, new_folder
@@ -229,7 +229,6 @@ class _TuneJob(RunJob):
 
     def _state_of(self, race: Race, left_s: float) -> str:
         """Return who is in the race, in a line."""
-        from specbench.cli.sweep_display import duration
         from specbench.results.stats import decimals
 
         labels = {config.id: config.label for config in self.sweep.configs}
