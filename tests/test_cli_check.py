@@ -450,7 +450,7 @@ def test_prompts_that_do_not_fit_are_left_out(check, tmp_path):
     tiny_tokenizer().save_pretrained(short)
     result = check(target=short)
     assert result.code == 0, result.out + result.err
-    assert "1 prompt leaves no room for an answer in the target's context: left out" in result.err
+    assert "1 prompt is left out: too long for the target's context" in result.err
     assert "2 prompts," in result.out
     tinier = tmp_path / "tinier"
     tiny_llama(context=8).save_pretrained(tinier)

@@ -50,7 +50,7 @@ def test_every_prompt_has_a_line_and_its_own_output(many, folder, batch):
     found = lines(result)
     assert [line["id"] for line in found] == list(TEXTS)
     assert "error" in found[2]
-    assert "context of 512 leaves no room" in found[2]["error"]
+    assert "too many for the target's context of 512" in found[2]["error"]
     for line in found[:2] + found[3:]:
         system = ["--system", "Be brief."] if line["id"] == "b" else []
         alone = many(TEXTS[line["id"]], "--json", "--drafter", "self:layers=1", *system).json()

@@ -151,7 +151,7 @@ def test_sweep(cli, folder, tmp_path):
         2, f"another --min-new-tokens ({LEAST} then, {LEAST + 1} now)"
     )
     servers = ("--server", "a=http://127.0.0.1:9", "--min-new-tokens", LEAST)
-    cli("sweep", *servers).refused(2, "--min-new-tokens: servers decode in their own way")
+    cli("sweep", *servers).refused(2, "--min-new-tokens does not go with --server")
 
 
 def test_check(cli, folder):

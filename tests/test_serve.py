@@ -624,9 +624,7 @@ def test_what_cannot_be_served_is_refused(serve, monkeypatch):
     serve("--grace", "nan").refused(2, "--grace")
     with monkeypatch.context() as patched:
         patched.setattr("specbench.backends.torch.pools.bytes_per_token", lambda model: 2**18)
-        serve("--kv-memory", 3, "--port", 0).refused(
-            2, "has room for 12 tokens: too few", "Give at least 64."
-        )
+        serve("--kv-memory", 3, "--port", 0).refused(2, "holds 12 tokens: too few", "Give at least 64.")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     serve().refused(2, "specbench-llm[serve]")
 

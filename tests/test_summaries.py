@@ -79,6 +79,6 @@ PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_it_came_to(capsys, snapshot, base, cases):
     shown = []
     for name, (changes, options) in cases.items():
-        show_summary(FIGURES | base | changes, apart=False, **{"advice": ADVICE} | options)
+        show_summary(FIGURES | base | changes, spaced=False, **{"advice": ADVICE} | options)
         shown.append(f"-- {name}\n{capsys.readouterr().err}")
     snapshot("\n".join(shown))

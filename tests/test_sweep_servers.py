@@ -567,7 +567,7 @@ def test_servers_that_are_none(sweep, tmp_path):
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
-        (["--gamma", "3"], "--gamma does not go with --server: servers decode in their own way"),
+        (["--gamma", "3"], "--gamma does not go with --server: it is for models"),
         (["--dtype", "float32"], "--dtype does not go with --server: no model is loaded"),
         (["--turns", "2"], "first turns"),
         (["--check-outputs"], "without --target: the model is loaded here"),

@@ -84,8 +84,8 @@ for _command in (
     app.command(cls=GroupedCommand)(unfolded(_command, *_more))
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(given: bool) -> None:
+    if given:
         typer.echo(f"specbench {__version__}")
         raise typer.Exit
 

@@ -13,7 +13,8 @@ def cache(
     clear: Annotated[
         bool,
         typer.Option(
-            "--clear", help="Remove int8 and int4 weights and measured dtypes, made anew in seconds."
+            "--clear",
+            help="Remove int8 and int4 weights and measured dtypes, which take seconds to make again.",
         ),
     ] = False,
     remove: Annotated[

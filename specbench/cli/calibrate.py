@@ -223,7 +223,7 @@ def _find_tree(
         "counts": counts,
         "complete": found.complete,
     }
-    lines = [f"rank  kept at so many of {choice.tested} nodes"]
+    lines = [f"rank  kept, of {choice.tested} nodes"]
     lines += [f"{rank:4}  {share:6.1%}" for rank, share in enumerate(found.shares, start=1)]
     lines += [
         "",
@@ -293,7 +293,7 @@ def _closing(
         target: The choice's.
         speedup: The predicted one.
         missing: What the time was too short for; ``None`` if it was not.
-        instead: A drafter besides ``lookup`` that may be better where there is hardly a gain.
+        instead: Another drafter than ``lookup`` that may be better where there is hardly a gain.
         use: The options that use it.
         circumstances: What else the choice is for.
     """

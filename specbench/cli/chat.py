@@ -81,7 +81,7 @@ def chat(
             ]
             notes += [setting.note] if setting.note else []
             notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
-            show_notes(notes, apart=chatting.interactive)
+            show_notes(notes, spaced=chatting.interactive)
         chatting.run()
 
 

@@ -1,4 +1,4 @@
-"""Running `specbench check`: what was asked for, and checks of configurations."""
+"""Running `specbench check`: the request, and checks of configurations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CheckRequest:
     def note(self, text: str) -> None:
         """Print a note on stderr."""
         if not self.quiet:
-            show_notes([text], apart=False, console=self.console)
+            show_notes([text], spaced=False, console=self.console)
 
     def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
         """Return the token ids of a prompt; without a place for it, the system message comes before the text."""
@@ -259,12 +259,12 @@ class DecodingJob:
         fitting = [(name, ids) for name, ids in encoded if limit is None or len(ids) < limit]
         if not fitting:
             raise UsageError(
-                f"No prompt leaves room for an answer in the target's context of {limit} tokens.",
+                f"All prompts are too long for the target's context of {limit} tokens.",
                 "Choose shorter prompts.",
             )
         if left_out := len(encoded) - len(fitting):
-            who = counted(left_out, "prompt leaves", "prompts leave")
-            self.request.note(f"{who} no room for an answer in the target's context: left out.")
+            who = counted(left_out, "prompt is", "prompts are")
+            self.request.note(f"{who} left out: too long for the target's context.")
         return fitting
 
     def _references(

@@ -47,7 +47,7 @@ EXCLUDE = (
         ("drafter", "baseline", "assisted", "gamma", "draft_policy", "tree", "keep_policy_state", "cache",
          "bit_exact", "compiled", SharedPolicyOptions, "min_new_tokens"),
         "server",
-        "servers decode in their own way",
+        "it is for models",
     ),
 )  # fmt: skip
 """The options do not go with the other one."""

@@ -87,7 +87,7 @@ def generate(
             if longer := sum(len(each.turns) > 1 for each in prompts):
                 notes.append(f"{counted(longer, 'prompt')} of several turns: the first turn is answered.")
             notes += [loaded.note] if loaded.note else []
-            show_notes(notes, apart=sys.stdout.isatty())
+            show_notes(notes, spaced=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)
         if prompts:
@@ -134,7 +134,7 @@ def _encode(target: Target, text: str, chat: bool | None, system: str | None) ->
     limit = target.scorer.context_limit
     if limit is not None and len(ids) >= limit:
         raise UsageError(
-            f"The prompt has {len(ids)} tokens, and the target's context of {limit} leaves no room for an answer.",
+            f"The prompt has {len(ids)} tokens, too many for the target's context of {limit}.",
             "Shorten the prompt.",
         )
     return ids

@@ -97,7 +97,7 @@ def decode_prompts(
         prompts: The prompts.
         target: The target.
         start: Makes a run that has not begun from a prompt.
-        more: What every JSON line has besides the figures of a generation.
+        more: What every JSON line has in addition to the figures of a generation.
         as_json: Print JSON lines instead of text.
         quiet: No progress, no summary.
 
@@ -152,7 +152,7 @@ def decode_prompts(
                 seconds=time.perf_counter() - began,
                 use=None if factory is None else factory.use,
                 why_not_batched=None if factory is None or runs.max_batch == 1 else factory.why_not_batched,
-                apart=sys.stdout.isatty(),
+                spaced=sys.stdout.isatty(),
             )
     if failed:
         raise RunError(f"{failed} of {len(prompts)} prompts failed; the output says why.")

@@ -148,7 +148,7 @@ def advice_for(ctx: typer.Context, job: PromptJob, chat: bool | None) -> Advice:
     if not job.has_template:
         blank = "without a chat template a model continues text: give it the beginning of one, or take a chat model"
     elif chat is False:
-        blank = "leave --raw out, so that the model is asked and not continued"
+        blank = "leave --raw out, so that the chat template is applied"
     else:
         blank = "word the prompt otherwise, or try --raw"
     if drafter.is_plain or policy is None:
@@ -229,7 +229,7 @@ def decode(
         write_json(figures | {"peak_memory_bytes": peak_memory(str(job.target.scorer.device))})
     if not show.quiet:
         notes = job.target.language_model.notes
-        show_summary(figures, advice=advice, apart=sys.stdout.isatty(), notes=notes, verbose=show.verbose)
+        show_summary(figures, advice=advice, spaced=sys.stdout.isatty(), notes=notes, verbose=show.verbose)
     if not finished:
         raise KeyboardInterrupt
 

@@ -401,11 +401,11 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
         UsageError: Bit-exact or compiled forward passes with another cache than theirs.
     """
     chosen = bool(given(ctx, "cache"))
-    for asked, name, its_own in (
+    for given_, name, its_own in (
         (caching.bit_exact, "--bit-exact", "preallocated"),
         (caching.compiled, "--compile", "static"),
     ):
-        if asked and caching.cache != its_own and chosen:
+        if given_ and caching.cache != its_own and chosen:
             raise UsageError(f"{name} does not go with --cache {caching.cache}.", "Leave --cache out.")
     if caching.compiled:
         return "compiled"
@@ -423,7 +423,7 @@ def deciding(recipe: Recipe, sampling: Sampling, model: LanguageModel) -> dict[s
     """Return what decides an output, by name; ``None`` for what is switched off.
 
     Args:
-        recipe: What was asked for.
+        recipe: The request.
         sampling: The transforms, with the model's own settings.
         model: The target.
     """

@@ -103,7 +103,7 @@ def with_trees(
     """Return policies and their options with what ``--tree`` adds to them.
 
     Raises:
-        UsageError: There is no such tree, or siblings are asked for twice.
+        UsageError: There is no such tree, or siblings are given twice.
     """
     policies, taken = list(policies), dict(options)
     for tree in map(parse_tree, trees):
@@ -121,7 +121,7 @@ def with_trees(
 def requested_policy(
     draft_policy: str | None, tree: str | None, options: Mapping[str, Any], *, greedy: bool
 ) -> PolicySpec:
-    """Return the one policy that is asked for, or the default one.
+    """Return the requested policy, or the default one.
 
     Raises:
         UsageError: There is no such policy, or an option that it lacks.
@@ -145,7 +145,7 @@ def requested_policies(
     greedy: bool,
     chained: str | None = None,
 ) -> list[RequestedPolicy]:
-    """Return every policy that is asked for; one that takes a γ once with each.
+    """Return every requested policy; one that takes a γ once with each.
 
     Args:
         specs: Policies as they are written; empty for the default one.
@@ -160,21 +160,21 @@ def requested_policies(
     """
     starts: Sequence[int | None] = gammas or [None]
     if not specs:
-        asked = [
+        requested = [
             default_policy(greedy=greedy, gamma=gamma).with_options({**options, "gamma": gamma})
             for gamma in starts
         ]
     else:
         words = [parse_policy(spec) for spec in specs]
         share_options(words, {"gamma": gammas or None, "costs": costs})  # refuses what none of them takes
-        asked = [
+        requested = [
             policy.with_options({"gamma": gamma})
             for policy in share_options(words, options)
             for gamma in (starts if policy.takes("gamma") and "gamma" not in policy.options else [None])
         ]
     policies = [
         RequestedPolicy(policy, costs if policy.takes("costs") or not specs else None, chained=chained)
-        for policy in asked
+        for policy in requested
     ]
     names = [policy.name for policy in policies]
     repeated = [name for name in names if names.count(name) > 1]

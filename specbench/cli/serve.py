@@ -125,7 +125,7 @@ def serve(
                 f"{setting.target!r}, drafter {setting.drafter.name}, as {setting.target.name} on"
                 f" http://{where}:{port}/v1 (Ctrl-C ends it)"
             )
-            show_notes(notes, apart=False)
+            show_notes(notes, spaced=False)
         Server(engine, defaults, listening, server.grace).run()
 
 
@@ -192,9 +192,9 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
         tokens, least = server.kv_memory * 2**20 // size, 2 * TREE_POSITIONS
         if tokens < least:
             raise UsageError(
-                f"--kv-memory {server.kv_memory} has room for {counted(tokens, 'token')}: too few for a request.",
+                f"--kv-memory {server.kv_memory} holds {counted(tokens, 'token')}: too few for a request.",
                 f"Give at least {math.ceil(least * size / 2**20)}.",
             )
         return tokens
-    room, limit = _KV_MEMORY * 2**20 // size, target.scorer.context_limit
-    return room if limit is None else min(room, server.batch * (limit + TREE_POSITIONS))
+    budget, limit = _KV_MEMORY * 2**20 // size, target.scorer.context_limit
+    return budget if limit is None else min(budget, server.batch * (limit + TREE_POSITIONS))

@@ -1,4 +1,4 @@
-"""What commands that decode print on stderr besides the text: notes before it, and after it what it came to."""
+"""What commands that decode print on stderr: notes before it, and after it what it came to."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class Advice:
     command: str = ""
 
 
-def show_notes(notes: Sequence[str], *, apart: bool, console: Console | None = None) -> None:
+def show_notes(notes: Sequence[str], *, spaced: bool, console: Console | None = None) -> None:
     """Print what the user should know before the text.
 
     Args:
         notes: One line each, or more on a terminal.
-        apart: Leave an empty line after them.
+        spaced: Leave an empty line after them.
         console: The one of a progress bar that is being drawn, if there is one.
     """
     console = console or _console()
     for note in notes:
         _line(console, "note", note, "yellow" if note.startswith("NOT LOSSLESS") else "")
-    if notes and apart:
+    if notes and spaced:
         console.print()
 
 
@@ -83,7 +83,7 @@ def show_legend(paint: Callable[[str, Origin], str]) -> None:
 def show_summary(
     figures: Mapping[str, Any],
     *,
-    apart: bool,
+    spaced: bool,
     advice: Advice | None = None,
     notes: Sequence[str] = (),
     verbose: bool = False,
@@ -92,13 +92,13 @@ def show_summary(
 
     Args:
         figures: What ``--json`` prints.
-        apart: Leave an empty line before it, for it follows the text.
+        spaced: Leave an empty line before it, for it follows the text.
         advice: What to try.
         notes: How the models were loaded.
         verbose: Print all lines.
     """
     console, advice = _console(), advice or Advice()
-    if apart:
+    if spaced:
         console.print()
     compared = "speedup" in figures
     headline, problem = (_comparison if compared else _prediction)(figures, advice.text)
@@ -305,7 +305,7 @@ def show_many(
     seconds: float,
     use: PoolUsage | None,
     why_not_batched: str | None,
-    apart: bool,
+    spaced: bool,
 ) -> None:
     """Print the figures of many prompts.
 
@@ -315,10 +315,10 @@ def show_many(
         seconds: From the first to the last of them.
         use: How the target's KV cache was used; ``None`` if it is not shared.
         why_not_batched: Why no forward pass was shared; ``None`` if some were.
-        apart: Leave an empty line before it, for it follows the texts.
+        spaced: Leave an empty line before it, for it follows the texts.
     """
     console = _console()
-    if apart:
+    if spaced:
         console.print()
     steps = [step for generation in done for step in generation.steps]
     tokens = sum(len(generation.token_ids) for generation in done)

@@ -26,7 +26,7 @@ _servers = panel("Servers instead of models")
 
 @dataclass(frozen=True)
 class ComparedOptions:
-    """The axes of the grid besides draft policies."""
+    """The axes of the grid other than draft policies."""
 
     drafter: Annotated[tuple[str, ...], drafters_option(COMPARED)] = ()
     temperature: Annotated[

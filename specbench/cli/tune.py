@@ -1,4 +1,4 @@
-"""`specbench tune`: find the fastest way to decode with a target, here and on these prompts."""
+"""`specbench tune`: find the fastest configuration for a target on this machine."""
 
 from __future__ import annotations
 
