@@ -455,7 +455,7 @@ def test_prompts_that_do_not_fit_are_left_out(check, tmp_path):
     tinier = tmp_path / "tinier"
     tiny_llama(context=8).save_pretrained(tinier)
     tiny_tokenizer().save_pretrained(tinier)
-    check("--quiet", target=tinier).refused(2, "No prompt leaves room")
+    check("--quiet", target=tinier).refused(2, "All prompts are too long")
 
 
 # --- Outputs of other engines ---------------------------------------------------------------------
