@@ -15,7 +15,6 @@ from specbench.cli import options as opt
 from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.cli.signals import CtrlC, terminated
-from specbench.cli.summary import show_answer, show_answers, show_notes
 from specbench.cli.watchers import StreamedText
 from specbench.options import (
     CacheOptions,
@@ -81,6 +80,8 @@ def chat(
             ]
             notes += [setting.note] if setting.note else []
             notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
+            from specbench.cli.summary import show_notes
+
             show_notes(notes, spaced=chatting.interactive)
         chatting.run()
 
@@ -153,6 +154,8 @@ class _Chat:
             self._confirm("System message set." if rest.strip() else "No system message.")
         elif name == "/stats":
             if self._answers:
+                from specbench.cli.summary import show_answers
+
                 show_answers(self._answers, kept=self._kept)
             else:
                 _say("Nothing has been answered yet.")
@@ -195,6 +198,8 @@ class _Chat:
         else:
             _say("The answer has no text: the message is dropped.")
         if not self._quiet:
+            from specbench.cli.summary import show_answer
+
             show_answer(answer, kept=run.cached_tokens, stopped=stopped)
 
     def _confirm(self, line: str) -> None:

@@ -21,7 +21,6 @@ from specbench.options import (
     SharedPolicyOptions,
     panel,
 )
-from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
@@ -125,6 +124,7 @@ def check(
     """
     from specbench.bench.axes import parse_gammas
     from specbench.bench.prompts import load_prompts
+    from specbench.recipe import Recipe
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     recipe = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding, sampling=sampling)

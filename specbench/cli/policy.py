@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
 from specbench.cli.options import cache_for
-from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import default_policy, parse_policy, parse_tree, share_options
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         SamplingOptions,
         SharedPolicyOptions,
     )
+    from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.policies import PolicySpec
 
@@ -47,6 +47,8 @@ def parse_recipe(
     Raises:
         UsageError: It asks for something that cannot be.
     """
+    from specbench.recipe import Recipe
+
     kind = cache_for(ctx, drafting.target, models, caching)
     target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
     greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length

@@ -21,7 +21,6 @@ from specbench.cli.sweep_options import (
     chosen_prompts,
 )
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
-from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from specbench.bench.engines.own import ModelEngine
     from specbench.bench.grid import SweepOptions
+    from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.policies import PolicySpec
 
@@ -85,6 +85,7 @@ def sweep(
     from specbench.bench.grid import Sweep, build_configs
     from specbench.cli.sweep_run import SweepJob, describe_sources, run_folder, show_dry_run
     from specbench.policies import parse_costs
+    from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
