@@ -175,7 +175,7 @@ def test_how_a_model_was_loaded_is_said_below_the_answer(tiny, monkeypatch):
         target.language_model.notes.append("It was measured.")
         return target, loaded_drafters
 
-    monkeypatch.setattr(specbench.models.prepare, "prepare", with_a_note)
+    monkeypatch.setattr("specbench.cli.setting.prepare", with_a_note)
     assert tiny("the thing", "-n", 4, "-v").err.endswith("note    It was measured.\n")
     assert "It was measured." not in tiny("the thing", "-n", 4).err
 
@@ -437,8 +437,8 @@ def test_chat_is_the_default_where_there_is_a_template(tiny):
 
 def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
     result = tiny("the thing", "-n", 12, "--drafter", "self:layers=1", "--debug")
-    assert "── step 1 " in result.err
-    assert result.err.index("── end ") < result.err.index("\nmodel ")
+    assert "\nstep 1 " in result.err
+    assert result.err.index("\nend") < result.err.index("\nmodel ")
     assert "──" not in result.out
 
 
@@ -487,7 +487,7 @@ def test_a_trace_file_is_shown_again_by_trace(tiny, cli, tmp_path):
     assert [event["gamma"] for event in events[2:-1]] == figures["gammas"]
     shown = cli("trace", file)
     assert shown.code == 0
-    assert f"── step {figures['steps']} " in shown.out
+    assert f"\nstep {figures['steps']} " in shown.out
 
 
 @pytest.mark.parametrize(
