@@ -112,7 +112,7 @@ def small(arguments: list[str], out: Path) -> list[str] | None:
     ]
     if arguments[0] == "generate":
         pairs = ["--repeats", "1"] if "--compare" in arguments else []
-        return [*arguments, "--max-new-tokens", "16" if "--drafter" in arguments else "6", *pairs]
+        return [*arguments, "-v", "--max-new-tokens", "16" if "--drafter" in arguments else "6", *pairs]
     if arguments[0] == "check":
         return [*arguments, "--limit", "1", "--max-new-tokens", "6"]
     if arguments[0] == "sweep":
@@ -172,7 +172,7 @@ def test_drafters_are_shown():
 
 def accepted(out: str, err: str) -> int:
     """Return how many drafts were accepted, from the summary or the object of ``--json``."""
-    if (summary := re.search(r"(\d+) of \d+ drafts accepted", err)) is not None:
+    if (summary := re.search(r"(\d+) of \d+ draft tokens? accepted", err)) is not None:
         return int(summary[1])
     return int(json.loads(out)["accepted"])
 

@@ -551,7 +551,7 @@ def test_the_costs_of_a_sweep_are_those_of_another(call, tmp_path, models):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--draft-policy", "auto", "--gamma", "2"), ("--gamma are those of the policy fixed", "or leave --gamma out")),
+        (("--draft-policy", "auto", "--gamma", "2"), ("--gamma is for the policy fixed", "or leave --gamma out")),
         (("--draft-policy", "heuristic", "--gamma", "2"), ("write --draft-policy heuristic:gamma=N",)),
         (("--draft-policy", "fixed:gamma=2"), ("Give --gamma 2.",)),
         (("--draft-policy", "auto", "--draft-policy", "auto:max=16"), ("policy auto is given twice",)),
