@@ -211,7 +211,7 @@ def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_p
 
 def test_baselines_of_two_machines_have_nothing_to_compare(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"environment": {"cpu": "Other CPU"}})
-    with pytest.raises(UsageError, match="no configuration in common besides the baseline"):
+    with pytest.raises(UsageError, match="no configuration in common except the baseline"):
         compare_runs(*pair)
     with pytest.raises(UsageError, match="has no speedup"):
         compare_runs(*pair, a="plain")

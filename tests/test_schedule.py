@@ -1,4 +1,4 @@
-"""Requests side by side, on scripted models: outputs as alone, full passes, bounded memory, ends and failures."""
+"""Batches of requests, on scripted models: outputs as alone, full passes, bounded memory, ends and failures."""
 
 from __future__ import annotations
 

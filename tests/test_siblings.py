@@ -1,4 +1,4 @@
-"""Siblings: alternatives verified beside a draft. The output stays the target's own, and steps emit more."""
+"""Siblings: alternatives verified next to a draft. The output stays the target's own, and steps emit more."""
 
 from __future__ import annotations
 

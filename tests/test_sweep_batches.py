@@ -673,7 +673,7 @@ def test_the_report_tells_of_batches(falls, tmp_path):
     for path in paths:
         text = path.read_text(encoding="utf-8")
         assert "pays up to batch 2" in text
-        assert "Requests side by side" in text
+        assert "Batches of requests" in text
         assert "groups of prompts" in text
     assert "plots/batches.png" in paths[1].read_text(encoding="utf-8")
 

@@ -321,7 +321,7 @@ class Scheduler:
                 while job in self._active and not job.due.scorer.reserve(job.due):
                     if self._active == [job]:
                         raise UsageError(
-                            "There is no room for this request, though no other one is under way.",
+                            "There is no room for this request, although no other is active.",
                             "Give more memory.",
                         )
                     self._put_back(self._active[-1], events)

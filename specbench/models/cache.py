@@ -20,7 +20,7 @@ LAYERS_FOLDER = "layers"
 _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
     LAYERS_FOLDER: "int8 and int4 layers of models, so that these start sooner",
-    "dtypes": "which dtype models decode quickest in",
+    "dtypes": "which dtype models decode fastest in",
     "calibrations": "forms in which targets draft for themselves",
     "trees": "the best trees of drafters",
     "vocabularies": "how often targets write each token",

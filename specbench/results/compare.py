@@ -335,9 +335,10 @@ def _matched(
         if other is not None and not (measure == "speedup" and config.id == config.baseline):
             found.append((config, other))
     if not found:
-        besides = " besides the baseline" if measure == "speedup" else ""
+        unless_baseline = " except the baseline" if measure == "speedup" else ""
         raise UsageError(
-            f"The runs have no configuration in common{besides}.", "Name one of each with --a and --b."
+            f"The runs have no configuration in common{unless_baseline}.",
+            "Name one of each with --a and --b.",
         )
     return found
 

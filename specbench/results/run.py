@@ -133,7 +133,7 @@ class RunConfig(Record):
         str | None, doc("hash of the drafter's weights, if it has any of its own")
     ] = None
     drafter_dtype: Annotated[str | None, doc("in which these weights draft")] = None
-    beams: Annotated[Count | None, doc("of a beam search: how many texts it goes on with")] = None
+    beams: Annotated[Count | None, doc("of a beam search: number of beams")] = None
     batch: Annotated[Count | None, doc("with `--batch`: how many requests are decoded at a time")] = None
     arrivals: Annotated[
         str | None, doc("with `--batch`: how they come, as `--arrivals` takes it (`closed:8`)")
@@ -182,7 +182,7 @@ class RunWarning(Record, kw_only=False):
     ]
     message: Annotated[str, doc("one sentence")]
     advice: Annotated[str, doc("what to do about it, one sentence")]
-    data: Annotated[Json, doc("the figures behind it")] = {}
+    data: Annotated[Json, doc("the figures that it rests on")] = {}
 
 
 class Tuned(Record):

@@ -53,7 +53,7 @@ class PolicyKind:
 
 _SIBLINGS = Option(
     "siblings=N",
-    "most alternatives verified beside a draft in greedy decoding (auto: 8, others: 0)",
+    "most alternatives verified next to a draft in greedy decoding (auto: 8, others: 0)",
     name="siblings",
 )
 _VERIFICATION = Option(
@@ -126,7 +126,7 @@ POLICIES: tuple[PolicyKind, ...] = (
     ),
     PolicyKind(
         "confidence",
-        "Stops behind a token that the drafter gave little probability.",
+        "Stops after a token that the drafter gave little probability.",
         "outcomes:ConfidenceLength",
         (
             _number("threshold", "threshold=P", 0.4, "the threshold"),
@@ -143,7 +143,7 @@ POLICIES: tuple[PolicyKind, ...] = (
     ),
     PolicyKind(
         "svip",
-        "Stops behind a token whose distribution had a high entropy.",
+        "Stops after a token whose distribution had a high entropy.",
         "entropies:SvipLength",
         (_number("threshold", "threshold=H", 0.3, "the threshold"), _most(40)),
         needs_logits=True,
@@ -190,7 +190,7 @@ POLICIES: tuple[PolicyKind, ...] = (
         "dynamic-tree",
         "The drafter's likeliest tokens at every depth, and the best of all verified (EAGLE-2).",
         "trees:DynamicTree",
-        (_whole("top_k", "top-k=K", 4, "nodes read at every depth, tokens behind each"), _nodes(12), _DEPTH),
+        (_whole("top_k", "top-k=K", 4, "nodes read at every depth, tokens after each"), _nodes(12), _DEPTH),
         needs_logits=True,
         tree=True,
     ),
@@ -220,7 +220,7 @@ class PolicySpec:
 
     @property
     def siblings(self) -> int:
-        """The most alternatives verified beside a draft."""
+        """The most alternatives verified next to a draft."""
         return int(self.options.get("siblings", self.kind.siblings))
 
     @property

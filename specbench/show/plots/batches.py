@@ -48,7 +48,7 @@ def speedup_by_batch(run: PlotData) -> Figure:
 @figure(
     "latency",
     "throughput against latency, with and without speculation",
-    table="Requests side by side",
+    table="Batches of requests",
     of_servers=True,
 )
 def latency(run: PlotData) -> Figure:
@@ -149,7 +149,7 @@ def _best(run: PlotData) -> list[BatchCurve]:
 
 def _chosen(run: PlotData) -> str:
     several = len(_best(run)) < len(batch_curves(run.summary))
-    return "Of several γ the best over all batch sizes." if several else ""
+    return "The best of several γ over all batch sizes." if several else ""
 
 
 def _series(run: PlotData) -> list[Series]:

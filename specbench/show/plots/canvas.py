@@ -225,7 +225,7 @@ class PlotData:
         if bases == {"repeats"}:
             one = "group of prompts" if side_by_side else "prompt"
             return f"Bars: 95% intervals over the repeats of the only {one}; they hold within it only."
-        over = "groups of prompts decoded side by side" if side_by_side else "prompts"
+        over = "groups of prompts" if side_by_side else "prompts"
         return f"Bars: 95% intervals over {over}." if bases else "Too few prompts or repeats: no intervals."
 
 

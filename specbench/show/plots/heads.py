@@ -40,7 +40,7 @@ def training(run: PlotData) -> Figure:
         )
     remark = (
         "Acceptance of the drafts tested at each position; measured by the decoder, greedily and with chains, on"
-        " prompts that were not trained on. Of the categories the best and the worst at the end."
+        " prompts that were not trained on. Only the best and the worst category at the end."
     )
     return canvas.finish(body, run, "Training", remark)
 

@@ -96,7 +96,7 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
     summary, categories = summarize(results), categorize(results)
     pictures, missing = _pictures(results, plots)
     sheets = {
-        "Requests side by side": tables.request_sheet(request_rows(results)),
+        "Batches of requests": tables.request_sheet(request_rows(results)),
         CATEGORIES: tables.category_sheet(categories),
         "Trained heads": tables.head_sheet(head_rows(results)),
         "Training": tables.training_sheet(training_rows(results)),

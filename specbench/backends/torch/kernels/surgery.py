@@ -228,7 +228,7 @@ def trim_head(model: PreTrainedModel, rows: torch.Tensor) -> None:
     if not isinstance(head, nn.Linear | PackedLinear) or "forward" in vars(head):
         raise UsageError(
             "The drafter's head cannot be cut to some tokens: it is no plain linear layer.",
-            "Load the drafter anew and without a device map, or choose another one.",
+            "Load the drafter again without a device map, or choose another one.",
         )
     trimmed = nn.Linear(head.in_features, len(rows), head.bias is not None, device="meta")
     trimmed.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
