@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -21,19 +20,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-import torch
-import transformers
-
-from specbench._version import __version__
 from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync, write_text
 from specbench.base.progress import Progress, announce
 from specbench.base.textsafe import excerpt
-from specbench.models.cache import CACHE_VARIABLE, cache_folder, folder_size
+from specbench.models.cache import CACHE_VARIABLE, cache_folder, folder_size, is_intact, write_manifest
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
-MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # 1: first release
 
 
@@ -90,7 +84,7 @@ def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
 
 def discard_if_damaged(folder: Path) -> bool:
     """Check every hash of a cache entry; remove the entry if one differs. True if it was removed."""
-    if _is_intact(folder, everything=True):
+    if is_intact(folder, MANIFEST_FORMAT):
         return False
     with _cache_errors():
         shutil.rmtree(folder)
@@ -109,14 +103,16 @@ def _prepare(
     """Return a cache entry; a missing one is filled by ``build(folder, work)``, with ``work`` as scratch."""
     parent = cache_folder() / "models"
     folder = parent / entry
-    if _is_intact(folder):
+    if is_intact(folder, MANIFEST_FORMAT, limit=SMALL_FILE):
         return folder
 
     with _cache_errors():
         parent.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that prepares {label}"
         with locked(parent / f"{entry}.lock", lambda: announce(progress, waiting)):
-            if _is_intact(folder):  # another process made it while this one waited
+            if is_intact(
+                folder, MANIFEST_FORMAT, limit=SMALL_FILE
+            ):  # another process made it while this one waited
                 return folder
             if folder.exists():
                 shutil.rmtree(folder)
@@ -131,7 +127,7 @@ def _prepare(
                 made = work / "folder"
                 made.mkdir()
                 build(made, work)
-                _write_manifest(made, source)
+                write_manifest(made, MANIFEST_FORMAT, source)
                 made.rename(folder)
                 sync(parent)
             finally:
@@ -152,40 +148,6 @@ def _no_space(detail: str = "") -> RunError:
         f"No space is left in the cache folder {str(cache_folder())!r}{detail}; nothing partial was kept.",
         f"Free some space, or set {CACHE_VARIABLE} to a folder on another disk.",
     )
-
-
-def _write_manifest(folder: Path, source: dict[str, str]) -> None:
-    files = {}
-    for path in sorted(folder.iterdir()):
-        sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    versions = {
-        "specbench": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    manifest = {"format": MANIFEST_FORMAT, "source": source, "files": files, "made_with": versions}
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def _is_intact(folder: Path, *, everything: bool = False) -> bool:
-    """Whether an entry matches its manifest: every size, and the hashes of small files or of all."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != MANIFEST_FORMAT or not manifest["files"]:
-            return False
-        for name, known in manifest["files"].items():
-            path = folder / name
-            if name != path.name or path.is_symlink():  # it would lead out of the entry
-                return False
-            size = path.stat().st_size
-            if size != known["size"]:
-                return False
-            if (everything or size <= SMALL_FILE) and sha256(path) != known["sha256"]:
-                return False
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return True
 
 
 def _hash_note(gguf: Path) -> Path:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import platformdirs
+from msgspec import Meta
 
 from specbench.base.errors import UsageError
-from specbench.base.files import file_errors
+from specbench.base.files import file_errors, sha256, sync, write_text
+from specbench.base.record import Record
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
@@ -32,6 +38,47 @@ _DERIVED = (LAYERS_FOLDER, "dtypes")
 
 _LARGEST_NOTE = 1 << 26
 """Bytes of the largest file that is read for the name in it."""
+
+
+MANIFEST = "manifest.json"
+_HASHERS = 2
+
+
+class _File(Record):
+    size: int
+    sha256: str
+
+
+class _Manifest(Record):
+    format: int
+    files: Annotated[dict[str, _File], Meta(min_length=1)]
+
+
+def write_manifest(folder: Path, version: int, source: dict[str, str]) -> None:
+    """Complete a prepared folder with the sizes and hashes of its files."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        sync(path)
+        files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
+    write_text(folder / MANIFEST, json.dumps({"format": version, "source": source, "files": files}) + "\n")
+
+
+def is_intact(folder: Path, version: int, *, limit: float = math.inf) -> bool:
+    """Whether a folder holds exactly the files of its manifest; files of more than ``limit`` bytes are not hashed."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
+        there = {path.name: path for path in folder.iterdir() if path.name != MANIFEST}
+        if manifest.format != version or there.keys() != manifest.files.keys() or folder.is_symlink():
+            return False
+        for name, known in manifest.files.items():
+            if there[name].is_symlink() or there[name].stat().st_size != known.size:
+                return False
+        hashed = [name for name, known in manifest.files.items() if known.size <= limit]
+        with ThreadPoolExecutor(_HASHERS) as hashers:
+            found = list(hashers.map(lambda name: sha256(there[name]), hashed))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return found == [manifest.files[name].sha256 for name in hashed]
 
 
 def cache_folder() -> Path:
@@ -140,7 +187,7 @@ def _name(path: Path) -> str:
     """Return the name a user knows an entry by: the model that its files name."""
     if path.name.startswith("."):
         return f"{path.name} (half made)"
-    about = path / "manifest.json" if path.is_dir() else path
+    about = path / MANIFEST if path.is_dir() else path
     try:
         if about.suffix != ".json" or about.stat().st_size > _LARGEST_NOTE:
             return path.name

@@ -9,14 +9,12 @@ files are checked against their hashes before any is used. A damaged or outdated
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,9 +27,16 @@ from specbench._version import __version__
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
 from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight
-from specbench.base.files import sha256, sync, write_text
+from specbench.base.files import sync
 from specbench.base.progress import Progress, announce
-from specbench.models.cache import LAYERS_FOLDER, cache_folder, folder_size
+from specbench.models.cache import (
+    LAYERS_FOLDER,
+    MANIFEST,
+    cache_folder,
+    folder_size,
+    is_intact,
+    write_manifest,
+)
 
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import QuantizedLayers
@@ -44,10 +49,8 @@ MOST_BYTES = 8 << 30
 _WORTH_KEEPING = 1 << 25
 """Smallest number of weights that is worth keeping."""
 
-_FORMAT = 3
-"""Version of an entry. 1: bytes in rows alone; 2: tensors under other names."""
-_MANIFEST = "manifest.json"
-_HASHERS = 2
+_FORMAT = 4
+"""Version of an entry. 1: bytes in rows alone; 2: tensors under other names; 3: no sizes of files."""
 _ABANDONED_S = 86_400
 """Age from which an unfinished entry is removed."""
 
@@ -75,9 +78,9 @@ def quantized_layers(
     entry = parent / f"{place}-{content}"
     others = [path for path in parent.glob(f"{place}-*") if path != entry]
     announce(progress, f"reading the {kind} layers of {model.name}")
-    if _is_sound(entry):
+    if is_intact(entry, _FORMAT):
         with suppress(OSError):
-            os.utime(entry / _MANIFEST)  # used just now
+            os.utime(entry / MANIFEST)  # used just now
         yield _Found(entry)
         return
     if entry.exists() or others:
@@ -109,23 +112,6 @@ def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, st
     named = [files.place, model.dtype, cut, form], [files.digest, *versions]
     first, second = (hashlib.sha256(repr(facts).encode()).hexdigest()[:24] for facts in named)
     return first, second
-
-
-def _is_sound(entry: Path) -> bool:
-    """Whether an entry holds exactly the files of its manifest, byte for byte."""
-    try:
-        manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
-        files: dict[str, str] = manifest["files"]
-        there = {path.name for path in entry.iterdir()} - {_MANIFEST}
-        if manifest["format"] != _FORMAT or not files or there != files.keys():
-            return False
-        paths = [entry / name for name in files]
-        if any(path.is_symlink() for path in (entry, *paths)):
-            return False
-        with ThreadPoolExecutor(_HASHERS) as hashers:
-            return list(hashers.map(sha256, paths)) == list(files.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
 
 
 def _file(place: str) -> str:
@@ -164,30 +150,26 @@ class _Made:
 
     def __init__(self, work: Path, parent: Path, name: str) -> None:
         self.work, self.parent, self.name = work, parent, name
-        self.hashes: dict[str, str] | None = {}
+        self.failed = False
 
     def find(self, place: str) -> QuantizedWeight | None:  # noqa: ARG002 - nothing is there yet
         return None
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
-        if self.hashes is None:
-            return
-        path, tensors = self.work / _file(place), _tensors(weight)
+        tensors = _tensors(weight)
         try:
             if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
                 raise OSError("no space")
-            save_file(tensors, path)
-            self.hashes[path.name] = sha256(path)
-            sync(path)
+            if not self.failed:
+                save_file(tensors, self.work / _file(place))
         except (OSError, SafetensorError):
-            self.hashes = None
+            self.failed = True
 
     def finish(self, entry: Path) -> None:
-        if not self.hashes:
+        if self.failed or not any(self.work.iterdir()):
             return
-        manifest = {"format": _FORMAT, "source": {"name": self.name}, "files": self.hashes}
         with suppress(OSError):  # such as another process that was quicker
-            write_text(self.work / _MANIFEST, json.dumps(manifest) + "\n")
+            write_manifest(self.work, _FORMAT, {"name": self.name})
             self.work.rename(entry)
             sync(self.parent)
 
@@ -201,7 +183,7 @@ def _evict(parent: Path, newest: Path) -> None:
                 if now - path.stat().st_mtime > _ABANDONED_S:
                     shutil.rmtree(path, ignore_errors=True)
                 continue
-            used = (path / _MANIFEST).stat().st_mtime if path != newest else math.inf  # whatever the clock
+            used = (path / MANIFEST).stat().st_mtime if path != newest else math.inf  # whatever the clock
             entries.append((used, folder_size(path), path))
     total = sum(size for _, size, _ in entries)
     for _, size, path in sorted(entries):
