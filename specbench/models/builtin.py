@@ -18,6 +18,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 
 from specbench.base.errors import RunError, SpecbenchError
@@ -45,7 +46,6 @@ def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
     return _prepare(
         f"{alias}-{model.gguf_sha256[:16]}",
         build,
-        label=alias,
         source={"name": alias, "sha256": model.gguf_sha256},
         # wheel, GGUF and converted copy lie side by side for a moment; four bits become sixteen
         space=lambda: model.wheel_size + 4 * model.gguf_size,
@@ -75,7 +75,6 @@ def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
     return _prepare(
         f"gguf-{digest[:32]}",
         build,
-        label=gguf.name,
         source={"name": gguf.name, "sha256": digest},
         space=space,
         progress=progress,
@@ -83,7 +82,7 @@ def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
 
 
 def discard_if_damaged(folder: Path) -> bool:
-    """Check every hash of a cache entry; remove the entry if one differs. True if it was removed."""
+    """Check every hash of a cache entry; remove it and return true if one differs."""
     if is_intact(folder, MANIFEST_FORMAT):
         return False
     with _cache_errors():
@@ -95,13 +94,12 @@ def _prepare(
     entry: str,
     build: Callable[[Path, Path], None],
     *,
-    label: str,
     source: dict[str, str],
     space: Callable[[], int],
     progress: Progress | None,
 ) -> Path:
     """Return a cache entry; a missing one is filled by ``build(folder, work)``, with ``work`` as scratch."""
-    parent = cache_folder() / "models"
+    label, parent = source["name"], cache_folder() / "models"
     folder = parent / entry
     if is_intact(folder, MANIFEST_FORMAT, limit=SMALL_FILE):
         return folder
@@ -166,10 +164,7 @@ def _known_sha256(gguf: Path) -> str | None:
 
 
 def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
-    def report(done: int, total: int) -> None:
-        if progress is not None:
-            progress.update(f"checking {gguf.name}", done, total)
-
+    report = None if progress is None else partial(progress.update, f"checking {gguf.name}")
     with file_errors(f"The file {str(gguf)!r} cannot be read"):
         note = _hash_note(gguf)
         digest = sha256(gguf, report)
