@@ -146,7 +146,7 @@ def next_to_busy(
     name: str, form: str, model: PreTrainedModel, context: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Time a form's passes in alternating blocks: quiet, and next to a process that keeps a core busy."""
-    usual = Scorer(model).way
+    usual = type(Scorer(model).forward)
     ways = (usual, FusedForward) if usual is NativeForward else (usual,)
     timers = {way: _timer(way, model, context) for way in ways}
     jobs: dict[tuple[str, int], Callable[[], float]] = {

@@ -560,7 +560,7 @@ MUTANTS = (
     ),
     Mutant(
         "native passes write where keys and values were",
-        "backends/torch/cache_layers.py:LayerGroup.lengthen",
+        "backends/torch/cache_layers.py:LayerGroup.extend",
         "layer.used != length or layer.keys is not keys",
         "layer.used != length",
         ("tests/test_native.py", "-k", "in_between"),
@@ -582,8 +582,8 @@ MUTANTS = (
     Mutant(
         "what was no number stays in the cache",
         "backends/torch/cache_layers.py:zero_nonfinite",
-        "if not held.sum().isfinite(): held.zero_()",
-        "held.sum()",
+        "if not used.sum().isfinite(): used.zero_()",
+        "used.sum()",
         ("tests/test_caches.py", "-k", "spoils"),
     ),
     Mutant(
@@ -624,15 +624,14 @@ MUTANTS = (
     Mutant(
         "threads take each other's masks",
         "backends/torch/kernels/attention.py:_masks_of_pass",
-        "return _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))",
-        "made = _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))\n"
-        "globals().update(_last=(mask, made))\n"
-        'return globals()["_last"][1]',
+        "last = _last_masks.value = (mask, groups, dtype, fold_mask(mask, groups, dtype))",
+        "globals().update(_shared=(mask, groups, dtype, fold_mask(mask, groups, dtype)))\n"
+        'last = globals()["_shared"]',
         ("tests/test_attention.py", "-k", "thread"),
     ),
     Mutant(
         "short passes pass hooks by",
-        "backends/torch/kernels/surgery.py:Hooks.there",
+        "backends/torch/kernels/surgery.py:Hooks.are_present",
         "self._hooks",
         "()",
         ("tests/test_fused_forward.py", "-k", "hooks_are_called"),
@@ -640,15 +639,15 @@ MUTANTS = (
     Mutant(
         "joined layers read what they read before a hook changed it",
         "backends/torch/kernels/surgery.py:_MergedProduct.part",
-        "self.hooks.there()",
+        "self.hooks.are_present()",
         "False",
         ("tests/test_fused_forward.py", "-k", "negate"),
     ),
     Mutant(
         "short passes keep a norm's old weights",
-        "backends/torch/forward.py:_FoundLayers.__call__",
-        "found is None or found.mark() is not mark",
-        "found is None",
+        "backends/torch/forward.py:_PartsLookup.__call__",
+        "parts is None or parts.context() is not context",
+        "parts is None",
         ("tests/test_fused_forward.py", "-k", "stale"),
     ),
     Mutant(
@@ -903,8 +902,8 @@ MUTANTS = (
         BLOCKS,
     ),
     Mutant(
-        "a request sees what follows its own rows",
-        "backends/torch/pools.py:BatchedCache._together",
+        "a request sees what lies behind its own rows",
+        "backends/torch/pools.py:BatchedCache._joint_span",
         "mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)",
         "mask[i, 0, :count] = True",
         RAGGED,
@@ -919,7 +918,7 @@ MUTANTS = (
     Mutant(
         "what a cheaper form has read passes for the target's own",
         "backends/torch/scorer.py:Scorer.mark_read",
-        "isinstance(self.cache, PooledCache) and self._owns_slot",
+        "isinstance(self.cache, PooledCache) and self._owns_pooled",
         "isinstance(self.cache, PooledCache)",
         ("tests/test_pools.py", "-k", "cheaper_form"),
     ),
@@ -1033,14 +1032,14 @@ MUTANTS = (
     ),
     Mutant(
         "a pass with hidden states is no native one",
-        "backends/torch/forward.py:NativeForward._rows",
-        "self._layers(held)",
-        "None if layers else self._layers(held)",
+        "backends/torch/forward.py:NativeForward._run",
+        "self._lookup(cache)",
+        "None if layers else self._lookup(cache)",
         ("tests/test_bitexact.py", "-k", "states or twice"),
     ),
     Mutant(
         "a layer named twice gives the states of another one",
-        "backends/torch/forward.py:Forward.rows",
+        "backends/torch/forward.py:Forward.run",
         "[once.index(layer) for layer in layers]",
         "[min(i, len(once) - 1) for i in range(len(layers))]",
         ("tests/test_native.py", "-k", "hidden_states"),
@@ -1083,9 +1082,9 @@ MUTANTS = (
     Mutant(
         "a context of a head counts as read though its pass has failed",
         "backends/torch/head_scorers.py:EagleScorer._read_context",
-        "found = yield self._reading(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)",
-        "self._was_read(context, states)\n"
-        "found = yield self._reading(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)",
+        "found = yield self._input(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)",
+        "self._mark_read(context, states)\n"
+        "found = yield self._input(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)",
         ("tests/test_heads.py", "-k", "shared_pass_that_fails"),
     ),
     Mutant(

@@ -24,7 +24,7 @@ import torch
 from scipy.stats import chi2, ncx2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
+from specbench.backends.torch.kernels.surgery import first_layers, quantized_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter
@@ -64,7 +64,7 @@ def tiny_model(seed: int) -> LlamaForCausalLM:
 DRAFTERS: dict[str, Callable[[Scorer, LlamaForCausalLM], Drafter]] = {
     "model": lambda target, draft: ModelDrafter(Scorer(draft, vocab_size=VOCAB), "model"),
     "self:int8": lambda target, draft: SelfDrafter(
-        Scorer(int8_copy(target.model), target.cache), "self:int8"
+        Scorer(quantized_copy(target.model), target.cache), "self:int8"
     ),
     "self:layers=1": lambda target, draft: SelfDrafter(
         Scorer(first_layers(target.model, 1), target.cache), "self:layers=1"

@@ -17,7 +17,7 @@ from specbench.backends.torch import pools
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.forward import FusedForward
 from specbench.backends.torch.kernels import attention
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, quantize_linears
+from specbench.backends.torch.kernels.surgery import first_layers, quantize_linears, quantized_copy
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, ForwardRequest
@@ -107,7 +107,7 @@ def branch(asked: ForwardRequest, node: int) -> list[int]:
 def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     scorer = loaded("llama", pack)
     batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
-    assert issubclass(scorer.way, FusedForward) is pack
+    assert isinstance(scorer.forward, FusedForward) is pack
     places = torch.arange(VOCAB).flip(0) + 3
     wide = Scorer(scorer.model, vocab_size=VOCAB + 3, places=places)
     others = BatchedModel(wide, batch.pool)
@@ -116,10 +116,10 @@ def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     rows = batch.score([
         ForwardRequest(first, contexts[0], [4, 5], layers=(2, 0)), ForwardRequest(second, contexts[1], layers=(1,)),
     ])  # fmt: skip
-    alone = [Scorer(scorer.model) for _ in range(2)]
+    one, other = Scorer(scorer.model), Scorer(scorer.model)
     expected = [
-        alone[0].score(ForwardRequest(alone[0], contexts[0], [4, 5], layers=(2, 0))),
-        alone[1].score(ForwardRequest(alone[1], contexts[1], layers=(1,))),
+        one.score(ForwardRequest(one, contexts[0], [4, 5], layers=(2, 0))),
+        other.score(ForwardRequest(other, contexts[1], layers=(1,))),
     ]
     for found, known in zip(rows, expected, strict=True):
         assert torch.allclose(found.logits, known.logits, atol=1e-4)
@@ -159,17 +159,11 @@ def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch):
 
     scorers = [batch.open() for _ in range(6)]
     lengths = (10, 12, 11, 90, 12, 13)
-    batch.score(
-        [ForwardRequest(scorer, [1] * length) for scorer, length in zip(scorers, lengths, strict=True)]
-    )
+    pairs = list(zip(scorers, lengths, strict=True))
+    batch.score([ForwardRequest(each, [1] * length) for each, length in pairs])
     monkeypatch.setattr(attention, "attend", counted)
     monkeypatch.setattr(pools, "supports_attention", lambda *_: False)
-    batch.score(
-        [
-            ForwardRequest(scorer, [1] * (length + 1), [2])
-            for scorer, length in zip(scorers, lengths, strict=True)
-        ]
-    )
+    batch.score([ForwardRequest(each, [1] * (length + 1), [2]) for each, length in pairs])
     # Beside one of 90 tokens, short contexts are read as if they had as many, and so not many of them are.
     assert calls == [3, 2, 1] * scorer.model.config.num_hidden_layers
 
@@ -218,11 +212,9 @@ def test_models_that_cannot_be_read_together_are_read_one_by_one(name):
     assert batch.why_not_batched.endswith(".")
     first, second = batch.open(), batch.open()
     assert first.batch is None
-    contexts = [[1, 2, 3], [4, 5]]
-    for scorer, context in zip((first, second), contexts, strict=True):
-        assert torch.allclose(
-            scorer.logits(context, [6]), Scorer(scorer.model, "none").logits(context, [6]), atol=1e-3
-        )
+    for each, context in ((first, [1, 2, 3]), (second, [4, 5])):
+        expected = Scorer(scorer.model, "none").logits(context, [6])
+        assert torch.allclose(each.logits(context, [6]), expected, atol=1e-3)
     assert pool.use.used == 2
 
 
@@ -233,11 +225,10 @@ def test_layers_that_no_pool_holds_are_kept_apart():
     many = GenerationRuns(runs, max_batch=3)
     assert many.factory is not None
     assert "grows" in (many.factory.why_not_batched or "")
-    expected = [
-        speculative_generate(prompt, target, LookupDrafter(), max_new_tokens=9).token_ids
-        for prompt in PROMPTS[:3]
-    ]
-    assert [each.token_ids for each in many.results() if isinstance(each, Generation)] == expected
+    for found, prompt in zip(many.results(), PROMPTS, strict=False):
+        assert isinstance(found, Generation)
+        alone = speculative_generate(prompt, target, LookupDrafter(), max_new_tokens=9)
+        assert found.token_ids == alone.token_ids
 
 
 def test_why_some_are_not_read_together():
@@ -297,7 +288,7 @@ class Side:
         self.small = BatchedModel(small, own, exact=False)
         self.cheap = {
             name: BatchedModel(Scorer(cheaper, "none"), self.pool, exact=False)
-            for name, cheaper in (("layers", first_layers(model, 1)), ("int8", int8_copy(model)))
+            for name, cheaper in (("layers", first_layers(model, 1)), ("int8", quantized_copy(model)))
         }
         assert all(each.why_not_batched is None for each in (self.target, self.small, *self.cheap.values()))
 
@@ -315,7 +306,7 @@ class Side:
                     Scorer(tiny_llama(seed=5, layers=1, vocab_size=VOCAB)), "model"
                 ),
                 "layers": lambda: SelfDrafter(Scorer(first_layers(target.model, 1), target.cache), "layers"),
-                "int8": lambda: SelfDrafter(Scorer(int8_copy(target.model), target.cache), "int8"),
+                "int8": lambda: SelfDrafter(Scorer(quantized_copy(target.model), target.cache), "int8"),
             }
         else:
             target = self.target.open()

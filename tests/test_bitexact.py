@@ -54,13 +54,13 @@ def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> 
 def way(request, monkeypatch) -> str:
     """How targets of the Llama family make short passes, where there is a native library."""
     if request.param == "few operators":
-        monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
+        monkeypatch.setattr(trials, "_MAX_SLOWDOWN", 0.0)
     return str(request.param)
 
 
 @pytest.fixture
 def few_operators(monkeypatch):
-    monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
+    monkeypatch.setattr(trials, "_MAX_SLOWDOWN", 0.0)
 
 
 @pytest.mark.usefixtures("way")
@@ -298,13 +298,13 @@ def test_the_trial_finds_what_depends_on_hidden_states(monkeypatch):
         pytest.skip("no packed layers here")
     scorer = scorer_of(tiny_llama())
     assert scorer.why_not_bit_exact() is None
-    rows = type(scorer._pass)._rows
+    rows = type(scorer.forward)._run
 
     def shaky(way: Any, ids: Any, count: int, layers: Any, *others: Any) -> Any:
         made = rows(way, ids, count, layers, *others)
         return made._replace(logits=made.logits * (1 + 1e-6)) if layers else made
 
-    monkeypatch.setattr(type(scorer._pass), "_rows", shaky)
+    monkeypatch.setattr(type(scorer.forward), "_run", shaky)
     reason = scorer.why_not_bit_exact()
     assert reason is not None
     assert "hidden states" in reason
@@ -324,7 +324,7 @@ def test_a_head_that_reads_a_layer_twice_changes_nothing_of_a_rounded_targets_ou
         torch.manual_seed(3)
         target = rounded_target(LlamaForCausalLM(config).bfloat16().eval(), rounded)
     if not target.bit_exact:
-        assert type(target.scorer._pass) is not NativeForward, target.widths_differ
+        assert type(target.scorer.forward) is not NativeForward, target.widths_differ
         pytest.skip(target.widths_differ or "activations are not rounded here")
     files = write_head(tmp_path / "head", speculators_settings(layers), eagle_tensors(2))
     head = load_drafter(str(files), target, LoadOptions(dtype="float32"))

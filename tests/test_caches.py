@@ -16,7 +16,7 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
 from specbench.backends.torch.caches import make_cache, prune_legacy
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
+from specbench.backends.torch.kernels.surgery import first_layers, quantized_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import run_to_end
@@ -36,16 +36,9 @@ KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated")
 
 NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 USUAL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,
-    **NO_SPECIAL_TOKENS,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.3, **NO_SPECIAL_TOKENS,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
     "llama": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**USUAL)),
@@ -105,10 +98,9 @@ def tiny(family: str) -> Any:
 def whole(model: Any, context: Sequence[int], drafted: Sequence[int] = ()) -> torch.Tensor:
     """The logits by one pass over everything, without a cache: row i stands behind ``drafted[:i]``."""
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=torch.tensor([[*context, *drafted]]), use_cache=False).logits[
-            0
-        ]
-    return logits[-(len(drafted) + 1) :]
+        output = model(input_ids=torch.tensor([[*context, *drafted]]), use_cache=False)
+    logits: torch.Tensor = output.logits[0, -(len(drafted) + 1) :]
+    return logits
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -217,9 +209,7 @@ def test_half_precision(kind):
     """Keys keep the model's dtype, whatever the cache."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = (
-            hf.LlamaForCausalLM(hf.LlamaConfig(**USUAL)).to(torch.bfloat16).eval().requires_grad_(False)
-        )
+        model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**USUAL)).bfloat16().eval().requires_grad_(False)
     scorer = Scorer(model, kind)
     assert scorer.logits([1, 2, 3], [4]).dtype == torch.bfloat16
     assert cache_layers(scorer)[0].keys.dtype == torch.bfloat16
@@ -304,25 +294,18 @@ def test_a_preallocated_window_takes_the_longest_draft_back(start):
     assert seen.flatten().tolist() == list(range(start + 1 - WINDOW, start + 1))
 
 
-@pytest.mark.parametrize("family", SLIDING)
+@pytest.mark.parametrize("family", [*SLIDING, "lfm2"])
 def test_a_dynamic_layer_says_so_too_while_it_records(family):
     scorer = Scorer(tiny(family), "dynamic")
     walk = Walk(scorer, 40)
     walk.step(0)
+    if family == "lfm2":  # its states are given up at once
+        with pytest.raises(ValueError, match="given up"):
+            scorer.rollback(30)
+        scorer.begin()
+        scorer.logits(walk.context)
+        walk.context.append(1)
     scorer.logits(walk.context, walk.tokens(3))
-    with pytest.raises(ValueError, match="given up"):
-        scorer.rollback(30)
-
-
-def test_convolution_states_say_when_they_have_forgotten():
-    scorer = Scorer(tiny("lfm2"), "dynamic")
-    walk = Walk(scorer, 40)
-    walk.step(0)
-    with pytest.raises(ValueError, match="given up"):
-        scorer.rollback(30)
-    scorer.begin()
-    scorer.logits(walk.context)
-    scorer.logits([*walk.context, 1], walk.tokens(3))
     with pytest.raises(ValueError, match="given up"):
         scorer.rollback(30)
 
@@ -359,7 +342,7 @@ def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt):
 @pytest.mark.parametrize("family", SLIDING)
 def test_many_drops(family, prompt, monkeypatch):
     """The same with small buffers, so that it happens often and close to other events."""
-    monkeypatch.setattr("specbench.backends.torch.cache_layers.FIRST_CAPACITY", 16)
+    monkeypatch.setattr("specbench.backends.torch.cache_layers.INITIAL_CAPACITY", 16)
     monkeypatch.setattr("specbench.backends.torch.cache_layers.SLIDING_SLACK", 20)
     scorer = Scorer(tiny(family), "preallocated")
     walk = Walk(scorer, prompt)
@@ -395,12 +378,11 @@ def test_preallocated_buffers_double_when_full(family):
 
 def test_preallocated_buffers_are_not_copied_while_there_is_room():
     scorer = Scorer(tiny("llama"), "preallocated")
-    walk = Walk(scorer, 10)
-    walk.step(0)
-    places = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache_layers(scorer)]
-    for drafts in (5, 0, 30, 60):
+    walk, places = Walk(scorer, 10), []
+    for drafts in (0, 5, 0, 30, 60):
         walk.step(drafts)
-    assert places == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache_layers(scorer)]
+        places.append([(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache_layers(scorer)])
+    assert all(each == places[0] for each in places)
 
 
 # -- drafting on the target's own cache -----------------------------------------------------------
@@ -430,7 +412,7 @@ def test_early_exit_on_the_targets_cache(family, kind, count):
 
 
 def self_drafter(target: Scorer, form: str) -> SelfDrafter:
-    cheaper = int8_copy(target.model) if form == "int8" else first_layers(target.model, 1)
+    cheaper = quantized_copy(target.model) if form == "int8" else first_layers(target.model, 1)
     return SelfDrafter(Scorer(cheaper, target.cache), form)
 
 
@@ -469,7 +451,7 @@ def test_a_self_drafter_leaves_no_trace(family, kind, form, first_target):
 @pytest.mark.parametrize("drafter", ["none", "self:layers=1"])
 @pytest.mark.parametrize("kind", ["dynamic", "preallocated", "static"])
 def test_a_prompt_without_numbers_spoils_none_behind_it(kind, drafter):
-    spoilt, zero_nonfinite = [5, 6, *[7] * 40], [1, 2, 3, 4]
+    spoilt, sound = [5, 6, *[7] * 40], [1, 2, 3, 4]
 
     def target() -> Target:
         made: Any = tiny_llama()
@@ -483,10 +465,10 @@ def test_a_prompt_without_numbers_spoils_none_behind_it(kind, drafter):
     used, fresh = target(), target()
     with pytest.raises(RunError, match="no numbers"):
         answer(used, spoilt)
-    assert answer(used, zero_nonfinite) == answer(fresh, zero_nonfinite)
+    assert answer(used, sound) == answer(fresh, sound)
     for scorer in (used.scorer, fresh.scorer):
         scorer.begin()
-    assert torch.equal(used.scorer.logits(zero_nonfinite), fresh.scorer.logits(zero_nonfinite))
+    assert torch.equal(used.scorer.logits(sound), fresh.scorer.logits(sound))
 
 
 def test_self_drafts_are_those_of_the_cheaper_model():
@@ -536,31 +518,30 @@ def test_a_recurrent_state_is_noticed_at_the_first_pass():
         Scorer(model, "dynamic").logits([1, 2, 3])
 
 
-def test_the_preallocated_cache_refuses_layers_it_cannot_hold():
-    with pytest.raises(UsageError, match="LinearAttentionLayer") as caught:
-        make_cache("preallocated", FAMILIES["lfm2"][1]())
-    assert "--cache dynamic" in str(caught.value)
-
-
-def test_an_unknown_cache_kind_is_refused():
-    with pytest.raises(UsageError, match="'paged'") as caught:
-        make_cache("paged", FAMILIES["llama"][1]())  # type: ignore[arg-type]
-    assert "dynamic, preallocated, static, none" in str(caught.value)
+@pytest.mark.parametrize(
+    ("kind", "family", "words"),
+    [
+        ("preallocated", "lfm2", ("LinearAttentionLayer", "--cache dynamic")),
+        ("paged", "llama", ("'paged'", "dynamic, preallocated, static, none")),
+    ],
+)
+def test_kinds_that_cannot_be(kind, family, words):
+    with pytest.raises(UsageError) as caught:
+        make_cache(kind, FAMILIES[family][1]())
+    assert all(each in str(caught.value) for each in words)
 
 
 # -- widths and rows ------------------------------------------------------------------------------
 
 
-def test_narrower_logits_are_padded_with_impossible_tokens():
+def test_narrower_logits_are_padded_with_impossible_tokens_and_wider_ones_cut():
     expected = whole(tiny("llama"), [1, 2], [3])
-    padded = Scorer(tiny("llama"), "none", vocab_size=VOCAB + 3).logits([1, 2], [3])
+    padded, cut = (
+        Scorer(tiny("llama"), "none", vocab_size=VOCAB + more).logits([1, 2], [3]) for more in (3, -3)
+    )
     assert_close(padded[:, :VOCAB], expected)
     assert padded[:, VOCAB:].tolist() == [[-torch.inf] * 3] * 2
-
-
-def test_wider_logits_are_cut():
-    expected = whole(tiny("llama"), [1, 2], [3])
-    assert_close(Scorer(tiny("llama"), "none", vocab_size=VOCAB - 3).logits([1, 2], [3]), expected[:, :-3])
+    assert_close(cut, expected[:, :-3])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -590,14 +571,12 @@ def test_a_model_that_always_gives_every_row():
         def __init__(self) -> None:
             super().__init__()
             self.inner = tiny("llama")
-            self.config = self.inner.config
-            self.get_input_embeddings = self.inner.get_input_embeddings
+            self.config, self.get_input_embeddings = self.inner.config, self.inner.get_input_embeddings
 
         def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> Any:
             return self.inner(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
 
-    model: Any = WithoutLogitsToKeep()
-    scorer = Scorer(model, "dynamic")
+    scorer = Scorer(WithoutLogitsToKeep(), "dynamic")  # type: ignore[arg-type]
     assert_close(scorer.logits([1, 2, 3], [4]), whole(tiny("llama"), [1, 2, 3], [4]))
     assert scorer.logits([1, 2, 3], [4, 5], rows=1).shape == (1, VOCAB)
 
@@ -607,31 +586,25 @@ def test_a_model_that_always_gives_every_row():
 
 def legacy(*lengths: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     count: Iterator[int] = itertools.count(1)
-    return tuple(
-        (
-            torch.full((1, 2, length, 4), float(next(count))) + torch.arange(float(length))[:, None],
-            torch.full((1, 2, length, 5), float(next(count))) + torch.arange(float(length))[:, None],
-        )
-        for length in lengths
-    )
+
+    def entries(length: int, size: int) -> torch.Tensor:
+        return torch.full((1, 2, length, size), float(next(count))) + torch.arange(float(length))[:, None]
+
+    return tuple((entries(length, 4), entries(length, 5)) for length in lengths)
 
 
 def test_prune_legacy_keeps_the_first_positions():
     past = legacy(6, 6)
-    pruned = prune_legacy(past, 4)
-    for (keys, values), (old_keys, old_values) in zip(pruned, past, strict=True):
+    for (keys, values), (old_keys, old_values) in zip(prune_legacy(past, 4), past, strict=True):
         assert torch.equal(keys, old_keys[:, :, :4])
         assert torch.equal(values, old_values[:, :, :4])
     assert past[0][0].shape[-2] == 6
-
-
-def test_prune_legacy_leaves_shorter_layers_as_they_are():
-    assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3, 0), 4)] == [4, 3, 0]
-    assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3), 9)] == [6, 3]
-    assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3), 0)] == [0, 0]
-    assert prune_legacy((), 3) == ()
-
-
-def test_prune_legacy_refuses_negative_lengths():
+    for lengths, kept, left in (
+        ((6, 3, 0), 4, [4, 3, 0]),
+        ((6, 3), 9, [6, 3]),
+        ((6, 3), 0, [0, 0]),
+        ((), 3, []),
+    ):
+        assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(*lengths), kept)] == left
     with pytest.raises(ValueError, match="-1"):
         prune_legacy(legacy(6), -1)

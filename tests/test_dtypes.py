@@ -73,7 +73,7 @@ def test_a_choice_holds_for_what_it_was_measured_with(monkeypatch):
     assert key != dtype_key("0" * 64)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     assert key == dtype_key("0" * 64)
-    monkeypatch.setattr(native, "_found", lambda: "it has gone")
+    monkeypatch.setattr(native, "_load", lambda: "it has gone")
     assert key != dtype_key("0" * 64)
 
 

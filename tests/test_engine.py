@@ -245,7 +245,7 @@ def test_drafters_are_timed_with_several_nodes_abreast(engine):
 
 def test_passes_are_timed_at_the_widths_asked_for(engine, monkeypatch):
     widths: list[tuple[int, int]] = []
-    forward = engine.target.scorer._forward
+    forward = engine.target.scorer._call
 
     def noted(tokens: Sequence[int], rows: int, *rest: Any) -> ForwardOutput:
         widths.append((len(tokens), rows))

@@ -1,4 +1,4 @@
-"""Short passes in few operators: the same as the way of `transformers` up to rounding."""
+"""Forwards in few operators: the same as those of `transformers` up to rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from specbench.backends.torch.kernels import llama_layers, native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_attention, fold_mask
 from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
 from specbench.backends.torch.kernels.llama_layers import fused_layers
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantize_linears
+from specbench.backends.torch.kernels.surgery import (
+    first_layers,
+    pack_linears,
+    quantize_linears,
+    quantized_copy,
+)
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.generate import speculative_generate
@@ -72,18 +77,18 @@ def build(
 @pytest.fixture(autouse=True)
 def nothing_in_one_call(monkeypatch):
     """Passes of targets in one call, which tests/test_native.py is about, count as slower ones."""
-    monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
+    monkeypatch.setattr(trials, "_MAX_SLOWDOWN", 0.0)
 
 
 def ordinary(model: Any, cache: CacheKind = "dynamic") -> Scorer:
-    """A scorer that takes no short passes."""
+    """A scorer that is not fused."""
     scorer = Scorer(model, cache)
-    scorer._pass = ways.HFForward(model, scorer.cache)
+    scorer.forward = ways.HFForward(model, scorer.cache)
     return scorer
 
 
-def takes_short_passes(model: Any) -> bool:
-    return isinstance(Scorer(model)._pass, ways.FusedForward)
+def is_fused(model: Any) -> bool:
+    return isinstance(Scorer(model).forward, ways.FusedForward)
 
 
 def passes(scorer: Scorer) -> list[torch.Tensor]:
@@ -134,7 +139,7 @@ def test_a_row_has_the_same_bits_in_every_short_pass(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_forward_are_in_few_operators(kind, monkeypatch):
+def test_short_forwards_are_fused(kind, monkeypatch):
     scorer = Scorer(build(kind))
     taken: list[tuple[int, ...]] = []
     whole = llama_layers._root_mean_square_norm
@@ -155,17 +160,17 @@ def test_fused_forward_are_in_few_operators(kind, monkeypatch):
 def test_an_int8_model_takes_them_too(kind):
     exact = passes(Scorer(build(kind)))
     model = build(kind, int8=True)
-    assert takes_short_passes(model)
+    assert is_fused(model)
     expected, found = passes(ordinary(model)), passes(Scorer(model))
     assert deviation(found, exact) < 1.1 * deviation(expected, exact)
 
 
 def test_an_int8_copy_has_products_of_its_own():
     model = build("Llama")
-    expected = passes(Scorer(int8_copy(model)))
+    expected = passes(Scorer(quantized_copy(model)))
     own = passes(Scorer(model))
     assert not identical(own, expected)
-    assert identical(passes(Scorer(int8_copy(model))), expected)
+    assert identical(passes(Scorer(quantized_copy(model))), expected)
     assert identical(passes(Scorer(model)), own)
 
 
@@ -180,20 +185,18 @@ def test_products_that_are_replaced_later_are_noticed():
 
 
 def test_two_models_in_turn_do_not_mix_up_their_rotations():
-    first, second = build("Llama"), build("Qwen3")
-    one, other = Scorer(first), Scorer(second)
-    wanted = [passes(one), passes(other)]
+    scorers = [Scorer(build("Llama")), Scorer(build("Qwen3"))]
+    wanted = [passes(scorer) for scorer in scorers]
     found: list[list[torch.Tensor]] = [[], []]
-    for context in (CONTEXT[:7], CONTEXT):
-        for scorer, rows in zip((one, other), found, strict=True):
-            scorer.begin()
-            rows.append(scorer.logits(context))
-    for width in (1, 2, 5, 31, 32, 40):
-        for scorer, rows in zip((one, other), found, strict=True):
-            rows.append(scorer.logits(CONTEXT, CONTEXT[:width]))
-            scorer.rollback(len(CONTEXT))
-    assert identical(found[0], wanted[0])
-    assert identical(found[1], wanted[1])
+    for context, widths in ((CONTEXT[:7], ()), (CONTEXT, (1, 2, 5, 31, 32, 40))):
+        for drafted in (None, *widths):
+            for scorer, rows in zip(scorers, found, strict=True):
+                if drafted is None:
+                    scorer.begin()
+                rows.append(scorer.logits(context, context[: drafted or 0]))
+                if drafted:
+                    scorer.rollback(len(CONTEXT))
+    assert all(identical(*each) for each in zip(found, wanted, strict=True))
 
 
 @pytest.fixture
@@ -235,12 +238,8 @@ def test_two_threads_decode_with_a_target_each():
 def test_the_model_s_own_generation_stays_as_it_was():
     model = build("Llama")
     ids = torch.tensor([CONTEXT[:6], CONTEXT[6:12]])
-    settings = {
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "attention_mask": torch.ones_like(ids),
-    }
+    mask = torch.ones_like(ids)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     expected = model.generate(ids, **settings)
     assert not identical(passes(Scorer(model)), passes(ordinary(model)))
     assert torch.equal(model.generate(ids, **settings), expected)
@@ -249,28 +248,29 @@ def test_the_model_s_own_generation_stays_as_it_was():
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("broken", ["silu", "layer"])
 def test_what_comes_out_differently_is_not_taken(broken, int8, monkeypatch):
-    model = int8_copy(build("Llama")) if int8 else build("Llama")
-    assert takes_short_passes(model)
+    model = quantized_copy(build("Llama")) if int8 else build("Llama")
+    assert is_fused(model)
     if broken == "silu":
         monkeypatch.setattr(llama_layers, "silu", torch.relu)
     else:
         monkeypatch.setattr(llama_layers.FusedLayer, "__call__", lambda _, residual, *__: residual)
-    assert not takes_short_passes(model)
+    assert not is_fused(model)
     assert identical(passes(Scorer(model)), passes(ordinary(model)))
 
 
 def test_what_is_not_known_goes_the_way_of_transformers():
-    unfolded = tiny_llama()
+    unfolded, unpacked, layer_wrapped, wrapped, other = (
+        tiny_llama(),
+        tiny_llama(),
+        *(build("Llama") for _ in range(3)),
+    )
     pack_linears(unfolded)
-    unpacked = tiny_llama()
     fold_attention(unpacked)
-    wrapped = build("Llama")
-    layer = wrapped.model.layers[1]
-    layer.forward = layer.forward  # as a device map leaves it
-    other = build("Llama")
+    for module in (layer_wrapped.model.layers[1], wrapped.model):
+        module.forward = module.forward  # as a device map leaves it
     other.model.layers[2].mlp.act_fn = torch.nn.GELU()
-    for model in (unfolded, unpacked, wrapped, other):
-        assert not takes_short_passes(model)
+    for model in (unfolded, unpacked, layer_wrapped, wrapped, other):
+        assert not is_fused(model)
 
 
 # --- Whole models ---------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def trees(scorer: Scorer) -> torch.Tensor:
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_around_the_layers_a_short_pass_is_the_model_s_own_to_the_bit(kind, cache):
+def test_around_the_layers_a_fused_forward_is_the_model_s_own_to_the_bit(kind, cache):
     dtype = torch.bfloat16 if can_pack(torch.bfloat16, "cpu") else torch.float32
     model, own = build(kind, dtype), build(kind, dtype)
     for layer in own.model.layers:
@@ -300,31 +300,19 @@ def short_forward(layer: Any) -> Any:
     """A layer's ``forward`` that is short in short passes."""
     short, whole = llama_layers.FusedLayer(layer), layer.forward
 
-    def forward(
-        x: torch.Tensor,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        position_embeddings: Any = None,
-        **rest: Any,
-    ) -> Any:
+    def forward(x: torch.Tensor, attention_mask: Any = None, **more: Any) -> Any:
         if x.shape[1] > LONGEST_PASS:
-            return whole(
-                x,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-                **rest,
-            )
+            return whole(x, attention_mask=attention_mask, **more)
         if attention_mask is None and x.shape[1] > 1:  # attention itself leaves out what follows
             attention_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None]
         masks = None if attention_mask is None else fold_mask(attention_mask, short.groups, x.dtype)
-        rotation = llama_layers.spread_rotation(*position_embeddings)
-        return short(x, rotation, masks, past_key_values.layers[short.place])
+        rotation = llama_layers.spread_rotation(*more["position_embeddings"])
+        return short(x, rotation, masks, more["past_key_values"].layers[short.place])
 
     return forward
 
 
-def test_fused_forward_leave_the_model_s_own_forward_out(monkeypatch):
+def test_fused_forwards_leave_the_model_s_own_forward_out(monkeypatch):
     model = build("Llama")
     scorer, early = Scorer(model), Scorer(first_layers(model, 2))
     for each in (scorer, early):
@@ -337,25 +325,23 @@ def test_fused_forward_leave_the_model_s_own_forward_out(monkeypatch):
         scorer.logits([*CONTEXT, 5, *range(40)])
 
 
-def test_what_is_loaded_finds_the_short_pass():
+def test_what_is_loaded_is_fused():
     target = wrap_target(tiny_llama(), None, name="tiny")
     drafters: list[Any] = [wrap_drafter(tiny_language_model(1), target), load_drafter("self:int8", target)]
     for scorer in (target.scorer, *(drafter.scorer for drafter in drafters)):
-        assert isinstance(scorer._pass, ways.FusedForward)
+        assert isinstance(scorer.forward, ways.FusedForward)
 
 
-def test_models_that_are_otherwise_take_no_short_passes(monkeypatch):
-    wrapped = build("Llama")
-    wrapped.model.forward = wrapped.model.forward  # as a device map leaves it
-    assert not takes_short_passes(wrapped)
-    broken = build("Llama")
-    assert takes_short_passes(broken)
-    monkeypatch.setattr(
-        ways,
-        "_behind",
-        lambda tokens, keys, dtype: torch.zeros(tokens, keys, dtype=dtype),
-    )
-    assert not takes_short_passes(broken), "tokens that see what follows"
+def test_a_mask_that_shows_what_follows_is_noticed(monkeypatch):
+    broken, causal_mask = build("Llama"), ways._causal_mask
+    assert is_fused(broken)
+
+    def sees_all(*arguments: Any) -> Any:
+        mask = causal_mask(*arguments)
+        return None if mask is None else torch.zeros_like(mask)
+
+    monkeypatch.setattr(ways, "_causal_mask", sees_all)
+    assert not is_fused(broken)
 
 
 # --- Models that were changed ---------------------------------------------------------------------
@@ -473,26 +459,26 @@ def test_hooks_hold_in_a_self_drafter_too():
         turn_output(model.get_submodule(name))
     run = speculative_generate(CONTEXT[:30], target, drafter, gamma=3, max_new_tokens=14, ignore_eos=True)
     assert all(step.accepted == len(step.drafted) for step in run.steps)
-    int8: Any = int8_copy(model)
+    int8: Any = quantized_copy(model)
     called: list[int] = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: called.append(1))
     int8(input_ids=torch.tensor([CONTEXT]))
     assert called == [1]
 
 
-def test_fused_forward_are_taken_again_when_a_hook_is_gone():
+def test_fused_forwards_are_taken_again_when_a_hook_is_gone():
     model = build("Llama")
     scorer = Scorer(model)
     scorer.begin()
     scorer.logits(CONTEXT)
-    assert isinstance(scorer._pass, ways.FusedForward)
-    assert scorer._pass.is_available()
+    assert isinstance(scorer.forward, ways.FusedForward)
+    assert scorer.forward.is_available()
     handle = turn_output(model.model.layers[2].mlp)
-    assert not scorer._pass.is_available()
-    assert not takes_short_passes(model)
+    assert not scorer.forward.is_available()
+    assert not is_fused(model)
     handle.remove()
-    assert scorer._pass.is_available()
-    assert takes_short_passes(model)
+    assert scorer.forward.is_available()
+    assert is_fused(model)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "none"])
@@ -547,7 +533,7 @@ def deviation(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     return sum(float((one - other).norm() / other.norm()) for one, other in pairs) / len(pairs)
 
 
-def quick_here() -> bool:
+def has_fbgemm() -> bool:
     return Int8Linear(torch.eye(4), None, row_invariant=False).float32_io
 
 
@@ -555,11 +541,11 @@ def quick_here() -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_in_float32_is_the_same_up_to_rounding(kind, dtype, cache):
-    if not can_pack(dtype, "cpu") or not quick_here():
+    if not can_pack(dtype, "cpu") or not has_fbgemm():
         pytest.skip(f"no int8 products of FBGEMM's, or no packed layers in {dtype}")
     exact = passes(Scorer(build(kind, dtype, rounded=True), cache))
-    model = int8_copy(build(kind, dtype))
-    assert takes_short_passes(model)
+    model = quantized_copy(build(kind, dtype))
+    assert is_fused(model)
     expected, found = passes(ordinary(model, cache)), passes(Scorer(model, cache))
     assert deviation(found, exact) < 1.2 * deviation(expected, exact), "no coarser than the usual way"
     assert dtype == torch.bfloat16 or deviation(found, exact) < 0.2
@@ -568,7 +554,7 @@ def test_a_drafter_in_float32_is_the_same_up_to_rounding(kind, dtype, cache):
 
 
 def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype():
-    if not can_pack(torch.bfloat16, "cpu") or not quick_here():
+    if not can_pack(torch.bfloat16, "cpu") or not has_fbgemm():
         pytest.skip("no int8 products of FBGEMM's, or no packed layers in bfloat16")
     target = build("Llama", torch.bfloat16)
     owner = Scorer(target)
@@ -576,7 +562,7 @@ def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype():
     expected = owner.logits([*CONTEXT, 5])
     owner.begin()
     owner.logits(CONTEXT)
-    drafting = Scorer(int8_copy(target), owner.cache)
+    drafting = Scorer(quantized_copy(target), owner.cache)
     drafted = drafting.logits(CONTEXT, [5, 6])
     layers = owner.cache.model_kwargs()["past_key_values"].layers
     assert {layer.keys.dtype for layer in layers} == {torch.bfloat16}
@@ -585,21 +571,14 @@ def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype():
     assert float((owner.logits([*CONTEXT, 5]) - expected).abs().max()) < 0.1 * float(expected.abs().max())
 
 
-def test_the_target_of_an_int8_copy_stays_as_it_was():
-    target = build("Qwen2")
-    expected = passes(Scorer(target))
-    passes(Scorer(int8_copy(target)))
-    assert identical(passes(Scorer(target)), expected)
-
-
-def test_only_quick_products_are_read_in_float32(monkeypatch):
+def test_products_with_float32_io_alone_are_read_in_float32(monkeypatch):
     monkeypatch.setattr(native, "is_available", lambda: False)
     alike = build("Llama", torch.bfloat16, int8=True)
-    assert {layer._carried for layer in fused_layers(alike) or ()} == {torch.bfloat16}
-    if quick_here():
+    assert {layer._residual_dtype for layer in fused_layers(alike) or ()} == {torch.bfloat16}
+    if has_fbgemm():
         quick = build("Llama", torch.bfloat16, packed=False)
         quantize_linears(quick, row_invariant=False)
-        assert {layer._carried for layer in fused_layers(quick) or ()} == {torch.float32}
+        assert {layer._residual_dtype for layer in fused_layers(quick) or ()} == {torch.float32}
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

@@ -320,7 +320,10 @@ def test_memory_is_given_back_when_all_have_ended():
         next(iter(many))
         pools = {id(each.pool): each.pool for each in many.factory._models.values() if each.pool is not None}
         stores = [
-            store for pool in pools.values() for store in pool.stores if store is not None and store.made
+            store
+            for pool in pools.values()
+            for store in pool.buffers
+            if store is not None and store.is_allocated
         ]
         buffers = [weakref.ref(store.keys) for store in stores]
         taken = many.factory.use

@@ -637,7 +637,7 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
 
     alone = runs()
     assert all(True for each in alone for _ in each)
-    made, fit, calls = type(head.scorer).made, Scorer.fit, []
+    made, fit, calls = type(head.scorer).compute, Scorer.fit, []
 
     def failing(scorer: Any, wanted: Sequence[Any]) -> Any:
         given = made(scorer, wanted)
@@ -655,7 +655,7 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
         return fit(scorer, logits)
 
     doomed: list[Scorer] = []
-    monkeypatch.setattr(type(head.scorer), "made", failing)
+    monkeypatch.setattr(type(head.scorer), "compute", failing)
     monkeypatch.setattr(Scorer, "fit", failing_fit)
     many = GenerationRuns(runs(), max_batch=4)
     found = many.results()
@@ -676,14 +676,14 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
 def test_what_several_requests_want_of_a_head_is_made_in_one(tmp_path, kind, monkeypatch):
     loaded = few_head(tmp_path / "head", kind, wrap_target(few_tokens(), pack=False)).scorer
     contexts = [[number % 9, *range(9), 4, 7, 1][: 4 + 3 * number] for number in range(4)]
-    beside, alone = ([loaded.twin() for _ in contexts] for _ in range(2))
+    beside, alone = ([loaded.clone_for() for _ in contexts] for _ in range(2))
     for context, *scorers in zip(contexts, beside, alone, strict=True):
         states = target_states(context[:-1], loaded.layers, few_tokens())
         for scorer in scorers:
             scorer.begin()
             scorer.take_states(len(context) - 1, states)
-    made, calls = loaded.made, []
-    monkeypatch.setattr(loaded, "made", lambda wanted: calls.append(len(wanted)) or made(wanted))
+    made, calls = loaded.compute, []
+    monkeypatch.setattr(loaded, "compute", lambda wanted: calls.append(len(wanted)) or made(wanted))
     drafts: list[tuple[list[int], list[int] | None]] = [
         ([], None),
         ([3], None),

@@ -153,23 +153,16 @@ def test_setting_is_read(tmp_path, monkeypatch, text, setting):
     assert huge_page_setting() == setting
 
 
-@pytest.mark.parametrize("text", ["always madvise [never]\n", None])
-def test_nothing_is_done_where_they_are_not_wanted(tmp_path, monkeypatch, text):
+@pytest.mark.parametrize("text", ["always madvise [never]\n", None, "[always] madvise never\n"])
+def test_nothing_is_done_where_they_are_not_wanted_or_proc_tells_nothing(tmp_path, monkeypatch, text):
     if text is not None:
         (tmp_path / "enabled").write_text(text)
         (tmp_path / "hpage_pmd_size").write_text("2097152\n")
     monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
-    monkeypatch.setattr(huge_pages, "_collapse", lambda *_: pytest.fail("asked for huge pages"))
-    with in_huge_pages():
-        tensor = torch.ones(SIZE // 4)
-    assert tensor.sum() == SIZE // 4
-
-
-def test_nothing_is_done_where_proc_tells_nothing(tmp_path, monkeypatch):
-    (tmp_path / "enabled").write_text("[always] madvise never\n")
-    (tmp_path / "hpage_pmd_size").write_text("2097152\n")
-    monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
-    monkeypatch.setattr(huge_pages, "_PROCESS", tmp_path)
+    if text is not None and "[always]" in text:
+        monkeypatch.setattr(huge_pages, "_PROCESS", tmp_path)
+    else:
+        monkeypatch.setattr(huge_pages, "_collapse", lambda *_: pytest.fail("asked for huge pages"))
     with in_huge_pages():
         tensor = torch.ones(SIZE // 4)
     assert tensor.sum() == SIZE // 4

@@ -34,7 +34,7 @@ def test_a_limit_of_onednn_holds_for_everything(monkeypatch, name, limit, left):
 
 
 def test_what_is_not_allowed_is_not_there(monkeypatch):
-    monkeypatch.setattr(native, "_found", lambda: "it was not built")
+    monkeypatch.setattr(native, "_load", lambda: "it was not built")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert not has_vnni()
     assert not has_bfloat16()

@@ -26,16 +26,9 @@ from specbench.policies import build_policy
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 DRAFTERS = (
-    "none",
-    "lookup",
-    "recycle",
-    "model",
-    "self:int8",
-    "self:layers=1",
-    "lookup+model",
-    "lookup|self:layers=1",
-)
-HEADS = ("eagle", "eagle-1", "peagle", "dflash", "medusa")
+    "none", "lookup", "recycle", "model", "self:int8", "self:layers=1", "lookup+model", "lookup|self:layers=1",
+)  # fmt: skip
+HEADS = ("eagle", "eagle-1", "peagle", "dflash", "medusa", "pass")
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static")
 NEW = 10
 
@@ -69,6 +62,16 @@ def output(decoded: GenerationRun) -> list[int]:
     for _ in decoded:
         pass
     return list(decoded.result().token_ids)
+
+
+def continue_after(
+    first: GenerationRun, count: int, own: Target, loaded_drafter: Drafter, **settings: Any
+) -> int:
+    """Decode a prompt after ``first``, as after a fresh start; return the number of cached tokens."""
+    prompt = [*tokens(1, count), *first.result().token_ids, *tokens(2, 8)]
+    second = run(prompt, own, loaded_drafter, after=first, **settings)
+    assert output(second) == output(run(prompt, own, loaded_drafter, **settings))
+    return second.cached_tokens
 
 
 @pytest.fixture
@@ -115,9 +118,7 @@ def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path)
     own = wrap_target(few_tokens(), pack=False)
     loaded_drafter = few_head(tmp_path, kind, own)
 
-    def decoded(
-        prompt: list[int], new: int, after: GenerationRun | None = None
-    ) -> tuple[GenerationRun, list[Any]]:
+    def decoded(prompt: list[int], new: int, after: Any = None) -> tuple[GenerationRun, list[Any]]:
         policy = build_policy("fixed:gamma=3")
         found = GenerationRun(prompt, own, loaded_drafter, policy=policy, max_new_tokens=new, after=after)
         return found, [(step.drafted, step.accepted) for step in found if isinstance(step, Step)]
@@ -147,24 +148,18 @@ def test_in_every_cache_that_keeps_its_positions(kind):
     own = target(kind)
     loaded_drafter = load_drafter("lookup+self:layers=1", own)
     first = run(tokens(1, 300), own, loaded_drafter)
-    prompt = [*tokens(1, 300), *output(first), *tokens(2, 8)]
-    second = run(prompt, own, loaded_drafter, after=first)
-    found = output(second)
-    assert second.cached_tokens == 300 + NEW - 1
-    assert found == output(run(prompt, own, loaded_drafter))
+    output(first)
+    assert continue_after(first, 300, own, loaded_drafter) == 300 + NEW - 1
 
 
 @pytest.mark.parametrize("name", ["model", "self:layers=1"])
 def test_a_seed_draws_the_same(name):
     own = target()
     loaded_drafter = drafter(name, own)
-    settings = {"sampling": Multinomial(0.8), "seed": 3}
+    settings: dict[str, Any] = {"sampling": Multinomial(0.8), "seed": 3}
     first = run(tokens(1, 40), own, loaded_drafter, **settings)
-    prompt = [*tokens(1, 40), *output(first), *tokens(2, 8)]
-    second = run(prompt, own, loaded_drafter, after=first, **settings)
-    found = output(second)
-    assert second.cached_tokens > 40
-    assert found == output(run(prompt, own, loaded_drafter, **settings))
+    output(first)
+    assert continue_after(first, 40, own, loaded_drafter, **settings) > 40
 
 
 def test_the_same_prompt_again_reads_its_last_token_only(fed):
@@ -184,13 +179,9 @@ def test_what_was_left_in_the_middle_is_taken_up():
     first = run(tokens(1, 40), own, loaded_drafter)
     for _ in islice(first, 3):
         pass
-    begun = list(first.result().token_ids)
-    assert 0 < len(begun) < NEW
-    prompt = [*tokens(1, 40), *begun, *tokens(2, 8)]
-    second = run(prompt, own, loaded_drafter, after=first)
-    found = output(second)
-    assert second.cached_tokens == 40 + len(begun) - 1
-    assert found == output(run(prompt, own, loaded_drafter))
+    begun = len(first.result().token_ids)
+    assert 0 < begun < NEW
+    assert continue_after(first, 40, own, loaded_drafter) == 40 + begun - 1
 
 
 def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch):
@@ -261,7 +252,5 @@ def test_windows_that_forget_and_no_cache_at_all_read_it_again():
     for own in (sliding, uncached):
         loaded_drafter = load_drafter("lookup", own)
         first = run(tokens(1, 60), own, loaded_drafter)
-        prompt = [*tokens(1, 60), *output(first), *tokens(2, 8)]
-        second = run(prompt, own, loaded_drafter, after=first)
-        assert output(second) == output(run(prompt, own, loaded_drafter))
-        assert second.cached_tokens == 0
+        output(first)
+        assert continue_after(first, 60, own, loaded_drafter) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 from weakref import ref
 
@@ -37,11 +38,9 @@ from specbench.backends.torch.kernels.linear import (
 )
 from specbench.backends.torch.kernels.surgery import (
     first_layers,
-    int4_copy,
-    int8_copy,
     pack_linears,
     quantize_linears,
-    quantize_linears_int4,
+    quantized_copy,
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
@@ -66,8 +65,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "Llama": {}, "Qwen2": {"num_attention_heads": 3, "num_key_value_heads": 1}, "Qwen3": {"head_dim": 32},
     "Mistral": {"sliding_window": None},
 }  # fmt: skip
+OTHER_SIZES = [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}]  # not supported
 CONTEXT = torch.randint(0, 301, (150,), generator=torch.Generator().manual_seed(0)).tolist()
-COPIES = {8: int8_copy, 4: int4_copy}
+COPIES = {8: quantized_copy, 4: partial(quantized_copy, kind="int4")}
+LAYERS: dict[str, Any] = {"int8": partial(Int8Linear, row_invariant=False), "int4": Int4Linear}
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, "cpu")]
 
 
@@ -125,13 +126,14 @@ def test_products_are_those_of_the_rounded_weights(level):
         assert relative(panels.product(x), rows_in_bytes(x) @ rounded.double().T) < 1e-4
 
 
-def test_a_row_of_a_product_has_the_same_bits_beside_any_others(level):
-    weight = torch.randn(70, 200, generator=torch.Generator().manual_seed(0))
-    x = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
-    for layer in (Int8Linear(weight, None, row_invariant=False), Int4Linear(weight, None)):
-        one_by_one = torch.cat([layer(row) for row in x.split(1)])
-        for width in (*range(2, 44), 300):
-            assert torch.equal(layer(x[:width]), one_by_one[:width])
+@pytest.mark.parametrize("form", ["int8", "int4", *DTYPES], ids=str)
+def test_a_row_of_a_product_has_the_same_bits_among_any_others(form, level):
+    weight = torch.randn(190, 1100, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(300, 1100, generator=torch.Generator().manual_seed(1))
+    product = LAYERS[form](weight, None) if form in LAYERS else numbers(weight.to(form)).product
+    one_by_one = torch.cat([product(row) for row in x.split(1)])
+    for width in (*range(2, 44), 300):
+        assert torch.equal(product(x[:width]), one_by_one[:width])
 
 
 def test_groups_get_the_scale_with_the_least_error():
@@ -165,13 +167,12 @@ def test_blocks_of_a_4_bit_file_come_back(most):
     assert relative(native.Panels.quantize_int4(weight).product(torch.eye(96)).T, weight) < 0.01
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_huge_and_tiny_numbers(bits, level):
+@pytest.mark.parametrize("form", LAYERS)
+def test_zeros_huge_and_tiny_numbers(form, level):
     ones = torch.ones
     for scale in (0.0, 1e-38, 1e-20, 1e20):
         for x, weight in ((ones(3, 50) * scale, ones(33, 50)), (ones(3, 50), ones(33, 50) * scale)):
-            layer = Int8Linear(weight, None, row_invariant=False) if bits == 8 else Int4Linear(weight, None)
-            found = layer(x)
+            found = LAYERS[form](weight, None)(x)
             assert bool(found.isfinite().all())
             if scale != 1e-38:  # below what is told apart from zero
                 assert relative(found + (scale == 0), torch.full((3, 33), 50 * scale) + (scale == 0)) < 0.02
@@ -180,11 +181,9 @@ def test_zeros_huge_and_tiny_numbers(bits, level):
 def test_a_bias_and_other_dtypes(level):
     layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(2, 5, 64).bfloat16()
-    for kind in (lambda w, b: Int8Linear(w, b, row_invariant=False), Int4Linear):
-        made = kind(layer.weight, layer.bias)
-        found = made(x)
-        assert found.shape == (2, 5, 48)
-        assert found.dtype == torch.bfloat16
+    for make in LAYERS.values():
+        found = make(layer.weight, layer.bias)(x)
+        assert (found.shape, found.dtype) == ((2, 5, 48), torch.bfloat16)
         assert relative(found, layer(x)) < 0.15
 
 
@@ -193,7 +192,7 @@ def test_without_the_library_weights_are_rounded_all_the_same(monkeypatch):
     own = Int4Linear(weight, None)
     assert own.panels is not None
     expected = own(x)
-    monkeypatch.setattr(native, "_found", lambda: "it was not built")
+    monkeypatch.setattr(native, "_load", lambda: "it was not built")
     assert native.why_unavailable() == "it was not built"
     assert Int8Linear(weight, None, row_invariant=False).panels is None
     slow = Int4Linear(weight, None)
@@ -226,15 +225,6 @@ def test_products_are_those_of_numbers(dtype, level):
             expected = rows_like(x, dtype, level).double() @ weight.double().T
             for panels in made:
                 assert relative(panels.product(x), expected) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_beside_numbers_has_the_same_bits_beside_any_others(dtype, level):
-    panels = numbers(torch.randn(190, 1100, generator=torch.Generator().manual_seed(0)).to(dtype))
-    x = torch.randn(300, 1100, generator=torch.Generator().manual_seed(1))
-    one_by_one = torch.cat([panels.product(row) for row in x.split(1)])
-    for width in (*range(2, 34), 300):
-        assert torch.equal(panels.product(x[:width]), one_by_one[:width])
 
 
 def test_long_sums_are_as_exact_as_short_ones():
@@ -274,7 +264,7 @@ def test_halves_are_packed_where_onednn_would_take_them_apart(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
     assert PackedLinear(weight, None)._packed is None
     assert PackedLinear(weight.float(), None)._packed is not None
-    monkeypatch.setattr(native, "_found", lambda: "it was not built")
+    monkeypatch.setattr(native, "_load", lambda: "it was not built")
     assert not can_pack(torch.bfloat16, "cpu") or PackedLinear(weight, None)._packed is not None
 
 
@@ -283,8 +273,8 @@ def test_halves_are_packed_where_onednn_would_take_them_apart(monkeypatch):
 
 def scorer_of(model: Any, way: type[ways.Forward], cache: CacheKind = "dynamic") -> Scorer:
     scorer = Scorer(model, cache)
-    assert isinstance(scorer._pass, ways.NativeForward)
-    scorer._pass = way(model, scorer.cache)  # type: ignore[call-arg]
+    assert isinstance(scorer.forward, ways.NativeForward)
+    scorer.forward = way(model, scorer.cache)  # type: ignore[call-arg]
     return scorer
 
 
@@ -340,7 +330,7 @@ def target_of(kind: str, dtype: torch.dtype, **more: Any) -> Any:
 def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
     """A scorer that has come to native passes by itself."""
     scorer = Scorer(model, cache)
-    assert type(scorer._pass) is ways.NativeForward
+    assert type(scorer.forward) is ways.NativeForward
     return scorer
 
 
@@ -359,18 +349,21 @@ def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype,
     assert deviation(found, exact) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [*COPIES, *DTYPES], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_of_a_target_has_the_same_bits_in_every_pass(kind, dtype, level):
-    scorer = chosen(target_of(kind, dtype), "preallocated")
+def test_a_row_has_the_same_bits_in_every_pass(kind, form, level):
+    if form in COPIES:
+        scorer = Scorer(COPIES[form](build(kind, torch.bfloat16)), "dynamic")
+    else:
+        scorer = chosen(target_of(kind, form), "preallocated")
     scorer.begin()
     scorer.logits(CONTEXT)
     one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(31)]
-    for width in (2, 3, 6, 7, 12, 13, 16, 18, 19, 31):
+    for width in (2, 3, 6, 7, 12, 13, 14, 15, 16, 18, 19, 28, 29, 31):
         scorer.rollback(len(CONTEXT))
         together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
         assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
-    assert scorer.why_not_bit_exact() is None
+    assert form in COPIES or scorer.why_not_bit_exact() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -401,7 +394,7 @@ def test_greedy_outputs_are_those_of_generate(kind):
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
                          eos_token_id=None)[0, len(CONTEXT):].tolist()  # fmt: skip
     target = wrap_target(target_of(kind, torch.float32))
-    assert type(target.scorer._pass) is ways.NativeForward
+    assert type(target.scorer.forward) is ways.NativeForward
     for spec in (None, "self:int8", "self:layers=2", "lookup"):
         drafter = None if spec is None else load_drafter(spec, target)
         run = speculative_generate(CONTEXT, target, drafter, gamma=4, max_new_tokens=24, ignore_eos=True)
@@ -411,17 +404,17 @@ def test_greedy_outputs_are_those_of_generate(kind):
 def test_a_slower_way_is_not_taken(monkeypatch):
     model = target_of("Llama", torch.float32)
     for took, way in ((1.2, ways.FusedForward), (0.8, ways.NativeForward)):
-        monkeypatch.setattr(trials, "_times", {})
-        monkeypatch.setattr(trials, "_time_in_one_call", lambda model, cache, layers, took=took: took)
-        assert type(Scorer(model)._pass) is way
+        monkeypatch.setattr(trials, "_native_times", {})
+        monkeypatch.setattr(trials, "_time_native", lambda model, cache, layers, took=took: took)
+        assert type(Scorer(model).forward) is way
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_around_those_left_out_are_timed_at_their_own_places(kind, monkeypatch):
-    monkeypatch.setattr(trials, "_times", {})
+    monkeypatch.setattr(trials, "_native_times", {})
     target = wrap_target(target_of(kind, torch.float32))
     drafter = load_drafter("self:skip=1", target)
-    assert len(trials._times) == 2
+    assert len(trials._native_times) == 2
     runs = [
         speculative_generate(CONTEXT, target, each, gamma=4, max_new_tokens=24, ignore_eos=True)
         for each in (None, drafter)
@@ -430,15 +423,10 @@ def test_layers_around_those_left_out_are_timed_at_their_own_places(kind, monkey
 
 
 def test_as_many_layers_are_timed_as_fill_no_cache():
-    stack = chosen(target_of("Llama", torch.float32))._pass.stack()  # type: ignore[attr-defined]
+    stack = chosen(target_of("Llama", torch.float32)).forward.stack()  # type: ignore[attr-defined]
     layer = 4 * (48 * 160 + 96 * 48 + 3 * 48 * 128)
     head = 4 * 48 * 301
     assert [stack.layers_of(size) for size in (1, head, head + 1, head + layer + 1, 10**9)] == [1, 1, 1, 2, 3]
-
-
-@pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}])
-def test_targets_of_other_sizes_go_the_short_way(sizes):
-    assert type(Scorer(target_of("Llama", torch.float32, **sizes))._pass) is ways.FusedForward
 
 
 # -- of several requests -----------------------------------------------------------------------------
@@ -446,14 +434,14 @@ def test_targets_of_other_sizes_go_the_short_way(sizes):
 
 def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every pass over several requests from now on, whether it was made in one call."""
-    own, seen = ways.RaggedForward._in_one_call, list[bool]()
+    own, seen = ways.RaggedForward._run_native, list[bool]()
 
     def noticed(*given: Any) -> Any:
         found = own(*given)
         seen.append(found is not None)
         return found
 
-    monkeypatch.setattr(ways.RaggedForward, "_in_one_call", noticed)
+    monkeypatch.setattr(ways.RaggedForward, "_run_native", noticed)
     return seen
 
 
@@ -492,13 +480,13 @@ def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, dtype,
 
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
 def test_drafters_read_several_requests_in_one_call(pool, monkeypatch):
-    copy = int8_copy(build("Llama"))
+    copy = quantized_copy(build("Llama"))
     scorer = chosen(copy)
     batch = BatchedModel(scorer, KVPool(copy.config, pool, 512, 2), exact=False)
-    seats, alone = [batch.open() for _ in range(2)], [chosen(copy) for _ in range(2)]
+    scorers, alone = [batch.open() for _ in range(2)], [chosen(copy) for _ in range(2)]
     seen = in_one_call(monkeypatch)
-    batch.score([ForwardRequest(seat, CONTEXT[:3], rows=1) for seat in seats])
-    found = batch.score([ForwardRequest(seat, CONTEXT[: 5 + i], [1, 2]) for i, seat in enumerate(seats)])
+    batch.score([ForwardRequest(each, CONTEXT[:3], rows=1) for each in scorers])
+    found = batch.score([ForwardRequest(each, CONTEXT[: 5 + i], [1, 2]) for i, each in enumerate(scorers)])
     for i, own in enumerate(alone):
         own.score(ForwardRequest(own, CONTEXT[:3], rows=1))
         assert (
@@ -510,10 +498,10 @@ def test_drafters_read_several_requests_in_one_call(pool, monkeypatch):
 def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch):
     scorer = chosen(target_of("Llama", torch.float32))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, "paged", 1024))
-    seats = [batch.open() for _ in range(2)]
-    batch.score([ForwardRequest(seat, CONTEXT[:2]) for seat in seats])
+    scorers = [batch.open() for _ in range(2)]
+    batch.score([ForwardRequest(each, CONTEXT[:2]) for each in scorers])
     seen = in_one_call(monkeypatch)
-    rows = batch.score([ForwardRequest(seat, CONTEXT[: 80 - i], rows=1) for i, seat in enumerate(seats)])
+    rows = batch.score([ForwardRequest(each, CONTEXT[: 80 - i], rows=1) for i, each in enumerate(scorers)])
     assert seen == [False]
     for i, found in enumerate(rows):
         expected = Scorer(scorer.model, "none").logits(CONTEXT[: 80 - i])
@@ -526,8 +514,8 @@ def test_rows_attend_to_what_their_requests_hold(level):
     seen = torch.rand(2, 50, generator=choice) < 0.5
     seen[:, 0] = True
     asked = [
-        native.NativeRequest(1, 130, places=order[:131]),
-        native.NativeRequest(3, 0, places=order[131:134]),
+        native.NativeRequest(1, 130, indices=order[:131]),
+        native.NativeRequest(3, 0, indices=order[131:134]),
         native.NativeRequest(2, 40, seen, order[134:176]),
     ]
     query = torch.randn(6, 6, 32, generator=choice)
@@ -536,7 +524,7 @@ def test_rows_attend_to_what_their_requests_hold(level):
         assert native.supports_attention(keys, values)
         found = native.Attention(asked)(query, keys, values)
         for request, rows, own in zip(asked, found.split([1, 3, 2]), query.split([1, 3, 2]), strict=True):
-            held = cast("torch.Tensor", request.places).long()
+            held = cast("torch.Tensor", request.indices).long()
             k, v = (each[0, :, held].float().repeat_interleave(3, 0) for each in (keys, values))
             mask = torch.ones(request.rows, len(held), dtype=torch.bool).tril(request.past)
             if request.mask is not None:
@@ -550,15 +538,12 @@ def test_rows_attend_to_what_their_requests_hold(level):
 def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, monkeypatch):
     scorer = chosen(target_of("Qwen3", dtype))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
-    seats = [batch.open() for _ in range(4)]
+    scorers = [batch.open() for _ in range(4)]
     contexts = [CONTEXT[:20], CONTEXT[5:], CONTEXT[:33], CONTEXT[:7]]
     drafts: list[tuple[list[int], list[int] | None]] = [
-        ([5, 6], None),
-        ([], None),
-        ([7, 8, 9], [-1, 0, 0]),
-        ([4], None),
-    ]
-    batch.score([ForwardRequest(seats[i], contexts[i][:-1], rows=1) for i in (0, 2, 3)])
+        ([5, 6], None), ([], None), ([7, 8, 9], [-1, 0, 0]), ([4], None),
+    ]  # fmt: skip
+    batch.score([ForwardRequest(scorers[i], contexts[i][:-1], rows=1) for i in (0, 2, 3)])
     rows, real = list[int](), native.Attention.__call__
 
     def noticed(self: native.Attention, query: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -566,9 +551,8 @@ def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, mo
         return real(self, query, *rest)
 
     monkeypatch.setattr(native.Attention, "__call__", noticed)
-    found = batch.score([
-        ForwardRequest(seat, context, *drafted) for seat, context, drafted in zip(seats, contexts, drafts, strict=True)
-    ])  # fmt: skip
+    asked = zip(scorers, contexts, drafts, strict=True)
+    found = batch.score([ForwardRequest(each, context, *drafted) for each, context, drafted in asked])
     assert sum(rows) == 3 * (3 + 4 + 2), "a layer's calls take all but those of the long part"
     limit = 1e-4 if dtype == torch.float32 else 0.1
     for i, each in enumerate(found):
@@ -597,23 +581,23 @@ def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(kind, bits, 
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
     assert batch.why_not_batched is None
     seen = in_one_call(monkeypatch)
-    seats, contexts = [batch.open() for _ in range(3)], [CONTEXT[:130], CONTEXT[5:9], CONTEXT[3:72]]
+    scorers, contexts = [batch.open() for _ in range(3)], [CONTEXT[:130], CONTEXT[5:9], CONTEXT[3:72]]
     held = [0, 0, 0]
     for ends in ((20, 4, 69), (115, 4, 69), (130, 4, 69)):
         asked = []
         for i, end in enumerate(ends):
             drafted = [choice.randrange(301) for _ in range(3)] if end == len(contexts[i]) else []
             asked.append(
-                ForwardRequest(seats[i], contexts[i][:end], drafted, rows=len(drafted) + 1, layers=(1, 3))
+                ForwardRequest(scorers[i], contexts[i][:end], drafted, rows=len(drafted) + 1, layers=(1, 3))
             )
         for i, found in enumerate(batch.score(asked)):
-            own = scorer.twin(make_cache("preallocated", scorer.model.config))
+            own = scorer.clone_for(make_cache("preallocated", scorer.model.config))
             known = own.score(ForwardRequest(own, asked[i].context, asked[i].tokens, layers=(1, 3)))
             assert torch.equal(found.logits, known.logits)
             if known.hidden is not None:
                 assert torch.equal(cast("torch.Tensor", found.hidden), known.hidden[held[i] :])
             held[i] = len(asked[i].context) - 1
-            seats[i].rollback(held[i])
+            scorers[i].rollback(held[i])
     assert seen == [True] * 3
 
 
@@ -639,12 +623,12 @@ def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
     windowed = rounded_target("Mistral", 8, sliding_window=24)
     batch = BatchedModel(windowed.scorer, KVPool(windowed.scorer.model.config, "paged", 256))
     assert "bytes" in (batch.why_not_batched or "")
-    monkeypatch.setattr(trials, "_short_is_quick", lambda *_: False)
+    monkeypatch.setattr(trials, "_native_is_fast", lambda *_: False)
     other = rounded_target("Llama", 8)
-    seats = RequestFactory(other.scorer, 256, 2)
-    assert seats.why_not_batched is not None
-    assert seats.use is None
-    scorer, _ = seats.open(NoDraft())
+    factory = RequestFactory(other.scorer, 256, 2)
+    assert factory.why_not_batched is not None
+    assert factory.use is None
+    scorer, _ = factory.open(NoDraft())
     assert isinstance(scorer.cache, PreallocatedKVCache)
 
 
@@ -655,7 +639,7 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, m
     scorer.begin()
     expected = torch.cat([scorer.logits(CONTEXT[: end + 1], rows=1) for end in range(len(CONTEXT))])
     for most in (512, 64):
-        monkeypatch.setattr(ways, "_AT_ONCE", most)
+        monkeypatch.setattr(ways, "_CHUNK_ROWS", most)
         for rows in (1, 70, 150):
             scorer.begin()
             found = scorer.score(ForwardRequest(scorer, CONTEXT, rows=rows, layers=(0, 3)))
@@ -670,7 +654,7 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, m
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
-    copy = int8_copy(build(kind, dtype))
+    copy = quantized_copy(build(kind, dtype))
     held = []
     for way in (ways.FusedForward, ways.NativeForward):
         scorer = scorer_of(copy, way)
@@ -690,7 +674,7 @@ def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dynamic_cache_grows_in_steps(dtype):
-    copy = int8_copy(build("Llama", dtype))
+    copy = quantized_copy(build("Llama", dtype))
     scorer, alone = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.NativeForward)
     text, places = CONTEXT * 3, []
     scorer.begin()
@@ -706,7 +690,7 @@ def test_a_dynamic_cache_grows_in_steps(dtype):
 
 
 def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
-    copy = int8_copy(build("Llama"))
+    copy = quantized_copy(build("Llama"))
     scorer, mixed = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.NativeForward)
     usual = ways.HFForward(copy, mixed.cache)
     half = Scorer(first_layers(copy, 2), mixed.cache)
@@ -730,7 +714,7 @@ def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
 
 
 def test_a_context_that_has_ended_takes_no_memory():
-    scorer = scorer_of(int8_copy(build("Llama")), ways.NativeForward)
+    scorer = scorer_of(quantized_copy(build("Llama")), ways.NativeForward)
     scorer.begin()
     scorer.logits(CONTEXT, CONTEXT[:3])
     keys = [ref(layer.keys) for layer in layers_of(scorer)]
@@ -739,24 +723,11 @@ def test_a_context_that_has_ended_takes_no_memory():
     assert all(each() is None for each in keys)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_in_every_pass(kind, bits, level):
-    scorer = Scorer(COPIES[bits](build(kind, torch.bfloat16)), "dynamic")
-    scorer.begin()
-    scorer.logits(CONTEXT)
-    one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(31)]
-    for width in (2, 3, 7, 12, 14, 15, 16, 28, 29, 31):
-        scorer.rollback(len(CONTEXT))
-        together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
-        assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_trees_attend_along_their_branches(kind, copied, cache, level):
-    scorer = chosen(int8_copy(build(kind)) if copied else target_of(kind, torch.float32), cache)
+    scorer = chosen(quantized_copy(build(kind)) if copied else target_of(kind, torch.float32), cache)
     choice = random.Random(3)
     for _ in range(6):
         count = choice.randint(2, 20)
@@ -775,46 +746,41 @@ def test_trees_attend_along_their_branches(kind, copied, cache, level):
 
 
 def test_hidden_states_of_copies_are_given_too():
-    copy = int8_copy(build("Llama"))
-    scorer, short = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.FusedForward)
-    found = []
-    for each in (scorer, short):
-        each.begin()
-        each.logits(CONTEXT)
-        found.append(each.score(ForwardRequest(each, [*CONTEXT, 5], layers=(1, 3))).hidden)
+    copy, found = quantized_copy(build("Llama")), []
+    for way in (ways.NativeForward, ways.FusedForward):
+        scorer = scorer_of(copy, way)
+        scorer.begin()
+        scorer.logits(CONTEXT)
+        found.append(scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], layers=(1, 3))).hidden)
     assert found[0] is not None
     assert found[0].shape == found[1].shape
     assert relative(*found) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("Llama", {"intermediate_size": 80}), ("Llama", {"hidden_size": 36}), ("Llama", {"head_dim": 8})],
-)
-def test_sizes_it_is_not_written_for_go_the_short_way(kind, sizes):
-    scorer = Scorer(int8_copy(build(kind, **sizes)))
-    assert type(scorer._pass) is ways.FusedForward
-    assert deviation(passes(scorer), passes(Scorer(build(kind, **sizes)))) < 0.4
+@pytest.mark.parametrize("sizes", OTHER_SIZES)
+def test_models_of_other_sizes_are_fused(sizes):
+    scorer = Scorer(quantized_copy(build("Llama", **sizes)))
+    target = Scorer(target_of("Llama", torch.float32, **sizes))
+    assert type(scorer.forward) is type(target.forward) is ways.FusedForward
+    assert deviation(passes(scorer), passes(Scorer(build("Llama", **sizes)))) < 0.4
 
 
 def test_a_window_goes_the_short_way():
-    copy = int8_copy(build("Mistral", sliding_window=24))
+    copy = quantized_copy(build("Mistral", sliding_window=24))
     expected = Scorer(copy)
-    expected._pass = ways.FusedForward(copy, expected.cache)
+    expected.forward = ways.FusedForward(copy, expected.cache)
     assert all(torch.equal(a, b) for a, b in zip(passes(Scorer(copy)), passes(expected), strict=True))
 
 
 def test_what_comes_out_differently_is_not_taken(monkeypatch):
-    copy = int8_copy(build("Llama"))
-    whole = native.DecoderStack.__call__
-    monkeypatch.setattr(
-        native.DecoderStack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None)
-    )
-    assert type(Scorer(copy)._pass) is ways.FusedForward
+    copy, head, run = quantized_copy(build("Llama")), head_of(8), native.DecoderStack.__call__
+    monkeypatch.setattr(native.DecoderStack, "__call__", lambda *given: (run(*given)[0].roll(1, -1), None))
+    assert type(Scorer(copy).forward) is ways.FusedForward
+    assert type(choose_head_forward(head)) is HeadForward
 
 
 def test_hooks_see_every_pass():
-    copy = int8_copy(build("Llama"))
+    copy = quantized_copy(build("Llama"))
     scorer = Scorer(copy)
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -853,7 +819,7 @@ def head_of(bits: int, sizes: Mapping[str, Any] | None = None, **shape: Any) -> 
         for name, parameter in head.named_parameters():
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     head.eval().requires_grad_(False)
-    (quantize_linears if bits == 8 else quantize_linears_int4)(cast("Any", head))
+    quantize_linears(cast("Any", head), "int8" if bits == 8 else "int4")
     return head
 
 
@@ -918,19 +884,7 @@ def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
             assert torch.equal(found.logits, expected.logits)
 
 
-def test_a_head_that_comes_out_differently_goes_through_operators(monkeypatch):
-    whole = native.DecoderStack.__call__
-    monkeypatch.setattr(
-        native.DecoderStack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None)
-    )
-    assert type(choose_head_forward(head_of(8))) is HeadForward
-
-
-@pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"head_dim": 8}])
-def test_heads_of_other_sizes_go_through_operators(sizes):
-    assert type(choose_head_forward(head_of(8, sizes))) is HeadForward
-
-
-def test_a_head_in_numbers_goes_through_operators():
-    layer = LlamaConfig(**{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"})
-    assert type(choose_head_forward(EagleHead(EagleShape(2, 48, 90, layer)))) is HeadForward
+@pytest.mark.parametrize("sizes", [OTHER_SIZES[0], OTHER_SIZES[2], None])
+def test_heads_of_other_sizes_or_in_numbers_go_through_operators(sizes):
+    head = head_of(8, sizes) if sizes else EagleHead(head_of(8).shape)
+    assert type(choose_head_forward(head)) is HeadForward

@@ -19,7 +19,12 @@ from specbench.backends.torch.kernels import linear as module
 from specbench.backends.torch.kernels import native, surgery
 from specbench.backends.torch.kernels.instructions import has_vnni
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantize_linears
+from specbench.backends.torch.kernels.surgery import (
+    first_layers,
+    pack_linears,
+    quantize_linears,
+    quantized_copy,
+)
 from specbench.base.errors import UsageError
 from specbench.models.target import wrap_target
 
@@ -82,9 +87,9 @@ def _with_and_without_operators(request, monkeypatch):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
-@pytest.mark.parametrize("quickest", [1, 5])
-def test_a_packed_layer_computes_the_same(quickest, inputs, outputs, bias, dtype, monkeypatch):
-    monkeypatch.setattr(module, "fastest_min_rows", lambda dtype: quickest)
+@pytest.mark.parametrize("min_rows", [1, 5])
+def test_a_packed_layer_computes_the_same(min_rows, inputs, outputs, bias, dtype, monkeypatch):
+    monkeypatch.setattr(module, "fastest_min_rows", lambda dtype: min_rows)
     layer = linear(inputs, outputs, bias, dtype)
     packed = PackedLinear(layer.weight, layer.bias)
     for shape in ((1,), (2,), (5,), (33,), (1, 1), (1, 7), (2, 3, 4), (0,)):
@@ -132,15 +137,9 @@ def test_a_packed_model_computes_the_same(tied):
     left = {name for name, _ in model.named_parameters()}
     assert left == {name for name in left if "norm" in name} | {"model.embed_tokens.weight"}
     assert sum(parameter.numel() for parameter in model.parameters()) < parameters
-
-
-@needs_packing
-def test_packing_twice_changes_nothing():
-    model = llama()
+    packed = logits(model)
     pack_linears(model)
-    expected = logits(model)
-    pack_linears(model)
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model), packed)
 
 
 @pytest.mark.parametrize("replace", [pack_linears, quantize_linears])
@@ -148,13 +147,13 @@ def test_a_layer_is_gone_before_the_next_is_replaced(replace, monkeypatch):
     model: Any = nn.Sequential(*(linear(8, 8, False) for _ in range(4)))
     weights = [weakref.ref(layer.weight) for layer in model]
     there: list[int] = []
-    build = surgery._build
+    build = surgery._make_layers
 
     def counted(*arguments: Any) -> list[nn.Module]:
         there.append(sum(weight() is not None for weight in weights))
         return build(*arguments)
 
-    monkeypatch.setattr(surgery, "_build", counted)
+    monkeypatch.setattr(surgery, "_make_layers", counted)
     if replace is pack_linears and not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
     assert replace(model)
@@ -165,7 +164,7 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch):
     weight = random_rows(10, 7)
     quantized, scales = module.quantize_int8(weight)
     assert torch.equal(quantized, (weight / scales[:, None]).round().to(torch.int8))
-    monkeypatch.setattr(module, "_ROUNDED_AT_ONCE", 4 * 7)
+    monkeypatch.setattr(module, "_CHUNK_NUMBERS", 4 * 7)
     assert all(map(torch.equal, module.quantize_int8(weight), (quantized, scales)))
 
 
@@ -187,9 +186,10 @@ def test_other_layers_are_left_alone():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    model: Any = nn.Sequential(Doubling(3, 3), nn.Linear(3, 3))
+    model: Any = nn.Sequential(Doubling(3, 3), nn.Linear(3, 3), linear(3, 3, False))
+    model[2].forward = torch.relu
     assert pack_linears(model)
-    assert [type(layer) for layer in model] == [Doubling, PackedLinear]
+    assert [type(layer) for layer in model] == [Doubling, PackedLinear, nn.Linear]
 
 
 @needs_packing
@@ -205,7 +205,7 @@ def test_a_packed_model_is_saved_as_it_was(options, dtype, tmp_path):
 
     def same(found: dict[str, torch.Tensor]) -> bool:
         return list(found) == list(weights) and all(
-            torch.equal(found[name], weights[name]) for name in weights
+            torch.equal(found[each], weights[each]) for each in weights
         )
 
     assert same(model.state_dict())
@@ -230,23 +230,12 @@ def test_an_int8_model_is_not_saved(tmp_path):
 @needs_packing
 def test_a_model_that_is_wrapped_again_is_told_for_what_it_is():
     model = llama()
-    assert [wrap_target(model, name="one", pack=pack).packed for pack in (False, True, True, False)] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    packed = [wrap_target(model, name="one", pack=pack).packed for pack in (False, True, True, False)]
+    assert packed == [False, True, True, True]
     quantize_linears(model)
     again = wrap_target(model, name="one")
     assert not again.packed
     assert again.dtype == "int8"
-
-
-def test_a_layer_whose_forward_was_replaced_is_left_alone():
-    model: Any = nn.Sequential(linear(3, 3, False), linear(3, 3, False))
-    model[0].forward = torch.relu
-    assert pack_linears(model)
-    assert [type(layer) for layer in model] == [nn.Linear, PackedLinear]
 
 
 def test_without_the_operators_nothing_is_packed(monkeypatch):
@@ -258,7 +247,7 @@ def test_without_the_operators_nothing_is_packed(monkeypatch):
     assert torch.equal(logits(model), expected)
 
 
-class HeadInput(nn.Module):
+class SharedInput(nn.Module):
     """Three layers that read one input, as decoder layers name them."""
 
     def __init__(self, bias: bool, dtype: torch.dtype) -> None:
@@ -275,12 +264,12 @@ class HeadInput(nn.Module):
 def test_layers_that_read_the_same_input_are_one_product(replace, bias, dtype, monkeypatch):
     if replace is pack_linears and not can_pack(dtype, "cpu"):
         pytest.skip("no packed layers here")
-    model: Any = HeadInput(bias, dtype)
+    model: Any = SharedInput(bias, dtype)
     weights = [layer.weight.clone() for layer in model.children()]
     inputs = [random_rows(rows, 64, dtype=dtype) for rows in (1, 5, 1)]
     expected = [model(x) for x in inputs]
     assert replace(model)
-    join = model.q_proj.join
+    join = model.q_proj.merged
     products: list[torch.Tensor] = []
     whole = join.layer.forward
     monkeypatch.setattr(join.layer, "forward", lambda x: products.append(x) or whole(x))
@@ -294,13 +283,13 @@ def test_layers_that_read_the_same_input_are_one_product(replace, bias, dtype, m
     assert torch.equal(model.k_proj(inputs[1]), model(inputs[1])[:, -32:])
     if replace is pack_linears:
         assert all(torch.equal(a.weight, b) for a, b in zip(model.children(), weights, strict=True))
-        int8: Any = int8_copy(model)
+        int8: Any = quantized_copy(model)
         assert {type(layer.layer) for layer in int8.children()} == {Int8Linear}
         assert relative_error(int8(inputs[1]).float(), expected[1].float()) < 0.02
 
 
 def test_layers_that_do_not_fit_together_stay_apart():
-    model: Any = HeadInput(True, torch.float32)
+    model: Any = SharedInput(True, torch.float32)
     model.v_proj = linear(64, 32, False)
     expected = model(random_rows(3, 64))
     quantize_linears(model)
@@ -325,19 +314,15 @@ class Sharing(nn.Module):
 @pytest.mark.parametrize(("replace", "kind"), [(pack_linears, PackedLinear), (quantize_linears, Int8Linear)])
 def test_shared_layers_stay_shared(replace, kind):
     model: Any = Sharing()
+    clone: Any = quantized_copy(model)
     expected = model(random_rows(3, 4))
+    assert clone.first is clone.again is clone.below[0]
+    assert type(clone.first) is Int8Linear
+    assert type(model.first) is type(model.again) is type(model.below[0]) is nn.Linear
     assert replace(model)
     assert model.first is model.again is model.below[0]
     assert type(model.first) is kind
     assert relative_error(model(random_rows(3, 4)), expected) < 0.02
-
-
-def test_the_copy_of_a_shared_layer_is_shared():
-    model: Any = Sharing()
-    clone: Any = int8_copy(model)
-    assert clone.first is clone.again is clone.below[0]
-    assert type(clone.first) is Int8Linear
-    assert type(model.first) is type(model.again) is type(model.below[0]) is nn.Linear
 
 
 # -- int8 layers ----------------------------------------------------------------------------------
@@ -384,33 +369,22 @@ def test_rows_do_not_depend_on_the_rows_beside_them():
 
 @pytest.mark.usefixtures("_with_and_without_operators")
 @pytest.mark.parametrize("row_invariant", [True, False])
-def test_one_row_of_zeros_or_extremes_gives_no_nan(row_invariant):
-    layer = linear(6, 4, True)
-    quantized = Int8Linear(layer.weight, layer.bias, row_invariant=row_invariant)
-    assert torch.equal(quantized(torch.zeros(1, 6)), layer.bias[None])
-    for scale in (1e-44, 1e-35, 1e30):
-        assert bool(quantized(torch.full((1, 6), scale)).isfinite().all())
+def test_zeros_stay_zeros_and_extremes_give_no_nan(row_invariant):
+    def quantized(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+        return Int8Linear(weight, bias, row_invariant=row_invariant)
 
-
-@pytest.mark.usefixtures("_with_and_without_operators")
-def test_zeros_stay_zeros():
     layer = linear(6, 4, True)
-    bias = layer.bias
-    assert torch.equal(Int8Linear(layer.weight, bias)(torch.zeros(2, 6)), bias.expand(2, -1))
+    for rows in (1, 2):
+        zeros = quantized(layer.weight, layer.bias)(torch.zeros(rows, 6))
+        assert torch.equal(zeros, layer.bias.expand(rows, -1))
+        for scale in (1e-44, 1e-35, 1e30):
+            assert bool(quantized(layer.weight)(torch.full((rows, 6), scale)).isfinite().all())
+            assert bool(quantized(layer.weight * min(scale, 1e20))(torch.ones(rows, 6)).isfinite().all())
     layer.weight[1] = 0.0
-    found = Int8Linear(layer.weight, None)(random_rows(3, 6))
+    found = quantized(layer.weight)(random_rows(3, 6))
     assert found[:, 1].tolist() == [0.0] * 3
     assert bool(found.isfinite().all())
-    nothing = Int8Linear(torch.zeros(4, 6), None)(random_rows(3, 6))
-    assert nothing.count_nonzero() == 0
-
-
-@pytest.mark.usefixtures("_with_and_without_operators")
-def test_tiny_and_huge_numbers_give_no_nan():
-    layer = linear(6, 4, False)
-    for scale in (1e-44, 1e-35, 1e30):
-        assert bool(Int8Linear(layer.weight, None)(torch.full((2, 6), scale)).isfinite().all())
-        assert bool(Int8Linear(layer.weight * min(scale, 1e20), None)(torch.ones(2, 6)).isfinite().all())
+    assert quantized(torch.zeros(4, 6))(random_rows(3, 6)).count_nonzero() == 0
 
 
 def test_sums_do_not_overflow_without_vnni(monkeypatch):
@@ -449,7 +423,7 @@ def test_an_int8_copy_shares_what_is_not_linear(packed):
     if packed:
         pack_linears(model)
     expected = logits(model)
-    clone = int8_copy(model)
+    clone = quantized_copy(model)
     assert 0 < relative_error(logits(clone), expected) < MODEL_CLOSE
     assert torch.equal(logits(model), expected)
     assert not any(isinstance(module, Int8Linear) for module in model.modules())
@@ -521,7 +495,7 @@ def test_layers_that_are_not_found():
         first_layers(model, 2)
 
 
-@pytest.mark.parametrize("copy", [int8_copy, lambda model: first_layers(model, 2)])
+@pytest.mark.parametrize("copy", [quantized_copy, lambda model: first_layers(model, 2)])
 def test_a_model_whose_layers_were_wrapped_is_refused(copy):
     """The wrapper's ``forward`` belongs to the original: the copy would run the whole original unnoticed."""
     model = llama()

@@ -16,7 +16,7 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.blocks import BlockAllocator, BlockTable
 from specbench.backends.torch.kernels.surgery import first_layers
-from specbench.backends.torch.pools import PAGE, KVPool, PoolKind, bytes_per_token
+from specbench.backends.torch.pools import PAGE, KVPool, PooledCache, PoolKind, bytes_per_token
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
@@ -28,7 +28,7 @@ KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 
 
 @dataclass
-class LayerGroup:
+class Holding:
     """A request as the plain model has it: the tokens it has written, and room for more."""
 
     table: BlockTable = field(default_factory=BlockTable)
@@ -40,14 +40,14 @@ class Plain:
     """What blocks hold, written out: by place, a token behind all that came before it; nothing is shared knowingly."""
 
     def __init__(self, count: int, size: int, most: int | None) -> None:
-        self.blocks, self.requests = BlockAllocator(count, size, most), [LayerGroup() for _ in range(3)]
+        self.blocks, self.requests = BlockAllocator(count, size, most), [Holding() for _ in range(3)]
         self.content: dict[int, tuple[int, ...]] = {}
 
-    def places(self, held: LayerGroup, start: int, end: int) -> list[int]:
+    def places(self, held: Holding, start: int, end: int) -> list[int]:
         size = self.blocks.size
         return [held.table.blocks[i // size] * size + i % size for i in range(start, end)]
 
-    def append(self, held: LayerGroup, tokens: list[int]) -> None:
+    def append(self, held: Holding, tokens: list[int]) -> None:
         start, end = len(held.tokens), len(held.tokens) + len(tokens)
         before = [list(held.table.blocks), self.blocks.free]
         copied = self.blocks.extend(held.table, start, end)
@@ -58,21 +58,20 @@ class Plain:
             return
         for source, target in copied:
             for i in range(self.blocks.size):
-                self.content[target * self.blocks.size + i] = self.content.get(
-                    source * self.blocks.size + i, ()
-                )
+                copied_entry = self.content.get(source * self.blocks.size + i, ())
+                self.content[target * self.blocks.size + i] = copied_entry
         held.tokens += tokens
         for place, i in zip(self.places(held, start, end), range(start, end), strict=True):
             self.content[place] = tuple(held.tokens[: i + 1])
         held.room = end
         self.blocks.publish(held.table, held.tokens)
 
-    def truncate(self, held: LayerGroup, length: int) -> None:
+    def truncate(self, held: Holding, length: int) -> None:
         del held.tokens[length:]
         held.room = len(held.tokens)
         self.blocks.truncate(held.table, len(held.tokens))
 
-    def share_prefix(self, held: LayerGroup, tokens: list[int]) -> None:
+    def share_prefix(self, held: Holding, tokens: list[int]) -> None:
         self.truncate(held, 0)
         count = self.blocks.share_prefix(held.table, tokens)
         assert count % self.blocks.size == 0
@@ -87,7 +86,7 @@ class Plain:
                 holders[block] = holders.get(block, 0) + 1
             read = [self.content[place] for place in self.places(held, 0, len(held.tokens))]
             assert read == [tuple(held.tokens[: i + 1]) for i in range(len(read))], (
-                "somebody has written there"
+                "others have written there"
             )
         assert self.blocks.count - self.blocks.free == len(holders)
         assert self.blocks.shared == sum(count > 1 for count in holders.values())
@@ -104,7 +103,7 @@ def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slot
         held, other = choice.choices(plain.requests, k=2)
         tokens = [choice.randrange(2) for _ in range(choice.randrange(1, 2 * size + 1))]
         action = choice.choices(("append", "truncate", "adopt", "free"), (6, 3, 3, 1))[0]
-        if action == "append" and len(held.tokens) + len(tokens) <= plain.blocks.most * size:
+        if action == "append" and len(held.tokens) + len(tokens) <= plain.blocks.max_per_request * size:
             plain.append(held, tokens)
         elif action == "adopt":
             plain.share_prefix(held, [*other.tokens, *tokens])
@@ -117,7 +116,7 @@ def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slot
         plain.truncate(held, 0)
     assert plain.blocks.free == count
     assert not plain.blocks._digests
-    assert not plain.blocks._found
+    assert not plain.blocks._by_digest
 
 
 @pytest.mark.parametrize("slotted", [False, True])
@@ -130,9 +129,8 @@ def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted):
     while begun < 10_000 or live:
         if begun < 10_000 and (not live or choice.random() < 0.4):
             table = BlockTable()
-            tokens = choice.choice(beginnings) + [
-                choice.randrange(50) for _ in range(choice.randrange(1, 20))
-            ]
+            fresh = [choice.randrange(50) for _ in range(choice.randrange(1, 20))]
+            tokens = choice.choice(beginnings) + fresh
             held = blocks.share_prefix(table, tokens[:-1])
             adopted += held > 0
             begun += 1
@@ -156,7 +154,7 @@ def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted):
             blocks.publish(table, tokens)
     assert (blocks.free, blocks.shared) == (64, 0)
     assert not blocks._holders.any()
-    assert not blocks._found
+    assert not blocks._by_digest
     assert blocks.peak == 64
     assert put_back
     assert bool(adopted) is not slotted
@@ -219,7 +217,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_read_and_roll_back_side_by_side(kind, sliding):
     held, choice = pool(kind, sliding=sliding), random.Random(1)
-    scorers = [Scorer(model(sliding), held.slot()) for _ in range(3)]
+    scorers = [Scorer(model(sliding), PooledCache(held)) for _ in range(3)]
     contexts = [CONTEXT[:20], CONTEXT[5:9], CONTEXT[:17]]
     for _ in range(8):
         for scorer, context in zip(scorers, contexts, strict=True):
@@ -237,7 +235,7 @@ def test_slots_read_and_roll_back_side_by_side(kind, sliding):
 
 
 def test_a_slot_holds_a_tree_and_keeps_a_path_of_it():
-    scorer = Scorer(model(), pool("paged").slot())
+    scorer = Scorer(model(), PooledCache(pool("paged")))
     assert scorer.takes_trees
     context, nodes, parents = CONTEXT[:18], [4, 5, 6, 7, 8], (-1, -1, 1, 1, 3)
     found = scorer.score(ForwardRequest(scorer, context, nodes, parents)).logits
@@ -246,22 +244,21 @@ def test_a_slot_holds_a_tree_and_keeps_a_path_of_it():
     scorer.rollback(len(context) - 1, [1, 3, 4])
     assert scorer.cached_len == len(context) - 1
     assert close(scorer.logits(context, [3]), alone([*context, 3], 2))
-    assert not Scorer(model(sliding=True), pool("paged", sliding=True).slot()).takes_trees
+    assert not Scorer(model(sliding=True), PooledCache(pool("paged", sliding=True))).takes_trees
 
 
 def test_requests_that_begin_alike_share_blocks_until_they_part():
     held = pool("paged")
     prompt = CONTEXT[: 2 * PAGE + 5]
-    first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
+    first, second, third = (Scorer(model(), PooledCache(held)) for _ in range(3))
     first.logits(prompt)
     asked = ForwardRequest(second, prompt)
     assert second.reserve(asked)
     assert second.cached_len == 2 * PAGE
     assert held.use.shared == 2
     assert close(second.score(asked).logits, alone(prompt, 1))
-    assert third.reserve(
-        ForwardRequest(third, prompt[: 2 * PAGE])
-    )  # its last token has to be read for its row
+    # The last token has to be read for its row.
+    assert third.reserve(ForwardRequest(third, prompt[: 2 * PAGE]))
     assert third.cached_len == PAGE
     third.rollback(0)
     # The second goes back into what is shared, and writes something else there: the first keeps its own.
@@ -280,7 +277,7 @@ def test_requests_that_begin_alike_share_blocks_until_they_part():
 
 def test_what_all_tokens_states_are_wanted_of_is_not_shared():
     held = pool("paged")
-    first, second = (Scorer(model(), held.slot()) for _ in range(2))
+    first, second = (Scorer(model(), PooledCache(held)) for _ in range(2))
     first.logits(CONTEXT)
     hidden = second.score(ForwardRequest(second, CONTEXT, layers=(1,))).hidden
     assert hidden is not None
@@ -289,8 +286,8 @@ def test_what_all_tokens_states_are_wanted_of_is_not_shared():
 
 def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
     held = pool("paged")
-    target = Scorer(model(), held.slot())
-    cheap = Scorer(first_layers(model(), 1), target.cache).twin(target.cache, shares=True)
+    target = Scorer(model(), PooledCache(held))
+    cheap = Scorer(first_layers(model(), 1), target.cache).clone_for(target.cache, shares=True)
     prompt = CONTEXT[: 2 * PAGE]
     target.logits(prompt)
     cheap.logits(prompt, [1, 2], 1)
@@ -300,7 +297,7 @@ def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
     cheap.logits(prompt, [1], 1)
     cheap.rollback(len(prompt))
     assert target.cached_len == 0
-    other = Scorer(model(), held.slot())
+    other = Scorer(model(), PooledCache(held))
     assert other.reserve(ForwardRequest(other, [*prompt, 5]))
     assert other.cached_len == 0
     assert close(target.logits([*prompt, 5]), alone([*prompt, 5], 1))
@@ -309,7 +306,7 @@ def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_pool_changes_nothing_and_says_so(kind):
     held = pool(kind, 64, 2)
-    first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
+    first, second, third = (Scorer(model(), PooledCache(held)) for _ in range(3))
     first.logits(CONTEXT[:20])
     second.logits(CONTEXT[20:50])
     asked = ForwardRequest(third, CONTEXT[30:50])
@@ -329,14 +326,14 @@ def test_a_full_pool_changes_nothing_and_says_so(kind):
 @torch.inference_mode()
 def test_a_context_that_was_no_number_does_not_stay_in_its_slot():
     held = pool("slotted")
-    scorer = Scorer(model(), held.slot())
+    scorer = Scorer(model(), PooledCache(held))
     scorer.logits(CONTEXT[:9])
-    for store in held.stores:
+    for store in held.buffers:
         assert store is not None
         store.keys[:, :, 5] = torch.nan
     scorer.rollback(3)
     scorer.begin()
-    for store in held.stores:
+    for store in held.buffers:
         assert store is not None
         assert store.keys.isfinite().all()
 
@@ -357,6 +354,6 @@ def test_a_pool_takes_no_more_memory_than_its_tokens_need():
     for kind, tokens in (("paged", 6 * PAGE), ("slotted", 99)):
         held = pool(kind, 100, 3)  # type: ignore[arg-type]
         assert held.use.bytes == 0
-        Scorer(model(), held.slot()).logits(CONTEXT[:3])
+        Scorer(model(), PooledCache(held)).logits(CONTEXT[:3])
         assert held.use.bytes == tokens * token
         assert held.use.block * held.use.blocks == tokens

@@ -34,7 +34,7 @@ def test_a_chain(cache, short):
         fold_attention(model)
         pack_linears(model)
     scorer = Scorer(model, cache)
-    assert isinstance(scorer._pass, FusedForward) == (short and cache not in ("static", "none"))
+    assert isinstance(scorer.forward, FusedForward) == (short and cache not in ("static", "none"))
     scorer.begin()
     held = 0 if cache == "none" else 4
     scorer.logits(CONTEXT[:4])

@@ -15,7 +15,7 @@ import torch
 import transformers as hf
 
 from specbench.backends.torch.kernels.linear import PackedLinear, can_pack
-from specbench.backends.torch.kernels.surgery import int8_copy
+from specbench.backends.torch.kernels.surgery import quantized_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.drafters.model import ModelDrafter
@@ -113,7 +113,8 @@ def decode(target: Target, prompt: Sequence[int], drafter: Any, gamma: int, firs
 
 def matrix(name: str, target: Target, cache: CacheKind, expected: dict[str, list[int]]) -> list[str]:
     """Every combination whose tokens are not those of `generate`."""
-    twin = int8_copy(target.language_model.model)
+    model = target.language_model.model
+    twin = quantized_copy(model)
 
     def guesses(gamma: int) -> Any:
         return survey.Guesses(BEYOND, expected["beyond"], gamma)

@@ -121,5 +121,5 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
         return None
     if quantization_of(scorer.model) is not None:
         return why_unavailable()
-    short = isinstance(scorer, Scorer) and issubclass(scorer.way, FusedForward)  # a head has a way of its own
-    return why_unavailable() if short and scorer.model.dtype != torch.float16 else None
+    fused = isinstance(scorer, Scorer) and isinstance(scorer.forward, FusedForward)  # not a head
+    return why_unavailable() if fused and scorer.model.dtype != torch.float16 else None

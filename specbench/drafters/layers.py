@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from specbench.backends.torch.kernels.surgery import first_layers, int4_copy, int8_copy
+from specbench.backends.torch.kernels.surgery import first_layers, quantized_copy
 from specbench.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def cheaper_form(
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(kept) == total:
         if int8:
-            return int8_copy(model, layers)
-        return int4_copy(model, layers) if int4 else first_layers(model, total)
+            return quantized_copy(model, "int8", layers)
+        return quantized_copy(model, "int4", layers) if int4 else first_layers(model, total)
     count = max(kept) + 1
     chosen = first_layers(model, count)
     if len(kept) < count:
@@ -97,7 +97,7 @@ def cheaper_form(
             if isinstance(child, nn.ModuleList) and len(child) == total
         )
         _keep(chosen, path, kept)
-    return int8_copy(chosen) if int8 else int4_copy(chosen) if int4 else chosen
+    return quantized_copy(chosen) if int8 else quantized_copy(chosen, "int4") if int4 else chosen
 
 
 def _keep(model: PreTrainedModel, path: str, kept: Sequence[int]) -> None:

@@ -23,7 +23,6 @@ from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import (
     pack_linears,
     quantize_linears,
-    quantize_linears_int4,
     trim_head,
 )
 from specbench.backends.torch.scorer import FittedLogits, Scorer
@@ -388,7 +387,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     module.to(device=device, dtype=dtype)
     name = dtype_name(dtype)
     if rounded == "int4":
-        quantize_linears_int4(module)
+        quantize_linears(module, "int4")
         name = "int4"
     elif quantize and device.type == "cpu":
         quantize_linears(module, row_invariant=False)

@@ -16,7 +16,6 @@ from specbench.backends.torch.kernels.surgery import (
     pack_linears,
     quantization_of,
     quantize_linears,
-    quantize_linears_int4,
 )
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
@@ -172,7 +171,4 @@ def quantize(
 ) -> None:
     """Quantize a model's linear layers in place, or use the stored ones; for ``row_invariant`` see ``Int8Linear``."""
     with quantized_layers(language_model, dtype, progress) as layers:
-        if dtype == "int8":
-            quantize_linears(language_model.model, row_invariant=row_invariant, layers=layers)
-        else:
-            quantize_linears_int4(language_model.model, layers=layers)
+        quantize_linears(language_model.model, dtype, row_invariant=row_invariant, layers=layers)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
@@ -15,36 +16,30 @@ from transformers.cache_utils import (
 )
 
 from specbench.backends.torch.kernels.attention import LONGEST_PASS
-from specbench.options import CacheKind as CacheKind
+from specbench.backends.torch.kernels.native import KVPointers
 
-if TYPE_CHECKING:
-    pass
-
-
-FIRST_CAPACITY = 256
-
-_ROOM = 256
-
-_MORE_ROOM = 4
-"""Positions for which a step makes room beyond those of a pass: so many, or this part of them where that is more."""
+INITIAL_CAPACITY = 256
+_MIN_GROWTH = 256
+_GROWTH_SHARE = 4
+"""A growing layer gets ``_MIN_GROWTH`` spare positions, or this part of those it needs where that is more."""
 
 SLIDING_SLACK = 256
-"""Tokens a sliding-window layer keeps beyond its window, so that as many can be rolled back: the longest draft."""
+"""Tokens a sliding-window layer keeps before its window, so that as many can be rolled back: the longest draft."""
 
 
 @torch.inference_mode()
 def gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None:
-    """See ``KVCache.gather``; of layers that keep every position."""
+    """Move entries, see ``KVCache.gather``, in layers that keep every position."""
     count = len(positions)
-    # Mostly it is one, a sibling: as a number it is told in half the time.
-    picked = None if count == 1 else torch.tensor(positions)
+    # Mostly it is one, a sibling: an index by a number takes half the time.
+    index = None if count == 1 else torch.tensor(positions)
     for layer in layers:
         if not isinstance(layer, DummyLayer):
             for entries in (layer.keys, layer.values):
-                if picked is None:
+                if index is None:
                     entries.select(2, start).copy_(entries.select(2, positions[0]))
                 else:
-                    entries.narrow(2, start, count).copy_(entries.index_select(2, picked.to(entries.device)))
+                    entries.narrow(2, start, count).copy_(entries.index_select(2, index.to(entries.device)))
 
 
 def drops_positions(layer: object) -> bool:
@@ -52,13 +47,11 @@ def drops_positions(layer: object) -> bool:
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one full-attention layer in buffers written by index.
+    """Keys and values of one full-attention layer, written by index.
 
-    Buffers have shape [1, heads, capacity, head size] and double when full; a rollback moves one number.
-
-    Args:
-        block: Short passes get keys and values up to a multiple of so many positions. What lies behind the used ones is
-            finite when a context begins, and the mask has to leave it out.
+    Buffers have shape [1, heads, capacity, head size] and double when full; a rollback changes one number. Short
+    forwards get keys and values up to a multiple of ``block``; those after the used ones are finite, and must be
+    masked.
     """
 
     is_sliding = False
@@ -71,28 +64,28 @@ class PreallocatedLayer(CacheLayerMixin):
         self.used = self.written = 0
         self.block = block
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        capacity = max(FIRST_CAPACITY, self.block)
+        capacity = max(INITIAL_CAPACITY, self.block)
         self.keys, self.values = buffer_like(key_states, capacity), buffer_like(value_states, capacity)
         self.is_initialized = True
 
     def _reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` positions, keeping the used ones."""
+        """Make sure that ``capacity`` positions fit, keeping the used ones."""
         if capacity <= self.keys.shape[-2]:
             return
-        capacity = self._larger(capacity)
+        capacity = self._grown(capacity)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = buffer_like(old, capacity)
             new[:, :, : self.used] = old[:, :, : self.used]
             setattr(self, name, new)
 
-    def _larger(self, capacity: int) -> int:
-        """The capacity of new buffers, where those there are do not hold so many positions."""
+    def _grown(self, capacity: int) -> int:
+        """Return the capacity of new buffers for this many positions."""
         return max(-(-capacity // self.block) * self.block, int(2 * self.keys.shape[-2]))
 
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
@@ -102,23 +95,23 @@ class PreallocatedLayer(CacheLayerMixin):
         self.values[:, :, first : self.used] = value_states
 
     def extend(self, count: int) -> None:
-        """Hold so many positions more, which are still to be written."""
+        """Count more positions as used, which are still to be written."""
         self._reserve(self.used + count)
         self.used += count
         self.written = max(self.written, self.used)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self._append(key_states, value_states)
-        end = self._handed_out(self.used, key_states.shape[-2])
+        end = self._visible_len(self.used, key_states.shape[-2])
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def _handed_out(self, used: int, queries: int) -> int:
+    def _visible_len(self, used: int, queries: int) -> int:
         return used if queries > LONGEST_PASS else -(-used // self.block) * self.block
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._handed_out(self.used + query_length, query_length), 0
+        return self._visible_len(self.used + query_length, query_length), 0
 
     def get_seq_length(self) -> int:
         return self.used
@@ -127,7 +120,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return -1
 
     def repeat(self, length: int) -> None:
-        """Grow to ``length`` positions by repeating those there are."""
+        """Grow to ``length`` positions by repeating them."""
         while self.used < length:
             count = min(self.used, length - self.used)
             self._append(self.keys[:, :, :count], self.values[:, :, :count])
@@ -138,17 +131,13 @@ class PreallocatedLayer(CacheLayerMixin):
             self.used = max(length, 0)
 
     def reset(self) -> None:
-        if self.block > 1 and self.written:  # of others nothing is handed out behind the used positions
+        if self.block > 1 and self.written:  # without blocks nothing is given out after the used positions
             zero_nonfinite(self, self.written)
         self.used = self.written = 0
 
 
 class GrowingLayer(PreallocatedLayer):
-    """What a native pass makes of a ``DynamicLayer``: buffers that grow in steps, for they may hold long contexts.
-
-    Args:
-        layer: What it takes the place of, with all that this holds.
-    """
+    """Replaces a ``DynamicLayer`` in native forwards: its buffers grow in steps, since they may hold long contexts."""
 
     def __init__(self, layer: DynamicLayer) -> None:
         super().__init__()
@@ -157,14 +146,14 @@ class GrowingLayer(PreallocatedLayer):
             self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
             self.used = self.written = layer.get_seq_length()
 
-    def _larger(self, capacity: int) -> int:
-        return capacity + max(_ROOM, capacity // _MORE_ROOM)
+    def _grown(self, capacity: int) -> int:
+        return capacity + max(_MIN_GROWTH, capacity // _GROWTH_SHARE)
 
 
 class PreallocatedSlidingLayer(PreallocatedLayer):
-    """The same for a layer that attends to the last ``window`` positions only.
+    """The same for a layer that attends to the last ``window`` positions.
 
-    The buffer holds the positions from ``dropped`` on; older ones are given up in bulk when it fills, but never the
+    The buffer holds the positions from ``dropped`` on. Older ones are dropped in bulk when it fills, but never the
     window before the last ``SLIDING_SLACK`` positions, which may still be rolled back.
     """
 
@@ -187,8 +176,8 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
         super()._reserve(capacity)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self._append(key_states, value_states)
         first = max(0, self.used - (self.sliding_window - 1 + key_states.shape[-2]))
         return self.keys[:, :, first : self.used], self.values[:, :, first : self.used]
@@ -216,43 +205,33 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
 
 
 class LayerGroup:
-    """Layers of a cache that native passes lengthen together.
-
-    Attributes:
-        entries: Keys and values of each, [1, heads, positions, head size], in memory where positions of a head stand
-            one behind the other.
-    """
+    """Layers of a cache that native forwards extend together; native.c finds their keys and values by ``pointers``."""
 
     def __init__(self, layers: Sequence[PreallocatedLayer]) -> None:
         self._layers = layers
         self._keys = [layer.keys for layer in layers]
         self._capacity = min(keys.shape[-2] for keys in self._keys)
-        self.entries: list[tuple[torch.Tensor, torch.Tensor]] = [
-            (layer.keys, layer.values) for layer in layers
-        ]
+        self.pointers = KVPointers([(layer.keys, layer.values) for layer in layers])
 
     @classmethod
-    def of(
+    def extended(
         cls,
         layers: list[Any],
         places: Sequence[int],
         tokens: int,
         dtypes: Sequence[torch.dtype],
-        empty: torch.Tensor,
+        empty: Tensor,
     ) -> LayerGroup | None:
-        """Those that hold so many positions more from now on, which the caller writes.
+        """Count ``tokens`` more positions of layers as used, which the caller writes.
 
         Args:
-            layers: Of a cache; in the places of those of ``transformers`` that hold every position as it is there are
-                others afterwards.
-            places: Which of them.
-            tokens: How many positions there will be more.
-            dtypes: What keys and values may be; those of all layers are alike.
-            empty: Keys or values of no position, [1, heads, 0, head size], like those of which layers that hold none
-                will make their buffers.
+            layers: Of a cache; ``transformers``' layers that keep every position are replaced in this list.
+            places: Indices of the layers.
+            dtypes: Dtypes that keys and values may have; those of all layers are equal.
+            empty: Keys or values of no position, [1, heads, 0, head size], from which layers without buffers make them.
 
         Returns:
-            ``None``, and nothing holds more, where some are of other kinds, are not equally long or hold other dtypes.
+            ``None``, and nothing is extended, if layers are of other kinds, lengths or dtypes.
         """
         for place in places:
             if type(layers[place]) is DynamicLayer:
@@ -273,8 +252,8 @@ class LayerGroup:
             layer.extend(tokens)
         return cls(own)
 
-    def lengthen(self, tokens: int) -> bool:
-        """Hold so many positions more; ``False``, and nothing has changed, where that needs other buffers."""
+    def extend(self, tokens: int) -> bool:
+        """Count more positions as used; return ``False``, with nothing changed, if that needs other buffers."""
         length = self._layers[0].used
         end = length + tokens
         if end > self._capacity:
@@ -291,14 +270,16 @@ class LayerGroup:
 
 @torch.inference_mode()
 def zero_nonfinite(layer: Any, length: int) -> None:
-    """Take what is no number out of a layer's first positions: a masked entry counts 0 times, and 0 · NaN is NaN."""
+    """Zero the first positions of a layer if there is a NaN or infinity: a masked entry counts 0 times, and 0 · NaN is
+    NaN.
+    """
     for buffer in (layer.keys, layer.values):
-        held = buffer[:, :, :length]
-        if not held.sum().isfinite():
-            held.zero_()
+        used = buffer[:, :, :length]
+        if not used.sum().isfinite():
+            used.zero_()
 
 
-def buffer_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    """A buffer of zeros, [1, heads, capacity, head size]; ``states`` gives all but the capacity."""
+def buffer_like(states: Tensor, capacity: int) -> Tensor:
+    """Return a buffer of zeros, [1, heads, capacity, head size]; ``states`` gives all but the capacity."""
     batch, heads, _, size = states.shape
     return states.new_zeros((batch, heads, capacity, size))

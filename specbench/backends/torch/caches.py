@@ -1,16 +1,17 @@
 """Key/value caches that can be rolled back.
 
 One rule serves every cache: a model feeds ``context[cache.length:]``, and after a step the cache keeps the first
-``len(context) - 1`` tokens. ``rollback(length)`` keeps the first ``min(length, own length)`` positions *of each layer*:
-an early exit on the target's cache lengthens only the first layers.
+``len(context) - 1`` tokens. ``rollback(length)`` keeps the first ``length`` positions *of each layer*, since an early
+exit on the target's cache extends the first layers alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -22,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from specbench.backends.torch.cache_layers import (
-    FIRST_CAPACITY,
+    INITIAL_CAPACITY,
     GrowingLayer,
     PreallocatedLayer,
     PreallocatedSlidingLayer,
@@ -40,66 +41,62 @@ if TYPE_CHECKING:
 
 
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
-"""Those that hold on every device."""
+"""Those that are available on every device."""
 
 
-class KVCache(Protocol):
-    """What the loop asks of a cache. Batch size is 1 throughout."""
+class KVCache:
+    """Keys and values of one context, batch size 1.
+
+    Attributes:
+        separate_prefill: Whether the prompt needs a forward pass of its own before tokens that may be rolled back.
+        max_exact_tokens: Tokens up to which a position's sums do not depend on the forward pass; ``None``: not known.
+    """
+
+    separate_prefill = False
+    max_exact_tokens: int | None = None
+    _cache: Cache
 
     @property
     def length(self) -> int:
-        """Number of tokens held: the model feeds ``context[length:]``."""
-        ...
-
-    @property
-    def separate_prefill(self) -> bool:
-        """Whether the prompt needs a pass of its own before tokens that may be rolled back."""
-        ...
-
-    @property
-    def max_exact_tokens(self) -> int | None:
-        """Tokens up to which a position's sums do not depend on the pass it is computed in; ``None``: not known."""
-        ...
+        """Tokens that are cached: the model feeds ``context[length:]``."""
+        raise NotImplementedError
 
     @property
     def takes_trees(self) -> bool:
-        """Whether every layer keeps every position as it is, so that a pass may hold several branches."""
-        ...
+        """Whether every layer keeps every position as it is, so that a forward pass may hold branches."""
+        raise NotImplementedError
 
-    def keys(self, tokens: int) -> int:
-        """Positions that attention is handed in a pass of so many tokens."""
-        ...
+    def key_len(self, tokens: int) -> int:
+        """Return how many positions attention gets in a forward pass."""
+        return self.length + tokens
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        """Have the entries at these positions stand from ``start`` on, in every layer; where trees are taken."""
-        ...
+        """Move the entries at these positions to ``start`` and after it, in every layer; where trees are taken."""
+        raise NotImplementedError
 
     def model_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments that hand this cache to a ``transformers`` model."""
-        ...
+        """Return the keyword arguments that pass this cache to a ``transformers`` model."""
+        return {"past_key_values": self._cache, "use_cache": True}
 
     def after_forward(self) -> None:
-        """A pass has just been made on this cache."""
-        ...
+        """Note that a forward pass has just been made."""
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens. Rolling back to 0 is ``reset``."""
-        ...
+        raise NotImplementedError
 
     def reset(self) -> None:
         """Empty the cache for a new context."""
-        ...
+        raise NotImplementedError
 
 
 def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
-    """A new, empty cache for a model of this configuration.
+    """Make an empty cache for a model.
 
-    Args:
-        kind: ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into
-            buffers that double when full, ``static`` does so in passes of fixed shapes, ``compiled`` in compiled ones,
-            ``none`` recomputes everything (the reference in tests).
-        config: The model's. If its attention is ``kernels.attention``'s, a preallocated cache hands keys and values
-            out in whole blocks, which that attention masks.
+    ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into buffers
+    that double when full, ``static`` does so in forwards of static shapes, ``compiled`` in compiled ones, ``none``
+    recomputes everything (the reference in tests). With folded attention, a preallocated cache gives out keys and
+    values in whole blocks, which that attention masks.
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
@@ -118,12 +115,10 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
 
 
 def change_of_rotation(config: PretrainedConfig) -> int | None:
-    """The longest context with the short factors of "longrope" (Ding et al. 2024); longer ones have the long ones.
+    """Return the longest context with the short factors of "longrope" (Ding et al. 2024), or ``None`` for other models.
 
-    ``transformers`` chooses by the last position of a pass; its ``generate`` computes everything anew at the change.
-
-    Returns:
-        ``None`` for models whose positions are rotated alike in contexts of any length.
+    Longer contexts have the long factors at all positions. ``transformers`` chooses by the last position of a forward;
+    its ``generate`` recomputes everything at the change.
     """
     for kind in _rotations(config):
         if kind.get("rope_type") == "longrope":
@@ -132,7 +127,7 @@ def change_of_rotation(config: PretrainedConfig) -> int | None:
 
 
 def rotates_by_length(config: PretrainedConfig) -> bool:
-    """Whether how a position is rotated depends on the last position of the pass."""
+    """Return whether the rotation of a position depends on the last position of the forward."""
     return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in _rotations(config))
 
 
@@ -143,44 +138,33 @@ def _rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
     ]  # of all layers, or by their type
 
 
-class NoKVCache:
-    """No cache: every pass feeds the whole context."""
+class NoKVCache(KVCache):
+    """No cache: every forward pass feeds the whole context."""
 
     length = 0
-    separate_prefill = False
-    max_exact_tokens = None
     takes_trees = False
 
-    def keys(self, tokens: int) -> int:
-        return tokens
-
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        """Nothing is kept."""
+        pass
 
     def model_kwargs(self) -> dict[str, Any]:
         return {"use_cache": False}
 
-    def after_forward(self) -> None:
-        """Nothing was kept."""
-
     def rollback(self, length: int) -> None:
-        """Nothing to roll back."""
+        pass
 
     def reset(self) -> None:
-        """Nothing to empty."""
+        pass
 
 
-class DynamicKVCache:
-    """``transformers``' DynamicCache with the layer kinds the model's configuration asks for.
+class DynamicKVCache(KVCache):
+    """``transformers``' DynamicCache with the layer kinds of the model's configuration.
 
-    Native passes make ``GrowingLayer`` of its full-attention layers (``LayerGroup``).
-
-    Layers that forget (sliding windows, convolution states) can be rolled back only if they record the past: recording
-    is switched on after the first pass, so that a long prompt is not kept whole, and from then on every rollback crops
-    every such layer, also when nothing is removed (that trims it to its window).
+    Native forwards replace its full-attention layers by ``GrowingLayer`` (``LayerGroup``). Layers that drop positions
+    (sliding windows, convolution states) can be rolled back only if they record the past. That begins after the first
+    forward, so that a long prompt is not kept whole; every rollback then crops every such layer, also by 0, which trims
+    it to its window.
     """
-
-    max_exact_tokens = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config
@@ -200,14 +184,8 @@ class DynamicKVCache:
         kinds = (DynamicLayer, GrowingLayer, DummyLayer)
         return all(type(layer) in kinds for layer in self._cache.layers)
 
-    def keys(self, tokens: int) -> int:
-        return self.length + tokens
-
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return {"past_key_values": self._cache, "use_cache": True}
 
     def after_forward(self) -> None:
         if self._recording:
@@ -221,11 +199,10 @@ class DynamicKVCache:
         self._recording = True
 
     def rollback(self, length: int) -> None:
-        held = self.length
-        if length <= 0 or held == 0:
+        surplus = max(self.length - length, 0)
+        if length <= 0 or self.length == 0:
             self.reset()
             return
-        surplus = max(held - length, 0)
         for layer in self._cache.layers:
             if isinstance(layer, GrowingLayer):
                 layer.rollback(length)
@@ -249,19 +226,16 @@ class DynamicKVCache:
         layer.crop(-surplus)
 
     def _rollback_convolution(self, layer: Any, surplus: int) -> None:
-        # Such a layer knows no length; what it recorded stands behind the few positions its kernel needs.
+        # Such a layer has no length; what it recorded comes after the few positions its kernel needs.
         for index, state in layer.conv_states.items():
             if surplus > state.shape[-1] - layer.conv_kernel_size[index]:
                 raise ValueError(f"cannot roll back by {surplus}: the states before have been given up")
         layer.crop(-surplus)
 
 
-class PreallocatedKVCache:
-    """A cache whose layers write by index and roll back by moving an offset.
-
-    Args:
-        config: The model's.
-        block: See ``PreallocatedLayer``.
+class PreallocatedKVCache(KVCache):
+    """A cache whose layers write by index and roll back by moving an offset; for ``block`` see
+    ``PreallocatedLayer``.
     """
 
     def __init__(self, config: PretrainedConfig, block: int = 1) -> None:
@@ -294,17 +268,11 @@ class PreallocatedKVCache:
     def takes_trees(self) -> bool:
         return not any(layer.is_sliding for layer in self._layers)
 
-    def keys(self, tokens: int) -> int:
+    def key_len(self, tokens: int) -> int:
         return self._layers[0].get_mask_sizes(tokens)[0]
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._layers, start, positions)
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return {"past_key_values": self._cache, "use_cache": True}
-
-    def after_forward(self) -> None:
-        """Every layer can always be rolled back."""
 
     def rollback(self, length: int) -> None:
         if length <= 0:
@@ -320,7 +288,7 @@ class PreallocatedKVCache:
 
     @torch.inference_mode()
     def repeat(self, length: int) -> None:
-        """Hold so many tokens by repeating the entries there are: makes no sense, but the shapes of such passes."""
+        """Grow to ``length`` tokens by repeating the entries: it makes no sense, but the shapes of such forwards."""
         for layer in self._layers:
             layer.repeat(length)
 
@@ -336,14 +304,14 @@ class _StaticLayer(CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self._owner = owner
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         capacity = self._owner.capacity
         self.keys, self.values = buffer_like(key_states, capacity), buffer_like(value_states, capacity)
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys.index_copy_(2, self._owner.slots, key_states)
@@ -370,36 +338,30 @@ class _StaticLayer(CacheLayerMixin):
         return self._owner.capacity
 
     def reset(self) -> None:
-        """The owner's length says what counts."""
+        """Do nothing: the owner's length counts."""
 
 
-class StaticKVCache:
+class StaticKVCache(KVCache):
     """A cache whose forwards have the same shapes whatever it holds (see ``GraphForward``).
 
-    Every pass is handed the whole buffers and a mask. The number of tokens held is kept here and not by the layers, and
-    changes nothing on the device.
-
-    Args:
-        config: The model's.
-        compiled: Whether short passes over it are to be compiled.
+    Every forward gets the whole buffers and a mask. The number of cached tokens is kept here, not on the device.
 
     Attributes:
-        length: Tokens held.
-        capacity: Tokens there is room for; doubles when it is full.
+        capacity: Tokens that fit; doubles when full.
+        compiled: Whether short forwards over it are to be compiled.
         generation: Grows by 1 whenever the buffers move.
-        slots: Where the pass that runs writes, a tensor on its device.
+        slots: Where the current forward writes, a tensor on its device.
 
     Raises:
-        UsageError: The model has layers that are no full attention, or rotates positions otherwise in long contexts.
+        UsageError: The model has layers without full attention, or rotates positions otherwise in long contexts.
     """
 
-    separate_prefill = False
-    max_exact_tokens = None
+    length = 0
     takes_trees = True
-    slots: torch.Tensor
+    slots: Tensor
 
     def __init__(self, config: PretrainedConfig, *, compiled: bool = False) -> None:
-        self.length, self.capacity, self.generation = 0, FIRST_CAPACITY, 0
+        self.capacity, self.generation = INITIAL_CAPACITY, 0
         self.compiled = compiled
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
         other = next((kind for kind in kinds if kind not in ("DynamicLayer", "DummyLayer")), None)
@@ -417,13 +379,13 @@ class StaticKVCache:
             layers=[_StaticLayer(self) if kind == "DynamicLayer" else DummyLayer() for kind in kinds]
         )
 
-    def keys(self, tokens: int) -> int:
+    def key_len(self, tokens: int) -> int:
         self.reserve(self.length + tokens)
         return self.capacity
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for so many tokens."""
+        """Make sure that ``length`` tokens fit."""
         if length <= self.capacity:
             return
         while self.capacity < length:
@@ -435,12 +397,6 @@ class StaticKVCache:
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return {"past_key_values": self._cache, "use_cache": True}
-
-    def after_forward(self) -> None:
-        """``GraphForward`` counts."""
 
     def rollback(self, length: int) -> None:
         self.length = min(self.length, max(length, 0))
@@ -454,15 +410,14 @@ class StaticKVCache:
             self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
 
 
-LegacyCache = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+LegacyCache = tuple[tuple[Tensor, Tensor], ...]
 
 
 def prune_legacy(past: LegacyCache, length: int) -> LegacyCache:
-    """Keep the first ``length`` positions of a tuple cache as older models and exporters use it.
+    """Keep the first ``length`` positions of a tuple cache, as older models and exporters use it.
 
     Args:
-        past: Per layer a pair of keys and values, each [batch, heads, positions, head size].
-        length: Positions to keep; layers that are shorter stay as they are.
+        past: Per layer keys and values, each [batch, heads, positions, head size]; shorter layers stay as they are.
 
     Raises:
         ValueError: ``length`` is negative.

@@ -1,4 +1,4 @@
-"""How quick a model's first layers are in several dtypes, timed in turn."""
+"""Time a model's first layers in several dtypes, in turn."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _WEIGHTS = 96_000_000
-"""Numbers that a sample's layers hold, if the model has so many: more than caches do, in any dtype."""
+"""Numbers in a sample's layers, if the model has enough: more than caches hold, in any dtype."""
 
-_WORDS = 64
-"""Tokens that a sample knows: a whole vocabulary takes as much memory as many layers."""
-
-_CONTEXT = 64
-"""Tokens that are read before passes are timed."""
-
-_DRAFTED = 4
-"""Drafts in a pass that verifies."""
+_WORDS = 64  # tokens of a sample's vocabulary: a whole one takes as much memory as many layers
+_CONTEXT = 64  # tokens that are read before forwards are timed
+_DRAFTED = 4  # drafts in a verification
 
 
 def sample_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model's first layers in a dtype, packed, with a vocabulary of a few tokens; the model is left as it is.
+    """Return a model's first layers in a dtype, packed, with a vocabulary of a few tokens; the model is left as it is.
 
     Raises:
         ValueError: Its layers or its vocabulary were not found. UsageError: They are wrapped.
@@ -57,7 +52,7 @@ def _numbers(model: nn.Module) -> int:
 
 
 def _shorten(embeddings: Any, head: Any) -> None:
-    """Leave the first words of embeddings and a head, which belong to the sample alone."""
+    """Keep the first words of embeddings and a head, which belong to the sample alone."""
     if not isinstance(embeddings, nn.Embedding) or type(head) is not nn.Linear:
         raise ValueError("its vocabulary was not found")
     for words in (embeddings, head):
@@ -72,15 +67,15 @@ def _shorten(embeddings: Any, head: Any) -> None:
 def time_samples(
     samples: Mapping[torch.dtype, PreTrainedModel], rounds: int, patience_s: float
 ) -> list[dict[torch.dtype, float]]:
-    """Seconds of a pass over one token and of one that verifies a draft, together.
+    """Time a forward over one token and one that verifies a draft, together, in seconds.
 
     Args:
         samples: Models of the same layers, by their dtype.
-        rounds: How often each is timed. In every round they take turns, each time beginning with another one.
-        patience_s: Seconds after which no round is begun: beside other programs passes may take very long.
+        rounds: How often each is timed. They take turns, in every round beginning with another one.
+        patience_s: Seconds after which no round is begun: on a busy machine forwards may take very long.
 
     Returns:
-        The times of each round that was begun in time.
+        The times of each round.
     """
     until = time.perf_counter() + patience_s
     scorers = {dtype: Scorer(sample) for dtype, sample in samples.items()}

@@ -1,7 +1,7 @@
-"""The ways through a head of decoder layers: in torch's operators, and in a single call.
+"""Forward passes through a head of decoder layers: in torch operators, and in a single native call.
 
-A head of two layers takes a few percent of a small target's pass, if nothing but its weights counted. In operators it
-takes an eighth: for every token that it drafts some forty are started.
+By its weights alone a head of two layers takes a few percent of a small target's forward. In operators it takes an
+eighth, since every drafted token starts some forty of them.
 """
 
 from __future__ import annotations
@@ -12,59 +12,39 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.cache_layers import LayerGroup, PreallocatedLayer
-from specbench.backends.torch.forward import NATIVE_ENTRIES, RotaryTable
+from specbench.backends.torch.forward import NATIVE_KV_DTYPES, RotaryTable, concat
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
-from specbench.backends.torch.kernels.llama_layers import joined_product, native_product, stack_of
+from specbench.backends.torch.kernels.llama_layers import joint_product, make_stack, native_product
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
 
 class HeadInput(NamedTuple):
-    """Tokens that a head reads behind those in caches of one request, which hold them afterwards.
+    """Tokens of one request that a head reads after those in its caches, which then hold them too."""
 
-    Attributes:
-        embedded: Embeddings of the tokens, [tokens, hidden].
-        features: That go with them, [tokens, hidden].
-        positions: Theirs, [tokens]; a range where they stand one behind the other.
-        mask: Bool [1, 1, tokens, held and tokens], true where a token attends; ``None`` for what comes before it, and
-            itself.
-        caches: ``PreallocatedLayer`` of each layer.
-        wanted: Of how many tokens logits are wanted, counted from the end.
-    """
-
-    embedded: torch.Tensor
-    features: torch.Tensor
-    positions: range | torch.Tensor
-    mask: torch.Tensor | None
-    caches: Sequence[Any]
-    wanted: int
+    embedded: Tensor  # their embeddings, [tokens, hidden]
+    features: Tensor  # the features that go with them, [tokens, hidden]
+    positions: range | Tensor  # [tokens]; a range if they are consecutive
+    mask: Tensor | None  # bool [1, 1, tokens, cached + tokens], true where a token attends; None: causal
+    caches: Sequence[Any]  # a PreallocatedLayer for each layer
+    wanted: int  # number of last tokens whose logits are wanted
 
 
 class HeadOutput(NamedTuple):
-    """What a head makes of tokens.
+    """What a head gives for tokens."""
 
-    Attributes:
-        features: That go with the tokens behind them, [tokens, hidden].
-        logits: Of the last ones, [wanted, vocab].
-    """
-
-    features: torch.Tensor
-    logits: torch.Tensor
+    features: Tensor  # the features that go with the tokens after them, [tokens, hidden]
+    logits: Tensor  # of the last tokens, [wanted, vocab]
 
 
 class HeadForward:
-    """In operators.
-
-    Args:
-        head: The head.
-        dtype: Of all that lies between products; ``None`` for the head's own.
-    """
+    """A forward pass through a head in torch operators, in ``dtype`` between products."""
 
     def __init__(self, head: RecurrentHead, dtype: torch.dtype | None = None) -> None:
         self.head = head
@@ -72,43 +52,41 @@ class HeadForward:
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._dtype = dtype or next(head.parameters()).dtype
 
-    def __call__(self, readings: Sequence[HeadInput]) -> list[HeadOutput]:
-        """Read what several requests bring: every weight is read once for all of them, and each attends by itself."""
-        tokens, spans = [len(each.embedded) for each in readings], [_span(each) for each in readings]
+    def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
+        """Read the tokens of several requests: weights are read once for all, and each request attends by itself."""
+        tokens, spans = [len(each.embedded) for each in inputs], [_span(each) for each in inputs]
         embedded, features = (
-            joined([*parts])[None].to(self._dtype)
-            for parts in zip(*((each.embedded, each.features) for each in readings), strict=True)
+            concat([*parts])[None].to(self._dtype)
+            for parts in zip(*((each.embedded, each.features) for each in inputs), strict=True)
         )
-        positions = torch.as_tensor(_positions(readings), device=embedded.device)[None]
-        attends = [self._by_request(layer, readings, spans) for layer in range(len(self.head.layers))]
+        positions = torch.as_tensor(_positions(inputs), device=embedded.device)[None]
+        attends = [self._attend_by_request(layer, inputs, spans) for layer in range(len(self.head.layers))]
         out = self.head.read(embedded, features, positions, attends)[0]
-        parts = zip(readings, out.split(tokens), strict=True)
-        logits = self.head.logits(joined([part[-each.wanted :] for each, part in parts]))
-        rows = self.head.recurring(out).split(tokens), logits.split([each.wanted for each in readings])
-        return [HeadOutput(*each) for each in zip(*rows, strict=True)]
+        parts = zip(inputs, out.split(tokens), strict=True)
+        logits = self.head.logits(concat([part[-each.wanted :] for each, part in parts]))
+        outputs = self.head.recurring(out).split(tokens), logits.split([each.wanted for each in inputs])
+        return [HeadOutput(*each) for each in zip(*outputs, strict=True)]
 
-    def _by_request(self, layer: int, readings: Sequence[HeadInput], spans: Sequence[_Span]) -> Attend:
-        """Tokens of each request attend to what its cache of a layer holds and to each other; they stay in it."""
-        tokens = [len(each.embedded) for each in readings]
+    def _attend_by_request(self, layer: int, inputs: Sequence[HeadInput], spans: Sequence[_Span]) -> Attend:
+        """Let the tokens of each request attend to its cache of a layer, and to each other; the cache then has them."""
+        tokens = [len(each.embedded) for each in inputs]
 
-        def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             parts = zip(*(each.split(tokens, dim=2) for each in (query, key, value)), strict=True)
-            return joined(
+            return concat(
                 [
-                    self._attended(span, each.caches[layer], *part)
-                    for span, each, part in zip(spans, readings, parts, strict=True)
+                    self._attend(span, each.caches[layer], *part)
+                    for span, each, part in zip(spans, inputs, parts, strict=True)
                 ],
                 dim=1,
             )
 
         return attended
 
-    def _attended(
-        self, span: _Span, cache: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, span: _Span, cache: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = cache.update(key, value)
         mask = span.mask
-        if span.whole:
+        if span.is_prefill:
             return causal_attention(query, keys, values)
         if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
             folded = None if mask is None else fold_mask(mask, self._groups, query.dtype)
@@ -118,44 +96,30 @@ class HeadForward:
 
 
 class _Span(NamedTuple):
-    """How tokens of a request attend.
+    """How the tokens of a request attend."""
 
-    Attributes:
-        mask: Bool [1, 1, tokens, held and tokens]; ``None`` for one token that sees everything.
-        whole: There is nothing before them, and they attend causally.
-    """
-
-    mask: torch.Tensor | None
-    whole: bool
+    mask: Tensor | None  # bool [1, 1, tokens, cached + tokens]; None for one token that sees everything
+    is_prefill: bool  # they attend causally, and nothing is cached
 
 
-def _span(reading: HeadInput) -> _Span:
-    past, tokens, mask = reading.caches[0].used, len(reading.embedded), reading.mask
-    whole = past == 0 and mask is None and tokens > 1
-    if mask is None and tokens > 1 and not whole:
-        device = reading.embedded.device
+def _span(given: HeadInput) -> _Span:
+    past, tokens, mask = given.caches[0].used, len(given.embedded), given.mask
+    is_prefill = past == 0 and mask is None and tokens > 1
+    if mask is None and tokens > 1 and not is_prefill:
+        device = given.embedded.device
         mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=device).tril_(past)
-    return _Span(mask, whole)
+    return _Span(mask, is_prefill)
 
 
-def _positions(readings: Sequence[HeadInput]) -> range | torch.Tensor:
-    """Of all, one behind the other."""
-    if len(readings) == 1:
-        return readings[0].positions
-    return torch.cat([torch.as_tensor(each.positions, device=each.embedded.device) for each in readings])
-
-
-def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """One behind the other; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
+def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:
+    if len(inputs) == 1:
+        return inputs[0].positions
+    return torch.cat([torch.as_tensor(each.positions, device=each.embedded.device) for each in inputs])
 
 
 class NativeHeadForward(HeadForward):
-    """In one call, any number of requests; between products everything is float32, and so are keys and values.
-
-    Args:
-        head: An EAGLE-3 head.
-        stack: Its layers.
+    """A forward pass through an EAGLE-3 head in one native call, for any number of requests, in float32 between
+    products.
     """
 
     head: EagleHead
@@ -163,114 +127,105 @@ class NativeHeadForward(HeadForward):
     def __init__(self, head: EagleHead, stack: native.DecoderStack) -> None:
         super().__init__(head)
         config: Any = head.shape.layer
-        self._stack, self._rotations = stack, RotaryTable(head.rotary_emb, config)
+        self._stack, self._rotary = stack, RotaryTable(head.rotary_emb, config)
         self._layers = (len(head.layers),) if head.shape.norm_output else ()
         self._empty = torch.empty(1, config.num_key_value_heads, 0, config.head_dim)
 
-    def __call__(self, readings: Sequence[HeadInput]) -> list[HeadOutput]:
+    def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
         requests: list[native.NativeRequest] = []
-        for each in readings:
+        for each in inputs:
             past, tokens = each.caches[0].used, len(each.embedded)
-            held = LayerGroup.of([*each.caches], range(len(each.caches)), tokens, NATIVE_ENTRIES, self._empty)
-            if held is None:
-                for request, before in zip(requests, readings, strict=False):
+            layers = range(len(each.caches))
+            group = LayerGroup.extended([*each.caches], layers, tokens, NATIVE_KV_DTYPES, self._empty)
+            if group is None:
+                for request, before in zip(requests, inputs, strict=False):
                     for cache in before.caches:
                         cache.rollback(request.past)
-                return super().__call__(readings)
+                return super().__call__(inputs)
             mask = None if each.mask is None else each.mask[0, 0]
-            requests.append(native.NativeRequest(tokens, past, mask, entries=native.KVPointers(held.entries)))
-        entries = requests[0].entries
-        assert entries is not None
-        x = torch.cat([each.features for each in readings]).float()  # not those that others hold
+            requests.append(native.NativeRequest(tokens, past, mask, pointers=group.pointers))
+        first = requests[0].pointers
+        assert first is not None
+        x = torch.cat([each.features for each in inputs]).float()  # a copy, as it is overwritten
         ends = accumulate(request.rows for request in requests)
         wanted = [
-            row for each, end in zip(readings, ends, strict=True) for row in range(end - each.wanted, end)
+            row for each, end in zip(inputs, ends, strict=True) for row in range(end - each.wanted, end)
         ]
-        logits, normed = self._stack(
-            x,
-            *self._rotations.of(_positions(readings)),
-            entries,
-            requests,
-            wanted,
-            self._layers,
-            joined([each.embedded for each in readings]).float(),
-        )
+        rotation = self._rotary.of(_positions(inputs))
+        embedded = concat([each.embedded for each in inputs]).float()
+        logits, normed = self._stack(x, *rotation, first, requests, wanted, self._layers, embedded)
         features = (x if normed is None else normed[:, 0]).split([request.rows for request in requests])
-        rows = logits.split([each.wanted for each in readings])
+        rows = logits.split([each.wanted for each in inputs])
         return [HeadOutput(*each) for each in zip(features, rows, strict=True)]
 
 
 def choose_head_forward(head: RecurrentHead) -> HeadForward:
-    """The quickest way through a head that comes out right, tried on it as it will draft."""
+    """Return the fastest forward of a head that gives right results, tried on it as it will draft."""
     stack = _stack(head) if isinstance(head, EagleHead) else None
     if stack is None or not stack.quantizes_rows or not isinstance(head, EagleHead):
         return HeadForward(head)
-    quicker = NativeHeadForward(head, stack)
-    # With bfloat16 between products rows would be rounded to other bytes, and nobody could tell that from a mistake.
+    fast = NativeHeadForward(head, stack)
+    # With bfloat16 between products rows would be rounded to other bytes, which looks like a mistake.
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Mismatch dtype between input and weight"
-        )  # of norms, which is meant
-        expected, found = (_tried(way) for way in (HeadForward(head, torch.float32), quicker))
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # of norms, on purpose
+        expected, found = (_try(forward) for forward in (HeadForward(head, torch.float32), fast))
     same = all(are_close(*rows, _CLOSE) for rows in zip(found, expected, strict=True))
-    return quicker if same else HeadForward(head)
+    return fast if same else HeadForward(head)
 
 
 def _stack(head: EagleHead) -> native.DecoderStack | None:
-    """``None`` where its products are no native ones, or its sizes are none that these passes are written for."""
+    """Return the native stack of a head; ``None`` if its products are not native or its sizes are not supported."""
     config: Any = head.shape.layer
     layers: list[Any] = list(head.layers)
-    logits, made = native_product(head.lm_head), [_layer(layer) for layer in layers]
+    logits, native_layers = native_product(head.lm_head), [_native_layer(layer) for layer in layers]
     if logits is None or head.norm.eps is None:
         return None
-    return stack_of(
-        made,
-        head.norm.weight,
-        logits,
-        heads=config.num_attention_heads,
-        shared=config.num_key_value_heads,
-        size=config.head_dim,
-        epsilon=head.norm.eps,
+    stack_config = native.StackConfig(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        head.norm.eps,
         scaling=config.head_dim**-0.5,
         embedding_norm=layers[0].input_layernorm.weight,
         adds_to_normed=head.shape.norm_before_residual,
     )
+    return make_stack(native_layers, head.norm.weight, logits, stack_config)
 
 
-def _layer(layer: Any) -> native.Layer | None:
+def _native_layer(layer: Any) -> native.Layer | None:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = joined_product([attention.q_proj, attention.k_proj, attention.v_proj])
-    gates = joined_product([mlp.gate_proj, mlp.up_proj])
+    projections = joint_product([attention.q_proj, attention.k_proj, attention.v_proj])
+    gates = joint_product([mlp.gate_proj, mlp.up_proj])
     output, down = native_product(attention.o_proj), native_product(mlp.down_proj)
     if projections is None or output is None or gates is None or down is None:
         return None
     before = layer.hidden_norm if hasattr(layer, "hidden_norm") else layer.input_layernorm
-    of_heads = [
+    head_norms = [
         norm.weight if isinstance(norm, nn.RMSNorm) else None for norm in (attention.q_norm, attention.k_norm)
     ]
-    norms = (before.weight, layer.post_attention_layernorm.weight, *of_heads)
+    norms = (before.weight, layer.post_attention_layernorm.weight, *head_norms)
     return native.Layer(projections, output, gates, down, *norms)
 
 
 _CLOSE = 0.01
-"""Largest distance of two rows that both ways may give, over their spread: mostly they have the same bits."""
+"""Largest distance of two rows of both forwards, over their spread: mostly they have the same bits."""
 
-_TRIED = 5
-"""Tokens that are read first in a trial; then a tree of two behind them."""
+_TRIAL = 5  # tokens that a trial reads before a tree of three
 
 
 @torch.inference_mode()
-def _tried(way: HeadForward) -> HeadOutput:
-    """What comes of some tokens."""
-    head, parents = way.head, (-1, -1, 1)
+def _try(forward: HeadForward) -> HeadOutput:
+    """Return the output for some tokens and a tree after them."""
+    head, parents = forward.head, (-1, -1, 1)
     hidden: int = head.shape.layer.hidden_size
     random = torch.Generator().manual_seed(0)
-    embedded, features = torch.randn(2, _TRIED + len(parents), hidden, generator=random)
+    embedded, features = torch.randn(2, _TRIAL + len(parents), hidden, generator=random)
     caches = [PreallocatedLayer() for _ in head.layers]
-    beginning = HeadInput(embedded[:_TRIED], features[:_TRIED], torch.arange(_TRIED), None, caches, _TRIED)
-    (first,) = way([beginning])
+    context = HeadInput(embedded[:_TRIAL], features[:_TRIAL], torch.arange(_TRIAL), None, caches, _TRIAL)
+    (first,) = forward([context])
     cpu = torch.device("cpu")
-    positions = tree_positions(_TRIED - 1, parents, cpu)[0, 1:]
-    mask = tree_mask(_TRIED - 1, parents, _TRIED + len(parents), cpu)[..., 1:, :]
-    (then,) = way([HeadInput(embedded[_TRIED:], features[_TRIED:], positions, mask, caches, len(parents))])
-    return HeadOutput(torch.cat((first.features, then.features)), torch.cat((first.logits, then.logits)))
+    positions = tree_positions(_TRIAL - 1, parents, cpu)[0, 1:]
+    mask = tree_mask(_TRIAL - 1, parents, _TRIAL + len(parents), cpu)[..., 1:, :]
+    tree = HeadInput(embedded[_TRIAL:], features[_TRIAL:], positions, mask, caches, len(parents))
+    (second,) = forward([tree])
+    return HeadOutput(torch.cat((first.features, second.features)), torch.cat((first.logits, second.logits)))

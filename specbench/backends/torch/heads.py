@@ -1,7 +1,7 @@
-"""Trained heads: small modules that guess what a target writes next from its hidden states.
+"""Trained heads: small modules that predict what a target writes next from its hidden states.
 
-They are plain modules, differentiable over any number of positions: whoever decodes says how to attend to what was read
-before (``head_scorers.py``), and whoever trains says it in another way.
+They are plain modules, differentiable over any number of positions. How they attend to what was read before is given
+from outside: by ``head_scorers.py`` when decoding, otherwise when training.
 """
 
 from __future__ import annotations
@@ -11,127 +11,92 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From queries, [batch, heads, tokens, size], keys and values, [batch, key/value heads, tokens, size], of these tokens
-to what they attend to, [batch, tokens, heads, size]."""
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From queries, [batch, heads, tokens, size], and keys and values, [batch, key/value heads, tokens, size], of these
+tokens to the attention's output, [batch, tokens, heads, size].
+"""
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Every token attends to those before it and itself; see ``Attend``."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to the tokens before each one and itself; see ``Attend``."""
     out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class EagleShape:
-    """What an EAGLE head is made of.
+    """What an EAGLE head consists of."""
 
-    Attributes:
-        states: Hidden states of the target at each position.
-        width: Of each of them.
-        vocab: Tokens it drafts.
-        layer: Its decoder layers, Llama's.
-        layers: How many there are.
-        embeds: Whether it has embeddings of its own, and does not take the target's.
-        biases: Names of the linear layers that have one, such as ``fc`` and ``q_proj``.
-        head_norms: Whether queries and keys are normalized by head, as Qwen3's are.
-        norm_before_residual: Whether what the layer adds to is the feature behind its norm, and not before it.
-        norm_before_fc: Whether all states together are normalized first (EAGLE-3.1).
-        fc_norm: Whether each state is normalized first (EAGLE-3.1).
-        norm_output: Whether what recurs is the layer's output behind the final norm (EAGLE-3.1).
-    """
-
-    states: int
-    width: int
-    vocab: int
-    layer: LlamaConfig
-    layers: int = 1
-    embeds: bool = False
-    biases: frozenset[str] = frozenset()
-    head_norms: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
+    states: int  # hidden states of the target at each position
+    width: int  # of each state
+    vocab: int  # number of tokens it drafts
+    layer: LlamaConfig  # configuration of its decoder layers, Llama's
+    layers: int = 1  # number of decoder layers
+    embeds: bool = False  # whether it has its own embeddings, in place of the target's
+    biases: frozenset[str] = frozenset()  # names of linear layers with a bias, such as fc and q_proj
+    head_norms: bool = False  # whether queries and keys are normalized by head, as Qwen3's are
+    norm_before_residual: bool = False  # whether the layer adds to the normalized feature, not to the feature
+    norm_before_fc: bool = False  # whether all states together are normalized first (EAGLE-3.1)
+    fc_norm: bool = False  # whether each state is normalized first (EAGLE-3.1)
+    # whether the recurrent feature is the layer's output after the final norm (EAGLE-3.1)
     norm_output: bool = False
 
     def linear(self, name: str, inputs: int, outputs: int) -> nn.Linear:
-        """A linear layer, with a bias if there is one of its name."""
+        """Make a linear layer, with a bias if its name is among those that have one."""
         return nn.Linear(inputs, outputs, name in self.biases)
 
     def norm(self, size: int) -> nn.RMSNorm:
-        """A norm with the layer's epsilon."""
+        """Make a norm with the layer's epsilon."""
         return nn.RMSNorm(size, self.layer.rms_norm_eps)
 
 
 class RecurrentHead(nn.Module):
     """Decoder layers, mostly one, over tokens and the target's hidden states.
 
-    A token goes with the feature of the position before it, ``fuse(states)``; where the target has not been there yet,
-    with what the head itself put out there, ``recurring(out)``. The logits behind the token are ``logits(out)``.
-
-    Attributes:
-        shape: What it is made of.
-        embed_tokens: Its own embeddings; ``None`` where it takes the target's.
-        layers: The first reads tokens and features, and each of the others what the one before puts out.
+    A token goes with the feature of the position before it: ``fuse(states)``, or ``recurring(out)`` of the head's own
+    output where the target has not been yet. The logits after the token are ``logits(out)``. The first layer reads
+    tokens and features, each other one the output of the layer before; ``embed_tokens`` is ``None`` if it uses the
+    target's.
     """
 
     shape: EagleShape
     embed_tokens: nn.Embedding | None
     layers: nn.ModuleList
 
-    def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The features of positions.
-
-        Args:
-            states: Of the target, lower layers first, [..., states, width].
-
-        Returns:
-            [..., hidden].
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features of positions, [..., hidden], from states of the target, lower layers first, [...,
+        states, width].
         """
         raise NotImplementedError
 
     def read(
-        self,
-        embedded: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        attends: Sequence[Attend],
-    ) -> torch.Tensor:
-        """The last layer's output at tokens.
+        self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
+    ) -> Tensor:
+        """Return the last layer's output at tokens, [batch, tokens, hidden], before any final norm.
 
         Args:
-            embedded: The tokens' embeddings, [batch, tokens, hidden].
-            features: That go with them, [batch, tokens, hidden].
-            positions: Theirs, [batch, tokens].
-            attends: How they attend, by layer.
-
-        Returns:
-            [batch, tokens, hidden], before any final norm.
+            embedded, features: Of the tokens, [batch, tokens, hidden].
+            positions: [batch, tokens].
+            attends: How each layer attends.
         """
         raise NotImplementedError
 
-    def recurring(self, out: torch.Tensor) -> torch.Tensor:
-        """The feature that an output stands for, in the same shape."""
+    def recurring(self, out: Tensor) -> Tensor:
+        """Return the feature that an output stands for, in the same shape."""
         raise NotImplementedError
 
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Over the tokens it drafts, [..., vocab], behind tokens with these outputs."""
+    def logits(self, out: Tensor) -> Tensor:
+        """Return logits over the tokens it drafts, [..., vocab], after tokens with these outputs."""
         raise NotImplementedError
 
-    def forward(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Texts from their beginning on, each token with the target's own states at the position before it.
-
-        Args:
-            embedded: See ``read``.
-            states: [batch, tokens, states, width].
-
-        Returns:
-            Output, see ``read``, and logits.
+    def forward(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Read texts from their beginning, each token with the target's state at the position before it, [batch,
+        tokens, states, width]; return outputs, see ``read``, and logits.
         """
         positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
         attends = [causal_attention] * len(self.layers)
@@ -143,10 +108,7 @@ class EagleHead(RecurrentHead):
     """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): it reads states of several layers, and its first layer has 2·hidden
     inputs.
 
-    Parameters are named as in files of ``speculators``.
-
-    Args:
-        shape: What it is made of.
+    Parameters have the names of ``speculators``' files.
     """
 
     def __init__(self, shape: EagleShape) -> None:
@@ -165,48 +127,39 @@ class EagleHead(RecurrentHead):
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, states: Tensor) -> Tensor:
         if self.fc_norm is not None:
             parts = zip(self.fc_norm, states.unbind(-2), strict=True)
             states = torch.stack([norm(part) for norm, part in parts], dim=-2)
         wide = states.flatten(-2)
         if self.input_norm is not None:
             wide = self.input_norm(wide)
-        fused: torch.Tensor = self.fc(wide)
+        fused: Tensor = self.fc(wide)
         return fused
 
     def read(
-        self,
-        embedded: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        attends: Sequence[Attend],
-    ) -> torch.Tensor:
+        self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
+    ) -> Tensor:
         rotation, (first, *further) = self.rotary_emb(embedded, positions), self.layers
-        out: torch.Tensor = first(embedded, features, rotation, attends[0])
+        out: Tensor = first(embedded, features, rotation, attends[0])
         for layer, attend in zip(further, attends[1:], strict=True):
             out = layer(out, rotation, attend)
         return out
 
-    def recurring(self, out: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(out) if self.shape.norm_output else out
+    def recurring(self, out: Tensor) -> Tensor:
+        normed: Tensor = self.norm(out) if self.shape.norm_output else out
         return normed
 
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(self.norm(out))
+    def logits(self, out: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(out))
         return logits
 
 
 class ParallelEagleHead(EagleHead):
-    """P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3 that guesses several tokens in one pass.
+    """P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3 that predicts ``ahead`` tokens in one forward pass.
 
-    Behind the last token it reads masks: one token's embedding, and in place of states that are not known yet
-    parameters of its own. What comes out at the i-th mask tells the token i + 1 places behind the last one.
-
-    Args:
-        shape: What it is made of.
-        ahead: Tokens that it guesses in a pass.
-        mask: The token that stands for a mask.
+    After the last token it reads masks: the embedding of the token ``mask``, with parameters of its own in place of
+    states. The output at the i-th mask predicts the token i + 1 places after the last one.
     """
 
     def __init__(self, shape: EagleShape, ahead: int, mask: int) -> None:
@@ -214,18 +167,15 @@ class ParallelEagleHead(EagleHead):
         self.ahead, self.mask = ahead, mask
         self.mask_hidden = nn.Parameter(torch.zeros(shape.states * shape.width))
 
-    def mask_features(self) -> torch.Tensor:
-        """The features of the masks of a pass, [ahead - 1, hidden]."""
+    def mask_features(self) -> Tensor:
+        """Return the features of the masks of a forward pass, [ahead - 1, hidden]."""
         feature = self.fuse(self.mask_hidden.view(1, self.shape.states, self.shape.width))
         return feature.expand(self.ahead - 1, -1)
 
 
 class Eagle1Head(RecurrentHead):
-    """EAGLE-1 (Li et al. 2024, arXiv 2401.15077): it guesses the target's last hidden state behind the final norm, and
-    the target's head makes logits of the guess. EAGLE-2 (arXiv 2406.16858) drafts trees with the same weights.
-
-    Args:
-        shape: What it is made of; its states are one, and as wide as its layer.
+    """EAGLE-1 (Li et al. 2024, arXiv 2401.15077): it predicts the target's last hidden state after the final norm,
+    of which the target's head makes logits. EAGLE-2 (arXiv 2406.16858) drafts trees with the same weights.
     """
 
     def __init__(self, shape: EagleShape) -> None:
@@ -234,29 +184,25 @@ class Eagle1Head(RecurrentHead):
         hidden = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
         self.fc = shape.linear("fc", 2 * hidden, hidden)
-        self.layers = nn.ModuleList([_EagleOneLayer(shape)])
+        self.layers = nn.ModuleList([_DecoderLayer(shape, input_norm=False)])
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, states: Tensor) -> Tensor:
         return states.flatten(-2)
 
     def read(
-        self,
-        embedded: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        attends: Sequence[Attend],
-    ) -> torch.Tensor:
+        self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
+    ) -> Tensor:
         x, (attend,) = self.fc(torch.cat((embedded, features), dim=-1)), attends
-        out: torch.Tensor = self.layers[0](x, self.rotary_emb(embedded, positions), attend)
+        out: Tensor = self.layers[0](x, self.rotary_emb(embedded, positions), attend)
         return out
 
-    def recurring(self, out: torch.Tensor) -> torch.Tensor:
+    def recurring(self, out: Tensor) -> Tensor:
         return out
 
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(out)
+    def logits(self, out: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(out)
         return logits
 
 
@@ -271,35 +217,13 @@ class _EagleLayer(nn.Module):
         self.mlp = _Gated(shape)
 
     def forward(
-        self,
-        embedded: torch.Tensor,
-        features: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-    ) -> torch.Tensor:
+        self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
         normed = self.hidden_norm(features)
         residual = normed if self._norm_before_residual else features
         x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         residual = residual + self.self_attn(x, rotation, attend)
-        out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
-
-
-class _EagleOneLayer(nn.Module):
-    """A layer of Llama's, without the norm before attention."""
-
-    def __init__(self, shape: EagleShape) -> None:
-        super().__init__()
-        hidden = shape.layer.hidden_size
-        self.self_attn = _Attention(shape, hidden)
-        self.post_attention_layernorm = shape.norm(hidden)
-        self.mlp = _Gated(shape)
-
-    def forward(
-        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
-    ) -> torch.Tensor:
-        x = x + self.self_attn(x, rotation, attend)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return out
 
 
@@ -311,8 +235,8 @@ class _Gated(nn.Module):
         self.up_proj = shape.linear("up_proj", hidden, inner)
         self.down_proj = shape.linear("down_proj", inner, hidden)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -329,43 +253,35 @@ class _Attention(nn.Module):
         self.q_norm = shape.norm(self._size) if shape.head_norms else nn.Identity()
         self.k_norm = shape.norm(self._size) if shape.head_norms else nn.Identity()
 
-    def forward(
-        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
-    ) -> torch.Tensor:
-        query = _rotated(self.q_norm(self._by_head(self.q_proj(x))), rotation)
-        out: torch.Tensor = self.o_proj(attend(query, *self.remembered(x, rotation)).flatten(-2))
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        query = _rotate(self.q_norm(self._by_head(self.q_proj(x))), rotation)
+        out: Tensor = self.o_proj(attend(query, *self.keys_values(x, rotation)).flatten(-2))
         return out
 
-    def remembered(
-        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens, see ``Attend``."""
-        key = _rotated(self.k_norm(self._by_head(self.k_proj(x))), rotation)
+    def keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of tokens, see ``Attend``."""
+        key = _rotate(self.k_norm(self._by_head(self.k_proj(x))), rotation)
         return key, self._by_head(self.v_proj(x))
 
-    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        by_head: torch.Tensor = x.unflatten(-1, (-1, self._size)).transpose(1, 2)
+    def _by_head(self, x: Tensor) -> Tensor:
+        by_head: Tensor = x.unflatten(-1, (-1, self._size)).transpose(1, 2)
         return by_head
 
 
-def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary embedding (Su et al. 2021) of [batch, heads, tokens, size], by cosines and sines [batch, tokens, size]."""
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embedding (Su et al. 2021) to [batch, heads, tokens, size], by cosines and sines [batch, tokens,
+    size].
+    """
     cosines, sines = (each.unsqueeze(1) for each in rotation)
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
 class DFlashHead(nn.Module):
-    """DFlash (Chen et al. 2026, arXiv 2602.06036): a few decoder layers guess a block of tokens in one pass.
+    """DFlash (Chen et al. 2026, arXiv 2602.06036): a few decoder layers predict a block of tokens in one forward pass.
 
-    The block is the last token and masks behind it. All of it sees all of it, and in every layer the features of the
-    context as further keys and values. What comes out at a mask tells the token there.
-
-    Args:
-        shape: What its layers are made of, and how many states of the target a feature is.
-        layers: How many there are.
-        block: Tokens of a block, the last one of the context among them.
-        mask: The token that stands where one is to be guessed.
+    The block is the last token with ``block - 1`` times the token ``mask`` after it. Its tokens see each other, and in
+    every layer the features of the context as further keys and values. The output at a mask predicts the token there.
     """
 
     def __init__(self, shape: EagleShape, layers: int, block: int, mask: int) -> None:
@@ -379,67 +295,48 @@ class DFlashHead(nn.Module):
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    def remembered(
-        self, states: torch.Tensor, positions: torch.Tensor
-    ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """By layer, keys and values of positions of a context, see ``Attend``.
-
-        Args:
-            states: Of the target, lower layers first, [batch, positions, states, width].
-            positions: [batch, positions].
+    def keys_values(self, states: Tensor, positions: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return keys and values of positions of a context, by layer, see ``Attend``; arguments as of
+        ``RecurrentHead``.
         """
         features = self.hidden_norm(self.fc(states.flatten(-2)))
         rotation = self.rotary_emb(features, positions)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        return [attention.remembered(features, rotation) for attention in attentions]
+        return [attention.keys_values(features, rotation) for attention in attentions]
 
-    def guess(
-        self, embedded: torch.Tensor, positions: torch.Tensor, attends: Sequence[Attend]
-    ) -> torch.Tensor:
-        """Logits at the masks, [batch, block - 1, vocab].
-
-        Args:
-            embedded: Embeddings of the block, [batch, block, hidden].
-            positions: [batch, block].
-            attends: How it attends, by layer.
+    def guess(self, embedded: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """Return logits at the masks, [batch, block - 1, vocab], from embeddings, [batch, block, hidden], and
+        positions.
         """
         x, rotation = embedded, self.rotary_emb(embedded, positions)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, rotation, attend)
-        logits: torch.Tensor = self.lm_head(self.norm(x[:, 1:]))
+        logits: Tensor = self.lm_head(self.norm(x[:, 1:]))
         return logits
 
 
 class _DecoderLayer(nn.Module):
-    """A layer of Llama's, or with norms of heads Qwen3's."""
+    """A layer of Llama's, with norms of heads Qwen3's; EAGLE-1's has no norm before attention."""
 
-    def __init__(self, shape: EagleShape) -> None:
+    def __init__(self, shape: EagleShape, *, input_norm: bool = True) -> None:
         super().__init__()
         hidden = shape.layer.hidden_size
-        self.input_layernorm, self.post_attention_layernorm = shape.norm(hidden), shape.norm(hidden)
+        self.input_layernorm = shape.norm(hidden) if input_norm else nn.Identity()
+        self.post_attention_layernorm = shape.norm(hidden)
         self.self_attn = _Attention(shape, hidden)
         self.mlp = _Gated(shape)
 
-    def forward(
-        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class MedusaHeads(nn.Module):
-    """Medusa (Cai et al. 2024, arXiv 2401.10774): head i guesses the token i + 2 places behind a position.
+    """Medusa (Cai et al. 2024, arXiv 2401.10774): head i predicts the token i + 2 places after a position.
 
-    Parameters are named as in the files that vLLM reads.
-
-    Args:
-        heads: How many.
-        blocks: Residual blocks of each.
-        width: Of the target's hidden states.
-        vocab: Tokens they draft.
-        biased: Whether the blocks have biases.
-        shared: Whether all have the same projection to the vocabulary.
+    Parameters have the names of the files that vLLM reads. Each head has ``blocks`` residual blocks; the projection to
+    the vocabulary may be ``shared``.
     """
 
     def __init__(
@@ -455,18 +352,20 @@ class MedusaHeads(nn.Module):
             nn.Linear(width, vocab, bias=False) for _ in range(1 if shared else heads)
         )
 
-    def guess(self, state: torch.Tensor, head: int) -> torch.Tensor:
-        """What a head makes of the target's last hidden states behind its final norm, in the same shape."""
+    def guess(self, state: Tensor, head: int) -> Tensor:
+        """Transform the target's last hidden states after its final norm, in the same shape."""
         block: Any = self.blocks[head]
         for layer in block["layers"]:
             state = state + silu(layer(state))
         return state
 
-    def logits(self, state: torch.Tensor, head: int) -> torch.Tensor:
-        """Of one head, [..., vocab], from the target's last hidden states behind its final norm, [..., width]."""
-        logits: torch.Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](self.guess(state, head))
+    def logits(self, state: Tensor, head: int) -> Tensor:
+        """Return one head's logits, [..., vocab], for the target's last hidden states after its final norm, [...,
+        width].
+        """
+        logits: Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](self.guess(state, head))
         return logits
 
-    def forward(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Of every head."""
+    def forward(self, states: Tensor) -> Sequence[Tensor]:
+        """Return the logits of every head."""
         return [self.logits(states, head) for head in range(self.heads)]

@@ -1,4 +1,4 @@
-"""Where two greedy outputs part, and whether arithmetic alone explains it. The rule is explained in docs/check.md."""
+"""Where two greedy outputs differ first, and whether rounding explains it. The rule is explained in docs/check.md."""
 
 from __future__ import annotations
 
@@ -17,46 +17,38 @@ _HALF_UNITS, _FLOAT_UNITS, _INT8_UNITS = 8.0, 64.0, 64.0
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two outputs of one prompt.
+    """The first difference of two outputs of one prompt."""
 
-    Attributes:
-        position: Index of the first differing token in the output.
-        tokens: The two tokens there; ``None`` where an output had ended.
-        logits: The target's logits of these two tokens, after the repetition penalty; of its two best ones where an
-            output had ended.
-        gap: How far the worse of them lies below the target's best logit there.
-        gap_units: The gap in units of the dtype's rounding at the size of the best one.
-        numerical_tie: Whether rounding explains the difference: the gap is within ``tie_units``. Never where an output
-            had ended: whether to stop does not depend on rounding.
-    """
-
-    position: int
-    tokens: tuple[int | None, int | None]
+    position: int  # index of the first differing token in the output
+    tokens: tuple[int | None, int | None]  # the two tokens there; None where an output had ended
+    # the target's logits of these tokens, after the repetition penalty; of its two best ones where an output had
+    # ended
     logits: tuple[float, float]
-    gap: float
-    gap_units: float
+    gap: float  # distance of the worse of them from the target's best logit
+    gap_units: float  # the gap in units of the dtype's rounding at the size of the best logit
+    # whether rounding explains the difference: the gap is within tie_units. Never where an output had ended,
+    # since stopping does not depend on rounding
     numerical_tie: bool
 
 
 def epsilon(dtype: torch.dtype) -> float:
-    """Distance between 1 and the next number; for int8 1/128, as the largest element of a row is 127 steps."""
+    """Return the distance between 1 and the next number; for int8 1/128, since a row's largest element is 127 steps."""
     return 2.0**-7 if dtype == torch.int8 else torch.finfo(dtype).eps
 
 
 def rounding_unit(value: float, dtype: torch.dtype) -> float:
-    """Distance between neighboring numbers of ``dtype`` at the size of ``value``."""
+    """Return the distance between neighboring numbers of ``dtype`` at the size of ``value``."""
     if value == 0 or not math.isfinite(value):
         return torch.finfo(torch.float32 if dtype == torch.int8 else dtype).tiny
     return float(2.0 ** math.floor(math.log2(abs(value))) * epsilon(dtype))
 
 
 def tie_units(dtype: torch.dtype) -> float:
-    """How many rounding units below the best logit a token may lie for rounding to have preferred it.
+    """Return how many rounding units below the best logit a token may be for rounding to have preferred it.
 
-    Two passes of different widths over one context sum in different orders. Measured on real models (docs/check.md),
-    that moves the distance of two logits by up to 4 units in bfloat16, where what is rounded at every layer is coarse,
-    and by up to 24 in float32. In int8, where a last bit decides which of two bytes an activation becomes, by up to 26.
-    Twice that and more is allowed.
+    Forwards of different widths over one context sum in different orders. On real models (docs/check.md) that moves the
+    distance of two logits by up to 4 units in bfloat16, where every layer rounds coarsely, by up to 24 in float32, and
+    by up to 26 in int8, where a last bit decides between two bytes. Twice that and more is allowed.
     """
     if dtype == torch.int8:
         return _INT8_UNITS
@@ -64,26 +56,25 @@ def tie_units(dtype: torch.dtype) -> float:
 
 
 def units_below(value: float, best: float, dtype: torch.dtype) -> float:
-    """How far a logit lies below the best one, in rounding units at the size of the best; always finite."""
+    """Return how far a logit is below the best one, in rounding units at the size of the best; always finite."""
     largest = torch.finfo(torch.float32).max
     gap = best - value
     return min(gap / rounding_unit(best, dtype), largest) if math.isfinite(gap) else largest
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Index of the first token that two outputs do not share; ``None`` if they are the same."""
+    """Return the index of the first token that two outputs do not share; ``None`` if they are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(first, second)) if a != b), None)
 
 
 def difference_at(
     position: int, tokens: tuple[int | None, int | None], scores: torch.Tensor, dtype: torch.dtype
 ) -> Difference:
-    """Judge a difference by what the target says there.
+    """Judge a difference by the target's logits there, after the repetition penalty, float32 [vocab].
 
     Args:
         position: Index in the output.
         tokens: The two tokens; ``None`` where an output had ended.
-        scores: The target's logits behind the common context, after the repetition penalty, float32 [vocab].
         dtype: Whose rounding is the unit: ``Scorer.rounding``.
     """
     best = float(scores.max())
@@ -104,13 +95,9 @@ def difference_at(
 def find_difference(
     target: Scorer, prompt: Sequence[int], first: Sequence[int], second: Sequence[int], sampling: Sampling
 ) -> Difference | None:
-    """Compare two outputs; ``None`` if they are the same. Uses the target's cache for one pass.
+    """Compare two outputs after a prompt, with the transforms of ``sampling``; ``None`` if they are equal.
 
-    Args:
-        target: Scores the common context once more, from an empty cache.
-        prompt: Token ids before both outputs.
-        first, second: Token ids.
-        sampling: The transforms of the outputs (``Sampling.at``).
+    The target scores the common context once more, from an empty cache.
     """
     position = first_difference(first, second)
     if position is None:

@@ -1,8 +1,8 @@
-"""Keys and values of many requests in buffers of one size: who holds what, and how a pass over several reads it.
+"""Keys and values of many requests in buffers of fixed size: who holds what, and how one forward pass reads it.
 
 A pool is cut into blocks of positions; a request holds a list of them (``BlockAllocator``). *Paged*: blocks are short,
-so that little is held and not used, and requests that begin alike share those they have in common. *Slotted*: a block
-is as long as the longest request, and each holds one; then attention takes neighbors in one call, as they are.
+so that little is held and unused, and requests with a common prefix share it. *Slotted*: a block is as long as the
+longest request and holds one; neighbors then attend in one call, as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from weakref import ref
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -32,6 +33,7 @@ from specbench.backends.torch.blocks import (
     PoolUsage,
     view_of,
 )
+from specbench.backends.torch.caches import KVCache
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
 from specbench.backends.torch.kernels.native import NativeRequest, supports_attention
 from specbench.base.errors import UsageError
@@ -45,24 +47,20 @@ PoolKind = Literal["slotted", "paged"]
 PAGE = 16
 """Positions in a block of a paged pool."""
 
-_MOST_WASTE = 2
-"""Requests attend in one call as long as that makes no more than so many times the scores."""
+_MAX_WASTE = 2  # requests attend in one call as long as that computes at most this many times the scores
 
 
 class KVPool:
-    """The keys and values of many requests, in buffers that do not grow.
+    """The keys and values of many requests, in buffers of fixed size for ``tokens`` positions.
+
+    ``buffers`` has ``None`` for a layer that reads the keys of others. ``context_id`` is another object as soon as a
+    request starts a new context: what was looked up of the model is then looked up again.
 
     Args:
-        config: The model's.
-        kind: See the module.
-        tokens: Positions there is room for, in all; at least one block.
-        slots: How many requests a slotted pool is for: each gets an equal stretch.
-
-    Attributes:
-        mark: Another object as soon as any request begins anew: what was looked up of a model is looked up again.
+        slots: Requests of a slotted pool, which get equal parts.
 
     Raises:
-        UsageError: There is no room for a single block, or the model has layers that are no attention.
+        UsageError: There is no room for one block, or the model has layers without attention.
     """
 
     def __init__(self, config: PretrainedConfig, kind: PoolKind, tokens: int, slots: int = 1) -> None:
@@ -74,7 +72,7 @@ class KVPool:
             )
         self.kind = kind
         self.blocks = BlockAllocator(tokens // size, size, 1 if kind == "slotted" else None)
-        self.stores: list[KVBuffers | None] = []  # None for a layer that reads the keys of others
+        self.buffers: list[KVBuffers | None] = []
         for layer in DynamicCache(config=config).layers:
             if not _is_attention(layer):
                 raise UsageError(
@@ -82,39 +80,36 @@ class KVPool:
                     "Decode the prompts one by one with this model.",
                 )
             window = getattr(layer, "sliding_window", None)
-            self.stores.append(
-                None if type(layer) is DummyLayer else KVBuffers(self.blocks.count * size, window)
-            )
-        self.mark = ContextId()
-        self._let_go = 0
+            shares = type(layer) is DummyLayer
+            self.buffers.append(None if shares else KVBuffers(self.blocks.count * size, window))
+        self.context_id = ContextId()
+        self._released_bytes = 0
 
     @property
     def use(self) -> PoolUsage:
         """How much of it is taken now."""
         blocks = self.blocks
-        size = self._bytes() or self._let_go
+        size = self._bytes() or self._released_bytes
         return PoolUsage(
             blocks.size, blocks.count, blocks.count - blocks.free, blocks.shared, blocks.peak, size
         )
 
     def _bytes(self) -> int:
-        return sum(store.keys.nbytes + store.values.nbytes for store in self.stores if store and store.made)
+        return sum(
+            each.keys.nbytes + each.values.nbytes for each in self.buffers if each and each.is_allocated
+        )
 
     def release(self) -> None:
-        """Give the memory of the buffers back at once, when nobody holds anything; they are made anew if need be."""
-        self._let_go = self._bytes() or self._let_go
-        for store in self.stores:
-            if store is not None and store.made:
-                store.made = False
-                del store.keys, store.values
-
-    def slot(self) -> PooledCache:
-        """Room for the keys and values of one request; it holds none yet."""
-        return PooledCache(self)
+        """Free the buffers now, when nobody holds anything; they are allocated again if need be."""
+        self._released_bytes = self._bytes() or self._released_bytes
+        for each in self.buffers:
+            if each is not None and each.is_allocated:
+                each.is_allocated = False
+                del each.keys, each.values
 
 
 def supports_pool(config: PretrainedConfig) -> bool:
-    """Whether a pool can hold what a model of this configuration keeps of its context."""
+    """Return whether a pool can hold the layers of a model of this configuration."""
     return all(_is_attention(layer) for layer in DynamicCache(config=config).layers)
 
 
@@ -124,7 +119,7 @@ def _is_attention(layer: object) -> bool:
 
 @torch.inference_mode()
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes that the keys and values of a token take, found by reading one."""
+    """Return the bytes of a token's keys and values, found by reading one."""
     cache, untyped = DynamicCache(config=model.config), cast("Any", model)
     ids = torch.zeros(1, 1, dtype=torch.long, device=untyped.get_input_embeddings().weight.device)
     untyped(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -133,37 +128,33 @@ def bytes_per_token(model: PreTrainedModel) -> int:
 
 
 class _PooledLayer(CacheLayerMixin):
-    """One request's part of a layer, for passes of its own.
-
-    Attributes:
-        used: Positions held.
-    """
+    """One request's part of a layer, for a forward pass over this request alone; ``used`` positions are cached."""
 
     is_croppable = True
 
-    def __init__(self, slot: PooledCache, store: KVBuffers) -> None:
+    def __init__(self, owner: PooledCache, buffers: KVBuffers) -> None:
         CacheLayerMixin.__init__(self)
-        self._slot, self.store = ref(slot), store  # nobody but the collector would find a circle
+        self._owner, self.buffers = ref(owner), buffers  # no cycle, which only the collector would free
         self.used = 0
-        self.is_sliding = store.window is not None
-        self.sliding_window = store.window
+        self.is_sliding = buffers.window is not None
+        self.sliding_window = buffers.window
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The store makes its buffers itself."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the buffers are the pool's."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         end = self.used + key_states.shape[-2]
-        slot = self._slot()
-        assert slot is not None
-        slot.require(end)
+        owner = self._owner()
+        assert owner is not None
+        owner.require(end)
         device = key_states.device
-        places = slot.places(0, end)
-        self.store.write(places[self.used :].to(device), key_states, value_states)
+        indices = owner.indices(0, end)
+        self.buffers.write(indices[self.used :].to(device), key_states, value_states)
         self.used = end
-        reach = view_of(places, device)
-        return reach(self.store.keys), reach(self.store.values)
+        view = view_of(indices, device)
+        return view(self.buffers.keys), view(self.buffers.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.used + query_length, 0
@@ -175,106 +166,85 @@ class _PooledLayer(CacheLayerMixin):
         return -1
 
 
-class PooledCache:
-    """What one request holds of a pool: a ``KVCache``. A cheaper form of the model may share it.
+class PooledCache(KVCache):
+    """What one request holds of a pool. A cheaper form of the model may share it.
 
-    Attributes:
-        pool: Whose it is.
-        own: So many of the first positions the model itself has read. Where a form that shares the slot has read
-            others, as it does when the slot was emptied under its draft, the model reads them again.
+    The model itself has read the first ``own_len`` positions. Others were read by a form that shares the cache, after
+    it was emptied under a draft: the model reads them again.
     """
 
-    separate_prefill = False
-    max_exact_tokens = None
-
     def __init__(self, pool: KVPool) -> None:
-        self.pool, self.own = pool, 0
-        self._table, self._end = BlockTable(), 0  # room was made up to there
-        self.layers = [None if store is None else _PooledLayer(self, store) for store in pool.stores]
-        self._held = [layer for layer in self.layers if layer is not None]
-        self._cache = self._as_cache()
+        self.pool, self.own_len = pool, 0
+        self._table, self._reserved = BlockTable(), 0
+        self.layers = [None if each is None else _PooledLayer(self, each) for each in pool.buffers]
+        self._own_layers = [layer for layer in self.layers if layer is not None]
+        self._cache = self._new_cache()
 
-    def _as_cache(self) -> Cache:
+    def _new_cache(self) -> Cache:
         return Cache(layers=[DummyLayer() if layer is None else layer for layer in self.layers])
 
     @property
     def length(self) -> int:
-        return self._held[0].used
+        return self._own_layers[0].used
 
     @property
     def takes_trees(self) -> bool:
-        return not any(layer.is_sliding for layer in self._held)
+        return not any(layer.is_sliding for layer in self._own_layers)
 
     @property
-    def place(self) -> int:
-        """The number of its first block; slots that stand side by side attend together."""
+    def first_block(self) -> int:
+        """The number of its first block; neighbors of a slotted pool attend together."""
         return self._table.blocks[0]
 
-    def keys(self, tokens: int) -> int:
-        return self.length + tokens
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return {"past_key_values": self._cache, "use_cache": True}
-
-    def after_forward(self) -> None:
-        """``Scorer`` says who has read."""
-
     @torch.inference_mode()
-    def reserve(self, end: int, beginning: Sequence[int] = ()) -> bool:
-        """Make room for positions up to ``end`` in all; see ``Scorer.reserve``.
-
-        Args:
-            end: In tokens.
-            beginning: Where nothing is held, what others have read of a context that begins so is held at once.
+    def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:
+        """Reserve the positions up to ``end``, see ``Scorer.reserve``; a new request shares what others have read of
+        ``prefix``.
         """
-        blocks, adopted = self.pool.blocks, 0
+        blocks, shared = self.pool.blocks, 0
         if not self._table.blocks:
-            adopted = blocks.share_prefix(self._table, beginning)
-            self._hold(adopted)
+            shared = blocks.share_prefix(self._table, prefix)
+            self._set_length(shared)
         copied = None
         try:
             copied = blocks.extend(self._table, self.length, max(end, self.length))
         finally:
-            if copied is None and adopted:
+            if copied is None and shared:
                 self.reset()
         if copied is None:
             return False
-        self._end = max(self._end, end)
+        self._reserved = max(self._reserved, end)
         within = torch.arange(blocks.size)
         for source, target in copied:
-            for layer in self._held:
-                layer.store.move(source * blocks.size + within, target * blocks.size + within)
+            for layer in self._own_layers:
+                layer.buffers.move(source * blocks.size + within, target * blocks.size + within)
         return True
 
-    def lengthen(self, layer: int, count: int) -> None:
-        """So many entries have been written behind those of a layer."""
-        held = self.layers[layer]
-        assert held is not None
-        held.used += count
-
-    def _hold(self, length: int) -> None:
-        self.own = length
-        for layer in self._held:
-            layer.used = length
-
-    def publish(self, tokens: Sequence[int]) -> None:
-        """Let others hold what was read here of a context that begins with these tokens, all read by the model."""
-        self.pool.blocks.publish(self._table, tokens)
-
     def require(self, end: int) -> None:
-        """Make room for positions up to ``end``.
-
-        Raises:
-            UsageError: There is none.
-        """
+        """Reserve the positions up to ``end``; raise ``UsageError`` if they are not free."""
         if not self.reserve(end):
             raise UsageError(
                 f"The pool is full: {self.pool.blocks.free} of its {self.pool.blocks.count} blocks are free.",
                 "Give it more memory, or fewer requests at a time.",
             )
 
-    def places(self, start: int, end: int) -> torch.Tensor:
-        """Where in the pool's buffers these positions are, [end - start], on the CPU."""
+    def advance(self, layer: int, count: int) -> None:
+        """Note that entries of ``count`` more positions of a layer are written."""
+        own = self.layers[layer]
+        assert own is not None
+        own.used += count
+
+    def _set_length(self, length: int) -> None:
+        self.own_len = length
+        for layer in self._own_layers:
+            layer.used = length
+
+    def publish(self, tokens: Sequence[int]) -> None:
+        """Let others share what the model itself has read of a context that begins with these tokens."""
+        self.pool.blocks.publish(self._table, tokens)
+
+    def indices(self, start: int, end: int) -> Tensor:
+        """Return where positions are in the pool's buffers, [end - start], on the CPU."""
         positions = np.arange(start, end)
         size = self.pool.blocks.size
         blocks = np.array(self._table.blocks, dtype=np.int64)
@@ -282,21 +252,21 @@ class PooledCache:
 
     @torch.inference_mode()
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        places = self.places(0, max(start + len(positions), *(position + 1 for position in positions)))
-        source, target = places[list(positions)], places[start : start + len(positions)]
-        for layer in self._held:
-            layer.store.move(source, target)
+        indices = self.indices(0, max(start + len(positions), *(position + 1 for position in positions)))
+        source, target = indices[list(positions)], indices[start : start + len(positions)]
+        for layer in self._own_layers:
+            layer.buffers.move(source, target)
 
     def rollback(self, length: int) -> None:
         if length <= 0:
             self.reset()
             return
-        for layer in self._held:
+        for layer in self._own_layers:
             layer.used = min(layer.used, length)
-        self._shorten()
+        self._truncate()
 
-    def _shorten(self) -> None:
-        self.own = min(self.own, self.length)
+    def _truncate(self) -> None:
+        self.own_len = min(self.own_len, self.length)
         self.pool.blocks.truncate(self._table, self.length)
 
     @torch.inference_mode()
@@ -304,116 +274,99 @@ class PooledCache:
         if not self._table.blocks:
             return
         if self.pool.kind == "slotted":
-            first = self.place * self.pool.blocks.size
-            for layer in self._held:
-                layer.store.zero_nonfinite(first, first + self._end)
-        self._hold(0)
-        self._end = 0
-        self._shorten()
-        self._cache, self.pool.mark = self._as_cache(), ContextId()  # signs of another context
+            first = self.first_block * self.pool.blocks.size
+            for layer in self._own_layers:
+                layer.buffers.zero_nonfinite(first, first + self._reserved)
+        self._set_length(0)
+        self._reserved = 0
+        self._truncate()
+        self._cache, self.pool.context_id = self._new_cache(), ContextId()
 
 
 class RequestTokens(NamedTuple):
-    """What one request brings to a pass.
+    """The tokens of one request in a forward pass."""
 
-    Attributes:
-        slot: Its keys and values.
-        positions: Of its tokens in the context.
-        seen: Of a tree, what each attends to: bool [tokens, positions held and tokens]; ``None`` for a chain.
-    """
-
-    slot: PooledCache
-    positions: Sequence[int]
+    cache: PooledCache  # the request's
+    positions: Sequence[int]  # of the tokens in the context
+    # of a tree, what each attends to: bool [tokens, cached positions and tokens]; None for a chain
     seen: np.ndarray[Any, Any] | None = None
 
     @property
     def end(self) -> int:
-        """Positions held behind the pass."""
-        return self.slot.length + len(self.positions)
+        """Positions cached after the forward pass."""
+        return self.cache.length + len(self.positions)
 
 
 class BatchedCache:
-    """The keys and values of several requests, as the cache of one pass whose rows are theirs one behind the other.
+    """The keys and values of several requests, as the cache of one forward pass over their rows, one after the other.
 
-    Args:
-        pool: Theirs.
-        parts: What they bring, by the places of their slots; there is room for it.
-        device: Of the pass.
-
-    Attributes:
-        position_ids: [1, rows].
-        mark: See ``KVPool``.
+    ``parts`` are their tokens, ordered by first block, with memory reserved; ``position_ids`` is [1, rows].
     """
 
     def __init__(self, pool: KVPool, parts: Sequence[RequestTokens], device: torch.device) -> None:
         self._pool, self._parts, self._device = pool, parts, device
-        self.mark = pool.mark
+        self.context_id = pool.context_id
         positions = [position for part in parts for position in part.positions]
         self.position_ids = torch.tensor([positions], device=device)
 
     @cached_property
-    def _places(self) -> torch.Tensor:
-        places = [part.slot.places(part.slot.length, part.end) for part in self._parts]
-        return torch.cat(places).to(self._device)
+    def _indices(self) -> Tensor:
+        indices = [part.cache.indices(part.cache.length, part.end) for part in self._parts]
+        return torch.cat(indices).to(self._device)
 
     @cached_property
     def layers(self) -> list[Any]:
-        """One for each of the model."""
-        windows = {store.window for store in self._pool.stores if store is not None}
+        """One for each layer of the model."""
+        windows = {each.window for each in self._pool.buffers if each is not None}
         spans = {window: self._spans(window) for window in windows}
         return [
             DummyLayer()
-            if store is None
-            else _BatchedLayer(store, self._places, self._parts, i, spans[store.window])
-            for i, store in enumerate(self._pool.stores)
+            if buffers is None
+            else _BatchedLayer(buffers, self._indices, self._parts, i, spans[buffers.window])
+            for i, buffers in enumerate(self._pool.buffers)
         ]
 
-    def lengthened(
-        self, layers: Sequence[int], dtypes: Sequence[torch.dtype], empty: torch.Tensor
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[NativeRequest]] | None:
-        """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.LayerGroup``.
-
-        Args:
-            layers: In which they are held.
-            dtypes: What keys and values may be.
-            empty: Keys or values of no position, [1, heads, 0, head size], like those of which layers that have no
-                buffers yet make them.
+    def extend(
+        self, layers: Sequence[int], dtypes: Sequence[torch.dtype], empty: Tensor
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[NativeRequest]] | None:
+        """Count the rows as cached, whose keys and values the caller writes; compare
+        ``cache_layers.LayerGroup.extended``.
 
         Returns:
-            Keys and values of each layer, [1, heads, positions of the pool, head size], and which of the places
-            each request attends to; ``None``, and nothing has changed, where layers hold others.
+            Keys and values of each layer, [1, heads, positions of the pool, head size], and what each request attends
+                to; ``None``, and nothing has changed, where layers are of other kinds or dtypes.
         """
-        stores = [
-            store
+        found = [
+            each
             for layer in layers
-            if (store := self._pool.stores[layer]) is not None and store.window is None
+            if (each := self._pool.buffers[layer]) is not None and each.window is None
         ]
-        if len(stores) < len(layers) or empty.dtype not in dtypes:
+        if len(found) < len(layers) or empty.dtype not in dtypes:
             return None
-        for store in stores:
-            store.make(empty, empty)
-        if any(store.keys.dtype not in dtypes for store in stores):
+        for each in found:
+            each.allocate(empty, empty)
+        if any(each.keys.dtype not in dtypes for each in found):
             return None
-        requests = [_request(part) for part in self._parts]
+        requests = [_native_request(part) for part in self._parts]
         for part in self._parts:
             for layer in layers:
-                part.slot.lengthen(layer, len(part.positions))
-        return [(store.keys, store.values) for store in stores], requests
+                part.cache.advance(layer, len(part.positions))
+        return [(each.keys, each.values) for each in found], requests
 
     def model_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments that hand it to a ``transformers`` model."""
-        rows = self._places.shape[0]
+        """Return the keyword arguments that pass it to a ``transformers`` model."""
+        rows = self._indices.shape[0]
         return {
             "past_key_values": Cache(layers=self.layers),
             "use_cache": True,
             "position_ids": self.position_ids,
-            # Handed through to where nobody reads it: nothing is made in its place.
+            # Not read by the attention used here; it keeps transformers from making a mask.
             "attention_mask": torch.ones(1, 1, rows, 1, dtype=torch.bool, device=self._device),
         }
 
     def _groups(self, natively: bool) -> list[list[RequestTokens]]:
-        """Those that attend in one call: neighbors in the pass with few rows each where that is a native one, else
-        neighbors in the pool, where it wastes little to see them as equally long."""
+        """Group requests that attend in one call: neighbors with few rows each if it is native, else neighbors in the
+        pool, where little is wasted by treating them as equally long."""
         groups: list[list[RequestTokens]] = []
         for part in self._parts:
             few = groups and max(len(each.positions) for each in (groups[-1][-1], part)) <= LONGEST_PASS
@@ -424,75 +377,75 @@ class BatchedCache:
         return groups
 
     def _may_join(self, group: Sequence[RequestTokens], part: RequestTokens) -> bool:
-        if self._pool.kind != "slotted" or part.slot.place != group[-1].slot.place + 1:
+        if self._pool.kind != "slotted" or part.cache.first_block != group[-1].cache.first_block + 1:
             return False
         together = [*group, part]
         rows, ends = [len(each.positions) for each in together], [each.end for each in together]
         scores = sum(row * end for row, end in zip(rows, ends, strict=True))
-        return len(together) * max(rows) * max(ends) <= _MOST_WASTE * scores
+        return len(together) * max(rows) * max(ends) <= _MAX_WASTE * scores
 
     def _spans(self, window: int | None) -> list[tuple[Span | NativeSpan, KVView | None]]:
-        """How the rows of each group attend, and to what of a layer's buffers; ``None`` for all of them."""
-        stores = [store for store in self._pool.stores if store is not None and store.window == window]
+        """Return how the rows of each group attend, and to what of a layer's buffers; ``None`` for all of them."""
+        same = [each for each in self._pool.buffers if each is not None and each.window == window]
         natively = window is None and all(
-            store.made and supports_attention(store.keys, store.values) for store in stores
+            each.is_allocated and supports_attention(each.keys, each.values) for each in same
         )
-        found: list[tuple[Span | NativeSpan, KVView | None]] = []
+        spans: list[tuple[Span | NativeSpan, KVView | None]] = []
         begin = 0
         for group in self._groups(natively):
             count = sum(len(part.positions) for part in group)
             rows = slice(begin, begin + count)
             begin += count
             if natively and len(group[0].positions) <= LONGEST_PASS:
-                found.append((NativeSpan(rows, [_request(part) for part in group]), None))
+                spans.append((NativeSpan(rows, [_native_request(part) for part in group]), None))
             else:
-                found.append(self._span(group, rows, window))
-        return found
+                spans.append(self._span(group, rows, window))
+        return spans
 
     def _span(self, group: Sequence[RequestTokens], rows: slice, window: int | None) -> tuple[Span, KVView]:
         if len(group) > 1:
-            return self._together(group, rows, window)
+            return self._joint_span(group, rows, window)
         part = group[0]
-        past, end, count = part.slot.length, part.end, len(part.positions)
+        past, end, count = part.cache.length, part.end, len(part.positions)
         first = _first_seen(part, window)
-        reach = view_of(part.slot.places(first, end), self._device)
-        whole = past == 0 and count > LONGEST_PASS and (window is None or window >= end)
-        if part.seen is None and (count == 1 or whole):
-            return Span(rows, 1, None), reach
+        view = view_of(part.cache.indices(first, end), self._device)
+        is_prefill = past == 0 and count > LONGEST_PASS and (window is None or window >= end)
+        if part.seen is None and (count == 1 or is_prefill):
+            return Span(rows, 1, None), view
         mask = torch.from_numpy(_seen(part, first, end, window))[None, None].to(self._device)
-        return Span(rows, 1, mask), reach
+        return Span(rows, 1, mask), view
 
-    def _together(
+    def _joint_span(
         self, group: Sequence[RequestTokens], rows: slice, window: int | None
     ) -> tuple[Span, KVView]:
         first = min(_first_seen(part, window) for part in group)
         last, width = max(part.end for part in group), max(len(part.positions) for part in group)
         mask = np.zeros((len(group), 1, width, last - first), dtype=np.bool_)
-        mask[..., 0] = True  # rows that are there for the shape alone see something
+        mask[..., 0] = True  # padding rows see something
         places: list[int] = []
         for i, part in enumerate(group):
             count = len(part.positions)
             mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)
             places += range(i * width, i * width + count)
         step = self._pool.blocks.size
-        reach = KVView(len(group), group[0].slot.place * step + first, last - first, step)
+        view = KVView(len(group), group[0].cache.first_block * step + first, last - first, step)
         spread = None if len(places) == len(group) * width else torch.tensor(places, device=self._device)
-        return Span(rows, len(group), torch.from_numpy(mask).to(self._device), spread), reach
+        return Span(rows, len(group), torch.from_numpy(mask).to(self._device), spread), view
 
 
-def _request(part: RequestTokens) -> NativeRequest:
-    """Its rows, as native passes and native attention know them."""
+def _native_request(part: RequestTokens) -> NativeRequest:
     seen = None if part.seen is None else torch.from_numpy(part.seen)
-    return NativeRequest(len(part.positions), part.slot.length, seen, part.slot.places(0, part.end).int())
+    indices = part.cache.indices(0, part.end).int()
+    return NativeRequest(len(part.positions), part.cache.length, seen, indices)
 
 
 def _first_seen(part: RequestTokens, window: int | None) -> int:
-    """The first position that any of its tokens sees."""
-    return 0 if window is None else max(0, part.slot.length - window + 1)
+    """Return the first position that any of its tokens sees."""
+    return 0 if window is None else max(0, part.cache.length - window + 1)
 
 
 def _seen(part: RequestTokens, first: int, end: int, window: int | None) -> np.ndarray[Any, Any]:
-    """What each of its tokens sees of the positions from ``first`` to ``end``, bool [tokens, end - first]."""
+    """Return what each token sees of the positions from ``first`` to ``end``, bool [tokens, end - first]."""
     if part.seen is not None:
         return part.seen[:, first:end]
     own, keys = np.array(part.positions)[:, None], np.arange(first, end)
@@ -500,35 +453,35 @@ def _seen(part: RequestTokens, first: int, end: int, window: int | None) -> np.n
 
 
 class _BatchedLayer(CacheLayerMixin):
-    """One layer of what several requests hold."""
+    """One layer of a ``BatchedCache``."""
 
     is_sliding = False  # masks are made here
 
     def __init__(
         self,
-        store: KVBuffers,
-        places: torch.Tensor,
+        buffers: KVBuffers,
+        indices: Tensor,
         parts: Sequence[RequestTokens],
-        index: int,
+        layer: int,
         spans: Sequence[tuple[Span | NativeSpan, KVView | None]],
     ) -> None:
         CacheLayerMixin.__init__(self)
-        self._store, self._places, self._parts, self._index = store, places, parts, index
-        self._spans, self._reaches = [span for span, _ in spans], [reach for _, reach in spans]
+        self._buffers, self._indices, self._parts, self._layer = buffers, indices, parts, layer
+        self._spans, self._views = [span for span, _ in spans], [view for _, view in spans]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The store makes its buffers itself."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the buffers are the pool's."""
 
     def update(  # type: ignore[override]  # what stands for the tensors of one request
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[RaggedKV, RaggedKV]:
-        store = self._store
-        store.write(self._places, key_states, value_states)
+        buffers = self._buffers
+        buffers.write(self._indices, key_states, value_states)
         for part in self._parts:
-            part.slot.lengthen(self._index, len(part.positions))
+            part.cache.advance(self._layer, len(part.positions))
         keys, values = (
-            [each if reach is None else reach(each) for reach in self._reaches]
-            for each in (store.keys, store.values)
+            [each if view is None else view(each) for view in self._views]
+            for each in (buffers.keys, buffers.values)
         )
         ragged = RaggedKV(self._spans, keys, values)
         return ragged, ragged

@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast, overload
 
 import torch
+from torch import Tensor
 
 from specbench.backends.torch.caches import KVCache, NoKVCache, change_of_rotation, make_cache
-from specbench.backends.torch.forward import Forward, FusedForward, HFForward
+from specbench.backends.torch.forward import FusedForward, HFForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
 from specbench.backends.torch.trials import (
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
 
 
 class DeviceTokens(Sequence[int]):
-    """Token ids that stay on their device until somebody reads one: only that waits for the device."""
+    """Token ids that stay on their device until one is read: only that waits for the device."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._tensors = list(tensors)
         self._read: list[int] | None = None
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """[length], on the device."""
         return torch.stack(self._tensors)
 
-    def append(self, token: torch.Tensor) -> None:
+    def append(self, token: Tensor) -> None:
         """Add one, a tensor of no dimension."""
         self._tensors.append(token)
         self._read = None
@@ -74,19 +75,16 @@ class FittedLogits:
     """Makes a drafter's logits as wide as its target's, or leaves them to its vocabulary.
 
     Args:
-        vocab_size: Width of the target's; logits are cut or padded with -inf to it. ``None`` for their own width. (Two
-            models of one tokenizer may pad their vocabularies differently.)
-        places: By logit, which of the target's tokens it belongs to, int64. ``None``: the first is the first.
-
-    Attributes:
-        vocabulary: Of these places, if there are any: logits are its own then.
+        vocab_size: The target's; logits are cut or padded with -inf to it (two models of one tokenizer may pad their
+            vocabularies differently). ``None`` for their own width.
+        places: The target's token of each logit, int64, of which ``vocabulary`` is made; ``None`` for the first ones.
     """
 
-    def __init__(self, vocab_size: int | None, places: torch.Tensor | None = None) -> None:
+    def __init__(self, vocab_size: int | None, places: Tensor | None = None) -> None:
         self.vocab_size = vocab_size
         self.vocabulary = None if places is None else DraftVocabulary(places, vocab_size)
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: Tensor) -> Tensor:
         """[rows, own tokens] -> [rows, own tokens] or [rows, vocab_size]."""
         width = logits.shape[-1]
         if self.vocabulary is not None or self.vocab_size is None or width == self.vocab_size:
@@ -97,24 +95,23 @@ class FittedLogits:
 
 
 class Scorer:
-    """Reads contexts with one causal language model, batch size 1.
+    """Reads contexts with one causal language model in eval mode, batch size 1.
 
     Args:
-        model: A ``transformers`` causal language model in eval mode.
-        cache: A cache kind, or a cache to share with another scorer over the same keys and values.
+        cache: A cache kind, or a cache to share with another scorer of the same keys and values.
         vocab_size, places: See ``FittedLogits``.
         context_limit: The longest context the model can read, in tokens; ``None`` for no limit.
-        output_device: Where the logits go; ``None`` for the device of the input embeddings. (A drafter's distributions
-            have to lie beside the target's, and a model spread over devices ends on another one than it began on.)
+        output_device: The device of the logits; ``None`` for that of the input embeddings. A drafter's have to be where
+            the target's are.
 
     Attributes:
+        forward: Runs its forward passes.
         epoch: Contexts begun so far.
-        batch: See ``decoding.protocols.Scorer``.
     """
 
     batch: Batch | None = None
-    _loaded: Scorer | None = None  # whose twin it is
-    _owns_slot = True
+    _loaded: Scorer | None = None  # the scorer it is a clone of
+    _owns_pooled = True
 
     def __init__(
         self,
@@ -124,12 +121,12 @@ class Scorer:
         vocab_size: int | None = None,
         context_limit: int | None = None,
         output_device: torch.device | None = None,
-        places: torch.Tensor | None = None,
+        places: Tensor | None = None,
     ) -> None:
         self.model = model
         self.epoch = 0
-        self._root = 0  # length of the last pass's context
-        weight = cast("torch.Tensor", model.get_input_embeddings().weight)
+        self._context_len = 0  # of the last forward pass
+        weight = cast("Tensor", model.get_input_embeddings().weight)
         self.cache: KVCache = make_cache(cache, model.config) if isinstance(cache, str) else cache
         self.context_limit = context_limit
         self.device = weight.device
@@ -139,80 +136,78 @@ class Scorer:
         self.vocabulary = self._fitted.vocabulary
         self.embeddings = weight.shape[0]
         self._change = change_of_rotation(model.config)
-        self._pass = choose_forward(model, self.cache, shared=not isinstance(cache, str))
-        self._uncached_pass = HFForward(model, NoKVCache())
-        self._ragged: dict[PoolKind, str | None] = {}  # by kind of pool; twins share what was tried
+        self.forward = choose_forward(model, self.cache, shared=not isinstance(cache, str))
+        self._uncached_forward = HFForward(model, NoKVCache())
+        self._batchable: dict[PoolKind, str | None] = {}  # shared by clones
 
-    def twin(self, cache: KVCache, batch: Batch | None = None, *, shares: bool = False) -> Scorer:
-        """Another scorer of this model, with its settings; what was tried out for one holds for the other.
+    def clone_for(self, cache: KVCache, batch: Batch | None = None, *, shares: bool = False) -> Scorer:
+        """Return another scorer of this model with its settings; what was tried on the model is not tried again.
 
         Args:
-            cache: The twin's; of no fixed shapes.
-            batch: Who makes its passes together with those of others.
-            shares: Whether the cache is one of another model's, of which this one is a cheaper form.
+            cache: The new scorer's; not a static one.
+            batch: Runs its forward passes together with those of others.
+            shares: Whether the cache belongs to another model, of which this one is a cheaper form.
         """
-        twin = copy.copy(self)
-        vars(twin).pop("takes_trees", None)
-        twin.cache, twin.batch, twin.epoch = cache, batch, 0
-        twin._loaded, twin._owns_slot = self, not shares
-        twin._root = 0
-        kind = type(self._pass) if isinstance(self._pass, FusedForward) else HFForward
-        twin._pass = kind(self.model, cache)
-        return twin
+        clone = copy.copy(self)
+        vars(clone).pop("takes_trees", None)
+        clone.cache, clone.batch, clone.epoch = cache, batch, 0
+        clone._loaded, clone._owns_pooled = self, not shares
+        clone._context_len = 0
+        kind = type(self.forward) if isinstance(self.forward, FusedForward) else HFForward
+        clone.forward = kind(self.model, cache)
+        return clone
 
     @property
     def cached_len(self) -> int:
-        """How many of the first tokens of the context it holds."""
+        """Leading tokens of the context whose keys and values are cached."""
         length = self.cache.length
         return (
-            min(self.cache.own, length) if isinstance(self.cache, PooledCache) and self._owns_slot else length
+            min(self.cache.own_len, length)
+            if isinstance(self.cache, PooledCache) and self._owns_pooled
+            else length
         )
 
-    def reserve(self, asked: ForwardRequest) -> bool:
-        """Make room for a pass, see ``decoding.protocols.Scorer``: in a pool; other caches grow by themselves."""
-        slot = self.cache
-        if not isinstance(slot, PooledCache):
+    def reserve(self, request: ForwardRequest) -> bool:
+        """Reserve memory of a pool, see ``decoding.protocols.Scorer``; other caches grow by themselves."""
+        pooled = self.cache
+        if not isinstance(pooled, PooledCache):
             return True
-        end = len(asked.context) + len(asked.tokens)
-        if not self._owns_slot:
-            return slot.reserve(end)
-        if slot.own < slot.length:
-            slot.rollback(slot.own)
-        if asked.layers:  # wanted of every token
-            return slot.reserve(end)
-        fed = len(asked.tokens) + 1 if asked.rows is None else asked.rows  # at the least
-        return slot.reserve(end, asked.context[: min(len(asked.context) - 1, end - fed)])
+        end = len(request.context) + len(request.tokens)
+        if not self._owns_pooled:
+            return pooled.reserve(end)
+        if pooled.own_len < pooled.length:
+            pooled.rollback(pooled.own_len)
+        if request.layers:  # hidden states are wanted of every token
+            return pooled.reserve(end)
+        fed = len(request.tokens) + 1 if request.rows is None else request.rows  # at least
+        return pooled.reserve(end, request.context[: min(len(request.context) - 1, end - fed)])
 
-    def require(self, asked: ForwardRequest) -> None:
-        """Make room for a pass.
-
-        Raises:
-            UsageError: There is none.
-        """
-        if not self.reserve(asked):
+    def require(self, request: ForwardRequest) -> None:
+        """Reserve memory for a forward pass; raise ``UsageError`` if there is none."""
+        if not self.reserve(request):
             raise UsageError(
                 "The memory for keys and values is full.", "Give it more, or fewer requests at a time."
             )
 
-    def mark_read(self, asked: ForwardRequest) -> None:
-        """The pass has been made."""
-        self._root = len(asked.context)
-        if isinstance(self.cache, PooledCache) and self._owns_slot:
-            self.cache.own = self.cache.length
-            self.cache.publish(asked.context)
+    def mark_read(self, request: ForwardRequest) -> None:
+        """Note that the forward pass has been made."""
+        self._context_len = len(request.context)
+        if isinstance(self.cache, PooledCache) and self._owns_pooled:
+            self.cache.own_len = self.cache.length
+            self.cache.publish(request.context)
 
     @property
     def reads_in_parts(self) -> bool:
-        """Whether it holds what it has read."""
+        """Whether a long context may be read in several forward passes."""
         return not isinstance(self.cache, NoKVCache)
 
     def begin(self) -> None:
-        """Start on a new context. Whoever changed the model did so before."""
+        """Start a new context. The model may have been changed before, not since."""
         self.epoch += 1
         self.cache.reset()
 
     def resume(self, kept: int) -> None:
-        """Start on a new context, see ``decoding.protocols.Scorer``.
+        """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``.
 
         Layers that forget (sliding windows, convolutions) and rotations that change with the length begin anew.
         """
@@ -222,80 +217,70 @@ class Scorer:
         else:
             self.begin()
 
-    @property
-    def way(self) -> type[Forward]:
-        """How its passes are made."""
-        return type(self._pass)
-
     @cached_property
     def rounding(self) -> torch.dtype:
-        """What rounds most coarsely on the way to the logits: int8 in layers that round what they are given to bytes,
-        else the weights' dtype."""
-        weight = cast("torch.Tensor", self.model.get_input_embeddings().weight)
+        """The coarsest rounding before the logits: int8 if layers quantize activations, else the weights' dtype."""
+        weight = cast("Tensor", self.model.get_input_embeddings().weight)
         return torch.int8 if quantizes_activations(self.model) else weight.dtype
 
     @property
     def reads_trees(self) -> bool:
-        """Whether there are passes over trees at all; a drafter needs no more."""
+        """Whether it can read trees at all; a drafter needs no more."""
         return self.cache.takes_trees and self._change is None
 
     @cached_property
     def takes_trees(self) -> bool:
-        """Whether drafts may be trees: a trial on the model as it is gives what separate passes give.
+        """Whether drafts may be trees: a trial on the model gives what separate forward passes give.
 
-        Never of an int8 target: a branch's rows sum their keys in another order, and bytes make much of that.
+        Never of an int8 target: a branch's rows sum their keys in another order, which int8 rounding magnifies.
         """
         if not self.reads_trees or self.rounding == torch.int8:
             return False
         if self._loaded is not None:
             return self._loaded.takes_trees
         try:
-            return trees_are_right(self.model, self.cache, self._pass)
+            return trees_are_right(self.model, self.cache, self.forward)
         finally:
             self.begin()
 
     def why_not_batchable(self, kind: PoolKind) -> str | None:
-        """Why several requests in a pool cannot share a pass, in a sentence; ``None`` if they can. Tried out once."""
-        if kind not in self._ragged:
-            self._ragged[kind] = why_not_batchable(self.model, kind, self.way)
-        return self._ragged[kind]
+        """Return why requests in such a pool cannot share a forward pass, as a sentence; ``None`` if they can."""
+        if kind not in self._batchable:
+            self._batchable[kind] = why_not_batchable(self.model, kind, type(self.forward))
+        return self._batchable[kind]
 
     def why_not_bit_exact(self) -> str | None:
-        """Why passes of different widths may give different logits, in a sentence; ``None`` if they do not.
+        """Return why forward passes of different widths may give different logits; ``None`` if they do not.
 
-        Tried out, so that the context in the cache is lost.
+        It is tried, so the context in the cache is lost.
         """
         try:
-            return why_widths_differ(self.model, self.cache, self._pass, self.context_limit)
+            return why_widths_differ(self.model, self.cache, self.forward, self.context_limit)
         finally:
             self.begin()
 
     def require_bit_exact(self) -> None:
-        """Refuse a model whose logits depend on the width of the pass.
-
-        Raises:
-            UsageError: They do, or nothing is known.
-        """
+        """Raise ``UsageError`` if logits may depend on the width of the forward pass."""
         reason = self.why_not_bit_exact()
         if reason is not None:
             raise UsageError(f"Bit-exact passes cannot be had here. {reason}", "Leave --bit-exact out.")
 
-    def score(self, asked: ForwardRequest) -> ForwardOutput:
-        """Make a pass, see ``decoding.protocols.Scorer``."""
+    def score(self, request: ForwardRequest) -> ForwardOutput:
+        """Run a forward pass, see ``decoding.protocols.Scorer``."""
         if self.batch is not None:
-            return self.batch.score([asked])[0]
-        self.require(asked)
-        if asked.parents is not None:
-            rows = self._feed_tree(asked.context, asked.tokens, asked.parents, asked.rows, asked.layers)
+            return self.batch.score([request])[0]
+        self.require(request)
+        if request.parents is not None:
+            rows = self._feed_tree(
+                request.context, request.tokens, request.parents, request.rows, request.layers
+            )
         else:
-            rows = self._feed_chain(asked.context, asked.tokens, asked.rows, asked.layers)
-        self.mark_read(asked)
+            rows = self._feed_chain(request.context, request.tokens, request.rows, request.layers)
+        self.mark_read(request)
         return rows
 
-    def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
-    ) -> torch.Tensor:
-        """The logits of a pass over a chain, made at once; for the arguments see ``ForwardRequest``."""
+    def logits(self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None) -> Tensor:
+        """Return the logits of a forward pass over a chain; for the arguments see ``ForwardRequest``."""
         return self.score(ForwardRequest(self, context, drafted, rows=rows)).logits
 
     def _feed_chain(
@@ -303,50 +288,50 @@ class Scorer:
     ) -> ForwardOutput:
         rows = len(drafted) + 1 if rows is None else rows
         if self._change is not None and self.cache.length <= self._change < len(context) + len(drafted):
-            return self._across_change(context, drafted, rows, self._change, layers)
+            return self._feed_across_change(context, drafted, rows, self._change, layers)
         return self._feed(context, drafted, rows, layers)
 
-    def _across_change(
+    def _feed_across_change(
         self, context: Sequence[int], drafted: Sequence[int], rows: int, change: int, layers: Sequence[int]
     ) -> ForwardOutput:
-        """Rows where a context of more than ``change`` tokens has all its positions rotated otherwise.
+        """Read a context where more than ``change`` tokens have all their positions rotated otherwise.
 
-        The cache never holds both kinds: it stays in front of the change as long as drafts alone pass it, whose logits
-        are computed without a cache, and is filled anew when the context itself has passed it.
+        The cache never holds both kinds. While drafts alone reach beyond the change, their logits are computed without
+        a cache; once the context itself does, the cache is filled anew.
         """
         if len(context) > change:
             self.cache.reset()
             return self._feed(context, drafted, rows, layers)
-        behind = len(context) + len(drafted) - change
-        whole = self._forward([*context, *drafted], min(rows, behind), layers, cached=False)
-        if rows <= behind:
-            return whole
-        before = self._feed(context, drafted[: change - len(context)], rows - behind, layers)
-        if whole.hidden is not None:
-            whole = whole._replace(hidden=whole.hidden[-behind:])
-        return _joined([before, whole], rows)
+        beyond = len(context) + len(drafted) - change
+        uncached = self._call([*context, *drafted], min(rows, beyond), layers, cached=False)
+        if rows <= beyond:
+            return uncached
+        before = self._feed(context, drafted[: change - len(context)], rows - beyond, layers)
+        if uncached.hidden is not None:
+            uncached = uncached._replace(hidden=uncached.hidden[-beyond:])
+        return _joined([before, uncached], rows)
 
     def _feed(
         self, context: Sequence[int], drafted: Sequence[int], rows: int, layers: Sequence[int] = ()
     ) -> ForwardOutput:
         start = self.cache.length
         if drafted and start == 0 and self.cache.separate_prefill:
-            behind_context = self._forward(context, 1, layers)
-            return _joined([behind_context, self._forward(drafted, len(drafted), layers)], rows)
+            prefill = self._call(context, 1, layers)
+            return _joined([prefill, self._call(drafted, len(drafted), layers)], rows)
         widest = self.cache.max_exact_tokens
         left = drafted[max(0, start - len(context)) :]
         if isinstance(left, DeviceTokens) and len(left) and widest is None:
             read = torch.tensor(context[start:], dtype=torch.long, device=self.device)
-            return self._forward(torch.cat([read, left.tensor.to(self.device)]), rows, layers)
+            return self._call(torch.cat([read, left.tensor.to(self.device)]), rows, layers)
         tokens = [*context[start:], *left]
         if widest is None or start == 0 or len(tokens) <= widest:
-            return self._forward(tokens, rows, layers)
+            return self._call(tokens, rows, layers)
         found = []
         for first in range(0, len(tokens), widest):
             part = tokens[first : first + widest]
-            behind = len(tokens) - first - len(part)
-            wanted = min(len(part), max(1, rows - behind))  # a head takes its time
-            found.append(self._forward(part, wanted, layers))
+            after = len(tokens) - first - len(part)
+            wanted = min(len(part), max(1, rows - after))  # the language model head takes its time
+            found.append(self._call(part, wanted, layers))
         return _joined(found, rows)
 
     def _feed_tree(
@@ -357,13 +342,12 @@ class Scorer:
         rows: int | None,
         layers: Sequence[int],
     ) -> ForwardOutput:
-        """Rows of a tree, of whose first nodes some may have been read before."""
+        """Read a tree, whose first nodes may have been read before."""
         before = []
         rows = len(tokens) + 1 if rows is None else rows
         if self.cache.length == 0 and self.cache.separate_prefill:
-            before.append(
-                self._feed(context, (), 1, layers)
-            )  # its last row has the bits that it has without a tree
+            # Its last row has the bits that it has without a tree.
+            before.append(self._feed(context, (), 1, layers))
         elif self.cache.length < len(context) - 1:
             before.append(self._feed(context[:-1], (), 1, layers))
         past = len(context) - 1
@@ -372,25 +356,21 @@ class Scorer:
         while first < len(fed):
             end = min(first + widest, len(fed))
             seen = parents[: end - 1]  # of the nodes read so far
-            part = self._forward(
-                fed[first:end],
-                min(end - first, max(1, rows - (len(fed) - end))),
-                layers,
-                attention_mask=tree_mask(past, seen, self.cache.keys(end - first), self.device)[
-                    ..., first:, :
-                ],
-                position_ids=tree_positions(past, seen, self.device)[:, first:],
-            )
-            before.append(part)
+            mask = tree_mask(past, seen, self.cache.key_len(end - first), self.device)[..., first:, :]
+            positions = tree_positions(past, seen, self.device)[:, first:]
+            wanted = min(end - first, max(1, rows - (len(fed) - end)))
+            before.append(self._call(fed[first:end], wanted, layers, mask=mask, positions=positions))
             first = end
         return _joined(before, rows)
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
-        """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
-        root = self._root
-        held = bisect_left(path, self.cache.length - root)
-        if held < len(path):  # a drafter has not read its last draft, nor what was verified beside its drafts
-            length = min(length, root + held)
+        """Roll back, see ``decoding.protocols.Scorer``; kept nodes of the last draft close up after its context."""
+        root = self._context_len
+        read = bisect_left(path, self.cache.length - root)
+        if read < len(
+            path
+        ):  # a drafter has not read its last draft, nor siblings that were verified with its drafts
+            length = min(length, root + read)
         kept = path[: max(0, length - root)]
         if kept and kept[-1] >= len(kept):
             self.cache.gather(root, [root + node for node in kept])
@@ -399,26 +379,26 @@ class Scorer:
         self.cache.rollback(length)
 
     @torch.inference_mode()
-    def _forward(
+    def _call(
         self,
-        tokens: Sequence[int] | torch.Tensor,
+        tokens: Sequence[int] | Tensor,
         rows: int,
         layers: Sequence[int] = (),
         *,
         cached: bool = True,
-        **extra: torch.Tensor,
+        **extra: Tensor,
     ) -> ForwardOutput:
-        ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
-        logits, hidden = (self._pass if cached else self._uncached_pass).rows(ids, rows, layers, **extra)
+        ids = tokens[None] if isinstance(tokens, Tensor) else torch.tensor([tokens], device=self.device)
+        logits, hidden = (self.forward if cached else self._uncached_forward).run(ids, rows, layers, **extra)
         return ForwardOutput(self.fit(logits), hidden)
 
-    def fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """The model's logits, [rows, own width], as a pass gives them."""
+    def fit(self, logits: Tensor) -> Tensor:
+        """Fit the model's logits, [rows, own width], see ``FittedLogits``."""
         return self._fitted(logits.to(self.output_device))
 
 
 def _joined(parts: Sequence[ForwardOutput], rows: int) -> ForwardOutput:
-    """The last so many rows of passes one behind the other, and all hidden states."""
+    """Join consecutive forward passes: their last ``rows`` logits, and all hidden states."""
     logits = torch.cat([part.logits for part in parts])[-rows:]
     hidden = [part.hidden for part in parts if part.hidden is not None]
     return ForwardOutput(logits, torch.cat(hidden) if hidden else None)

@@ -1,1 +1,1 @@
-"""Quicker ways through a model than ``transformers`` takes."""
+"""Faster implementations of what ``transformers`` computes."""

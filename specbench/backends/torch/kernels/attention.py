@@ -1,24 +1,25 @@
-"""Attention for short passes over a long cache: no expanded key/value heads, and rows that do not depend on the pass.
+"""Attention for short forwards over a long cache: no expanded key/value heads, and rows independent of the forward.
 
-With grouped-query attention (Ainslie et al. 2023) several query heads share one key/value head. On a CPU,
-``transformers`` copies the shared heads out to full width for every pass of more than one token, which costs more than
+With grouped-query attention (Ainslie et al. 2023) several query heads share a key/value head. On a CPU,
+``transformers`` copies the shared heads to full width in every forward of more than one token, which costs more than
 the attention itself. Folding the query heads of a group into the query length needs no copy and computes the same sums.
 
-A pass may read several requests side by side (``RaggedKV``): to every other part of a model their rows are those of one
-sequence, and only here each request attends to its own keys.
+A forward may read several requests (``RaggedKV``): to the rest of the model their rows are one sequence; only here each
+request attends to its own keys.
 
-The sums come out *bitwise* the same for a position, whatever the length of the pass, if the kernel cuts keys and rows
-up in the same way every time: with keys padded to whole blocks (and masked), and rows to a multiple of a few. The
-preallocated cache hands out such blocks. Measured: docs/log.md.
+The sums of a position are *bitwise* the same in forwards of any length if the kernel always splits keys and rows in the
+same way: with keys padded to whole blocks (and masked), and rows to a multiple of 8. The preallocated cache gives out
+such blocks. Measured: docs/log.md.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,21 +30,20 @@ from specbench.backends.torch.kernels.native import Attention, NativeRequest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-Made = TypeVar("Made")
-
 FOLDED = "specbench_folded"
-"""Name under which ``transformers`` knows this attention."""
+"""Name of this attention in ``transformers``."""
 
 RAGGED = "specbench_ragged"
-"""The same for ``transformers``' own scaled dot-product attention, but for passes of several requests."""
+"""Name of ``transformers``' own scaled dot-product attention, extended to several requests."""
 
 LONGEST_PASS = 32
-"""Tokens up to which a pass is one of drafting or verifying: longer ones go the way of a prefill, and linear layers on
-more rows compute their sums in another order."""
+"""Tokens up to which a forward drafts or verifies. Longer ones are prefills, where linear layers sum in another order.
+"""
 
 KEY_BLOCK = 512
-"""Number of keys of which a padded length has to be a multiple, so that sums do not depend on it: what the kernel takes
-at a time. (Some processors do with fewer in bfloat16.)"""
+"""Padded lengths are multiples of this number of keys, which the kernel takes at a time: sums do not depend on them.
+(Some processors need fewer in bfloat16.)
+"""
 
 _ROWS = 8  # a multiple of it, for the kernel takes 32 at a time and may sum a rest of 1 to 5 in another order
 _MOST_ROWS = 160  # from 192 on, the kernel cuts rows up differently
@@ -51,24 +51,23 @@ _MOST_ROWS = 160  # from 192 on, the kernel cuts rows up differently
 
 def folded_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor | RaggedKV,
-    value: torch.Tensor | RaggedKV,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor | RaggedKV,
+    value: Tensor | RaggedKV,
+    attention_mask: Tensor | None,
     **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention with the query groups folded into the query length.
+) -> tuple[Tensor, None]:
+    """Compute scaled dot-product attention with the query groups folded into the query length.
 
     Args:
-        module: The attention layer.
         query: [1, query heads, queries, head size].
         key, value: [1, key/value heads, positions, head size], or those of several requests.
-        attention_mask: [1, 1, queries, positions], or ``None`` where every query sees every position.
-        arguments: As ``transformers`` passes them to an attention function.
+        attention_mask: [1, 1, queries, positions]; ``None`` if every query sees every position.
+        module, arguments: As ``transformers`` passes them to an attention function.
 
     Returns:
-        [1, queries, query heads, head size] and ``None`` for the weights. Whatever does not fit this shape (long or
-        batched queries, biases, dropout) goes the way of ``transformers``' own function.
+        [1, queries, query heads, head size], and ``None`` for the weights. Other cases (long or batched queries,
+            biases, dropout) are computed by ``transformers``' own function.
     """
     if isinstance(key, RaggedKV):
         return ragged_attention(module, query, key, value, attention_mask, **arguments)
@@ -90,18 +89,16 @@ def folded_attention(
 
 def ragged_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor | RaggedKV,
-    value: torch.Tensor | RaggedKV,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor | RaggedKV,
+    value: Tensor | RaggedKV,
+    attention_mask: Tensor | None,
     **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    """``transformers``' scaled dot-product attention, or that of several requests, each under its own mask.
-
-    Arguments and result are those of ``folded_attention``.
+) -> tuple[Tensor, None]:
+    """Compute ``transformers``' scaled dot-product attention, or that of several requests, each under its own mask.
 
     Raises:
-        ValueError: Several requests' scores are to be changed in ways that there are no means for here.
+        ValueError: Scores of several requests are to be changed in ways that are not supported.
     """
     if not isinstance(key, RaggedKV):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]
@@ -111,35 +108,24 @@ def ragged_attention(
 
 
 class Span:
-    """Neighboring rows of a pass that attend in one call: those of one request, or as many of each of several.
+    """Neighboring rows of a forward that attend in one call: those of one request, or equally many of several.
 
     Args:
-        rows: Where they are among all rows of the pass.
-        requests: Whose they are.
-        mask: Bool [requests, 1, queries, positions], true where a query attends; ``None`` for single ones that see
-            all, and for a chain of one request that begins with its first position.
-        places: Where the rows of requests that bring fewer than ``queries`` are among [requests · queries]; ``None``
-            where all bring as many.
+        mask: Bool [requests, 1, queries, positions], true where a query attends; ``None`` for a single row that sees
+            all, and for a chain of one request from its first position.
+        places: Indices of the rows in [requests · queries], if some requests have fewer rows; ``None`` if not.
     """
 
-    def __init__(
-        self, rows: slice, requests: int, mask: torch.Tensor | None, places: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, rows: slice, requests: int, mask: Tensor | None, places: Tensor | None = None) -> None:
         self._rows, self._requests, self._mask, self._places = rows, requests, mask, places
-        self._folded: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._folded: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """Attention of these rows.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Compute the attention of these rows, [1, these rows, query heads, head size].
 
         Args:
-            query: Of the whole pass, [1, query heads, rows, head size].
+            query: Of the whole forward, [1, query heads, rows, head size].
             key, value: Of these requests, [requests, key/value heads, positions, head size].
-            scale: See ``attend``.
-
-        Returns:
-            [1, these rows, query heads, head size].
         """
         _, heads, _, size = query.shape
         query = query[:, :, self._rows]
@@ -164,39 +150,27 @@ class Span:
 
 
 class NativeSpan:
-    """Neighboring rows of a pass, of any requests, that attend in one native call.
-
-    Args:
-        rows: Where they are among all rows of the pass.
-        requests: Whose they are.
-    """
+    """Neighboring rows of a forward, of any requests, that attend in one native call."""
 
     def __init__(self, rows: slice, requests: Sequence[NativeRequest]) -> None:
         self._rows, self._attention = rows, Attention(requests)
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """Attention of these rows; see ``Span.attend``, but keys and values are all of the pool's."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Compute the attention of these rows; see ``Span.attend``, but keys and values are the whole pool's."""
         own = query[0, :, self._rows].transpose(0, 1).float()
         return self._attention(own, key, value, scale).to(query.dtype)[None]
 
 
 class RaggedKV:
-    """The keys and values of several requests, which take the place of one request's in a pass.
-
-    Args:
-        spans: Of all rows of the pass, in their order.
-        keys, values: Of each span, as it takes them.
-    """
+    """The keys and values of several requests by span, in place of one request's in a forward."""
 
     def __init__(
-        self, spans: Sequence[Span | NativeSpan], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+        self, spans: Sequence[Span | NativeSpan], keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
         self._spans, self._keys, self._values = spans, keys, values
 
-    def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Every request's rows attend to its own positions: [1, query heads, rows, size] -> [1, rows, heads, size]."""
+    def attend(self, query: Tensor, scale: float | None) -> Tensor:
+        """Let every request attend to its own positions: [1, query heads, rows, size] -> [1, rows, heads, size]."""
         parts = [
             span.attend(query, keys, values, scale)
             for span, keys, values in zip(self._spans, self._keys, self._values, strict=True)
@@ -205,22 +179,19 @@ class RaggedKV:
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor | RaggedKV,
-    value: torch.Tensor | RaggedKV,
-    masks: Sequence[torch.Tensor] | None,
+    query: Tensor,
+    key: Tensor | RaggedKV,
+    value: Tensor | RaggedKV,
+    masks: Sequence[Tensor] | None,
     scale: float | None,
-) -> torch.Tensor:
-    """Attention of a short pass.
+) -> Tensor:
+    """Compute the attention of a short forward, [batch, queries, query heads, head size].
 
     Args:
         query: [batch, query heads, queries, head size].
         key, value: [batch, key/value heads, positions, head size], or those of several requests.
-        masks: What ``fold_mask`` made; ``None`` for a single query that sees every position, and several requests.
-        scale: What scores are multiplied by; ``None`` for 1/√(head size).
-
-    Returns:
-        [batch, queries, query heads, head size].
+        masks: From ``fold_mask``; ``None`` for a single query that sees every position, and for several requests.
+        scale: Factor of scores; ``None`` for 1/√(head size).
     """
     if isinstance(key, RaggedKV):
         return key.attend(query, scale)
@@ -229,7 +200,7 @@ def attend(
     shared = key.shape[1]
     groups = heads // shared
     if masks is None and key.shape[2] % KEY_BLOCK == 0:
-        # The last token of a block sees all of it, as no token beside others does: these have a mask.
+        # The last token of a block sees all of it, as no token among others does: these have a mask.
         masks = fold_mask(query.new_zeros(1, 1, 1, key.shape[2]), groups, query.dtype)
     if masks is None:
         folded = query.reshape(batch, shared, groups, size)
@@ -249,10 +220,8 @@ def _most_queries(groups: int) -> int:
     return max(1, _MOST_ROWS // groups)
 
 
-def _folded_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """Attention of a few queries; the mask is [batch, 1, folded and padded rows, positions]."""
+def _folded_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Compute the attention of a few queries; the mask is [batch, 1, folded and padded rows, positions]."""
     batch, heads, length, size = query.shape
     shared = key.shape[1]
     rows = heads // shared * length
@@ -267,37 +236,24 @@ def _folded_rows(
     return out.reshape(batch, heads, length, value.shape[-1])
 
 
-class OncePerPass(threading.local):
-    """Makes something of a tensor that all layers of a pass are handed, once for all of them.
-
-    Every thread has the last one of its own, for passes of several models may run side by side.
-    """
-
-    _last: tuple[torch.Tensor, object, Any] | None = None
-
-    def __call__(self, given: torch.Tensor, key: object, make: Callable[[], Made]) -> Made:
-        """What ``make()`` gives, or gave for the same tensor object and an equal key just before."""
-        last = self._last
-        if last is None or last[0] is not given or last[1] != key:
-            last = self._last = (given, key, make())
-        made: Made = last[2]
-        return made
+_last_masks = threading.local()  # by thread, since several models may run at a time
 
 
-_last_masks = OncePerPass()
+def _masks_of_pass(mask: Tensor, groups: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return ``fold_mask``'s result, computed once for all layers of a forward, which get the same mask."""
+    last = getattr(_last_masks, "value", None)
+    if last is None or last[0] is not mask or last[1:3] != (groups, dtype):
+        last = _last_masks.value = (mask, groups, dtype, fold_mask(mask, groups, dtype))
+    masks: list[Tensor] = last[3]
+    return masks
 
 
-def _masks_of_pass(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What ``fold_mask`` makes, once for all layers of a pass, which are handed the same mask."""
-    return _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))
-
-
-def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What is added to the scores of the folded rows, for every few queries.
+def fold_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return what to add to the scores of the folded rows, for every few queries.
 
     Args:
-        mask: [batch, 1, queries, positions], true where a query attends, or what is added to its scores.
-        groups: Query heads to a key/value head.
+        mask: [batch, 1, queries, positions], true where a query attends, or what to add to its scores.
+        groups: Query heads per key/value head.
         dtype: Of the queries.
     """
     most = _most_queries(groups)
@@ -314,9 +270,9 @@ def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[torch
 def folded_mask(
     q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **arguments: Any
 ) -> Any:
-    """The mask for ``folded_attention``; arguments and result as of ``transformers``' ``sdpa_mask``.
+    """Return the mask for ``folded_attention``; arguments and result as of ``transformers``' ``sdpa_mask``.
 
-    ``transformers`` leaves the mask of a single query out, as it sees all keys; here it must not see the padding.
+    ``transformers`` omits the mask of a single query, which sees all keys; here it must not see the padding.
     """
     if kv_offset + kv_length > q_offset + q_length:
         arguments["allow_is_causal_skip"] = False
@@ -329,7 +285,7 @@ def fold_attention(model: PreTrainedModel) -> bool:
     """Switch a CPU model to folded attention.
 
     Returns:
-        Whether it was switched; False where the model does not use ``sdpa`` or is elsewhere.
+        Whether it was switched; False where the model does not use ``sdpa`` or is on another device.
     """
     if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
         return False
@@ -340,11 +296,11 @@ def fold_attention(model: PreTrainedModel) -> bool:
     return is_folded(model.config)
 
 
-def takes_ragged(model: PreTrainedModel) -> bool:
-    """Let a model's attention take several requests in a pass.
+def enable_ragged(model: PreTrainedModel) -> bool:
+    """Let a model's attention read several requests in a forward.
 
     Returns:
-        Whether it does; False where it is no scaled dot-product attention.
+        Whether it does; False where it is not scaled dot-product attention.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation == "sdpa":
@@ -355,5 +311,5 @@ def takes_ragged(model: PreTrainedModel) -> bool:
 
 
 def is_folded(config: PretrainedConfig) -> bool:
-    """Whether a model of this configuration uses folded attention throughout."""
+    """Return whether a model of this configuration uses folded attention throughout."""
     return bool(config.get_text_config(decoder=True)._attn_implementation == FOLDED)

@@ -1,8 +1,8 @@
 """Weights in huge pages.
 
-A pass reads all weights once. In pages of 4 KiB that is some hundred thousand translations of addresses for a billion
-parameters, and the processor fetches ahead no further than a page: large products reach a half to three quarters of
-what the memory gives. Linux can lay memory together in pages of 2 MiB after the fact; other systems are left alone.
+A forward reads all weights once. In pages of 4 KiB that takes some hundred thousand address translations per billion
+parameters, and the processor prefetches no further than a page: large products reach a half to three quarters of the
+memory bandwidth. Linux can collapse memory into pages of 2 MiB after the fact; other systems are left alone.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _PROCESS = Path("/proc/self")
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels refuse it, and nothing changes
 _PRESENT = np.uint64(1 << 63)
 
-_LEAST_FULL = 0.9
-"""The share of a block that has to be in use: what is not is allocated along with it."""
+_LEAST_FULL = 0.9  # share of a block that must be in use: the rest is allocated too
 
 
 def huge_page_setting() -> str | None:
-    """The system's setting for transparent huge pages: "always", "madvise", "never"; ``None`` where there are none."""
+    """Return the system's setting for transparent huge pages: "always", "madvise", "never"; ``None`` where there are
+    none.
+    """
     try:
         return (_SYSTEM / "enabled").read_text().partition("[")[2].partition("]")[0] or None
     except OSError:
@@ -36,13 +37,12 @@ def huge_page_setting() -> str | None:
 
 @contextmanager
 def in_huge_pages() -> Iterator[list[tuple[int, int]]]:
-    """What is allocated in here and still there at the end lies in huge pages from then on, where the system has them.
+    """Move what is allocated in this context, and still there at its end, into huge pages, where the system has them.
 
-    Contents and addresses stay as they are, and so does memory that was in use before. Takes one or two seconds for a
-    gigabyte.
+    Contents and addresses do not change, nor does memory that was in use before. Takes one or two seconds per gigabyte.
 
     Yields:
-        To be filled with address and size of what is freed in here, for something new may lie there at the end.
+        A list for address and size of what is freed in here, since something new may be there at the end.
     """
     size = _huge_page_size()
     before = set(_full_blocks(size)) if size else set()
@@ -55,14 +55,16 @@ def in_huge_pages() -> Iterator[list[tuple[int, int]]]:
 
 
 def give_back_free_memory() -> None:
-    """What glibc keeps of memory freed among other memory: a tenth of a model, once its weights are replaced."""
+    """Return memory that glibc keeps between other memory to the system: a tenth of a model, once its weights are
+    replaced.
+    """
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def _huge_page_size() -> int:
-    """Bytes; 0 where there are none or the system's owner does not want them."""
+    """Return the size in bytes; 0 where there are none or they are switched off."""
     if not sys.platform.startswith("linux") or huge_page_setting() in (None, "never"):
         return 0
     try:
@@ -72,9 +74,9 @@ def _huge_page_size() -> int:
 
 
 def _full_blocks(size: int) -> list[int]:
-    """Where the process's own memory holds aligned blocks of this size that are (nearly) all in use, ascending.
+    """Return aligned blocks of this size of the process's own memory that are (nearly) all in use, ascending.
 
-    Proc's pagemap has eight bytes per page; the highest bit tells whether it is there (proc_pid_pagemap(5)).
+    A pagemap has eight bytes per page, whose highest bit tells whether it is present (proc_pid_pagemap(5)).
     """
     pages = size // mmap.PAGESIZE
     blocks: list[int] = []
@@ -95,7 +97,7 @@ def _full_blocks(size: int) -> list[int]:
 
 
 def _own_mappings() -> list[tuple[int, int]]:
-    """Begin and end of the process's writable memory that belongs to no file, threads' stacks among it."""
+    """Return begin and end of the process's writable memory that belongs to no file, including stacks of threads."""
     mappings = []
     for line in (_PROCESS / "maps").read_text().splitlines():
         addresses, rights, _, _, _, *name = line.split(maxsplit=5)

@@ -1,7 +1,7 @@
-"""Which instructions products may use here: the processor's, as far as nobody keeps the libraries from them.
+"""Instructions that products may use here: the processor's, unless a variable keeps the libraries from them.
 
-``ONEDNN_MAX_CPU_ISA`` keeps oneDNN from newer instructions, and ``ATEN_CPU_CAPABILITY`` torch's own operators, so that
-a new processor can stand in for an older one. What torch tells of the processor knows of neither.
+``ONEDNN_MAX_CPU_ISA`` limits oneDNN, and ``ATEN_CPU_CAPABILITY`` torch's own operators, so that a new processor can
+stand in for an older one. What torch reports of the processor ignores both.
 """
 
 from __future__ import annotations
@@ -13,33 +13,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Variables by which oneDNN is limited, the newer one first."""
-
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # variables that limit oneDNN, the newer one first
 _NO_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"})
 _WITHOUT = {
     "avx512": _NO_AVX512,
     "vnni": frozenset({"SSE41", "AVX", "AVX2", "AVX512_CORE"}),
     "bfloat16": _NO_AVX512 | {"AVX512_CORE", "AVX512_CORE_VNNI"},
 }
-"""Values of these variables that leave instructions out."""
+"""Values of these variables that exclude instructions."""
 
 
 def is_allowed(instructions: Literal["avx512", "vnni", "bfloat16"]) -> bool:
-    """Whether nobody keeps libraries from such instructions; whether the processor has them is another question."""
+    """Return whether no variable excludes such instructions; the processor may lack them all the same."""
     limit = next((os.environ[name] for name in _LIMITS if name in os.environ), "")
     return limit.upper() not in _WITHOUT[instructions]
 
 
 def has_vnni() -> bool:
-    """Whether bytes are multiplied and added up in 32 bits at once."""
+    """Return whether bytes are multiplied and summed in 32 bits by one instruction."""
     import torch
 
     return bool(torch.cpu._is_vnni_supported()) and is_allowed("vnni")
 
 
 def has_bfloat16() -> bool:
-    """Whether matrices of bfloat16 are multiplied as they are; elsewhere they are widened, or torn apart, first."""
+    """Return whether bfloat16 matrices are multiplied as they are; elsewhere they are converted first."""
     import torch
 
     if not is_allowed("bfloat16"):
@@ -53,7 +51,7 @@ def has_bfloat16() -> bool:
 
 
 def cpu_signature() -> list[object]:
-    """What the speed of products depends on here: the processor, what of it may be used, and how many threads."""
+    """Return what the speed of products depends on here: processor, limits of instructions, number of threads."""
     import torch
 
     limits = ("ATEN_CPU_CAPABILITY", *_LIMITS)
@@ -66,7 +64,7 @@ def cpu_signature() -> list[object]:
 
 
 def processor_name() -> str | None:
-    """The processor's model; ``None`` if nobody knows."""
+    """Return the processor's model; ``None`` if it is not known."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")

@@ -1,10 +1,10 @@
 """Linear layers as fast as a CPU allows: weights packed once for oneDNN, or quantized to int8 or int4.
 
-A packed layer computes what ``torch.nn.Linear`` computes, up to the order of float additions; for up to 32 rows a row's
-result does not depend on how many rows there are. An int8 layer is a different (slightly coarser) model: symmetric
-per-channel weights, symmetric per-row activations, integer accumulation, so a row's result never depends on the rows
-beside it. Both fall back to ordinary operators where oneDNN's are missing. An int4 layer is coarser still: its weights
-have a scale and an offset for every 32 inputs, and its rows are those of an int8 one.
+A packed layer computes what ``torch.nn.Linear`` computes, up to the order of float additions; up to 32 rows a row's
+result does not depend on the number of rows. An int8 layer is a slightly coarser model: symmetric weights per output
+channel, symmetric activations per row, integer sums, so that a row's result never depends on other rows. Both use
+ordinary operators where oneDNN's are missing. An int4 layer is coarser still: its weights have a scale and an offset
+per 32 inputs, its activations are those of an int8 layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
@@ -26,34 +26,29 @@ from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni
 from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
 
-_ROWS_HINT = 5
-"""Rows the packed layout is chosen for: a verification pass of a usual draft length."""
-
-_FBGEMM_MAX_OUTPUTS = 32_768
-"""Outputs up to which FBGEMM's products are the faster ones; for more only those with a single row are."""
-
+_ROWS_HINT = 5  # rows the packed layout is chosen for: verification at a usual draft length
+_FBGEMM_MAX_OUTPUTS = 32_768  # outputs up to which FBGEMM is faster for several rows
 _FBGEMM_MAX_ROWS = 128
-"""Rows that FBGEMM gets at once: the results of many lie in memory that the system has to hand out every time."""
+"""Rows of one FBGEMM call: the results of many need memory that the system has to hand out every time."""
 
-_ROUNDED_AT_ONCE = 1 << 18
-"""Numbers of a weight that are rounded at once: in float32 they fit into a processor's own caches."""
+_CHUNK_NUMBERS = 1 << 18
+"""Numbers of a weight that are quantized at a time: in float32 they fit into a processor's caches."""
 
-_LEAST = 1e-30
-"""The largest element of a row is taken to be no less, so that rows of zeros have a scale."""
+_MIN_SCALE = 1e-30  # least value taken for the largest element of a row, so that rows of zeros have a scale
 
 
 def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether there are packed linear layers here for this dtype."""
+    """Return whether there are packed linear layers for this dtype."""
     if torch.device(device).type != "cpu":
         return False
     return onednn_packs(dtype) or (dtype == torch.bfloat16 and native.is_available())
 
 
 def onednn_packs(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype are packed by oneDNN here.
+    """Return whether oneDNN packs weights of this dtype here.
 
-    Where a processor has no instructions for bfloat16, oneDNN takes it apart for every product, if it knows any: native
-    products are quicker (docs/log.md).
+    Without instructions for bfloat16, oneDNN unpacks it for every product, if it supports it at all: native products
+    are faster (docs/log.md).
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -67,71 +62,54 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [out, in] as oneDNN reads it, where ``onednn_packs`` its dtype."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
-    return packed
-
-
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in the order in which products read it: oneDNN's, or that of native ones.
+    """A linear layer whose weight, [out, in], is packed for oneDNN, or for native products in bfloat16 without
+    instructions for it.
 
-    The latter is for bfloat16 on processors without instructions for it.
-
-    Args:
-        weight: [out, in]; can be freed afterwards.
-        bias: [out] or ``None``.
-
-    Attributes:
-        panels: The same memory for native products; ``None`` where there are none, or they read no such order.
-        dtype: Of the weight.
+    ``panels`` is the same memory for native products; ``None`` if they cannot read it.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias, self.dtype = bias, weight.dtype
         self.panels: native.Panels | None = None
-        self._packed: torch.Tensor | None = None
-        self._least_rows = 1
+        self._packed: Tensor | None = None
+        self._min_rows = 1
         if not onednn_packs(weight.dtype):
             self.panels = native.Panels.from_bfloat16(weight)
             return
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
-        self._packed = pack_weight(weight)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         if native.is_available():
             self.panels = native.Panels.from_onednn(self._packed, weight)
-        self._least_rows = fastest_min_rows(weight.dtype)
-        if self._least_rows == 1 and _single_rows_differ(self._packed, weight.dtype, self.in_features):
-            self._least_rows = 2
+        self._min_rows = fastest_min_rows(weight.dtype)
+        if self._min_rows == 1 and _single_rows_differ(self._packed, weight.dtype, self.in_features):
+            self._min_rows = 2
 
     @property
-    def weight(self) -> torch.Tensor:
-        """The weight in its ordinary order, [out, in]; made anew at every call."""
+    def weight(self) -> Tensor:
+        """The weight in its ordinary layout, [out, in]; copied at every call."""
         if self._packed is None:
             assert self.panels is not None
             return self.panels.dense()
-        dense: torch.Tensor = self._packed.to_dense()
+        dense: Tensor = self._packed.to_dense()
         return dense
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         rows = x.numel() // self.in_features
-        if rows >= min(self._least_rows, _MOST_FILLED + 1):
+        if rows >= min(self._min_rows, _MAX_PADDED + 1):
             return self._product(x)
         flat = x.reshape(rows, self.in_features)
         if rows == 1:
-            filled = flat.expand(self._least_rows, -1).contiguous()
+            filled = flat.expand(self._min_rows, -1).contiguous()
         else:
-            filled = nn.functional.pad(flat, (0, 0, 0, self._least_rows - rows))
+            filled = nn.functional.pad(flat, (0, 0, 0, self._min_rows - rows))
         return self._product(filled)[:rows].view(*x.shape[:-1], self.out_features)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor
+    def _product(self, x: Tensor) -> Tensor:
+        out: Tensor
         if self._packed is None:
             assert self.panels is not None
             out = self.panels.product(x.reshape(-1, self.in_features).float())
@@ -141,40 +119,35 @@ class PackedLinear(nn.Module):
         return out
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """What a ``torch.nn.Linear`` would save, to the bit."""
+        """Save what a ``torch.nn.Linear`` would save, to the bit."""
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
+_TRIAL_SIZE, _TRIAL_BYTES, _TRIAL_PAIRS = 2048, 100_000_000, 15
+"""Square weights of this size, as many bytes of them as no cache holds, find out the fastest number of rows."""
 
-_TRIED_SIZE, _TRIED_BYTES, _TRIED_PAIRS = 2048, 100_000_000, 15
-"""Square weights of this size, so many bytes of them that no cache holds them, tell how many rows are quickest."""
-
-_MOST_FILLED = 2
-"""Rows up to which more are added: with three, adding them takes as long as they save."""
+_MAX_PADDED = 2  # rows up to which rows are added: with three, adding them takes the time it saves
 
 
 @cache
 def fastest_min_rows(dtype: torch.dtype) -> int:
-    """Rows to which one or two are filled up: 1 for none.
+    """Return the number of rows to which one or two are padded: 1 for no padding.
 
-    A product of few rows reads its weights as slowly as memory gives them, and oneDNN's code for five rows reads faster
-    than that for one or two on some processors (by a fifth on an EPYC with AVX-512). It is tried out once in a process,
-    which takes two tenths of a second, with weights in huge pages as a model's are: in small ones looking addresses up
-    hides most of the difference.
+    A product of few rows reads its weights at the speed of memory, and on some processors oneDNN's code for five rows
+    reads faster than that for one or two (by a fifth on an EPYC with AVX-512). It is tried once in a process, in 0.2 s,
+    with weights in huge pages like a model's: in small pages address translation hides most of the difference.
     """
-    zeros = torch.zeros(_TRIED_SIZE, _TRIED_SIZE, dtype=dtype)
+    zeros = torch.zeros(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype)
     with in_huge_pages():
         weights = [
             torch.ops.mkldnn._reorder_linear_weight(zeros, _ROWS_HINT)
-            for _ in range(_TRIED_BYTES // (zeros.numel() * zeros.itemsize))
+            for _ in range(_TRIAL_BYTES // (zeros.numel() * zeros.itemsize))
         ]
 
     def seconds(rows: int) -> float:
-        x = torch.zeros(rows, _TRIED_SIZE, dtype=dtype)
+        x = torch.zeros(rows, _TRIAL_SIZE, dtype=dtype)
         began = time.perf_counter()
         for weight in weights:
             torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
@@ -182,37 +155,37 @@ def fastest_min_rows(dtype: torch.dtype) -> int:
 
     ratios = []
     with torch.inference_mode():
-        for pair in range(_TRIED_PAIRS + 1):
+        for pair in range(_TRIAL_PAIRS + 1):
             few, filled = seconds(2), seconds(_ROWS_HINT)
             if pair:  # the first meets the machine cold
                 ratios.append(filled / few)
-            if median_is_decided(ratios, 1, _TRIED_PAIRS):
+            if median_is_decided(ratios, 1, _TRIAL_PAIRS):
                 break
     return _ROWS_HINT if statistics.median(ratios) < 1 else 1
 
 
 def median_is_decided(ratios: Sequence[float], limit: float, most: int) -> bool:
-    """Whether the median of ``most`` ratios, an odd number, lies on one side of a limit, whatever is still to come."""
+    """Return whether the median of ``most`` ratios, an odd number, is known to be on one side of a limit."""
     below = sum(ratio < limit for ratio in ratios)
     return max(below, len(ratios) - below) > most // 2
 
 
 _single_rows: dict[tuple[int, int], bool] = {}
-_TRIED_OUTPUTS = 10_000
+_TRIAL_OUTPUTS = 10_000
 
 
-def _single_rows_differ(packed: torch.Tensor, dtype: torch.dtype, width: int) -> bool:
-    """Whether a single row goes another way through a product of this shape than one among others.
+def _single_rows_differ(packed: Tensor, dtype: torch.dtype, width: int) -> bool:
+    """Return whether a single row gives other bits than one among others in a product of this shape.
 
-    oneDNN chooses that by shape and dtype. In float32 random rows show it. In half precision only one output in some
-    ten thousand does, and of a narrow layer fewer: there it is taken for granted.
+    oneDNN chooses its code by shape and dtype. In float32 random rows show it. In half precision one output in some ten
+    thousand does, and fewer in a narrow layer, so it is assumed.
     """
     if dtype != torch.float32:
         return True
     outputs = int(packed.shape[0])
     key = (outputs, width)
     if key not in _single_rows:
-        count = max(4, _TRIED_OUTPUTS // max(1, outputs))
+        count = max(4, _TRIAL_OUTPUTS // max(1, outputs))
         rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
         product = torch.ops.mkldnn._linear_pointwise
         _single_rows[key] = not all(
@@ -226,22 +199,17 @@ def _single_rows_differ(packed: torch.Tensor, dtype: torch.dtype, width: int) ->
 
 
 class Int8Weight(NamedTuple):
-    """A weight in bytes.
+    """A weight in int8."""
 
-    Attributes:
-        quantized: [out, in], int8.
-        scales: [out], float32: what a row is multiplied by.
-    """
-
-    quantized: torch.Tensor
-    scales: torch.Tensor
+    quantized: Tensor  # [out, in], int8
+    scales: Tensor  # [out], float32, factors of the rows
 
 
-def quantize_int8(weight: torch.Tensor) -> Int8Weight:
-    """Round a weight [out, in], some rows after the others: in float32 all of it takes much memory."""
+def quantize_int8(weight: Tensor) -> Int8Weight:
+    """Quantize a weight [out, in], some rows at a time: in float32 all of it takes much memory."""
     quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
-    step = max(1, _ROUNDED_AT_ONCE // max(1, weight.shape[1]))
+    step = max(1, _CHUNK_NUMBERS // max(1, weight.shape[1]))
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
         full = weight[rows].float()
@@ -251,11 +219,11 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
 
 
 QuantizedWeight = Int8Weight | native.Panels
-"""A weight as a layer of few bits keeps it: native products read it in another order."""
+"""A weight as a quantized layer keeps it: native products read another layout."""
 
 
-def int8_weight(weight: torch.Tensor) -> QuantizedWeight:
-    """A weight [out, in] as an int8 layer keeps it here."""
+def int8_weight(weight: Tensor) -> QuantizedWeight:
+    """Return a weight [out, in] as an int8 layer keeps it here."""
     made = quantize_int8(weight)
     if weight.device.type == "cpu" and native.is_available():
         return native.Panels.from_int8(made.quantized, made.scales)
@@ -263,11 +231,8 @@ def int8_weight(weight: torch.Tensor) -> QuantizedWeight:
 
 
 def bytes_per_weight(kind: QuantizedName, wide: int) -> float:
-    """Bytes of a number in a rounded layer, its share of what a group has in common among them.
-
-    Args:
-        kind: Of the layer.
-        wide: Bytes it had before, and has in int4 where there are no native products.
+    """Return the bytes per number of a quantized layer, with its share of scales; int4 keeps the ``wide`` bytes it
+    had without native products.
     """
     if kind == "int8":
         return 1
@@ -275,17 +240,12 @@ def bytes_per_weight(kind: QuantizedName, wide: int) -> float:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weight was rounded to a few bits.
-
-    Args:
-        outputs, inputs: Of the weight.
-        bias: [out] or ``None``.
+    """A linear layer with a quantized weight.
 
     Attributes:
-        kind: "int8" or "int4".
-        panels: Its weight for native products; ``None`` where it has others.
-        float32_io: Whether its product takes and gives float32 in one operator.
-        rounds_rows: Whether what it is given is rounded to bytes, and not only its weight was.
+        panels: Its weight for native products; ``None`` for others.
+        float32_io: Whether its product reads and gives float32 in one operator.
+        quantizes_rows: Whether activations are quantized too.
     """
 
     kind: QuantizedName
@@ -293,7 +253,7 @@ class QuantizedLinear(nn.Module):
     float32_io = False
     quantizes_rows = False
 
-    def __init__(self, outputs: int, inputs: int, bias: torch.Tensor | None) -> None:
+    def __init__(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = outputs, inputs
         self.bias = bias
@@ -302,13 +262,13 @@ class QuantizedLinear(nn.Module):
         self.panels, self.float32_io, self.quantizes_rows = panels, True, True
 
     @property
-    def weight(self) -> torch.Tensor:
-        """Stands in for the weight where code asks for its dtype, device or number of rows; holds no values."""
+    def weight(self) -> Tensor:
+        """A stand-in with the weight's dtype, device and number of rows; it has no values."""
         dtype = torch.float32 if self.bias is None else self.bias.dtype
-        device = next((held.device for held in self.buffers()), None)
+        device = next((buffer.device for buffer in self.buffers()), None)
         return torch.empty(self.out_features, 0, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the dtype of x."""
         if self.panels is None:
             out = self._product(x)
@@ -317,8 +277,8 @@ class QuantizedLinear(nn.Module):
             out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Without panels."""
+    def _product(self, x: Tensor) -> Tensor:
+        """Compute the product without panels."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, *_: Any) -> None:
@@ -327,27 +287,23 @@ class QuantizedLinear(nn.Module):
             "Load the model again, in another dtype, and save that one.",
         )
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
-
 
 class Int8Linear(QuantizedLinear):
-    """A linear layer with int8 weights (one scale per output channel) and int8 activations (one scale per row).
+    """A linear layer with int8 weights (a scale per output channel) and int8 activations (a scale per row).
 
     Args:
         weight: [out, in], any floating dtype; or what was made of it.
-        bias: [out] or ``None``.
-        row_invariant: Whether a row has the same bits alone and among others. It always has in native
-            products; where there are none, a drafter does without: FBGEMM's products of small layers take one operator
-            and not ten, as oneDNN's do.
+        row_invariant: Whether a row must have the same bits alone and among others. Native products always give that.
+            Where there are none, drafters do without: FBGEMM's products of small layers take one operator, oneDNN's
+            ten.
     """
 
     kind: QuantizedName = "int8"
 
     def __init__(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, *, row_invariant: bool = True
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, row_invariant: bool = True
     ) -> None:
-        known = int8_weight(weight.detach()) if isinstance(weight, torch.Tensor) else weight
+        known = int8_weight(weight.detach()) if isinstance(weight, Tensor) else weight
         if isinstance(known, native.Panels):
             super().__init__(known.outputs, known.inputs, bias)
             self._take(known)
@@ -356,7 +312,7 @@ class Int8Linear(QuantizedLinear):
         outputs, inputs = quantized.shape
         super().__init__(outputs, inputs, bias)
         self.register_buffer("scales", scales, persistent=False)
-        self.scales: torch.Tensor
+        self.scales: Tensor
         self._fbgemm = None if row_invariant else _pack_fbgemm(quantized, scales)
         self.float32_io = self._fbgemm is not None
         self._prepacked = None if self.float32_io else _prepack_int8(quantized)
@@ -367,58 +323,51 @@ class Int8Linear(QuantizedLinear):
         # Without VNNI instructions pairs of products are added up in 16 bits, which bytes in full would overflow.
         self._levels = 127 if has_vnni() else 63
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         if self._fbgemm is not None:
             return self._fbgemm_product(x)
         if self._prepacked is None:
             return nn.functional.linear(x, self.quantized.to(x.dtype)) * self.scales.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
-        steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_LEAST).div_(self._levels)
+        steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_MIN_SCALE).div_(self._levels)
         # Unsigned, zero in the middle; adding another half before the cut rounds to nearest.
         zero = self._levels + 1
         quantized = (rows / steps).add_(zero + 0.5).to(torch.uint8)
-        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
             quantized, 1.0, zero, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
         return out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def _fbgemm_product(self, x: torch.Tensor) -> torch.Tensor:
-        """The same up to the scales of activations: a row's lowest and highest value get the ends of a byte."""
+    def _fbgemm_product(self, x: Tensor) -> Tensor:
+        """Compute the product with FBGEMM, whose scales map a row's lowest and highest value to the ends of a byte."""
         product = torch.ops.quantized.linear_dynamic
-        out: torch.Tensor
+        out: Tensor
         if x.numel() == self.in_features and x.dim() > 1:
             out = product(x.float(), self._fbgemm, False)
             return out.to(x.dtype)
         rows = x.reshape(-1, self.in_features).float()
         # There is one scale for all rows: make them as large as each other.
-        sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_LEAST)
+        sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_MIN_SCALE)
         parts = [product(part, self._fbgemm, False) for part in (rows / sizes).split(_FBGEMM_MAX_ROWS)]
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(sizes)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
-_GROUP = 32
-"""Inputs that share a scale, in 4 bits."""
-
+_GROUP = 32  # inputs that share a scale, in 4 bits
 _LINES = tuple((steps, 0.0) for steps in range(15, 7, -1)) + tuple((15, 0.02 * cut) for cut in range(1, 9))
-"""Steps from a group's lowest number to its highest, and the share of that range that is cut off at both ends."""
+"""Steps between a group's lowest and highest number, and the share of the range cut off at both ends."""
 
 
 class Int4Linear(QuantizedLinear):
-    """A linear layer with weights in 4 bits, see ``fake_quantize_int4``, and int8 activations (one scale per row).
+    """A linear layer with 4-bit weights, see ``fake_quantize_int4``, and int8 activations (a scale per row).
 
-    Where there are no native products its weights are as wide as they were and activations stay what they are: that is
-    no quicker than the layer it was made of.
-
-    Args:
-        weight: [out, in], any floating dtype; or what was made of it.
-        bias: [out] or ``None``.
+    Without native products its weights keep their dtype's size and activations are not quantized: it is no faster then.
     """
 
     kind: QuantizedName = "int4"
 
-    def __init__(self, weight: torch.Tensor | native.Panels, bias: torch.Tensor | None) -> None:
-        if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and native.is_available():
+    def __init__(self, weight: Tensor | native.Panels, bias: Tensor | None) -> None:
+        if isinstance(weight, Tensor) and weight.device.type == "cpu" and native.is_available():
             weight = native.Panels.quantize_int4(weight)
         rounded = None
         if isinstance(weight, native.Panels):
@@ -431,16 +380,17 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("rounded", rounded, persistent=False)
         self.rounded: Any
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.rounded.to(x.dtype))
 
 
-def fake_quantize_int4(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [out, in] as groups of 32 inputs give it, in float32: least + scale · code, with codes from 0 to 15.
+def fake_quantize_int4(weight: Tensor) -> Tensor:
+    """Return a weight [out, in] as 4-bit groups of 32 inputs give it, in float32: offset + scale · code, codes from 0
+    to 15.
 
-    Both numbers are in bfloat16. Of several lines each group has the one with the least squared error; among them are
-    those through the numbers of a file in 4 bits, whatever share of the codes they use (its blocks have a scale, some
-    also a minimum). In native.c the same is done quicker.
+    Both are bfloat16. Each group takes the line with the least squared error out of several, among them those through
+    the numbers of a 4-bit file, whatever share of the codes it uses (its blocks have a scale, some a minimum). native.c
+    does the same faster.
     """
     outputs, inputs = weight.shape
     places = torch.arange(inputs + -inputs % _GROUP, device=weight.device)
@@ -451,39 +401,37 @@ def fake_quantize_int4(weight: torch.Tensor) -> torch.Tensor:
     for steps, cut in _LINES:
         scale = ((high - low) * (1 - 2 * cut) / steps).bfloat16().float()
         least = (low + cut * (high - low)).bfloat16().float()
-        codes = ((groups - least) / scale.where(scale > _LEAST, 1.0)).round_().clamp_(0, 15)
+        codes = ((groups - least) / scale.where(scale > _MIN_SCALE, 1.0)).round_().clamp_(0, 15)
         found = codes * scale + least
-        error = (found - groups).square_().sum(-1, keepdim=True).where(scale > _LEAST, torch.inf)
+        error = (found - groups).square_().sum(-1, keepdim=True).where(scale > _MIN_SCALE, torch.inf)
         best = torch.where(error < least_error, found, best)
         least_error = torch.minimum(error, least_error)
     return best.reshape(outputs, -1)[:, :inputs]
 
 
-def _prepack_int8(quantized: torch.Tensor) -> torch.Tensor | None:
-    """oneDNN's packed form of an int8 weight, or ``None`` where its operators are missing."""
+def _prepack_int8(quantized: Tensor) -> Tensor | None:
+    """Pack an int8 weight for oneDNN; ``None`` if its operators are missing."""
     if quantized.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     if not (hasattr(torch.ops.onednn, "qlinear_prepack") and hasattr(torch.ops.onednn, "qlinear_pointwise")):
         return None
-    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(quantized, None)
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(quantized, None)
     return packed
 
 
-_one_engine = threading.Lock()
-"""Held while the process's engine for quantized layers is another one than usual."""
+_engine_lock = threading.Lock()  # held while torch's engine for quantized layers is changed
 
 
-def _pack_fbgemm(quantized: torch.Tensor, scales: torch.Tensor) -> Any:
-    """FBGEMM's packed form of an int8 weight; ``None`` for large layers, and where it is missing or would overflow.
-
-    (Without VNNI instructions, pairs of products are added up in 16 bits.)
+def _pack_fbgemm(quantized: Tensor, scales: Tensor) -> Any:
+    """Pack an int8 weight for FBGEMM; ``None`` for large layers, or where it is missing or would overflow (without
+    VNNI).
     """
     if quantized.device.type != "cpu" or quantized.shape[0] > _FBGEMM_MAX_OUTPUTS:
         return None
     if "fbgemm" not in torch.backends.quantized.supported_engines or not has_vnni():
         return None
     zeros = torch.zeros(len(scales), dtype=torch.int64)
-    with _one_engine:
+    with _engine_lock:
         engine = torch.backends.quantized.engine
         try:
             torch.backends.quantized.engine = "fbgemm"

@@ -1,10 +1,10 @@
-"""Products of weights, and whole passes of the Llama family over them, in C (native.c).
+"""Native matrix products, and whole forward passes of the Llama family, in C (native.c).
 
-A pass in torch's operators spends half of a small model's time on starting products, and in the gaps between them
-memory rests. Here a pass is one call. Weights in 4 and 8 bits are laid in an order of their own; those in bfloat16 and
-float32 are read where oneDNN has packed them, so that they are there once. The library is built with the package where
-there is a C compiler; without it, and on other processors than x86-64 with AVX2, everything goes its usual way. Its
-threads are those of torch's own OpenMP, so that nobody waits for two pools in turn.
+Torch operators spend half of a small model's forward on starting products, while memory idles; here a forward is one
+call. Weights in 4 and 8 bits have a layout of their own; those in bfloat16 and float32 are read where oneDNN has packed
+them, so that they exist once. The library is built with the package where there is a C compiler, for x86-64 with AVX2;
+elsewhere other forwards are used. Its threads are those of torch's own OpenMP, so that two pools never wait for each
+other.
 """
 
 from __future__ import annotations
@@ -14,70 +14,129 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Iterator, Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specbench.backends.torch.kernels.instructions import is_allowed
-from specbench.backends.torch.kernels.onednn_layout import Laid, layout_of
-from specbench.backends.torch.kernels.structures import (
-    CLayer,
-    CMatrix,
-    CModel,
-    CPacking,
-    CPass,
-    CRequest,
-    address,
-    array,
-    whole,
-)
+from specbench.backends.torch.kernels.onednn_layout import PackedLayout, layout_of
 
 LIBRARY = "_native.so"
-"""The file beside this one that the build makes."""
+"""The file next to this one that the build makes."""
 
 PANEL = 32
-"""Outputs that lie together in panels of our own."""
+"""Outputs in a panel of our own."""
 
 STEP = 16
-"""Numbers that are taken at a time between the products: sizes of a head and of hidden states have to be multiples."""
+"""Sizes of heads and hidden states must be multiples of this: numbers that are processed at a time between products."""
 
 MOST_HEAD_SIZE = 256
 
-_ROUNDED_AT_ONCE = 128 * PANEL
-"""Rows of a weight that are made float32 at once."""
-
-_VERSION = 7
-"""Of what is handed over; the library's own has to be the same."""
+_CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
+_VERSION = 7  # of the interface; the library's must be the same
 
 LAYOUT = 2
-"""Version of the order in which panels hold their numbers: what is kept of them is for this one."""
+"""Version of the layout of our own panels, with which they are stored."""
 
 _LEVELS = {"default": 0, "avx2": 1}
-"""How far ``ATEN_CPU_CAPABILITY``, which limits torch, limits this too: none, AVX2; else as far as the processor."""
+"""Highest level of instructions by ``ATEN_CPU_CAPABILITY``, which limits torch: none, AVX2; otherwise as the processor.
+"""
 
 
-class _Native(NamedTuple):
-    """The library, with what it needs of this process.
+def _fields(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
+    """Return fields of one type."""
+    return ((name, kind) for name in names.split())
 
-    Attributes:
-        library: Loaded.
-        parallel: ``GOMP_parallel`` of the OpenMP that torch uses.
-        level: Of instructions, see native.c.
-    """
 
-    library: ctypes.CDLL
-    parallel: int
-    level: int
+class CMatrix(Structure):
+    _fields_ = (
+        *_fields(c_void_p, "panels bias"),
+        *_fields(c_int32, "outputs inputs bits width depth unused"),
+    )
+
+
+class CLayer(Structure):
+    _fields_ = (
+        *_fields(CMatrix, "projections output gates down"),
+        *_fields(c_void_p, "attention_norm mlp_norm query_norm key_norm"),
+    )
+
+
+class CModel(Structure):
+    _fields_ = (
+        ("layers", POINTER(CLayer)),
+        ("head", CMatrix),
+        *_fields(c_void_p, "norm embedding_norm"),
+        *_fields(c_int32, "count hidden heads shared size middle"),
+        *_fields(c_float, "epsilon scaling"),
+        *_fields(c_int32, "adds_to_normed unused"),
+    )
+
+
+class CRequest(Structure):
+    _fields_ = (
+        *_fields(c_void_p, "places mask"),
+        ("mask_stride", c_int64),
+        *_fields(c_int32, "first past"),
+        *_fields(POINTER(c_void_p), "keys values"),
+        ("strides", POINTER(c_int64)),
+    )
+
+
+class CPass(Structure):
+    _fields_ = (
+        ("model", POINTER(CModel)),
+        *_fields(c_void_p, "x embedded cosines sines"),
+        *_fields(POINTER(c_void_p), "keys values"),
+        ("strides", POINTER(c_int64)),
+        ("requests", POINTER(CRequest)),
+        *_fields(c_void_p, "which logits"),
+        ("states", POINTER(c_void_p)),
+        ("states_stride", c_int64),
+        *_fields(c_int32, "rows wanted count is_bfloat16"),
+        ("parallel", c_void_p),
+        *_fields(c_int32, "threads level"),
+    )
+
+
+class CPacking(Structure):
+    _fields_ = (
+        *_fields(c_void_p, "bytes scales weight halves panels"),
+        *_fields(c_int32, "rows columns bits unused"),
+    )
 
 
 @cache
-def _found() -> _Native | str:
-    """The library, or why there is none."""
+def array(kind: Any, count: int) -> Any:
+    """Return the type of an array; cached, since ctypes leaves unused types to the garbage collector."""
+    return kind * count
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class _Native(NamedTuple):
+    """The library, and what it needs of this process."""
+
+    library: ctypes.CDLL
+    parallel: int  # GOMP_parallel of torch's OpenMP
+    level: int  # of instructions, see native.c
+
+
+@cache
+def _load() -> _Native | str:
+    """Load the library, or return why there is none."""
     path = Path(__file__).with_name(LIBRARY)
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "they are written for Linux on x86-64 alone"
@@ -112,18 +171,17 @@ def _found() -> _Native | str:
 
 
 def why_unavailable() -> str | None:
-    """Why there are no native products here, as the end of a sentence; ``None`` where there are."""
-    found = _found()
+    """Return why there are no native products here, as the end of a sentence; ``None`` if there are."""
+    found = _load()
     return found if isinstance(found, str) else None
 
 
 def is_available() -> bool:
-    """Whether there are native products here."""
     return why_unavailable() is None
 
 
 def _native() -> _Native:
-    found = _found()
+    found = _load()
     assert not isinstance(found, str), found
     return found
 
@@ -133,39 +191,34 @@ def _check(status: int) -> None:
         raise MemoryError("no memory for a pass")
 
 
-_GROUP = 32
-"""Inputs of panels of our own, in which oneDNN has no say, are filled up with zeros to a multiple."""
-
-_BITS = {torch.bfloat16: 16, torch.float32: 32}
-"""Of numbers that products take as they are."""
-
-_WIDEST = {1: 48, 2: 128, 3: 128}
-"""Rows up to which one call is quicker than torch's products, by the level of instructions (docs/log.md)."""
+_GROUP = 32  # inputs of our own panels are padded with zeros to a multiple of this
+_BITS = {torch.bfloat16: 16, torch.float32: 32}  # of weights that products read as they are
+_MAX_ROWS = {1: 48, 2: 128, 3: 128}
+"""Rows up to which a native forward is faster than torch's products, by level of instructions (docs/log.md)."""
 
 
 class Panels:
-    """A weight in the order in which the products read it; where ``is_available()``.
+    """A weight in the layout that native products read; where ``is_available()``.
 
     Attributes:
-        bits: 32 and 16 for float32 and bfloat16, 8 with a scale for each output, 4 with two numbers for 32 inputs each.
-        outputs, inputs: As of the weight.
-        width: Outputs that lie together.
-        data: All of it: uint8 in panels of our own.
+        bits: 32 and 16 for float32 and bfloat16, 8 with a scale per output, 4 with a scale and an offset per 32 inputs.
+        width: Outputs in a panel.
+        data: All panels: uint8 in our own layout.
     """
 
-    def __init__(self, bits: int, outputs: int, inputs: int, laid: Laid | None = None) -> None:
-        """Panels of their own, still to be filled, or those that oneDNN has made."""
+    def __init__(self, bits: int, outputs: int, inputs: int, laid: PackedLayout | None = None) -> None:
+        """Allocate panels of our own, or take those that oneDNN has made."""
         self.bits, self.outputs, self.inputs = bits, outputs, inputs
         if laid is None:
             data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
-            laid = Laid(data, data.data_ptr(), PANEL, -(-inputs // _GROUP) * _GROUP)
+            laid = PackedLayout(data, data.data_ptr(), PANEL, -(-inputs // _GROUP) * _GROUP)
         self.data, self._address, self.width, self._depth = laid
 
     def _bytes_of(self, outputs: int) -> int:
         return int(_native().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
 
     def _pack(self, first: int, packing: CPacking) -> None:
-        """Lay rows from ``first`` on, which begins a panel."""
+        """Pack rows from ``first`` on, which begins a panel."""
         native = _native()
         packing.panels = self._address + self._bytes_of(first)
         packing.columns, packing.bits = self.inputs, self.bits
@@ -173,12 +226,8 @@ class Panels:
         _check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
 
     @classmethod
-    def from_data(cls, bits: int, outputs: int, inputs: int, data: torch.Tensor) -> Panels:
-        """Those that hold a copy of what others have held.
-
-        Raises:
-            ValueError: That is not of this size.
-        """
+    def from_data(cls, bits: int, outputs: int, inputs: int, data: Tensor) -> Panels:
+        """Copy stored panels; raise ``ValueError`` if they are not of this size."""
         made = cls(bits, outputs, inputs)
         if data.shape != made.data.shape or data.dtype != torch.uint8:
             raise ValueError("panels of another size")
@@ -186,345 +235,269 @@ class Panels:
         return made
 
     @classmethod
-    def from_int8(cls, quantized: torch.Tensor, scales: torch.Tensor) -> Panels:
-        """Those of a weight in bytes.
-
-        Args:
-            quantized: int8 [out, in], from -127 to 127.
-            scales: float32 [out].
-        """
+    def from_int8(cls, quantized: Tensor, scales: Tensor) -> Panels:
+        """Pack an int8 weight, [out, in], from -127 to 127, with float32 scales, [out]."""
         quantized, scales = quantized.contiguous(), scales.float().contiguous()
         made = cls(8, *quantized.shape)
         made._pack(0, CPacking(bytes=quantized.data_ptr(), scales=scales.data_ptr(), rows=len(quantized)))
         return made
 
     @classmethod
-    def quantize_int4(cls, weight: torch.Tensor) -> Panels:
-        """Those of a weight [out, in] of any floating dtype, rounded to 4 bits, some rows after the others."""
+    def quantize_int4(cls, weight: Tensor) -> Panels:
+        """Quantize a weight [out, in] of any floating dtype to 4 bits, some rows at a time."""
         made = cls(4, *weight.shape)
-        for first in range(0, len(weight), _ROUNDED_AT_ONCE):
-            rows = weight.detach()[first : first + _ROUNDED_AT_ONCE].float().contiguous()
+        for first in range(0, len(weight), _CHUNK_ROWS):
+            rows = weight.detach()[first : first + _CHUNK_ROWS].float().contiguous()
             made._pack(first, CPacking(weight=rows.data_ptr(), rows=len(rows)))
         return made
 
     @classmethod
-    def from_bfloat16(cls, weight: torch.Tensor) -> Panels:
-        """Those of a weight [out, in] in bfloat16."""
+    def from_bfloat16(cls, weight: Tensor) -> Panels:
+        """Pack a bfloat16 weight [out, in]."""
         weight = weight.detach().contiguous()
         made = cls(16, *weight.shape)
         made._pack(0, CPacking(halves=weight.data_ptr(), rows=len(weight)))
         return made
 
     @classmethod
-    def from_onednn(cls, packed: torch.Tensor, weight: torch.Tensor) -> Panels | None:
-        """Those that oneDNN has laid a weight in, read where they are.
-
-        Args:
-            packed: By oneDNN.
-            weight: [out, in], what was packed.
-
-        Returns:
-            ``None`` where it lies in another order.
-        """
+    def from_onednn(cls, packed: Tensor, weight: Tensor) -> Panels | None:
+        """Read a weight, [out, in], where oneDNN has packed it; ``None`` if its layout is not known."""
         found = layout_of(packed, weight, _native().level) if weight.dtype in _BITS else None
         outputs, inputs = weight.shape
         return None if found is None else cls(_BITS[weight.dtype], outputs, inputs, found)
 
     @property
     def nbytes(self) -> int:
-        """What a product reads, less what fills panels up."""
+        """Bytes that a product reads, without padding."""
         return self.outputs * self.inputs * self.bits // 8
 
-    def dense(self) -> torch.Tensor:
-        """The weight of panels that ``from_bfloat16`` made, [out, in]."""
+    def dense(self) -> Tensor:
+        """Return the weight of panels that ``from_bfloat16`` made, [out, in]."""
         panels = self.data.view(torch.bfloat16).view(-1, self._depth // 2, self.width, 2)
-        whole = panels.permute(0, 2, 1, 3).reshape(-1, self._depth)
-        return whole[: self.outputs, : self.inputs].contiguous()
+        padded = panels.permute(0, 2, 1, 3).reshape(-1, self._depth)
+        return padded[: self.outputs, : self.inputs].contiguous()
 
-    def matrix(self, bias: torch.Tensor | None) -> CMatrix:
-        """What native.c knows of it; holds as long as the panels and the bias, float32, do."""
-        return CMatrix(
-            panels=self._address,
-            bias=None if bias is None else bias.data_ptr(),
-            outputs=self.outputs,
-            inputs=self.inputs,
-            bits=self.bits,
-            width=self.width,
-            depth=self._depth,
-        )
+    def matrix(self, bias: Tensor | None) -> CMatrix:
+        """Return its C structure; valid as long as the panels and the bias, float32, exist."""
+        sizes = (self.outputs, self.inputs, self.bits, self.width, self._depth)
+        return CMatrix(self._address, address(bias), *sizes)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """[rows, in], float32 -> [rows, out], float32; a row's bits do not depend on the others."""
         native, x = _native(), x.contiguous()
         out = torch.empty(len(x), self.outputs)
-        matrix = self.matrix(None)
-        _check(
-            native.library.specbench_product(
-                byref(matrix),
-                x.data_ptr(),
-                len(x),
-                out.data_ptr(),
-                native.parallel,
-                torch.get_num_threads(),
-                native.level,
-            )
-        )
+        matrix, threads = self.matrix(None), torch.get_num_threads()
+        arguments = (x.data_ptr(), len(x), out.data_ptr(), native.parallel, threads, native.level)
+        _check(native.library.specbench_product(byref(matrix), *arguments))
         return out
 
 
 class Product(NamedTuple):
-    """A linear layer.
-
-    Attributes:
-        panels: Its weight.
-        bias: [out] or ``None``.
-    """
+    """A linear layer."""
 
     panels: Panels
-    bias: torch.Tensor | None
+    bias: Tensor | None  # [out] or None
 
 
 class Layer(NamedTuple):
-    """What a decoder layer of the Llama family is made of.
+    """A decoder layer of the Llama family."""
 
-    Attributes:
-        projections: Queries, keys and values, one behind the other.
-        output: Of attention.
-        gates: Gates and what they let through, one behind the other.
-        down: Back to the hidden size.
-        attention_norm, mlp_norm: Weights of the norms before attention and before the gates, [hidden size].
-        query_norm, key_norm: Of heads, [head size]; ``None`` where there are none.
-    """
-
-    projections: Product
-    output: Product
-    gates: Product
+    projections: Product  # queries, keys and values, in this order
+    output: Product  # of attention
+    gates: Product  # gate and up projections, in this order
     down: Product
-    attention_norm: torch.Tensor
-    mlp_norm: torch.Tensor
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
+    # weights of the norms before attention and before the MLP, [hidden size]
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    # of heads, [head size]; None without
+    query_norm: Tensor | None
+    key_norm: Tensor | None
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """All that it multiplies by."""
+        """All of its products."""
         return (self.projections, self.output, self.gates, self.down)
 
 
 class NativeRequest(NamedTuple):
-    """Rows of a pass that attend to what one request holds.
-
-    Attributes:
-        rows: How many they are.
-        past: How many positions are held before them.
-        mask: Bool [rows, past + rows or more], true where a row attends; ``None`` for all that come before it, and
-            itself.
-        places: int32 [past + rows], where the positions are among keys and values; ``None`` for one behind the other,
-            from the first on.
-        entries: Its own keys and values of each layer, of the dtype of all; ``None`` for those of the pass.
-    """
+    """Rows of a forward pass that attend to what one request holds."""
 
     rows: int
-    past: int
-    mask: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    entries: KVPointers | None = None
+    past: int  # positions cached before them
+    # bool [rows, past + rows or more], true where a row attends; None: causal
+    mask: Tensor | None = None
+    # int32 [past + rows], of the positions in the buffers; None if they are consecutive from 0
+    indices: Tensor | None = None
+    # its own keys and values, of the same dtype as all; None for those of the forward pass
+    pointers: KVPointers | None = None
 
 
 class KVPointers:
-    """Keys and values of layers as native.c knows them; they hold as long as this does.
+    """Pointers to keys and values for native.c; valid as long as this object.
 
-    Args:
-        held: Of each layer, [1, heads, positions, head size], all in bfloat16 or all in float32, in memory where the
-            positions of a head stand one behind the other.
+    They are [1, heads, positions, head size], all bfloat16 or all float32, with contiguous positions of each head.
     """
 
-    def __init__(self, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._held = held
-        self.keys = array(c_void_p, len(held))(*(keys.data_ptr() for keys, _ in held))
-        self.values = array(c_void_p, len(held))(*(values.data_ptr() for _, values in held))
-        self.strides = array(c_int64, 2 * len(held))(
-            *(each.stride(1) for entries in held for each in entries)
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._referenced = layers
+        self.keys = array(c_void_p, len(layers))(*(keys.data_ptr() for keys, _ in layers))
+        self.values = array(c_void_p, len(layers))(*(values.data_ptr() for _, values in layers))
+        self.strides = array(c_int64, 2 * len(layers))(
+            *(each.stride(1) for entries in layers for each in entries)
         )
-        self.is_bfloat16 = held[0][0].dtype == torch.bfloat16
+        self.is_bfloat16 = layers[0][0].dtype == torch.bfloat16
+
+
+class StackConfig(NamedTuple):
+    """Sizes and constants of a ``DecoderStack``."""
+
+    # number of query heads, and of key/value heads
+    heads: int
+    kv_heads: int
+    head_size: int  # a multiple of 16, at most MOST_HEAD_SIZE
+    epsilon: float  # of all norms
+    scaling: float  # factor of attention scores
+    # of an EAGLE head, whose first layer reads embeddings and features: the norm of embeddings, [hidden size]
+    embedding_norm: Tensor | None = None
+    adds_to_normed: bool = False  # whether that layer adds to the normalized features
 
 
 class DecoderStack:
-    """Decoder layers with their final norm and head, for passes of few rows.
-
-    Args:
-        layers: In their order.
-        norm: Weight of the final norm, [hidden size].
-        head: The product that gives logits.
-        heads, shared: How many query heads there are, and heads of keys and values.
-        size: Of a head: a multiple of 16, at most ``MOST_HEAD_SIZE``.
-        epsilon: Of all norms.
-        scaling: What scores of attention are multiplied by.
-        embedding_norm: Of a trained head, whose first layer reads embeddings beside its features: the weight of their
-            norm, [hidden size].
-        adds_to_normed: Whether that layer adds to features behind their norm.
+    """Decoder layers with their final norm and head, for forward passes of few rows.
 
     Attributes:
-        sizes: Of all that a pass is made of: what stacks of the same sizes share is how long their passes take.
-        rounds_rows: Whether products round what they are given to bytes.
-        widest: Rows of a pass up to which it is quicker than one in torch's operators; any number where rows are
-            rounded, since products are the same ones, and where bfloat16 is multiplied without instructions for it.
+        sizes: Of everything; stacks of the same sizes take the same time.
+        quantizes_rows: Whether products round their inputs to bytes.
+        max_rows: Rows up to which it is faster than torch operators; any number where rows are quantized, since the
+            products are the same ones, and in bfloat16 without instructions for it.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        norm: torch.Tensor,
-        head: Product,
-        *,
-        heads: int,
-        shared: int,
-        size: int,
-        epsilon: float,
-        scaling: float,
-        embedding_norm: torch.Tensor | None = None,
-        adds_to_normed: bool = False,
-    ) -> None:
-        self._held: list[torch.Tensor | Panels] = []  # what the structures point to
-        self._own = (CLayer * len(layers))(*(self._layer(layer) for layer in layers))
+    def __init__(self, layers: Sequence[Layer], norm: Tensor, head: Product, config: StackConfig) -> None:
+        self._referenced: list[Tensor | Panels] = []  # what the structures point to
+        self._layers = (CLayer * len(layers))(*(self._layer(layer) for layer in layers))
         hidden, middle = head.panels.inputs, layers[0].down.panels.inputs
         self._model = CModel(
-            layers=self._own,
+            layers=self._layers,
             head=self._matrix(head),
             norm=self._vector(norm),
-            embedding_norm=self._vector(embedding_norm),
+            embedding_norm=self._vector(config.embedding_norm),
             count=len(layers),
             hidden=hidden,
-            heads=heads,
-            shared=shared,
-            size=size,
+            heads=config.heads,
+            shared=config.kv_heads,
+            size=config.head_size,
             middle=middle,
-            epsilon=epsilon,
-            scaling=scaling,
-            adds_to_normed=adds_to_normed,
+            epsilon=config.epsilon,
+            scaling=config.scaling,
+            adds_to_normed=config.adds_to_normed,
         )
-        self._vocabulary = head.panels.outputs
+        bits, self._vocabulary = head.panels.bits, head.panels.outputs
         self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
         self._head_nbytes = head.panels.nbytes
-        self.sizes = (len(layers), hidden, heads, shared, size, middle, self._vocabulary, head.panels.bits)
-        bits, level = head.panels.bits, _native().level
+        self.sizes = (len(layers), hidden, *config[:3], middle, self._vocabulary, bits)
+        level = _native().level
         self.quantizes_rows = bits <= 8
-        self.widest = math.inf if self.quantizes_rows or (bits == 16 and level < 3) else _WIDEST[level]
+        unlimited = self.quantizes_rows or (bits == 16 and level < 3)
+        self.max_rows = math.inf if unlimited else _MAX_ROWS[level]
 
     def layers_of(self, nbytes: int) -> int:
-        """How many of the first layers hold so many bytes of weights, with the head; all where there are fewer."""
-        held = accumulate(self._nbytes, initial=self._head_nbytes)
-        return next((max(1, count) for count, sum_ in enumerate(held) if sum_ >= nbytes), len(self._nbytes))
+        """Return how many first layers hold ``nbytes`` of weights, with the head; all if there are fewer."""
+        totals = accumulate(self._nbytes, initial=self._head_nbytes)
+        return next((max(1, count) for count, sum_ in enumerate(totals) if sum_ >= nbytes), len(self._nbytes))
 
-    def _vector(self, tensor: torch.Tensor | None) -> int | None:
-        """Where its numbers lie as float32."""
+    def _vector(self, tensor: Tensor | None) -> int | None:
+        """Return a pointer to its numbers in float32."""
         if tensor is None:
             return None
-        held = tensor.detach().float().contiguous()
-        self._held.append(held)
-        return held.data_ptr()
+        numbers = tensor.detach().float().contiguous()
+        self._referenced.append(numbers)
+        return numbers.data_ptr()
 
     def _matrix(self, product: Product) -> CMatrix:
         bias = None if product.bias is None else product.bias.detach().float().contiguous()
-        self._held += [product.panels] if bias is None else [product.panels, bias]
+        self._referenced += [product.panels] if bias is None else [product.panels, bias]
         return product.panels.matrix(bias)
 
     def _layer(self, layer: Layer) -> CLayer:
-        return CLayer(
-            projections=self._matrix(layer.projections),
-            output=self._matrix(layer.output),
-            gates=self._matrix(layer.gates),
-            down=self._matrix(layer.down),
-            attention_norm=self._vector(layer.attention_norm),
-            mlp_norm=self._vector(layer.mlp_norm),
-            query_norm=self._vector(layer.query_norm),
-            key_norm=self._vector(layer.key_norm),
-        )
+        norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+        return CLayer(*map(self._matrix, layer.products), *map(self._vector, norms))
 
     def __call__(
         self,
-        x: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-        entries: KVPointers,
+        x: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        pointers: KVPointers,
         requests: Sequence[NativeRequest],
         wanted: Sequence[int],
         layers: Sequence[int] = (),
-        embedded: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Make a pass.
+        embedded: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a forward pass.
 
         Args:
-            x: Embeddings, or a head's features, [rows, hidden size], float32, without gaps; overwritten by what the
-                last layer puts out.
+            x: Embeddings, or a head's features, [rows, hidden size], float32, contiguous; overwritten by the last
+                layer's output.
             cosines, sines: Of the rows' positions, [rows, head size], float32.
-            entries: Keys and values of each layer, with room for the rows' own.
-            requests: Whose the rows are, one behind the other.
-            wanted: Of which rows logits are.
-            layers: In front of which hidden states are wanted, of all rows; their number stands for those behind the
+            pointers: Keys and values of each layer, with room for the rows' own.
+            requests: The rows belong to these, in this order.
+            wanted: Rows whose logits are wanted.
+            layers: Layers whose input hidden states are wanted, of all rows; their number means the states after the
                 final norm.
-            embedded: Embeddings that a head reads beside them, in the same shape.
+            embedded: Embeddings that an EAGLE head reads, in the shape of ``x``.
 
         Returns:
             Logits, [wanted, vocabulary], and hidden states, [rows, layers, hidden size], or ``None``; float32.
         """
-        native, embedded = _native(), whole(embedded)
-        cosines, sines = cosines.contiguous(), sines.contiguous()
-        asked = _Told(requests)
+        embedded, cosines, sines = contiguous(embedded), cosines.contiguous(), sines.contiguous()
+        c_requests = _CRequests(requests)
         which = array(c_int32, len(wanted))(*wanted)
         logits = torch.empty(len(wanted), self._vocabulary)
         states = torch.empty(len(x), len(layers), x.shape[1])
-        told = array(c_void_p, self._model.count + 1)()
+        state_pointers = array(c_void_p, self._model.count + 1)()
         for place, layer in enumerate(layers):
-            told[layer] = states[:, place].data_ptr()
-        _check(
-            native.library.specbench_pass(
-                byref(
-                    CPass(
-                        model=ctypes.pointer(self._model),
-                        x=x.data_ptr(),
-                        embedded=address(embedded),
-                        cosines=cosines.data_ptr(),
-                        sines=sines.data_ptr(),
-                        keys=entries.keys,
-                        values=entries.values,
-                        strides=entries.strides,
-                        requests=asked.given,
-                        which=ctypes.addressof(which),
-                        logits=logits.data_ptr(),
-                        states=told if layers else None,
-                        states_stride=states.stride(0),
-                        rows=len(x),
-                        wanted=len(wanted),
-                        count=len(requests),
-                        is_bfloat16=entries.is_bfloat16,
-                        parallel=native.parallel,
-                        threads=torch.get_num_threads(),
-                        level=native.level,
-                    )
-                )
-            )
+            state_pointers[layer] = states[:, place].data_ptr()
+        c_pass = CPass(
+            model=ctypes.pointer(self._model),
+            x=x.data_ptr(),
+            embedded=address(embedded),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            keys=pointers.keys,
+            values=pointers.values,
+            strides=pointers.strides,
+            requests=c_requests.array,
+            which=ctypes.addressof(which),
+            logits=logits.data_ptr(),
+            states=state_pointers if layers else None,
+            states_stride=states.stride(0),
+            rows=len(x),
+            wanted=len(wanted),
+            count=len(requests),
+            is_bfloat16=pointers.is_bfloat16,
         )
+        _run(_native().library.specbench_pass, c_pass)
         return logits, states if layers else None
 
 
-class _Told:
-    """Requests as native.c knows them; they hold as long as this does.
+def _run(function: Any, c_pass: CPass) -> None:
+    native = _native()
+    c_pass.parallel, c_pass.threads, c_pass.level = native.parallel, torch.get_num_threads(), native.level
+    _check(function(byref(c_pass)))
 
-    Attributes:
-        given: One behind the other.
-        rows: How many they have in all.
-    """
+
+class _CRequests:
+    """Requests as an ``array`` of C structures; valid as long as this object."""
 
     def __init__(self, requests: Sequence[NativeRequest]) -> None:
-        self._kept: list[torch.Tensor | KVPointers | None] = []
-        self.given, self.rows = array(CRequest, len(requests))(), 0
-        for place, request in enumerate(requests):
-            mask, places = whole(request.mask), whole(request.places)
-            self._kept += [mask, places, request.entries]
-            stride, own = 0 if mask is None else mask.stride(0), request.entries
-            self.given[place] = CRequest(
-                address(places),
+        self._referenced: list[Tensor | KVPointers | None] = []
+        self.array, self.rows = array(CRequest, len(requests))(), 0
+        for i, request in enumerate(requests):
+            mask, indices = contiguous(request.mask), contiguous(request.indices)
+            self._referenced += [mask, indices, request.pointers]
+            stride, own = 0 if mask is None else mask.stride(0), request.pointers
+            self.array[i] = CRequest(
+                address(indices),
                 address(mask),
                 stride,
                 self.rows,
@@ -534,8 +507,8 @@ class _Told:
             self.rows += request.rows
 
 
-def supports_attention(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether rows can attend natively to keys and values like these, [1, heads, positions, head size]."""
+def supports_attention(keys: Tensor, values: Tensor) -> bool:
+    """Return whether rows can attend natively to keys and values like these, [1, heads, positions, head size]."""
     size = keys.shape[-1]
     return (
         keys.device.type == "cpu"
@@ -548,53 +521,38 @@ def supports_attention(keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 class Attention:
-    """Rows of several requests attend in one call, where something else makes the rest of a pass.
-
-    Args:
-        requests: Whose the rows are, one behind the other.
-    """
+    """Native attention of rows of several requests, when the rest of a forward pass is not native."""
 
     def __init__(self, requests: Sequence[NativeRequest]) -> None:
-        self._requests = _Told(requests)
+        self._requests = _CRequests(requests)
 
-    def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None = None
-    ) -> torch.Tensor:
-        """Attention of these rows in a layer.
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None = None) -> Tensor:
+        """Compute the attention of these rows in a layer.
 
         Args:
             query: Rotated, [rows, heads, head size], float32.
-            keys, values: See ``supports_attention``; those of the rows themselves are among them.
-            scaling: What scores are multiplied by; ``None`` for 1/√(head size).
+            keys, values: See ``supports_attention``; they include those of the rows.
+            scaling: Factor of scores; ``None`` for 1/√(head size).
 
         Returns:
             [rows, heads, head size], float32.
         """
-        native, query = _native(), query.contiguous()
+        query = query.contiguous()
         rows, heads, size = query.shape
         out = torch.empty_like(query)
-        model = CModel(
-            heads=heads, shared=keys.shape[1], size=size, scaling=size**-0.5 if scaling is None else scaling
+        scaling = size**-0.5 if scaling is None else scaling
+        model = CModel(heads=heads, shared=keys.shape[1], size=size, scaling=scaling)
+        c_pass = CPass(
+            model=ctypes.pointer(model),
+            x=query.data_ptr(),
+            keys=array(c_void_p, 1)(keys.data_ptr()),
+            values=array(c_void_p, 1)(values.data_ptr()),
+            strides=array(c_int64, 2)(keys.stride(1), values.stride(1)),
+            requests=self._requests.array,
+            logits=out.data_ptr(),
+            rows=rows,
+            count=len(self._requests.array),
+            is_bfloat16=keys.dtype == torch.bfloat16,
         )
-        _check(
-            native.library.specbench_attend(
-                byref(
-                    CPass(
-                        model=ctypes.pointer(model),
-                        x=query.data_ptr(),
-                        keys=array(c_void_p, 1)(keys.data_ptr()),
-                        values=array(c_void_p, 1)(values.data_ptr()),
-                        strides=array(c_int64, 2)(keys.stride(1), values.stride(1)),
-                        requests=self._requests.given,
-                        logits=out.data_ptr(),
-                        rows=rows,
-                        count=len(self._requests.given),
-                        is_bfloat16=keys.dtype == torch.bfloat16,
-                        parallel=native.parallel,
-                        threads=torch.get_num_threads(),
-                        level=native.level,
-                    )
-                )
-            )
-        )
+        _run(_native().library.specbench_attend, c_pass)
         return out

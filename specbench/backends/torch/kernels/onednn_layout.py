@@ -1,4 +1,4 @@
-"""Where and in which order oneDNN has packed a weight."""
+"""Find out where, and in which layout, oneDNN has packed a weight."""
 
 from __future__ import annotations
 
@@ -6,51 +6,32 @@ import ctypes
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-_WIDTHS = (64, 48, 32, 16, 8)
-"""Outputs that may lie together where oneDNN has packed a weight."""
-
-_LANES = {1: 8, 2: 16, 3: 16}
-"""Outputs that are multiplied at once, by the level of instructions."""
-
-_DEPTH = 64
-"""No more inputs lie together there: to a multiple of them native.c fills rows up with zeros."""
+_WIDTHS = (64, 48, 32, 16, 8)  # outputs in a panel of oneDNN's
+_LANES = {1: 8, 2: 16, 3: 16}  # outputs that are multiplied at a time, by level of instructions
+_DEPTH = 64  # inputs are padded at most to a multiple of this, as native.c pads rows
 
 
-class Laid(NamedTuple):
-    """Where and how panels lie.
+class PackedLayout(NamedTuple):
+    """Where panels are, and how they are laid out."""
 
-    Attributes:
-        data: What keeps the memory.
-        address: Its beginning.
-        width: Outputs of a panel.
-        depth: Inputs, with the zeros behind them.
+    data: Tensor  # owns the memory
+    address: int  # of its beginning
+    width: int  # outputs in a panel
+    depth: int  # inputs, with padding
+
+
+def layout_of(packed: Tensor, weight: Tensor, level: int) -> PackedLayout | None:
+    """Find out how oneDNN has packed a weight; ``None`` if the layout is not known, or not unique.
+
+    oneDNN does not tell, so the first, the middle and the last panel are compared with the weight in every layout that
+    native products can read. ``level`` is that of the processor's instructions.
     """
-
-    data: torch.Tensor
-    address: int
-    width: int
-    depth: int
-
-
-def memory_of_packed(packed: torch.Tensor) -> tuple[int, int] | None:
-    """Address and size in bytes of what oneDNN has packed; ``None`` where torch does not tell."""
     try:
-        return int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
-    except (AttributeError, RuntimeError):
+        address, size = int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
+    except (AttributeError, RuntimeError):  # torch does not tell
         return None
-
-
-def layout_of(packed: torch.Tensor, weight: torch.Tensor, level: int) -> Laid | None:
-    """How oneDNN has packed a weight; ``None`` where it lies otherwise, or all orders look alike.
-
-    It does not tell: the first, the middle and the last panel are compared with the weight in every order that products
-    read, of which one has to be right. ``level`` is that of the processor's instructions.
-    """
-    place = memory_of_packed(packed)
-    if place is None:
-        return None
-    address, size = place
     memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=weight.dtype)
     (outputs, inputs), pair = weight.shape, 4 // weight.itemsize
     found = []
@@ -72,9 +53,9 @@ def layout_of(packed: torch.Tensor, weight: torch.Tensor, level: int) -> Laid | 
             )
             for panel in {0, count // 2, count - 1}
         ):
-            found.append(Laid(packed, address, width, depth))
+            found.append(PackedLayout(packed, address, width, depth))
     return found[0] if len(found) == 1 else None
 
 
-def _filled_up(rows: torch.Tensor, width: int, depth: int) -> torch.Tensor:
+def _filled_up(rows: Tensor, width: int, depth: int) -> Tensor:
     return torch.nn.functional.pad(rows.detach(), (0, depth - rows.shape[1], 0, width - len(rows)))
