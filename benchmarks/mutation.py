@@ -841,15 +841,15 @@ MUTANTS = (
     Mutant(
         "a request that was put back drafts on without the target's keys",
         "decoding/schedule.py:_Job.due",
-        "self.asked.scorer is not target and target.cached_len < self.verified",
+        "self.pending.scorer is not target and target.cached_len < self.verified",
         "False",
         SCHEDULE,
     ),
     Mutant(
         "hidden states of a prompt's first parts are lost",
         "decoding/schedule.py:_Job.with_states",
-        "rows._replace(hidden=torch.cat(states))",
-        "rows",
+        "output._replace(hidden=torch.cat(states))",
+        "output",
         SCHEDULE,
     ),
     Mutant(
@@ -1074,7 +1074,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request that cannot be preempted ends the one that needed memory",
-        "decoding/schedule.py:Scheduler._put_back",
+        "decoding/schedule.py:Scheduler._preempt",
         "self._fail(job, error, events)\nreturn",
         "raise error",
         ("tests/test_schedule.py", "-k", "put_back"),

@@ -272,14 +272,14 @@ def test_models_that_batch_nothing_are_asked_one_by_one():
 @pytest.mark.parametrize(("room", "drafters_room"), [(48, 50), (60, 10**6), (200, 60)])
 def test_nothing_is_lost_where_memory_is_short(room, drafters_room, monkeypatch):
     house, put_back = House(Room(room), Room(drafters_room)), []
-    honest = Scheduler._put_back
+    honest = Scheduler._preempt
 
     def counting(scheduler: Scheduler, job: Any, events: Any) -> None:
         assert job is not min(scheduler._active, key=lambda other: other.number)
         put_back.append(job.asked.scorer is job.request.target)
         honest(scheduler, job, events)
 
-    monkeypatch.setattr(Scheduler, "_put_back", counting)
+    monkeypatch.setattr(Scheduler, "_preempt", counting)
     found = run(Scheduler(max_batch=8, max_tokens_per_pass=20), MIXED, house)
     assert [found[number] for number in range(len(MIXED))] == ALONE
     assert house.room.taken == house.drafters_room.taken == 0

@@ -1,8 +1,7 @@
-"""What decoding yields: frozen records, free of tensors, that trace, metrics, sweeps and files all read.
+"""The records of decoding: frozen and without tensors; traces, metrics, sweeps and files read them.
 
-The vocabulary is that of docs/metrics.md: *drafted* tokens are proposed by the drafter, *accepted* ones are kept,
-and a step is closed by a *corrected* token (after a rejection), a *bonus* token (everything was accepted) or a
-*target* token (nothing was drafted).
+Terms are those of docs/metrics.md: a step ends with a *corrected* token (after a rejection), a *bonus* token (all
+accepted) or a *target* token (nothing was drafted).
 """
 
 from __future__ import annotations
@@ -15,26 +14,25 @@ from specbench.base.textsafe import counted
 from specbench.decoding.origins import Origin, as_html
 
 SCHEMA_VERSION = 1
-"""Version of the records as written to files. 1: first release."""
+"""Version of the records in files."""
 
 LONGEST_DRAFT = 256
-"""Tokens that may be drafted in a step."""
+"""The longest draft, in tokens."""
 
 PARTS = ("draft", "verify", "accept", "rollback", "other")
-"""Of a step's time, in its order."""
+"""The parts of a step's time, in order."""
 
-_SHOWN = 60  # characters of a text in the repr of its generation
+_SHOWN = 60  # characters of a generation's text in its repr
 
 FinishReason = Literal["eos", "stop-string", "length", "context-limit"]
-"""Why an output ended: an end token, a stop string, the asked-for length, or the model's context was full."""
+"""Why an output ended: an end token, a stop string, the requested length, or a full context."""
 
 Closing = Literal["corrected", "bonus", "target"]
-"""Where the last token of a step came from: the residual after a rejection, the target after a whole accepted
-draft, or the target in a step that drafted nothing."""
+"""The source of a step's last token: the residual after a rejection, or the target after an accepted or empty draft."""
 
 
 def depth_of(tokens: int, parents: Sequence[int] | None) -> int:
-    """Tokens of the longest branch of so many with these parents (see ``decoding.protocols.Draft``)."""
+    """Return the length of the longest branch of a draft (see ``Draft.parents``)."""
     if parents is None:
         return tokens
     depths: list[int] = []
@@ -45,10 +43,7 @@ def depth_of(tokens: int, parents: Sequence[int] | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the time of a step went, in seconds of wall clock.
-
-    ``draft_prefill_s`` is the part of ``draft_s`` in which a drafter read a prompt for the first time.
-    """
+    """A step's time, in seconds; ``draft_prefill_s`` is the part of ``draft_s`` that a drafter read a prompt."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -59,23 +54,20 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the start of the step to its end; the consumer's time is not in it."""
+        """Seconds of the whole step, without the consumer's time."""
         return self.draft_s + self.verify_s + self.accept_s + self.rollback_s + self.other_s
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVerdict:
-    """One drafted token as a trace shows it.
+    """A drafted token in a trace; in greedy decoding p and q are of the untempered softmax and decide nothing.
 
     Attributes:
-        token: The drafted token id.
+        token: The token id.
         q: The drafter's probability of it; 1 for a drafter without probabilities.
-        p: The target's probability of it, ``None`` if the verdict never reached it.
-        r: The uniform number it was tested with, ``None`` in greedy decoding and where it was not tested.
-        verdict: ``untested`` stands behind a rejection or a stop. In a tree ``rejected`` is also what stands beside an
-            accepted token.
-
-    In greedy decoding p and q are read off the untempered softmax, and neither decides anything.
+        p: The target's probability of it; ``None`` if untested.
+        r: The uniform number it was tested with; ``None`` if untested or in greedy decoding.
+        verdict: ``untested`` after a rejection or a stop; siblings of an accepted tree node are ``rejected``.
     """
 
     token: int
@@ -87,15 +79,15 @@ class DraftVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The target's pass over the prompt, before any step.
+    """The target's forward pass over the prompt.
 
     Attributes:
         prompt_tokens: Length of the prompt in tokens.
-        token: The first token of the output; ``None`` without a first-target pass, or without room for a token.
-        time_s: Seconds it took; 0 without a first-target pass.
-        finish_reason: Set when the output ends right here.
-        probability: The target's probability of ``token`` when a trace was asked for, else ``None``.
-        queued_s: Seconds that the request waited before that for others to end.
+        token: The first token of the output; ``None`` without a first-target pass, or in a full context.
+        time_s: Seconds; 0 without a first-target pass.
+        finish_reason: Set if the output ends here.
+        probability: The target's probability of ``token`` in a trace, else ``None``.
+        queued_s: Seconds that the request waited for its turn.
     """
 
     prompt_tokens: int
@@ -107,7 +99,7 @@ class Prefill:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Where the token came from, if there is one."""
+        """The source of the token, if there is one."""
         return () if self.token is None else ("target",)
 
 
@@ -118,26 +110,23 @@ class Step:
     Attributes:
         index: 0 for the first step.
         position: Length of the context, in tokens, when the step began.
-        drafted: The proposed tokens, after all cuts of the draft length; of a tree all nodes.
-        accepted: How many of them were kept (a stop inside the accepted run cuts this too).
-        tested: How many of them got a verdict that counts; of a tree, at how many nodes one was kept or could have
-            been.
-        tokens: What the step emitted: the accepted tokens, unless a stop cut them off the closing one, and behind that
-            the target's next one if the closing token was among the siblings.
-        closing: Where the token behind the accepted ones came from; ``None`` when a stop among those ended the output.
-        expected_acceptance: For each tested position ``sum_x min(p(x), q(x))`` of the distributions that decide
-            (0 or 1 in greedy decoding, p of the token for a drafter without probabilities).
-        times: Where the time went.
+        drafted: The drafted tokens; all nodes of a tree.
+        accepted: How many were accepted, before a stop.
+        tested: How many were tested; in a tree, the number of nodes at which a candidate was accepted or all failed.
+        tokens: The emitted tokens: accepted ones, the closing one unless a stop came before it, and the target's next
+            one if the closing token was among the siblings.
+        closing: The source of the token after the accepted ones; ``None`` if a stop came before it.
+        expected_acceptance: By tested position ``sum_x min(p(x), q(x))`` of the deciding distributions (0 or 1 in
+            greedy decoding, p of the token for a drafter without probabilities).
+        times: Its times.
         finish_reason: Set in the last step.
-        policy: What the draft policy noted for this step, by name.
-        verdicts: One per drafted token when a trace was asked for, else ``None``.
-        closing_probability: Probability of the closing token under the distribution it was drawn from, when a trace
-            was asked for, else ``None``.
-        siblings: Alternatives to drafted tokens that were verified beside them, as pairs of the draft's place, from 0,
-            and the token (``specbench.decoding.tree``).
-        passes: Passes of the drafter's model; ``None`` if it has none or makes one for every draft.
-        parents: Of a tree, by node: the index of the one it stands behind, -1 for the context; ``None`` for a chain.
-        path: The nodes of a tree that were kept, root to leaf, stops aside; empty for a chain.
+        policy: The draft policy's notes, by name.
+        verdicts: One per drafted token in a trace, else ``None``.
+        closing_probability: The closing token's probability under its distribution in a trace, else ``None``.
+        siblings: Verified alternatives to drafted tokens, as pairs of the draft's place, from 0, and the token.
+        passes: The drafter's forward passes; ``None`` if it has no model or runs one per token.
+        parents: By tree node the index of its parent, -1 for the context; ``None`` for a chain.
+        path: The accepted nodes of a tree, root to leaf, ignoring stops; empty for a chain.
     """
 
     index: int
@@ -160,36 +149,36 @@ class Step:
 
     @property
     def gamma(self) -> int:
-        """Number of tokens drafted in this step, one behind the other: of a tree its depth."""
+        """The draft length γ; the depth of a tree."""
         return depth_of(len(self.drafted), self.parents)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of a tree, by tested position: how many nodes stood there, behind the one kept before; none of a chain."""
+        """The number of candidates at each tested node of a tree; empty for a chain."""
         if self.parents is None:
             return ()
         return tuple(self.parents.count(node) for node in (-1, *self.path)[: self.tested])
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of a tree, by accepted node: how many of those it stood beside come before it; none of a chain."""
+        """The rank of each accepted tree node among its siblings, from 0; empty for a chain."""
         if self.parents is None:
             return ()
         return tuple(self.parents[:node].count(self.parents[node]) for node in self.path[: self.accepted])
 
     @property
     def verified(self) -> int:
-        """Rows of logits of the target's pass: one for the context, and one for each draft and sibling."""
+        """Rows of the target's pass: one for the context, one for each draft token and sibling."""
         return 1 + len(self.drafted) + len(self.siblings)
 
     @property
     def gained(self) -> int:
-        """Tokens emitted behind the closing one: 1 if that was among the siblings, else 0."""
+        """Tokens after the closing one: 1 if that was among the siblings, else 0."""
         return len(self.tokens) - self.accepted - (self.closing is not None)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Where each of ``tokens`` came from."""
+        """The source of each of ``tokens``."""
         origins: list[Origin] = ["accepted"] * self.accepted
         if self.gained:
             origins += ["sibling", "bonus"]
@@ -204,23 +193,23 @@ class Step:
         return f"Step({self.index}: {', '.join(parts)}, {1000 * self.times.total_s:.1f} ms)"
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict with every field."""
+        """Return all fields as JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPass:
-    """A pass of a model that a scheduler has made, for one request or several.
+    """A forward pass of a scheduler, for one request or several.
 
     Attributes:
-        model: What was loaded to make it: the same object for the same model, in other batches too.
-        target: Whether it was the requests' target.
+        model: The loaded model, the same object in all batches.
+        target: Whether it is the requests' target.
         requests: Their numbers.
-        fed: Tokens that each of them brought to it.
-        drafted: How many of these were drafts.
-        began_s: When it began, by the scheduler's clock.
-        seconds: How long it took.
-        active, waiting: Requests under way, and those whose turn had not come.
+        fed: Tokens of each.
+        drafted: Draft tokens among these.
+        began_s: Its start by the scheduler's clock.
+        seconds: Its duration.
+        active, waiting: Numbers of active and queued requests.
     """
 
     model: object
@@ -236,22 +225,20 @@ class SharedPass:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Generation:
-    """One finished (or interrupted) output with everything that was recorded on the way.
-
-    A notebook shows its text with the tokens colored by where they came from.
+    """A finished or interrupted output with its records. Notebooks color its text by the source of each token.
 
     Attributes:
-        token_ids: The emitted tokens, with the end token or every token up to the one completing a stop string.
-        text: The output as text, without end token and stop string; ``None`` without a tokenizer.
-        finish_reason: ``None`` if decoding was interrupted.
-        target, drafter: The names of what was run.
+        token_ids: The emitted tokens, including the end token or those of a stop string.
+        text: The output without end token and stop string; ``None`` without a tokenizer.
+        finish_reason: ``None`` if interrupted.
+        target, drafter: Their names.
         dtype: The target's dtype.
-        seed: Seed of the generator all draws came from.
-        lossless: Whether the run keeps the target's distribution (False only with the residual adjustment off).
+        seed: The seed of all random draws.
+        lossless: Whether the target's distribution is kept (False only without residual adjustment).
         policy: The draft policy, as ``--draft-policy`` takes it; ``none`` where nothing is drafted.
-        costs: What the policy went by if it goes by the times of passes, as ``--costs`` takes it.
-        pieces: The text token by token, each piece with where its token came from; characters of several tokens go with
-            the last. ``None`` without a tokenizer.
+        costs: The costs that the policy used, if any, as ``--costs`` takes them.
+        pieces: The text by token with its source; characters of several tokens belong to the last. ``None`` without a
+            tokenizer.
     """
 
     prompt_tokens: int
@@ -275,7 +262,7 @@ class Generation:
         return f"Generation({self._in_short()}: {text!r})"
 
     def _repr_html_(self) -> str | None:
-        """What a notebook shows; ``None`` has it take the ``repr``."""
+        """Return the HTML for notebooks; ``None`` for the ``repr``."""
         return None if self.pieces is None else as_html(self.pieces, self._in_short())
 
     def _in_short(self) -> str:

@@ -1,10 +1,9 @@
-"""Many requests at once: their coroutines ask for passes, and a pass is made for all that can share it.
+"""The scheduler: decodes many requests in shared forward passes.
 
-Requests join and leave between any two passes. Which pass comes next is one policy: *those who draft go first, then
-whoever has waited longest*, and every pass takes along all that wait for the same model. So everybody has drafted when
-the target reads, whose pass is the dearest and the one worth filling; nobody takes two steps while another takes none;
-and among those who draft, the n-th tokens of all drafts share a pass. Somebody who is still reading a long context does
-not count as drafting, so that nobody waits for more than a part of it.
+Requests join and leave between any two passes. *Requests that draft go first, then the one that has waited longest*,
+and a pass includes all requests that wait for the same model. So all have drafted when the target reads, whose pass is
+the most expensive one; no request takes two steps while another takes none; and the n-th tokens of all drafts share a
+pass. A request that still reads a long context does not count as drafting, so none waits for more than a part of it.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from specbench.decoding.records import Prefill, SharedPass, Step
 from specbench.decoding.request import Request
 
 _NAP = 0.001
-"""Seconds between two looks at the clock where nobody is there yet."""
+"""Seconds between two checks while no request has arrived."""
 
 Event: TypeAlias = Prefill | Step | Exception
-"""What comes of a request: its records, or why it has ended without the last one."""
+"""A record of a request, or the exception that ended it."""
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A request on its way.
+    """A request with its state.
 
     Attributes:
-        number: The place of its arrival.
-        start: Makes the request, when its turn has come.
-        arrived: When it arrives, by the scheduler's clock.
-        request, decoding: ``None`` before its turn has come.
-        asked: The pass it waits for.
-        since: At which of the scheduler's passes it began to wait for it.
+        number: Its place in the order of arrival.
+        start: Makes the request when its turn has come.
+        arrived: Its arrival by the scheduler's clock.
+        request, decoding: ``None`` until its turn.
+        pending: The forward request it waits for.
+        since: The number of the scheduler's pass after which it began to wait.
         queued_s: Seconds it waited for its turn.
-        reading: Whether the last pass was a part of what it lacks.
-        passed_over: Whether a pass of its model had no room for it.
-        states: Hidden states that these parts gave.
-        context: What its target has been asked to read, which grows as the output does.
-        verified: How much of that the target held when the draft under way was begun.
-        scorers: All whose passes it has asked for.
+        reading: Whether its last pass read only a part of its context.
+        passed_over: Whether the last pass of its model was too full for it.
+        states: The hidden states of these parts.
+        context: The target's context, which grows with the output.
+        verified: How many of its tokens were in the target's cache when the present draft began.
+        scorers: All scorers it has used.
     """
 
     number: int
@@ -57,7 +56,7 @@ class _Job:
     arrived: float
     request: Request | None = None
     decoding: DecodingLoop | None = None
-    asked: ForwardRequest | None = None
+    pending: ForwardRequest | None = None
     since: int = 0
     queued_s: float = 0.0
     reading: bool = False
@@ -67,61 +66,58 @@ class _Job:
     verified: int = 0
     scorers: set[Scorer] = field(default_factory=set)
 
-    def waits_for(self, asked: ForwardRequest, now: int) -> None:
-        """It goes on with this pass."""
+    def wait_for(self, request: ForwardRequest, now: int) -> None:
+        """Wait for this forward pass."""
         assert self.request is not None
         target = self.request.target
-        if asked.scorer is target:
-            self.context = asked.context
-        elif self.asked is None or self.asked.scorer is target:
+        if request.scorer is target:
+            self.context = request.context
+        elif self.pending is None or self.pending.scorer is target:
             self.verified = target.cached_len
-        self.asked, self.since, self.reading = asked, now, False
-        self.scorers.add(asked.scorer)
+        self.pending, self.since, self.reading = request, now, False
+        self.scorers.add(request.scorer)
 
-    def with_states(self, rows: ForwardOutput) -> ForwardOutput:
-        """The last rows that it waits for, with the states of the parts read before."""
-        if rows.hidden is None or not self.states:
-            return rows
-        states, self.states = [*self.states, rows.hidden], []
-        return rows._replace(hidden=torch.cat(states))
+    def with_states(self, output: ForwardOutput) -> ForwardOutput:
+        """Return the output with the hidden states of the parts read before."""
+        if output.hidden is None or not self.states:
+            return output
+        states, self.states = [*self.states, output.hidden], []
+        return output._replace(hidden=torch.cat(states))
 
     @property
     def due(self) -> ForwardRequest:
-        """The pass to make next: what it waits for, once its target holds again what the draft was begun on."""
+        """The forward pass to run next: the pending one, once the target has read again what the draft is based on."""
         assert self.request is not None
-        assert self.asked is not None
+        assert self.pending is not None
         target = self.request.target
-        if self.asked.scorer is not target and target.cached_len < self.verified:
+        if self.pending.scorer is not target and target.cached_len < self.verified:
             return ForwardRequest(target, self.context[: self.verified], rows=1)
-        return self.asked
+        return self.pending
 
     @property
     def drafts(self) -> bool:
-        """Whether it waits for a drafter, and not for one that has a long context to read."""
+        """Whether it waits for a drafter that does not read a long context."""
         assert self.request is not None
         return not self.reading and self.due.scorer is not self.request.target
 
 
 class Scheduler:
-    """Decodes requests side by side.
+    """Decodes a batch of requests.
 
-    A request's output is what it would be alone, and what one raises ends that one: a pass of several that fails is
-    made again for each by itself. It needs a target's and a drafter's scorers, and a draft policy,
-    that no other request has; what these share (weights, a pool of memory) is up to them.
+    A request's output is the same as alone, and an exception ends only the request that caused it: a shared pass that
+    fails is repeated for each. Every request needs its own scorers and draft policy, which may share memory.
 
-    Memory is theirs too: a pass is made when ``Scorer.reserve`` has found room for it. Where there is none, the request
-    that came last is put back: it gives up all keys and values, and once somebody has left it reads its context again
-    and goes on. The one that came first is never put back, so that everything comes to its end.
+    A pass runs when ``Scorer.reserve`` has found memory for it. Where there is none, the latest request is preempted:
+    it frees its KV cache, and reads its context again after another one has ended. The first one is never preempted.
 
-    Times in records are what passed for that request, by one clock for all: passes that were shared or made for others
-    while it waited count for each.
+    Times in records are those that passed for the request; shared passes, and passes of others while it waited, count
+    in full.
 
     Args:
-        max_batch: Requests that are under way at a time, at least 1.
-        max_tokens_per_pass: Tokens that a pass may read, at least 1; a longer context is read in parts, with what the
-            drafts of others leave. A single draft may be longer.
+        max_batch: Most active requests, at least 1.
+        max_tokens_per_pass: Most tokens in a pass, at least 1; longer contexts are read in parts.
         clock: Tells the time; ``None`` for the machine's.
-        watch: Is told every pass as soon as it has been made, before its requests go on.
+        watch: Called with every pass right after it.
 
     Raises:
         UsageError: A limit is below 1.
@@ -144,55 +140,54 @@ class Scheduler:
         self._watch = watch
         self._waiting: deque[_Job] = deque()
         self._active: list[_Job] = []  # by arrival
-        self._coming: deque[tuple[int, Event]] = deque()  # what an iteration has still to hand out
+        self._coming: deque[tuple[int, Event]] = deque()  # events not yet yielded
         self._added = self._passes = 0
-        self._full = False  # somebody was put back, and nobody has left since
+        self._full = False  # a request was preempted, and none has ended since
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._waiting) + len(self._active)
 
     @property
     def active(self) -> int:
-        """Requests under way."""
+        """Active requests."""
         return len(self._active)
 
     def now(self) -> float:
-        """The time by its clock, which stands still while the consumer of an iteration has a record."""
+        """Return the time by its clock, which stops while the consumer has a record."""
         return self._clock.now()
 
     def add(self, start: Callable[[], Request], arrived: float | None = None) -> int:
-        """Take in a request, behind those that wait.
+        """Add a request to the end of the queue.
 
         Args:
-            start: Makes it when its turn has come; what it raises is what the request ends with.
-            arrived: When it arrives, by ``now()``, or has arrived: never before those added earlier, perhaps in the
-                future. ``None``: now.
+            start: Makes the request when its turn has come; an exception ends it.
+            arrived: Its arrival by ``now()``, perhaps in the future, not before that of earlier ones; ``None`` for now.
 
         Returns:
-            Its number, from 0 on, in the order in which they were added.
+            Its number, from 0.
         """
         self._waiting.append(_Job(self._added, start, self.now() if arrived is None else arrived))
         self._added += 1
         return self._added - 1
 
     def cancel(self, number: int) -> None:
-        """End a request, if it has not ended, and give its memory back. There will be no more events of it."""
+        """End a request and free its memory; it yields no more events."""
         for job in [*self._active, *self._waiting]:
             if job.number == number:
                 self._end(job)
         self._coming = deque(event for event in self._coming if event[0] != number)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all requests."""
         self._coming.clear()
         for job in [*self._active, *self._waiting]:
             self._end(job)
 
     def __iter__(self) -> Iterator[tuple[int, Event]]:
-        """What comes of the requests, with their numbers, until there are none; the consumer's time is not counted.
+        """Yield events with the numbers of their requests until all have ended; leaving the loop ends them.
 
-        Whoever leaves off ends them all.
+        The consumer's time is not counted.
         """
         try:
             while len(self):
@@ -204,7 +199,7 @@ class Scheduler:
             self.close()
 
     def step(self) -> list[tuple[int, Event]]:
-        """Let requests in, make one pass, and hand out what comes of it; where none is there, wait for the next."""
+        """Admit requests, run one forward pass and return its events; wait for the next arrival if idle."""
         while self._waiting and not self._active and self._waiting[0].arrived > self.now():
             time.sleep(_NAP)
         events: list[tuple[int, Event]] = []
@@ -217,37 +212,39 @@ class Scheduler:
         return events
 
     def _make(self, parts: Sequence[tuple[_Job, ForwardRequest]], events: list[tuple[int, Event]]) -> None:
-        """Make one pass, and let everybody go on from it."""
+        """Run one forward pass and continue its requests."""
         fed = tuple(_lack(part) for _, part in parts)
         began = 0.0 if self._watch is None else self._clock.now()
         try:
-            answers = _answers([part for _, part in parts])
+            outputs = _run([part for _, part in parts])
         except Exception as error:
             if len(parts) == 1:
                 self._fail(parts[0][0], error, events)
                 return
-            for each in parts:  # one by one, only those whose fault it is fail
+            for each in parts:  # one by one, so that only those that cause it fail
                 self._make([each], events)
             return
-        self._tell(parts, fed, began)
-        for (job, part), rows in zip(parts, answers, strict=True):
+        self._report(parts, fed, began)
+        for (job, part), rows in zip(parts, outputs, strict=True):
             job.passed_over = False
             try:
-                if part is job.asked:
+                if part is job.pending:
                     rows = job.with_states(rows)
                 else:
                     part.scorer.rollback(len(part.context))
             except Exception as error:
                 self._fail(job, error, events)
                 continue
-            if part is job.asked:
-                self._go_on(job, rows, events)
+            if part is job.pending:
+                self._continue(job, rows, events)
                 continue
             if rows.hidden is not None:
                 job.states.append(rows.hidden)
             job.since, job.reading = self._passes, True
 
-    def _tell(self, parts: Sequence[tuple[_Job, ForwardRequest]], fed: tuple[int, ...], began: float) -> None:
+    def _report(
+        self, parts: Sequence[tuple[_Job, ForwardRequest]], fed: tuple[int, ...], began: float
+    ) -> None:
         if self._watch is None:
             return
         job, part = parts[0]
@@ -266,7 +263,7 @@ class Scheduler:
             )
         )
 
-    # -- who takes part in the next pass -----------------------------------------------------------------
+    # -- choosing the next pass ------------------------------------------------------------------------
 
     def _admit(self, events: list[tuple[int, Event]]) -> None:
         while self._waiting and len(self._active) < self.max_batch and not (self._full and self._active):
@@ -276,11 +273,11 @@ class Scheduler:
             if job.request is None and not self._begin(job, events):
                 continue
             try:
-                room = job.due.scorer.reserve(job.due)
+                reserved = job.due.scorer.reserve(job.due)
             except Exception as error:
                 self._fail(job, error, events)
                 continue
-            if not room and self._active:
+            if not reserved and self._active:
                 return
             self._waiting.popleft()
             job.since = self._passes
@@ -288,7 +285,7 @@ class Scheduler:
             self._active.sort(key=_number)
 
     def _begin(self, job: _Job, events: list[tuple[int, Event]]) -> bool:
-        """Let a request come to its first pass; whether it does."""
+        """Start a request; return whether it reached a forward pass."""
         try:
             job.request = job.start()
         except Exception as error:
@@ -296,26 +293,26 @@ class Scheduler:
             return False
         job.queued_s = self._clock.now() - job.arrived
         job.decoding = decode(job.request, Stopwatch(self._clock))
-        self._go_on(job, None, events)
-        return job.asked is not None
+        self._continue(job, None, events)
+        return job.pending is not None
 
     def _chosen(self, events: list[tuple[int, Event]]) -> list[tuple[_Job, ForwardRequest]]:
-        """Who takes part in the next pass, each with its share: what it waits for, or a part of what it lacks."""
+        """Return the jobs in the next pass with what each reads in it."""
         while self._active:
             candidates = self._active
             if len(candidates) > 1:
                 candidates = [job for job in self._active if job.drafts] or candidates
-            model = _maker_of(min(candidates, key=_waited).due.scorer)
-            self._make_room(self._waiting_for(model), events)
+            model = _runner_of(min(candidates, key=_waited).due.scorer)
+            self._reserve(self._waiting_for(model), events)
             if group := self._waiting_for(model):
                 return self._shares(group)
         return []
 
     def _waiting_for(self, model: object) -> list[_Job]:
-        return [job for job in self._active if _maker_of(job.due.scorer) is model]
+        return [job for job in self._active if _runner_of(job.due.scorer) is model]
 
-    def _make_room(self, group: Sequence[_Job], events: list[tuple[int, Event]]) -> None:
-        """Reserve what a pass of these takes, for those that came first if not for all; the others are put back."""
+    def _reserve(self, group: Sequence[_Job], events: list[tuple[int, Event]]) -> None:
+        """Reserve memory for a pass of these jobs; preempt the latest ones if there is not enough."""
         for job in group:
             try:
                 while job in self._active and not job.due.scorer.reserve(job.due):
@@ -324,11 +321,11 @@ class Scheduler:
                             "There is no room for this request, although no other is active.",
                             "Give more memory.",
                         )
-                    self._put_back(self._active[-1], events)
+                    self._preempt(self._active[-1], events)
             except Exception as error:
                 self._fail(job, error, events)
 
-    def _put_back(self, job: _Job, events: list[tuple[int, Event]]) -> None:
+    def _preempt(self, job: _Job, events: list[tuple[int, Event]]) -> None:
         try:
             for scorer in job.scorers:
                 scorer.rollback(0)
@@ -342,7 +339,7 @@ class Scheduler:
         self._full = True
 
     def _shares(self, group: Sequence[_Job]) -> list[tuple[_Job, ForwardRequest]]:
-        """What each has read in this pass: first those who lack little, then parts of what the others lack."""
+        """Return what each job reads in this pass: first those with few tokens, then parts of longer contexts."""
         left = self.max_tokens_per_pass
         found: list[tuple[_Job, ForwardRequest]] = []
         for job in sorted(group, key=_turn):
@@ -357,10 +354,10 @@ class Scheduler:
                 left = max(0, left - lack)
         return found
 
-    # -- what comes of it --------------------------------------------------------------------------------
+    # -- continuing after it ---------------------------------------------------------------------------
 
-    def _go_on(self, job: _Job, rows: ForwardOutput | None, events: list[tuple[int, Event]]) -> None:
-        """Let a request go on to its next pass, or to its end."""
+    def _continue(self, job: _Job, rows: ForwardOutput | None, events: list[tuple[int, Event]]) -> None:
+        """Continue a request to its next forward pass or its end."""
         decoding = job.decoding
         assert decoding is not None
         try:
@@ -375,7 +372,7 @@ class Scheduler:
         except Exception as error:
             self._fail(job, error, events)
         else:
-            job.waits_for(each, self._passes)
+            job.wait_for(each, self._passes)
 
     def _fail(self, job: _Job, error: Exception, events: list[tuple[int, Event]]) -> None:
         events.append((job.number, error))
@@ -403,19 +400,19 @@ def _waited(job: _Job) -> tuple[int, int]:
     return job.since, job.number
 
 
-def _maker_of(scorer: Scorer) -> object:
-    """Who makes its passes: the same for scorers whose passes can be one."""
+def _runner_of(scorer: Scorer) -> object:
+    """Return what runs its passes: the same object for scorers that can share one."""
     return scorer if scorer.batch is None else scorer.batch
 
 
 def loaded_of(scorer: Scorer) -> object:
-    """What was loaded to make its passes: what these cost is known by it in later batches too."""
+    """Return the loaded model, by which costs are known in later batches too."""
     return scorer if scorer.batch is None else scorer.batch.loaded
 
 
-def _lack(asked: ForwardRequest) -> int:
-    """How many tokens a pass feeds."""
-    return len(asked.context) + len(asked.tokens) - asked.scorer.cached_len
+def _lack(request: ForwardRequest) -> int:
+    """Return how many tokens a pass feeds."""
+    return len(request.context) + len(request.tokens) - request.scorer.cached_len
 
 
 def _turn(job: _Job) -> tuple[bool, int, int, int]:
@@ -423,7 +420,7 @@ def _turn(job: _Job) -> tuple[bool, int, int, int]:
 
 
 def _beginning(asked: ForwardRequest, most: int) -> ForwardRequest:
-    """A pass over the next so many tokens that the scorer lacks; the rows that are wanted have to come in one."""
+    """Return a request over the next ``most`` tokens only; the rows with logits must come from one pass."""
     held = asked.scorer.cached_len
     rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
     end = min(held + most, len(asked.context), len(asked.context) + len(asked.tokens) - rows)
@@ -432,9 +429,9 @@ def _beginning(asked: ForwardRequest, most: int) -> ForwardRequest:
     )
 
 
-def _answers(passes: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
-    """The rows of each, made in one pass where that can be."""
-    batch = passes[0].scorer.batch
-    if batch is None or len(passes) == 1:
-        return [asked.scorer.score(asked) for asked in passes]
-    return batch.score(passes)
+def _run(requests: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
+    """Run the requests, in one pass where possible."""
+    batch = requests[0].scorer.batch
+    if batch is None or len(requests) == 1:
+        return [request.scorer.score(request) for request in requests]
+    return batch.score(requests)
