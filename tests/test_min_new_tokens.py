@@ -89,7 +89,7 @@ def test_ignored_end_tokens_stay_possible():
 @pytest.mark.parametrize("drafter", ["lookup", "self:int8"])
 def test_sampled_outputs_are_exact(drafter):
     target = target_with(eos_token_id=list(range(0, 40, 2)))
-    defaults = target.language_model.defaults.under(DecodingOptions(min_new_tokens=LEAST))
+    defaults = target.language_model.defaults.with_options(DecodingOptions(min_new_tokens=LEAST))
     sampling = Sampling(temperature=1.0).with_defaults(defaults, target.vocab_size)
     setup = DecodingSetup(
         target.scorer, load_drafter(drafter, target), FixedLength(3), sampling, NEW, target.end_ids

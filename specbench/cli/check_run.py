@@ -68,7 +68,7 @@ class CheckRequest:
         for line in (*model.notes, *model.defaults.notes(applied=self.recipe.decoding.model_defaults)):
             self.note(line)
         self.sampling = self.sampling.with_defaults(
-            model.defaults.under(self.recipe.decoding), model.vocab_size
+            model.defaults.with_options(self.recipe.decoding), model.vocab_size
         )
 
     def note_unused(self, why: str, *names: str | type) -> None:

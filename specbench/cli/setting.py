@@ -70,7 +70,7 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
         bit_exact=recipe.caching.bit_exact,
         progress=progress,
     )
-    defaults = target.language_model.defaults.under(recipe.decoding)
+    defaults = target.language_model.defaults.with_options(recipe.decoding)
     transforms = transforms.with_defaults(defaults, target.vocab_size)
     plan, note = policy.build(target, loaded_drafter, transforms)
     return LoadedRecipe(

@@ -89,9 +89,7 @@ class _Training:
 class _Lessons:
     """What is trained, and on which answers."""
 
-    kind: Annotated[KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle or medusa.")] = (
-        "eagle"
-    )
+    kind: Annotated[KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle or medusa.")] = "eagle"
     prompts: Annotated[
         tuple[str, ...],
         opt.prompts_option(

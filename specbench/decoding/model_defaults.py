@@ -62,11 +62,11 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ModelDefaults:
-    """The settings of generation that a model's own file carries.
+    """A model's own generation settings.
 
     Attributes:
-        applied: Those that are functions of the context, by their names in ``transformers``, as JSON has them.
-        unused: Those that would change outputs and are not used.
+        applied: Those that depend on the context alone, by their names in ``transformers``, as JSON values.
+        unused: Others that would change outputs; they are not used.
     """
 
     applied: dict[str, Any] = field(default_factory=dict)
@@ -74,16 +74,16 @@ class ModelDefaults:
 
     @classmethod
     def of(cls, generation_config: Any) -> ModelDefaults:
-        """Those of a ``GenerationConfig``, ``None`` for none."""
+        """Return those of a ``GenerationConfig``; none for ``None``."""
         applied = {name: _plain(value) for name, value in _active(generation_config, APPLIED)}
         return cls(applied, {name: _plain(value) for name, value in _active(generation_config, NOT_USED)})
 
-    def under(self, options: DecodingOptions) -> ModelDefaults:
-        """With these options of decoding: what those apply by the context as well, and nothing they leave out."""
+    def with_options(self, options: DecodingOptions) -> ModelDefaults:
+        """Return the settings with decoding options applied, which add or leave out some."""
         return ModelDefaults(options.context_rules(self.applied))
 
     def notes(self, *, applied: bool) -> list[str]:
-        """What a user should know of them, a sentence each."""
+        """Return notes for users, a sentence each."""
         used = self.applied if applied else {}
         unused = self.unused if applied else self.applied | self.unused
         lines = []
@@ -97,7 +97,7 @@ class ModelDefaults:
 
 
 def _active(config: Any, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
-    """The settings that differ from doing nothing. (The id 0 of a forced token does something.)"""
+    """Yield the settings that have an effect. (A forced token with the id 0 has one.)"""
     for name in names:
         value = getattr(config, name, None)
         nothing = value is None if name.startswith("forced_") else not value or value == NEUTRAL.get(name)
@@ -106,14 +106,14 @@ def _active(config: Any, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it: a dict with tuples for keys becomes a list of pairs."""
+    """Return a setting as JSON; a dict with tuple keys becomes a list of pairs."""
     if isinstance(value, dict):
         return [[_plain(key), each] for key, each in value.items()]
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _listed(settings: dict[str, Any]) -> str:
-    """Names and values, of long values the name alone."""
+    """Return names and values, without long values."""
     said = {name: "on" if value is True else value for name, value in settings.items()}
     return ", ".join(
         f"{name} {value}" if isinstance(value, int | float | str) else name for name, value in said.items()
@@ -121,15 +121,15 @@ def _listed(settings: dict[str, Any]) -> str:
 
 
 class ContextRules:
-    """The applied settings of one output: they have to know the lengths asked for and its end tokens.
+    """The applied settings for one output.
 
     Args:
         applied: See ``ModelDefaults``.
-        repetition_penalty: In place of the settings' own; 1 for none.
+        repetition_penalty: Replaces the settings' own; 1 for none.
         prompt: Length of the prompt.
-        asked: Length of the prompt and of the new tokens asked for, whose last one may be a forced end, whether or not
-            the model's context ends earlier; ``None`` if nobody knows, and then no end is forced.
-        end_ids: What ends the output.
+        asked: Length of the prompt and the requested new tokens, whose last one may be a forced end token; ``None`` if
+            unknown, and then no end is forced.
+        end_ids: The end tokens.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ContextRules:
     def __call__(
         self, scores: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
     ) -> torch.Tensor:
-        """Transformed scores, float32 [rows, vocab]; for the arguments see ``Sampling.scores``."""
+        """Return transformed scores, float32 [rows, vocab]; for the arguments see ``Sampling.scores``."""
         device = scores.device
         if device not in self._made:
             self._made[device] = self._processors(device)
@@ -194,15 +194,15 @@ class ContextRules:
         return made
 
     def try_out(self, vocab_size: int) -> None:
-        """Apply them, at the places where some of them act alone too: in the beginning, and where an output has to end.
+        """Apply the settings once, also at the start and the end of an output.
 
         Raises:
-            UsageError: They are damaged, or hold tokens that the model lacks.
+            UsageError: They are damaged, or name tokens that the model lacks.
         """
         try:
             for length in (1, 2, 4):
                 self(torch.zeros(1, vocab_size), [0] * length)
-        except Exception as error:  # values of any kind, and processors check theirs in many ways
+        except Exception as error:  # processors raise many kinds of errors
             raise UsageError(
                 f"The model's own generation settings cannot be applied: {str(error).splitlines()[0]}.",
                 "Leave them out with --no-model-defaults.",

@@ -1,9 +1,8 @@
-"""Sampling transforms, and the one source of random draws.
+"""Sampling transforms, and the source of random draws.
 
-The transforms run in a fixed order: repetition penalty (with what else a model's own settings ask for), temperature,
-top-k, top-p, min-p, softmax in float32. They
-agree with the logits processors of ``transformers`` on the same logits, apply to target and drafter alike, and never
-write into their input.
+The order of the transforms: repetition penalty (with a model's own settings), temperature, top-k, top-p, min-p, softmax
+in float32. They agree with the logits processors of ``transformers``, apply to target and drafter alike, and never
+write to their input.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from specbench.base.errors import RunError, UsageError
 from specbench.decoding.model_defaults import ContextRules, ModelDefaults
 
 _NUCLEUS_CANDIDATES = 256
-"""Tokens looked at before a nucleus falls back on sorting the whole vocabulary: most nuclei are far smaller."""
+"""Most probable tokens that are searched for a nucleus before the whole vocabulary is sorted."""
 
 _BLOCK, _SMALL = 256, 4096
-"""Tokens that a draw from a large vocabulary sums up at once, and how many are added up one by one in a small one."""
+"""Tokens in a block that a draw from a large vocabulary sums, and the largest vocabulary without blocks."""
 
 _LEAST_TEMPERATURE = 1e-30
-"""A logit of 1e8 divided by less leaves the range of float32."""
+"""The lowest temperature: below, a logit of 1e8 overflows float32."""
 
 _PIECE = 32_000
-"""Elements that torch converts without calling up other threads."""
+"""Elements that torch converts in one thread."""
 
 
 class _Seen(NamedTuple):
-    """Which tokens a context holds.
+    """The tokens that occur in a context.
 
     Attributes:
-        context: A copy of it.
-        mask: Whether a token occurs in it, [vocab].
-        ids: The tokens that do, each once, where the logits are.
+        context: A copy of the context.
+        mask: Whether each token occurs, [vocab].
+        ids: The tokens that occur, on the logits' device.
     """
 
     context: list[int]
@@ -47,7 +46,7 @@ class _Seen(NamedTuple):
     ids: torch.Tensor
 
     def and_more(self, context: Sequence[int], scores: torch.Tensor) -> _Seen:
-        """The same of another context: what goes on from this one is read on, which takes no time per old token."""
+        """Return those of another context; one that continues this one is read from here on."""
         n, width = len(self.context), scores.shape[-1]
         begin = context if n == len(context) else context[:n]
         known = begin == self.context if isinstance(begin, list) else list(begin) == self.context
@@ -72,7 +71,7 @@ class Sampling:
         min_p: Drop tokens less probable than min_p times the most probable one; 0 for none.
         repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred (Keskar et al.
             2019); 1 for none.
-        defaults: The model's own settings (``with_defaults``); ``None`` for none that are left to apply.
+        defaults: The model's own settings (``with_defaults``), if any remain to apply.
         rules: The same for one output (``at``).
 
     Raises:
@@ -107,25 +106,25 @@ class Sampling:
             raise UsageError(
                 f"The repetition penalty is {self.repetition_penalty}.", "Give a positive number, 1 for none."
             )
-        # No field: what was seen last says nothing about how a token is chosen, it only saves reading it again.
+        # A cache of the last context's tokens, not a field.
         nothing = _Seen([], np.zeros(0, dtype=np.bool_), torch.empty(0, dtype=torch.long))
         object.__setattr__(self, "_seen", nothing)
 
     @property
     def greedy(self) -> bool:
-        """Whether the argmax is taken; no random number is drawn then."""
+        """Whether the argmax is taken, without random numbers."""
         return self.temperature == 0
 
     @property
     def context_dependent(self) -> bool:
-        """Whether scores are more than the logits: they depend on the context."""
+        """Whether the transforms depend on the context."""
         return self.repetition_penalty != 1.0 or self.defaults is not None
 
     def with_defaults(self, defaults: ModelDefaults, vocab_size: int) -> Sampling:
-        """These transforms with a model's own settings applied, but for a repetition penalty where there is one.
+        """Return the transforms with a model's own settings; a repetition penalty that is set wins.
 
         Raises:
-            UsageError: The settings cannot be applied to logits so wide.
+            UsageError: The settings cannot be applied to this vocabulary.
         """
         applied = defaults.applied
         if self.defaults is not None or not applied:
@@ -135,21 +134,21 @@ class Sampling:
         if penalty == 1.0:
             penalty = float(applied.get("repetition_penalty", 1.0))
         more = applied.keys() - {"repetition_penalty"}
-        return self._but(repetition_penalty=penalty, defaults=defaults if more else None)
+        return self._copy(repetition_penalty=penalty, defaults=defaults if more else None)
 
     def at(self, prompt: int, asked: int | None, end_ids: Iterable[int]) -> Sampling:
-        """These transforms for one output; for the arguments see ``ContextRules``."""
-        if self.defaults is None:  # what was seen is remembered for one output
-            return self._but() if self.context_dependent else self
+        """Return the transforms for one output; for the arguments see ``ContextRules``."""
+        if self.defaults is None:  # the cached context belongs to one output
+            return self._copy() if self.context_dependent else self
         rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, asked, end_ids)
-        return self._but(rules=rules)
+        return self._copy(rules=rules)
 
     def greedily(self) -> Sampling:
-        """The same with the most probable token chosen."""
+        """Return the transforms with greedy choice."""
         return Sampling(repetition_penalty=self.repetition_penalty, defaults=self.defaults, rules=self.rules)
 
-    def _but(self, **changed: Any) -> Sampling:
-        """A copy; subclasses are made of fewer arguments."""
+    def _copy(self, **changed: Any) -> Sampling:
+        """Return a changed copy; subclasses have fewer arguments."""
         return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)} | changed)
 
     def scores(
@@ -159,15 +158,15 @@ class Sampling:
         drafted: Sequence[int] = (),
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits after the repetition penalty and the model's own settings, float32; their argmax is the greedy choice.
+        """Return logits after the context-dependent transforms; their argmax is the greedy choice.
 
         Args:
-            logits: Shape [rows, vocab], any floating dtype. The last row stands behind ``context + drafted``, the one
-                before it behind one draft less, and so on.
-            context: Tokens, prompt included.
-            drafted: At least ``rows - 1`` tokens that follow the context.
-            out: Float32 [rows, vocab], for one row or transforms that do not look back: where to put them if they have
-                to be put anywhere.
+            logits: [rows, vocab], any float dtype. The last row follows ``context + drafted``, the one before it one
+                draft token less, and so on.
+            context: Tokens, including the prompt.
+            drafted: At least ``rows - 1`` tokens after the context.
+            out: Memory for the result, float32 [rows, vocab], if one is needed; for one row, or transforms that are not
+                context-dependent.
 
         Returns:
             Float32 [rows, vocab].
@@ -205,7 +204,7 @@ class Sampling:
         return self.defaults is not None and bool((self.scores(logits, context, drafted) == -math.inf).all())
 
     def _penalize(self, scores: torch.Tensor, ids: torch.Tensor) -> None:
-        """Penalize some tokens in all rows, in place. An id that is given twice is read and written alike twice."""
+        """Penalize tokens in all rows, in place."""
         values = scores.index_select(-1, ids)
         penalized = torch.where(
             values < 0, values * self.repetition_penalty, values / self.repetition_penalty
@@ -213,7 +212,7 @@ class Sampling:
         scores.index_copy_(-1, ids, penalized)
 
     def choose(self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()) -> list[int]:
-        """The greedy choice of every row: indices of the largest scores (the first of equals). See ``scores``.
+        """Return the greedy choice of every row, the first of equals; for the arguments see ``scores``.
 
         Raises:
             RunError: The logits hold NaN.
@@ -241,7 +240,7 @@ class Sampling:
         drafted: Sequence[int] = (),
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The distributions tokens are drawn from. For the arguments see ``scores``; ``out`` is what is returned.
+        """Return the distributions to draw from, in ``out`` if given; for the arguments see ``scores``.
 
         Returns:
             Float32 [rows, vocab]; one-hot rows in greedy decoding.
@@ -262,7 +261,7 @@ class Sampling:
         own = scores is not logits and scores.device.type == "cpu" and not scores.requires_grad
         if out is None and own:
             out = scores
-        # In place: fresh memory of this size takes the system longer to hand out than the softmax takes.
+        # In place: allocating takes longer than the softmax.
         return torch.softmax(scores, dim=-1, out=out)
 
 

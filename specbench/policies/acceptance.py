@@ -1,4 +1,4 @@
-"""The chance that a draft is accepted, learned as the run goes from what the drafter knew and the target said."""
+"""The chance that a draft token is accepted, learned during the run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 _FLOOR, _CEILING = -4.0, 6.0
 
 _LATELY = 0.1
-"""Weight of an outcome in the average by which a change is noticed: about the last twenty count."""
+"""Weight of an outcome in the average that detects changes: about the last twenty count."""
 
 _TOO_MUCH = 3.5
-"""A change is noticed when that average is so many standard deviations off."""
+"""Standard deviations of that average which count as a change."""
 
 
 def log_odds(probability: float) -> float:
-    """``log(p / (1 - p))``, kept between -4 and 6: beyond them probabilities of drafters say nothing more."""
+    """Return ``log(p / (1 - p))``, clipped to -4 to 6, beyond which drafters' probabilities say nothing more."""
     if probability >= 1.0:
         return _CEILING
     if not probability > 0.0:
@@ -26,15 +26,14 @@ def log_odds(probability: float) -> float:
 class OnlineLogistic:
     """Chance = 1 / (1 + exp(-(intercept + slope·x))), both adapted to one outcome after the other.
 
-    It is logistic regression by an extended Kalman filter: the pair has a normal prior; every outcome moves its mean by
-    one Newton step and narrows its covariance, and a little is added to the covariance, up to the prior's, so that the
-    past fades. When outcomes differ from what is expected by more than chance explains, all of the prior's covariance
-    comes back. An update is some thirty multiplications.
+    Logistic regression by an extended Kalman filter: the pair has a normal prior; an outcome moves its mean by a Newton
+    step and narrows its covariance, to which drift adds a little, up to the prior's. When outcomes differ from the
+    expected by more than chance, the prior's covariance comes back.
 
     Args:
-        mean: Intercept and slope to begin with.
-        deviation: How far off each may be (a standard deviation).
-        drift: Standard deviation that each gains per outcome.
+        mean: Initial intercept and slope.
+        deviation: Their standard deviations.
+        drift: The standard deviation that each gains per outcome.
     """
 
     def __init__(
@@ -46,22 +45,22 @@ class OnlineLogistic:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the prior."""
+        """Return to the prior."""
         self.intercept, self.slope = self._mean
         self._p00, self._p11 = self._variance
         self._p01 = 0.0
         self._surprise = self._usual_surprise = 0.0
 
     def chance(self, x: float) -> float:
-        """The chance at ``x``."""
+        """Return the chance at ``x``."""
         return 1.0 / (1.0 + math.exp(-(self.intercept + self.slope * x)))
 
     def upper_chance(self, x: float) -> float:
-        """The chance at ``x`` if the curve lies a standard deviation higher than it is thought to."""
+        """Return the chance at ``x`` if the curve is a standard deviation higher."""
         return self._off(x, 1.0)
 
     def lower_chance(self, x: float) -> float:
-        """The same if it lies as much lower."""
+        """Return the chance at ``x`` if the curve is a standard deviation lower."""
         return self._off(x, -1.0)
 
     def _off(self, x: float, deviations: float) -> float:
@@ -70,7 +69,7 @@ class OnlineLogistic:
         return 1.0 / (1.0 + math.exp(-(mean + deviations * math.sqrt(max(variance, 0.0)))))
 
     def learn(self, x: float, outcome: bool) -> None:
-        """Take in what became of a draft with ``x``."""
+        """Learn the outcome of a token with ``x``."""
         chance = self.chance(x)
         information = max(chance * (1.0 - chance), 1e-3)
         g0 = self._p00 + self._p01 * x
@@ -89,6 +88,6 @@ class OnlineLogistic:
             self._forget()
 
     def _forget(self) -> None:
-        """Something has changed: keep the curve, but trust it no more than the prior."""
+        """Keep the curve, but trust it no more than the prior."""
         self._p00, self._p11 = self._variance
         self._p01 = self._surprise = 0.0

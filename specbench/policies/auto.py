@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
 TIMINGS = 2
-"""Steps that must have told the drafter's time before it can be held too slow: the first may be disturbed."""
+"""Steps that must have timed the drafter before it may count as too slow; the first may be disturbed."""
 
 _SURE = 6
-"""Steps that do so, ever further apart, where a pass that took ``_DISTURBED`` times too long would pay."""
+"""Such steps, ever further apart, if a drafter ``_DISTURBED`` times as fast would pay."""
 
 _DISTURBED = 2.0
 
 _PROBING = 0.015
-"""Share of the time of plain steps that may be lost on finding out whether drafting pays again."""
+"""The share of the time of plain steps that testing whether drafting pays again may take."""
 
 _CURIOUS = 10
-"""Where nearly all drafts are of one length, every so many steps one beside it is tried, until it is timed well."""
+"""If nearly all drafts have one length, a neighboring length is tried every this many steps until it is timed."""
 
 _NEARLY_ALL = 0.8
 
 _MEMORY = 0.98
-"""How much less a step counts in the rate than the one behind it."""
+"""The weight of a step in the rate over that of the next one."""
 
 _ASKED = 0.97
-"""Share of the rate that a draft has to earn: it also teaches, and a rate from medians is a little too high."""
+"""The share of the rate that a draft has to earn: drafts also teach, and rates from medians are a little high."""
 
 _PRIOR_STEPS = 3.0
-"""The rate expected before anything is known counts as much as so many steps."""
+"""The weight of the prior rate, in steps."""
 
 
 class AutoLength(ChainPolicy):
-    """Draft the next token iff the tokens it promises are worth more than the time it takes.
+    """Drafts the next token iff its expected tokens are worth more than its time.
 
     With R the tokens per second that this policy reaches, P the chance that all drafts so far are accepted, a the
     chance that a draft is if those before it are, d the time of a drafter's pass and v(n) that of the rest of a step
@@ -51,13 +51,11 @@ class AutoLength(ChainPolicy):
 
         P·(a + a² + ... + a^j)  >  R·(j·d + v(k+1+j) - v(k+1))
 
-    which maximizes the rate (Dinkelbach 1967): at its optimum a longer draft earns just R per second. P and a are
-    learned from how sure the drafter was and what was accepted, d and v from the times in the records, unless costs are
-    given; no clock is read here. If not even a first token is worth it, nothing is drafted, but for a token as long as
-    too little is known to be sure, and now and then to see whether that has changed, at a bounded loss. A drafter
-    without a model needs no such looks: it is asked for a token in every step, and whether that was right is seen when
-    it was not drafted too. Where a cascade has a token without a pass, that is weighed in the same way against what its
-    model's pass promises.
+    which maximizes the rate (Dinkelbach 1967): at the optimum a longer draft earns just R per second. P and a are
+    learned from the drafter's confidence and what was accepted, d and v from recorded times, unless costs are given. If
+    a first token does not pay, nothing is drafted, except while too little is known, and for tests now and then at a
+    bounded loss. A drafter without a model needs no tests: it is asked in every step, and its token is compared even if
+    it was not drafted. In a cascade a token without a forward pass is weighed against the model's pass in the same way.
 
     Args:
         gamma_max: The most tokens drafted in a step.
@@ -70,10 +68,10 @@ class AutoLength(ChainPolicy):
     def __init__(self, gamma_max: int = 16, costs: CostSource | None = None) -> None:
         super().__init__("auto", gamma_max)
         self._costs = costs or MeasuredCosts()
-        # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
-        # The priors lie between what two pairs of models showed, that of evidence between lookup and ngram as well.
+        # Acceptance by a draft token's own log-odds, and by those of the token before it.
+        # The priors lie between those of two pairs of models, and of lookup and ngram.
         self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
-        self._matched = OnlineLogistic((-1.6, 1.6), (1.0, 0.4))  # of tokens without logits
+        self._matched = OnlineLogistic((-1.6, 1.6), (1.0, 0.4))  # for tokens without logits
         self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
         self.reset()
 
@@ -84,9 +82,9 @@ class AutoLength(ChainPolicy):
         self._upcoming.reset()
         self._tokens = self._passes = 0.0
         self._widths: dict[int, float] = {}
-        self._last = 2.0  # log-odds of the draft tested last
+        self._last = 2.0  # log-odds of the last tested token
         self._credit = 0.0
-        self._idle = 0  # steps since the drafter was last asked
+        self._idle = 0  # steps since the last draft
         self._asked = True
         self._limit = 0
         self._copies = False
@@ -94,8 +92,8 @@ class AutoLength(ChainPolicy):
         self._start_step()
         self._weigh()
 
-    def go_by(self, costs: Callable[[CostSource], CostSource]) -> None:
-        """Go by other costs from the next prompt on, made of those it goes by."""
+    def replace_costs(self, costs: Callable[[CostSource], CostSource]) -> None:
+        """Replace the costs, from the next prompt on."""
         self._costs = costs(self._costs)
 
     def _start_step(self) -> None:
@@ -105,7 +103,7 @@ class AutoLength(ChainPolicy):
         self._probing = False
         self._paused = False
         self._exactly: int | None = None
-        self._rows_read = 0  # of all passes of the drafter over a tree
+        self._rows_read = 0  # in all passes of the drafter over a tree
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -124,7 +122,7 @@ class AutoLength(ChainPolicy):
                 or self._costs.may_look(self._credit >= self._probe_s or self._unsure(budget))
                 or self._pays(self._upcoming.upper_chance(self._last), budget, self._draft_s)
             )
-            self._paused = not self._probing  # but for tokens that come without a pass
+            self._paused = not self._probing  # except for tokens without a forward pass
         elif (tried := self._untimed_length()) is not None:
             self._exactly = self._limit = tried
         self._asked = self._limit > 0 and not self._paused
@@ -133,10 +131,9 @@ class AutoLength(ChainPolicy):
         return self._limit
 
     def _pays(self, chance: float, budget: int, draft_s: float) -> bool:
-        """Whether a draft earns its time; those of all the output, where the drafter first has to catch up with it.
+        """Return whether a draft earns its time; if the drafter must catch up first, whether all drafts together do.
 
-        That is paid at once, and what it will bring is only believed: the gain has to be there as well if drafts are
-        accepted less often by a standard deviation of that belief. A step that gains g tokens gives at least 1 + g.
+        Catching up is paid at once, so the gain must also hold at the lower chance of acceptance.
         """
         if self._promise(0, chance, draft_s, chance, draft_s) <= 0.0:
             return False
@@ -147,14 +144,14 @@ class AutoLength(ChainPolicy):
         return gain > 0.0 and gain * budget / (1.0 + gain) >= self._rate * catching_up_s
 
     def _unsure(self, budget: int) -> bool:
-        """Whether the few steps that told the drafter's time may all have been disturbed, and another is due."""
+        """Return whether the few timings of the drafter may all have been disturbed, and another is due."""
         timings = self._costs.timings
         if timings >= _SURE or self._idle < 2 ** (timings - 2):
             return False
         return self._pays(self._upcoming.chance(self._last), budget, self._draft_s / _DISTURBED)
 
     def _untimed_length(self) -> int | None:
-        """A draft length to try, so that steps of one length do not hide that another would be faster."""
+        """Return a draft length to try, as another one may be faster."""
         if self._step % _CURIOUS or not self._widths:
             return None
         width = max(self._widths, key=self._widths.__getitem__)
@@ -168,7 +165,7 @@ class AutoLength(ChainPolicy):
         k = len(draft.tokens)
         ahead = draft.match_confidence is not None and k < len(draft.match_confidence)
         if ahead and draft.passes is None:
-            # Nothing is spent on asking who drafts without a model, and what is not drafted teaches as much.
+            # A drafter without a model costs nothing to ask, and teaches by tokens that are not drafted too.
             self._copies, self._asked, self._paused, self._probing = True, True, False, False
         self._read(draft, k)
         free = is_free(draft, k)
@@ -198,25 +195,22 @@ class AutoLength(ChainPolicy):
         self._read(draft, k)
         matched = self._matched.chance(log_odds(draft.match_confidence[k]))
         drawn = self._upcoming.chance(self._log_odds[-1] if k else self._last)
-        # Behind a match either passes go on or the copy does.
+        # After a match either model passes or the copy continue.
         taken = max(self._promise(k, matched, 0.0, drawn, d), self._promise(k, matched, 0.0, matched, 0.0))
         return self._promise(k, drawn, d, drawn, d) > taken
 
     def _worth(self, k: int, chance: float, pass_s: float) -> bool:
-        """Whether drafts behind the ``k`` there are, each accepted with ``chance``, earn more than their time.
-
-        What comes behind the next draft is taken to cost as much as that: the policy is asked again.
-        """
+        """Return whether drafts after the first ``k``, each accepted with ``chance``, earn more than their time."""
         return self._promise(k, chance, pass_s, chance, pass_s) > 0.0
 
     def _promise(self, k: int, chance: float, pass_s: float, later: float, later_s: float) -> float:
-        """Tokens that the best draft behind the ``k`` there are promises, less what its time earns otherwise.
+        """Return the expected tokens of the best draft after the first ``k``, less what its time earns otherwise.
 
         Args:
             k: Length of the draft so far.
-            chance: That the next token is accepted if the draft so far is.
-            pass_s: Seconds that the next token takes to draft.
-            later, later_s: The same of each token behind it.
+            chance: The chance that the next token is accepted if the draft so far is.
+            pass_s: Seconds to draft the next token.
+            later, later_s: The same for each later token.
         """
         survival, tokens, best = self._survival * chance, 0.0, -math.inf
         for j in range(1, self._limit - k + 1):
@@ -227,13 +221,13 @@ class AutoLength(ChainPolicy):
         return best
 
     def _read(self, draft: Draft, count: int) -> None:
-        """Have the log-odds of the first ``count`` drafts, and the chance that they survive."""
+        """Compute the log-odds of the first ``count`` tokens, and their chance to survive."""
         for i in range(len(self._log_odds), count):
             self._log_odds.append(log_odds(confidence(draft, i)))
             self._survival *= self._curve(draft, i).chance(self._log_odds[i])
 
     def _curve(self, draft: Draft, i: int) -> OnlineLogistic:
-        """What tells the chance of draft ``i``: evidence and probabilities are not on one scale."""
+        """Return the curve for token ``i``: match confidences and probabilities have different scales."""
         return self._matched if self._copies or is_free(draft, i) else self._drafted
 
     def min_accept_prob(self, rows: int) -> float:
@@ -259,13 +253,13 @@ class AutoLength(ChainPolicy):
         self._weigh()
 
     def _learn(self, step: Step) -> None:
-        """Take in what became of the drafts, and of the token that was not wanted behind them."""
+        """Learn from the outcome of the draft, and of a guess that was not drafted."""
         if (draft := self._draft) is None:
             return
-        self._read(draft, step.tested)  # the last one may not have been asked about
+        self._read(draft, step.tested)  # the last one may be unread
         for i in range(step.tested):
             accepted = i < step.accepted
-            if not is_free(draft, i):  # it is asked of tokens that cost a pass
+            if not is_free(draft, i):  # it predicts tokens that cost a pass
                 self._upcoming.learn(self._last, accepted)
             self._curve(draft, i).learn(self._log_odds[i], accepted)
             self._last = self._log_odds[i]
@@ -277,7 +271,7 @@ class AutoLength(ChainPolicy):
             )
 
     def _weigh(self) -> None:
-        """Renew what decisions go by: costs, and the rate."""
+        """Update costs and rate."""
         d = self._draft_s = self._costs.draft_s
         v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
         self._probe_s = d + v[2] - v[1] + self._costs.catching_up_s

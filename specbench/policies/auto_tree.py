@@ -1,4 +1,4 @@
-"""The tree that needs no tuning: a node more as long as it is likely to pay for its row, a depth for its pass."""
+"""``auto-tree``: a node more as long as it is likely to pay for its row, and a depth for its forward pass."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
     from specbench.policies.costs import CostSource
 
 _BESIDE_ONE = 4
-"""Candidates of one node, at most."""
+"""Most candidates of a node."""
 
 _ABREAST = 8
-"""Nodes that the drafter reads in one pass, at most."""
+"""Most nodes in one pass of the drafter."""
 
 
 class AutoTree(TreePolicy, AutoLength):
-    """Best-first by survival, with the rate, the costs and the pauses of ``auto`` (``AutoLength``).
+    """Grows a tree best-first, with the rate, costs and pauses of ``auto`` (``AutoLength``).
 
-    A candidate joins the tree iff the chance that it is kept is worth the time of its row, P·c > R·(v(n+1) - v(n)); the
-    drafter reads the nodes of the next depth iff what they promise is worth its pass, and each but the first of them
-    iff its promise is worth the time by which it makes this pass longer. How likely the b-th candidate of
-    a node is to be kept is learned from how probable the drafter thought its b-th token before anything was drawn: so
-    no node's being there depends on its own token, and any way to verify may be used.
+    A candidate joins iff its chance to be kept is worth its row's time, P·c > R·(v(n+1) - v(n)). The drafter reads the
+    next depth iff its nodes promise more than the pass costs, and each node but the first iff it pays for prolonging
+    the pass. The chance of a node's b-th candidate is learned from the drafter's b-th highest probability there, before
+    anything is drawn: no node depends on its own token, so any verification may be used.
 
     Args:
         nodes: The most nodes.

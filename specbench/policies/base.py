@@ -102,28 +102,26 @@ class FixedLength(ChainPolicy):
 
 
 def entropy(logits: torch.Tensor) -> float:
-    """Entropy of the untempered softmax of ``logits``, shape [vocab], in nats."""
+    """Return the entropy of the softmax of ``logits``, [vocab], in nats."""
     return max(0.0, float(torch.special.entr(logits.float().softmax(dim=-1)).sum()))
 
 
 def normalized_entropy(logits: torch.Tensor) -> float:
-    """Entropy over that of the uniform distribution on as many tokens: 0 to 1."""
+    """Return the entropy over that of the uniform distribution, 0 to 1."""
     return entropy(logits) / math.log(logits.shape[-1]) if logits.shape[-1] > 1 else 0.0
 
 
 def is_free(draft: Draft, i: int) -> bool:
-    """Whether draft ``i`` came, or would come, without a pass of the model that a cascade asks otherwise."""
+    """Return whether token ``i`` comes without a forward pass of a cascade's model."""
     match_confidence = draft.match_confidence
     counted = draft.passes is not None and match_confidence is not None
     return counted and i < len(match_confidence) and not math.isnan(match_confidence[i])  # type: ignore[arg-type, index]
 
 
 def confidence(draft: Draft, i: int) -> float:
-    """How sure the drafter was of draft ``i``.
+    """Return the drafter's confidence in token ``i``.
 
-    Returns:
-        The token's probability in the untempered softmax; of a token that comes without logits what the drafter offers
-        in ``match_confidence``, or 1 if it offers nothing.
+    It is the token's probability in the untempered softmax; without logits its ``match_confidence``, or else 1.
     """
     if draft.logits is not None and not is_free(draft, i):
         return math.exp(draft.logits[i].log_chance(draft.tokens[i]))

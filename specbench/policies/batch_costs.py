@@ -377,4 +377,4 @@ def share_costs(
 ) -> None:
     """Make a request's policy use the costs of its batch, if it uses costs; see ``RequestCosts``."""
     if isinstance(policy.policy, AutoLength):
-        policy.policy.go_by(lambda own: RequestCosts(batch_costs, models, own, prompt))
+        policy.policy.replace_costs(lambda own: RequestCosts(batch_costs, models, own, prompt))

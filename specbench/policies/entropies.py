@@ -1,7 +1,6 @@
-"""Policies that read the entropy of the drafter's distributions: EGAG, AdaEDL's bound and SVIP.
+"""Policies that read the entropy of the drafter's untempered softmax: EGAG, AdaEDL's bound and SVIP.
 
-The entropy is that of the untempered softmax, for in greedy decoding the distribution that decides has none. Drafters
-without logits give nothing to read: behind them these policies draft up to their maximum.
+With a drafter without logits they draft up to their maximum.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ class EntropyGuidedLength(ChainPolicy):
     """EGAG: the draft length falls as the entropy at the start of the step rises.
 
     ``H_norm = H(q_1) / log V``, smoothed ``H_ema = β·H_ema + (1-β)·H_norm`` (the first value stands for itself), and
-    ``γ = gamma_max - (gamma_max - gamma_min) · min(1, H_ema / scale)``, rounded, then cut by the room. The entropy is
-    read off the pass that drafts the first token, so it costs no pass of its own.
+    ``γ = gamma_max - (gamma_max - gamma_min) · min(1, H_ema / scale)``, rounded, then cut by the budget. The entropy
+    comes from the pass that drafts the first token.
 
     Args:
         gamma_min: γ at and above the scale, at least 1.
         gamma_max: γ where the drafter is certain.
         ema_beta: Weight of the past, from 0 (none) to below 1.
-        scale: The H_norm at which γ has come down to ``gamma_min``, above 0 and at most 1. With 1 γ follows the line of
-            the plain policy, which real vocabularies hardly ever leave the top of.
+        scale: The H_norm at which γ reaches ``gamma_min``, above 0 and at most 1; with real vocabularies far below 1.
 
     Raises:
         UsageError: A value outside its range.
@@ -87,7 +85,7 @@ class EntropyGuidedLength(ChainPolicy):
 
 
 class SvipLength(ChainPolicy):
-    """SVIP (Zhang et al. 2024, arXiv 2411.18462): stop behind a token with ``sqrt(0.15 · H(q_i)) > threshold``.
+    """SVIP (Zhang et al. 2024, arXiv 2411.18462): stops after a token with ``sqrt(0.15 · H(q_i)) > threshold``.
 
     Args:
         threshold: Above 0.
@@ -110,13 +108,13 @@ class SvipLength(ChainPolicy):
 
 
 class EntropyBoundLength(ChainPolicy):
-    """AdaEDL (Agrawal et al. 2024, arXiv 2410.18351): stop where a bound on the chance of acceptance falls below λ.
+    """AdaEDL (Agrawal et al. 2024, arXiv 2410.18351): stops where a bound on the chance of acceptance falls below λ.
 
-    The bound is ``1 - sqrt(0.2 · H(q_i))``; drafting stops behind the first token where it is below λ. After every
+    The bound is ``1 - sqrt(0.2 · H(q_i))``; drafting stops after the first token where it is below λ. After every
     step with drafts
 
         AR ← 0.5·AR + 0.5·accepted/drafted
-        λ' = λ + 0.01 if AR < 0.9;  λ - 0.01 if not as many were accepted as the step had room for;  else λ
+        λ' = λ + 0.01 if AR < 0.9;  λ - 0.01 if fewer were accepted than the budget allows;  else λ
         λ  ← 0.9·λ + 0.1·λ'
 
     AR begins at 0.9.
@@ -154,7 +152,7 @@ class EntropyBoundLength(ChainPolicy):
 
     def observe(self, step: Step) -> None:
         if step.gamma == 0 or step.closing is None:
-            return  # behind a stop nobody knows what would have been accepted
+            return  # after a stop the acceptance is unknown
         self._rate = 0.5 * self._rate + 0.5 * step.accepted / step.gamma
         wanted = self.threshold
         if self._rate < self.target_rate:

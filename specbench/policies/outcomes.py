@@ -1,4 +1,4 @@
-"""Policies that `transformers` knows: a confidence threshold, and two more or one less by what was accepted."""
+"""The policies of `transformers`: a confidence threshold, and two more or one less by what was accepted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
 _ENOUGH = 6
-"""Tested drafts from which on the threshold is adapted, as in `transformers`."""
+"""Tested tokens before the threshold adapts, as in `transformers`."""
 
 
 class HeuristicLength(ChainPolicy):
-    """Two tokens more after a step in which every draft was accepted, one less after any other.
+    """Drafts two tokens more after a step in which all were accepted, one less after any other.
 
     Args:
         gamma: Length of the first draft.
@@ -47,7 +47,7 @@ class HeuristicLength(ChainPolicy):
 
     def observe(self, step: Step) -> None:
         if step.gamma == 0 or step.closing is None:
-            return  # nothing was drafted, or a stop hides what would have been accepted
+            return  # nothing was drafted, or a stop came first
         change = 2 if step.accepted == step.gamma else -1
         self.gamma = min(max(self.gamma + change, self.gamma_min), self.gamma_max)
 
@@ -56,7 +56,7 @@ class HeuristicLength(ChainPolicy):
 
 
 class ConfidenceLength(ChainPolicy):
-    """Stop behind a token whose probability ``q_i(t_i)`` is below a threshold.
+    """Stops after a token whose probability ``q_i(t_i)`` is below a threshold.
 
     Args:
         threshold: From 0 (never stops) to 1.
@@ -92,7 +92,7 @@ class ConfidenceLength(ChainPolicy):
         return not self._seen or self._seen[-1] >= self.threshold
 
     def _read(self, draft: Draft, count: int) -> None:
-        """Have the confidences of the first ``count`` drafts in ``_seen``."""
+        """Add the confidences of the first ``count`` tokens to ``_seen``."""
         self._seen += [confidence(draft, i) for i in range(len(self._seen), count)]
 
     def observe(self, step: Step) -> None:
@@ -110,7 +110,7 @@ class ConfidenceLength(ChainPolicy):
 
 
 def best_threshold(accepted: Sequence[float], rejected: Sequence[float]) -> float:
-    """The confidence at which ``FPR + 3·(1 - TPR)`` is least; of equally good ones the highest.
+    """Return the confidence with the least ``FPR + 3·(1 - TPR)``; of equally good ones the highest.
 
     A draft counts as confident from the threshold upwards; TPR is the share of such among the accepted, FPR among the
     rejected.

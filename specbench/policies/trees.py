@@ -1,8 +1,4 @@
-"""Trees of a shape that is settled beforehand, and those that follow the drafter's own probabilities.
-
-A policy for trees keeps the output's distribution as long as how many candidates a node gets depends only on what was
-drawn before them (``specbench.decoding.protocols.DraftPolicy``).
-"""
+"""Policies that draft trees of a fixed shape, or by the drafter's probabilities."""
 
 from __future__ import annotations
 
@@ -22,20 +18,19 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
 
 MOST_NODES = 64
-"""Nodes that a tree may have. Every node that is read keeps a distribution over the vocabulary: 39 MB with 152,000
-tokens."""
+"""The most nodes of a tree. Each node keeps a distribution over the vocabulary: 39 MB with 152,000 tokens."""
 
 
 class Tree(TreePolicy):
-    """What policies for trees have in common; others override what they need.
+    """The base of policies with a limited number of nodes.
 
     Args:
-        word: What it is called, see ``specbench.specs.policies``.
+        word: Its word in ``specbench.specs.policies``.
         nodes: The most nodes, 1 to ``MOST_NODES``.
-        arguments: What else it is made of.
+        arguments: Its other options, for its name.
 
     Raises:
-        UsageError: The nodes are less or more.
+        UsageError: ``nodes`` is out of range.
     """
 
     def __init__(self, word: str, nodes: int, **arguments: object) -> None:
@@ -51,12 +46,12 @@ class Tree(TreePolicy):
 
 
 class StaticTree(Tree):
-    """One shape in every step, see ``best_shapes``.
+    """Drafts one shape in every step, see ``best_shapes``.
 
     Args:
-        nodes: How many.
-        depth: Its deepest branch, at least 1.
-        ranks: By rank, how many of a hundred nodes have that candidate kept; later ones count as no better.
+        nodes: The number of nodes.
+        depth: The deepest branch, at least 1.
+        ranks: By rank, the percentage of nodes at which that candidate is kept; later ones count as no better.
 
     Raises:
         UsageError: A value outside its range.
@@ -73,7 +68,7 @@ class StaticTree(Tree):
 
     @classmethod
     def shaped(cls, parents: Sequence[int]) -> StaticTree:
-        """Another shape: by node the one it stands behind, -1 for the context; candidates in the order of ranks."""
+        """Return a tree of another shape, given by the nodes' parents, -1 for the context; siblings by rank."""
         tree = cls(len(parents))
         tree._lay_out(parents)
         return tree
@@ -103,14 +98,12 @@ class StaticTree(Tree):
 
 
 class DynamicTree(Tree):
-    """The likeliest tokens by the drafter (Li et al. 2024, EAGLE-2): at every depth the best nodes are gone on from,
-    and the best of all are verified.
-
-    Nodes are chosen by their own tokens, so none of them may be drawn.
+    """Drafts the likeliest tokens (Li et al. 2024, EAGLE-2): continues the best nodes of each depth, and verifies the
+    best of all. Nodes are chosen by their own tokens, so none may be drawn.
 
     Args:
         top_k: Nodes that are read at every depth, and candidates of each.
-        nodes: How many are verified.
+        nodes: Nodes that are verified.
         depth: The deepest branch.
 
     Raises:
@@ -148,36 +141,36 @@ class DynamicTree(Tree):
     def prune(self, draft: Draft) -> Sequence[int] | None:
         if len(draft.tokens) <= self.nodes:
             return None
-        # By falling score and, of equals, in their order: then no node comes before the one it stands behind.
+        # Of equal scores the first: so no node comes without its parent.
         return sorted(
             sorted(range(len(draft.tokens)), key=lambda node: (-self._scores[node], node))[: self.nodes]
         )
 
 
 def falling(ranks: Sequence[int]) -> list[float]:
-    """Chances by rank from percentages, none of them higher than one before it."""
+    """Return non-increasing chances by rank from percentages."""
     return [min(ranks[: rank + 1]) / 100 for rank in range(len(ranks))]
 
 
 def best_shapes(acceptance: Sequence[float]) -> Callable[[int, int], tuple[int, ...]]:
-    """The trees with most expected tokens (Chen et al. 2024, Sequoia, section 4.1).
+    """Return a function for the trees with most expected tokens (Chen et al. 2024, Sequoia, section 4.1).
 
-    With T[m][l][b] the most that m nodes, l deep and with up to b candidates at their root, are expected to keep, the
-    root among them: T[1] = 1, and a tree has either fewer candidates at its root, or a b-th one that is the root of a
-    tree of y nodes: T[m][l][b] = max(T[m][l][b-1], max over y of T[m-y][l][b-1] + P[b]·T[y][l-1][any]).
+    With T[m][l][b] the most tokens expected of m nodes, root included, l deep and with up to b candidates at the root:
+    T[1] = 1, and a tree has either fewer candidates at its root, or a b-th one that is the root of a tree of y nodes:
+    T[m][l][b] = max(T[m][l][b-1], max over y of T[m-y][l][b-1] + P[b]·T[y][l-1][any]).
 
     Args:
         acceptance: P: the chance that the candidate of rank b, from 0, is the one that is kept.
 
     Returns:
-        For the most nodes there may be, without the context, and how deep at most: by node the one it stands behind, -1
-        for the context; in the order of their depths.
+        From the most nodes, without the context, and the greatest depth to the nodes' parents, -1 for the context, in
+        the order of depth.
     """
     most = len(acceptance)
 
     @cache
     def best(m: int, left: int, b: int) -> tuple[float, int]:
-        """The most tokens of a tree of m nodes, and how many of them its b-th candidate takes; 0 for none."""
+        """Return the most tokens of a tree of m nodes, and the nodes of its b-th candidate, 0 for none."""
         if m == 1 or left == 0 or b == 0:
             return 1.0, 0
         found = (best(m, left, b - 1)[0], 0)

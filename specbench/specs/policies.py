@@ -1,7 +1,7 @@
-"""Draft policies as the command line names them: a word and its options, as in ``egag:scale=0.5,max=12``.
+"""Specs of draft policies: a word and its options, as in ``egag:scale=0.5,max=12``.
 
-``parse_policy`` reads one, once, and ``str`` writes it again as results call it. What drafts by it is built of it in
-``specbench.policies``, which checks the ranges of its options.
+``parse_policy`` parses one and ``str`` writes it as results store it; ``specbench.policies`` builds the policy from it
+and checks the ranges of its options.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from specbench.specs.verification import verification_name
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """A word that ``--draft-policy`` takes, for help and listings.
+    """A kind of draft policy.
 
     Attributes:
-        word: The policy's name.
+        word: Its name.
         summary: What it does, in a sentence.
-        policy: Where its class is in ``specbench.policies``: ``module:Class``.
-        own: Its own options, by the names of the class's arguments.
-        needs_logits: Whether it reads the drafter's distributions, which n-gram and lookup have none of.
-        siblings: How many siblings it has verified if nothing is said.
-        tree: Whether it decides the shape of trees, and not the length of chains.
-        timed: Whether it goes by times of passes, which a file may give (``costs``).
+        policy: Its class in ``specbench.policies``, as ``module:Class``.
+        own: Its own options, named as the class's arguments.
+        needs_logits: Whether it reads the drafter's distributions, which n-gram and lookup lack.
+        siblings: The default number of siblings.
+        tree: Whether it drafts trees rather than chains.
+        timed: Whether it uses times of forward passes, which a file may give (``costs``).
     """
 
     word: str
@@ -42,12 +42,12 @@ class PolicyKind:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What may follow its word."""
+        """All its options."""
         siblings = () if self.tree else (replace(_SIBLINGS, default=self.siblings),)
         return (*self.own, *siblings, _VERIFICATION)
 
     def takes(self, name: str) -> bool:
-        """Whether it has an option of that name; ``costs`` stand in no spec."""
+        """Return whether it has an option of this name, or takes ``costs``, which are not part of a spec."""
         return self.timed if name == "costs" else any(each.name == name for each in self.options)
 
 
@@ -66,11 +66,7 @@ _VERIFICATION = Option(
 
 
 def rank_shares(text: str) -> Dashed:
-    """Percentages with dashes in between, as in ``70-12-5-3``.
-
-    Raises:
-        ValueError: They are something else, or more than 100 together.
-    """
+    """Parse percentages with dashes in between, as in ``70-12-5-3``; raise ``ValueError`` for anything else."""
     shares = dashed(text)
     if not all(0 <= share <= 100 for share in shares) or sum(shares) > 100:
         raise ValueError("no percentages")
@@ -200,11 +196,11 @@ POLICIES: tuple[PolicyKind, ...] = (
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What ``--draft-policy`` asks for.
+    """A draft policy as ``--draft-policy`` takes it.
 
     Attributes:
-        kind: Which policy.
-        options: What is said of it, by the options' names in Python. Their ranges are checked when it is built.
+        kind: Its kind.
+        options: The given options by their Python names; their ranges are checked when the policy is built.
     """
 
     kind: PolicyKind
@@ -230,7 +226,7 @@ class PolicySpec:
 
     @property
     def depth(self) -> int | None:
-        """The deepest branch that its trees may have; ``None`` where nothing limits it, or it drafts chains."""
+        """The deepest branch of its trees; ``None`` for no limit, and for chains."""
         depth = self._value("depth")
         return None if depth is None else min(depth, self.nodes)
 
@@ -241,15 +237,11 @@ class PolicySpec:
         )
 
     def takes(self, name: str) -> bool:
-        """Whether it has an option of that name."""
+        """Return whether it has an option of this name."""
         return self.kind.takes(name)
 
     def require(self, name: str) -> None:
-        """Refuse an option that it has not.
-
-        Raises:
-            UsageError: It has none of that name.
-        """
+        """Raise ``UsageError`` for an option it does not have."""
         if not self.takes(name):
             takers = ", ".join(other.word for other in POLICIES if other.takes(name))
             raise UsageError(
@@ -258,7 +250,7 @@ class PolicySpec:
             )
 
     def with_options(self, options: Mapping[str, Any]) -> PolicySpec:
-        """The same with more options; ``None`` and False stand for none, and what it says already comes first.
+        """Return the policy with more options, ignoring ``None`` and False; its own options win.
 
         Raises:
             UsageError: It has no such option.
@@ -269,17 +261,13 @@ class PolicySpec:
         return replace(self, options={**given, **self.options})
 
     def applies(self, drafter: DrafterSpec) -> bool:
-        """Whether it has something to read with a drafter, and that drafts what it asks for."""
+        """Return whether it works with a drafter."""
         if len(drafter.parts) > 1:
             return self.word == "fixed"
         return drafter.trees if self.kind.tree else drafter.has_logits or not self.kind.needs_logits
 
     def check(self, drafter: DrafterSpec) -> None:
-        """Refuse a drafter that it has nothing to read of.
-
-        Raises:
-            UsageError: It reads distributions and the drafter has none.
-        """
+        """Raise ``UsageError`` for a drafter it does not work with."""
         if len(drafter.parts) > 1 and not self.applies(drafter):
             raise UsageError(
                 f"Several drafters draft chains of one length, and {self.word} decides as a draft goes.",
@@ -299,24 +287,23 @@ class PolicySpec:
 
 
 def policy_words() -> tuple[str, ...]:
-    """The words of all policies."""
+    """Return the names of all policies."""
     return tuple(policy.word for policy in POLICIES)
 
 
 def default_policy(*, greedy: bool, gamma: int | None = None) -> PolicySpec:
-    """The policy where none is asked for.
+    """Return the default policy: ``auto``, or ``fixed`` with a γ or above temperature 0.
 
-    ``auto`` goes by clocks, which changes no output in greedy decoding; a sampled one is to be the same whenever its
-    seed is, so there it is ``fixed``, and where a γ is given.
+    ``auto`` depends on clocks, which changes no greedy output, but the outputs of a seed.
     """
     return parse_policy("auto" if greedy and gamma is None else "fixed")
 
 
 def parse_policy(text: str) -> PolicySpec:
-    """A policy and the options behind its colon; their ranges are not checked yet.
+    """Parse a policy with its options; ranges are not checked yet.
 
     Raises:
-        UsageError: There is no such policy, it has no such option, or a value is of another kind.
+        UsageError: There is no such policy or option, or a value has the wrong type.
     """
     word = text.partition(":")[0].strip()
     kind = next((policy for policy in POLICIES if policy.word == word), None)
@@ -326,7 +313,7 @@ def parse_policy(text: str) -> PolicySpec:
 
 
 def parse_tree(text: str) -> PolicySpec | int:
-    """What ``--tree`` means: a policy that decides the shape of trees, or how many siblings stand beside chains.
+    """Parse ``--tree``: return a policy that drafts trees, or a number of siblings.
 
     Raises:
         UsageError: There is no such tree, or no such option of it.
@@ -347,12 +334,10 @@ def parse_tree(text: str) -> PolicySpec | int:
 
 
 def share_options(policies: Sequence[PolicySpec], options: Mapping[str, Any]) -> list[PolicySpec]:
-    """Policies with the options that several may have: each goes to those that take it.
-
-    ``None`` and False stand for none, and what a policy says itself comes first.
+    """Return policies with shared options, each given to those that take it; ``None`` and False are ignored.
 
     Raises:
-        UsageError: None of the policies takes one of them.
+        UsageError: No policy takes one of them.
     """
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     for name in given:

@@ -74,7 +74,7 @@ def generate_with_transformers(
         eos_token_id=list(end_ids) or None,
         pad_token_id=next(iter(target.end_ids), 0),
         **({} if config.beams is None else {"num_beams": config.beams}),
-        **target.language_model.defaults.under(decoding).applied,
+        **target.language_model.defaults.with_options(decoding).applied,
         **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
     )
     # What the call leaves unset would come from the model's own file, sampling defaults and all.
