@@ -34,12 +34,12 @@ from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
 from specbench.bench.manifest import describe_run
-from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.compare import compare_configs
+from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
@@ -104,7 +104,7 @@ class WithoutCosts:
     ) -> Outcome:
         return self.engine.generate(config, prompt, decoding, seed=seed)
 
-    def measure_costs(self, *_: object) -> PassTimes:
+    def measure_costs(self, *_: object) -> list[CostLine]:
         raise RunError("No single passes are timed here.")
 
     def difference(

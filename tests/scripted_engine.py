@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,20 @@ import msgspec
 from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
-from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import SweepResult, run_sweep
 from specbench.bench.serving import Workload
 from specbench.decoding.records import Step, StepTimes
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
-from specbench.results.lines import Pool
+from specbench.results.lines import (
+    CostLine,
+    DrafterTimes,
+    Pool,
+    SharedDrafterTimes,
+    SharedTargetTimes,
+    TargetTimes,
+)
 from specbench.results.load import LoadSnapshot
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.store import RunStore
@@ -116,22 +122,26 @@ class ScriptedEngine:
 
     def measure_costs(
         self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
-    ) -> PassTimes:
+    ) -> list[CostLine]:
         self.cost_calls.append(tuple(widths))
-        return PassTimes(
+        return cost_lines(
             {n: [0.3, round(0.1 + n / 1000, 9), 0.01] for n in widths}, {"d": [0.02, 0.01, 0.03]}, 256
         )
 
     def measure_shared_costs(
         self, prompt: Sequence[int], requests: int, widths: Sequence[int], only: Collection[str] | None = None
-    ) -> SharedTimes:
+    ) -> list[CostLine]:
         self.shared_calls.append((requests, *widths))
         others = requests - 1
-        return SharedTimes(
-            {(requests, n): [0.3, 0.01 * (1 + (2.0 if n > 1 else 0.2) * others), 0.001] for n in widths},
-            {(name, requests): [0.001 * (1 + 2.0 * others)] for name in only or ("d",)},
-            128,
-        )
+        slower = {n: 1 + (2.0 if n > 1 else 0.2) * others for n in widths}
+        at = {"requests": requests, "context_tokens": 128}
+        return [
+            *(SharedTargetTimes(tokens=n, seconds=[0.3, 0.01 * slower[n], 0.001], **at) for n in widths),
+            *(
+                SharedDrafterTimes(drafter=name, seconds=[0.001 * (1 + 2.0 * others)], **at)
+                for name in only or ("d",)
+            ),
+        ]
 
     def difference(
         self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
@@ -214,6 +224,19 @@ def describe(sweep: Sweep, **changed: Any) -> Run:
 def new_store(path: Path, sweep: Sweep) -> RunStore:
     """A store for a sweep over the scripted engine."""
     return RunStore.create(path, describe(sweep))
+
+
+def cost_lines(
+    target: Mapping[int, list[float]], drafters: Mapping[str, list[float]], context: int
+) -> list[CostLine]:
+    """Times of single passes, by tokens and by drafter."""
+    lines: list[CostLine] = [
+        TargetTimes(tokens=n, seconds=seconds, context_tokens=context) for n, seconds in target.items()
+    ]
+    return lines + [
+        DrafterTimes(drafter=name, seconds=seconds, context_tokens=context)
+        for name, seconds in drafters.items()
+    ]
 
 
 def quiet() -> LoadSnapshot:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import regret
 from cli_runs import Result, write_prompts
+from scripted_engine import cost_lines
 from stored_runs import run_json
 
 import specbench.bench.engines.own
@@ -28,13 +29,13 @@ from specbench.base.files import try_lock
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepConfig
-from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
 from specbench.models.calibrations import FORMS, Choice, form_key
 from specbench.models.target import load_target
+from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize
 from specbench.show.answer import find_answers
@@ -85,8 +86,8 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
 
     def costs(
         self: Any, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
-    ) -> PassTimes:
-        return PassTimes(
+    ) -> list[CostLine]:
+        return cost_lines(
             {n: [seconds] for n in widths}, {name: [seconds / 10] for name in self.drafters}, 256
         )
 

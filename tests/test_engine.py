@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import Ticking
-from scripted_engine import specs_of
+from scripted_engine import cost_lines, specs_of
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
@@ -15,7 +15,7 @@ import specbench.models.prepare
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
-from specbench.bench.passes import PassTimes
+from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.decoding.protocols import ForwardOutput
@@ -26,6 +26,7 @@ from specbench.models.prepare import prepare
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
+from specbench.results.lines import TreeTimes
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
@@ -202,17 +203,16 @@ def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine):
         run(engine, configs["small@3"])
     run(engine, configs["lookup@3"])
     costs = engine.measure_costs(PROMPT, [1, 2])
-    assert set(costs.drafters) == {"lookup", "self:int8"}
+    assert set(pass_costs(costs).drafter_s) == {"lookup", "self:int8"}
 
 
 def test_costs_are_times_of_single_passes(engine):
     engine._clock = Ticking()
     costs = engine.measure_costs(PROMPT, [1, 2, 5])
-    assert {n: set(times) for n, times in costs.target.items()} == {1: {1.0}, 2: {1.0}, 5: {1.0}}
-    assert {len(times) for times in (*costs.target.values(), *costs.drafters.values())} == {2}
-    assert costs.context == 256
-    assert costs.medians().target_s == {1: 1.0, 2: 1.0, 5: 1.0}
-    assert len(costs.lines()) == 6
+    assert [line.seconds for line in costs] == [[1.0, 1.0]] * 6
+    assert {line.context_tokens for line in costs} == {256}
+    assert pass_costs(costs).target_s == {1: 1.0, 2: 1.0, 5: 1.0}
+    assert len(pass_costs(costs).drafter_s) == 3
     # Nothing is left behind.
     assert run(engine, grid()[0]).token_ids == plainly(engine)
 
@@ -233,13 +233,15 @@ def test_groups_of_one_configuration_know_what_their_passes_cost(engine):
 def test_drafters_are_timed_with_several_nodes_abreast(engine):
     engine._clock = Ticking()
     costs = engine.measure_costs(PROMPT, [1], (2, 3))
-    assert set(costs.trees) == {(name, nodes) for name in ("small", "self:int8") for nodes in (2, 3)}
-    assert all(len(times) == 2 for times in costs.trees.values())
-    assert PassTimes.of(costs.lines()) == costs
-    times = PassTimes(
-        {1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5, {("a", 4): [7.0], ("a", 2): [4.0], ("b", 2): [1.0]}
-    )
-    assert times.medians().rows_s == {"a": {2: 3.0, 4: 4.0}}, "no pass takes less than one with a single row"
+    timed = {(line.drafter, line.nodes): len(line.seconds) for line in costs if isinstance(line, TreeTimes)}
+    assert timed == {(name, nodes): 2 for name in ("small", "self:int8") for nodes in (2, 3)}
+    several = {("a", 4): [7.0], ("a", 2): [4.0], ("b", 2): [1.0]}
+    trees = [
+        TreeTimes(drafter=name, nodes=nodes, seconds=seconds, context_tokens=5)
+        for (name, nodes), seconds in several.items()
+    ]
+    rows_s = pass_costs([*cost_lines({1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5), *trees]).rows_s
+    assert rows_s == {"a": {2: 3.0, 4: 4.0}}, "no pass takes less than one with a single row"
     assert run(engine, grid()[0]).token_ids == plainly(engine)
 
 

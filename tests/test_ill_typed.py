@@ -22,7 +22,7 @@ from tiny import save_tiny
 from specbench.base.errors import SpecbenchError
 from specbench.base.record import to_dict
 from specbench.bench.manifest import changes, merge_runs
-from specbench.bench.passes import PassTimes
+from specbench.bench.passes import pass_costs
 from specbench.bench.runner import run_sweep
 from specbench.generate import autoregressive_generate
 from specbench.models.target import load_target
@@ -126,7 +126,7 @@ class Stored:
     def read(self) -> None:
         load_results(self.folder)
         with RunStore.open(self.folder) as store:
-            PassTimes.of(store.costs()).medians()
+            pass_costs(store.costs())
             changes(store.run, describe(SWEEP))
             merge_runs(store.run, describe(SWEEP), [])
 

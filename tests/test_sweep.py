@@ -19,6 +19,7 @@ from msgspec import structs
 from scripted_engine import (
     TARGET,
     ScriptedEngine,
+    cost_lines,
     describe,
     make_sweep,
     measure,
@@ -34,10 +35,11 @@ from specbench.base.record import to_dict
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import changes, command_line, merge_runs
-from specbench.bench.passes import PassTimes, cost_widths
+from specbench.bench.passes import cost_widths
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, TimeLeft, run_sweep
 from specbench.options import DecodingOptions
+from specbench.results.lines import CostLine
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
@@ -281,8 +283,8 @@ def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path):
 
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
     class Dearer(ScriptedEngine):
-        def measure_costs(self, *_: Any) -> PassTimes:
-            return PassTimes({1: [9.0]}, {"e": [7.0]}, 100)
+        def measure_costs(self, *_: Any) -> list[CostLine]:
+            return cost_lines({1: [9.0]}, {"e": [7.0]}, 100)
 
     few, many = make_sweep(prompts(1), repeats=1), make_sweep(prompts(1), repeats=2)
     measure(tmp_path, few)

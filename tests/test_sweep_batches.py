@@ -27,7 +27,7 @@ from specbench.bench.axes import parse_batches
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs, check_batches, make_groups
 from specbench.bench.manifest import changes
-from specbench.bench.passes import SharedTimes, time_shared_passes
+from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, run_sweep
 from specbench.bench.serving import BenchRequest, SkippingClock, Workload, WorkloadResult, run_workload
@@ -488,11 +488,9 @@ def test_shared_passes_are_timed_on_models(target, kind, requests):
     times = time_shared_passes(
         target, {kind: load_drafter(kind, target)}, [1, 2, 3], requests, [1, 4], Ticking(0.5), 2, Random(0)
     )
-    assert set(times.target) == {(requests, 1), (requests, 4)}
-    assert set(times.drafters) == {(kind, requests)}
-    assert all(each == [0.5, 0.5] for each in (*times.target.values(), *times.drafters.values()))
-    again = SharedTimes.of(times.lines())
-    assert again == times
+    assert [line.seconds for line in times] == [[0.5, 0.5]] * 3
+    costs = shared_costs(times)
+    assert (costs.target_s, costs.drafter_s) == ({requests: {1: 0.5, 4: 0.5}}, {kind: {requests: 0.5}})
     # Nothing is left over: the target decodes as before.
     assert len(speculative_generate([1, 2, 3], target, None, max_new_tokens=3).token_ids) == 3
 

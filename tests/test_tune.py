@@ -13,13 +13,12 @@ import pytest
 from cli_runs import refusal
 from msgspec import structs
 from regret import FakeClock
-from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
+from scripted_engine import BASE, ScriptedEngine, cost_lines, describe, prompts, specs_of
 from stored_runs import run_json, step_lists
 
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
-from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import find_differences
 from specbench.config import Config as Configuration
 from specbench.config import config_from_recipe
@@ -28,6 +27,7 @@ from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.export.setting import RunSettings, with_replaced
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
+from specbench.results.lines import CostLine
 from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
@@ -249,9 +249,11 @@ class TimedEngine(ScriptedEngine):
 
     def measure_costs(
         self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
-    ) -> PassTimes:
+    ) -> list[CostLine]:
         self.cost_calls.append(tuple(widths))
-        return PassTimes({n: [0.01] for n in widths}, {name: [s] for name, s in self.drafters_s.items()}, 256)
+        return cost_lines(
+            {n: [0.01] for n in widths}, {name: [s] for name, s in self.drafters_s.items()}, 256
+        )
 
 
 def quiet() -> LoadSnapshot:
@@ -415,7 +417,7 @@ def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(
 
 def test_passes_that_cannot_be_timed_end_it(tmp_path):
     class Untimed(TimedEngine):
-        def measure_costs(self, *_: object) -> PassTimes:
+        def measure_costs(self, *_: object) -> list[CostLine]:
             raise RunError("no clock")
 
     clock, sweep = FakeClock(), grid("d")
@@ -447,7 +449,7 @@ def test_where_it_stops_paying_is_told(tmp_path):
 
 def test_passes_that_cannot_be_shared_leave_it_unsaid(tmp_path):
     class Alone(TimedEngine):
-        def measure_shared_costs(self, *_: object) -> SharedTimes:
+        def measure_shared_costs(self, *_: object) -> list[CostLine]:
             raise RuntimeError("no memory")
 
     clock, sweep = FakeClock(), grid("d")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from random import Random
@@ -40,116 +39,44 @@ TREE_NODES = (1, 2, 4, 8)
 Name = TypeVar("Name")
 
 
-@dataclass(frozen=True, slots=True)
-class PassTimes:
-    """Times of single forward passes in seconds, as measured one by one.
+def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
+    """Return the median times of single passes in lines of ``costs.jsonl``.
 
-    Attributes:
-        target: By number of tokens in the pass.
-        drafters: Of drafting one token, by drafter.
-        context: Tokens of context.
-        trees: Of drafting several nodes and one more after each of them, by drafter and number of nodes.
+    Of two passes that draft a tree, the second is what the first leaves of both.
     """
-
-    target: Mapping[int, Sequence[float]]
-    drafters: Mapping[str, Sequence[float]]
-    context: int
-    trees: Mapping[tuple[str, int], Sequence[float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, lines: Sequence[CostLine]) -> PassTimes:
-        """Return the times of single passes in ``costs.jsonl``."""
-        kinds = (TargetTimes, DrafterTimes, TreeTimes)
-        return cls(
-            dict(sorted(_times_by(lines, TargetTimes, "tokens").items())),
-            _times_by(lines, DrafterTimes, "drafter"),
-            next((line.context_tokens for line in reversed(lines) if isinstance(line, kinds)), 0),
-            _times_by(lines, TreeTimes, "drafter", "nodes"),
-        )
-
-    def lines(self) -> list[CostLine]:
-        """Return the lines of ``costs.jsonl``."""
-        at = self.context
-        target = [
-            TargetTimes(tokens=n, seconds=[*each], context_tokens=at) for n, each in self.target.items()
-        ]
-        drafters = [
-            DrafterTimes(drafter=name, seconds=[*each], context_tokens=at)
-            for name, each in self.drafters.items()
-        ]
-        trees = [
-            TreeTimes(drafter=name, nodes=nodes, seconds=[*each], context_tokens=at)
-            for (name, nodes), each in self.trees.items()
-        ]
-        return [*target, *drafters, *trees]
-
-    def medians(self) -> PassCosts:
-        """Return the medians; of two passes that draft a tree, the second is what the first leaves of both."""
-        drafters = {name: median(times) for name, times in self.drafters.items()}
-        rows: dict[str, dict[int, float]] = {}
-        for (name, nodes), times in sorted(self.trees.items()):
-            if name in drafters:
-                one = drafters[name]
-                rows.setdefault(name, {})[nodes] = max(one, median(times) - one)
-        return PassCosts({n: median(times) for n, times in self.target.items()}, drafters, self.context, rows)
+    drafters = _medians(lines, DrafterTimes, "drafter")
+    rows: dict[str, dict[int, float]] = {}
+    for (name, nodes), both in sorted(_medians(lines, TreeTimes, "drafter", "nodes").items()):
+        if name in drafters:
+            rows.setdefault(name, {})[nodes] = max(drafters[name], both - drafters[name])
+    target = dict(sorted(_medians(lines, TargetTimes, "tokens").items()))
+    return PassCosts(target, drafters, _context(lines, TargetTimes, DrafterTimes, TreeTimes), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedTimes:
-    """Times of forward passes that several requests share, in seconds, as measured one by one.
-
-    Attributes:
-        target: By number of requests, and of tokens that each has in the pass.
-        drafters: Of drafting one token for each, by drafter and number of requests.
-        context: Tokens of context of each request.
-    """
-
-    target: Mapping[tuple[int, int], Sequence[float]]
-    drafters: Mapping[tuple[str, int], Sequence[float]]
-    context: int
-
-    @classmethod
-    def of(cls, lines: Sequence[CostLine]) -> SharedTimes:
-        """Return the times of shared passes in ``costs.jsonl``."""
-        kinds = (SharedTargetTimes, SharedDrafterTimes)
-        return cls(
-            dict(sorted(_times_by(lines, SharedTargetTimes, "requests", "tokens").items())),
-            _times_by(lines, SharedDrafterTimes, "drafter", "requests"),
-            next((line.context_tokens for line in reversed(lines) if isinstance(line, kinds)), 0),
-        )
-
-    def lines(self) -> list[CostLine]:
-        """Return the lines of ``costs.jsonl``."""
-        at = self.context
-        target = [
-            SharedTargetTimes(requests=requests, tokens=n, seconds=[*each], context_tokens=at)
-            for (requests, n), each in self.target.items()
-        ]
-        drafters = [
-            SharedDrafterTimes(drafter=name, requests=requests, seconds=[*each], context_tokens=at)
-            for (name, requests), each in self.drafters.items()
-        ]
-        return [*target, *drafters]
-
-    def medians(self) -> SharedCosts:
-        """Return the medians."""
-        target: dict[int, dict[int, float]] = {}
-        for (requests, n), times in self.target.items():
-            target.setdefault(requests, {})[n] = median(times)
-        drafters: dict[str, dict[int, float]] = {}
-        for (name, requests), times in self.drafters.items():
-            drafters.setdefault(name, {})[requests] = median(times)
-        return SharedCosts(target, drafters, self.context)
+def shared_costs(lines: Sequence[CostLine]) -> SharedCosts:
+    """Return the median times of passes that several requests share in lines of ``costs.jsonl``."""
+    target: dict[int, dict[int, float]] = {}
+    for (requests, n), seconds in sorted(_medians(lines, SharedTargetTimes, "requests", "tokens").items()):
+        target.setdefault(requests, {})[n] = seconds
+    drafters: dict[str, dict[int, float]] = {}
+    for (name, requests), seconds in _medians(lines, SharedDrafterTimes, "drafter", "requests").items():
+        drafters.setdefault(name, {})[requests] = seconds
+    return SharedCosts(target, drafters, _context(lines, SharedTargetTimes, SharedDrafterTimes))
 
 
-def _times_by(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> dict[Any, list[float]]:
-    """Collect the times of lines of a kind by some of their fields."""
+def _medians(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> dict[Any, float]:
+    """Return the median time of lines of a kind, by some of their fields."""
     key = attrgetter(*names)
     times: dict[Any, list[float]] = {}
     for line in lines:
         if isinstance(line, kind):
             times.setdefault(key(line), []).extend(line.seconds)
-    return times
+    return {each: median(seconds) for each, seconds in times.items()}
+
+
+def _context(lines: Sequence[CostLine], *kinds: type[CostLine]) -> int:
+    """Return the tokens of context of the last line of some kinds."""
+    return next((line.context_tokens for line in reversed(lines) if isinstance(line, kinds)), 0)
 
 
 def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
@@ -180,7 +107,7 @@ def time_passes(
     progress: Progress | None = None,
     *,
     tree_nodes: Sequence[int] = (),
-) -> PassTimes:
+) -> list[CostLine]:
     """Time passes of a target and one-token drafts in turn, after the same context. The target's cache is left empty.
 
     Args:
@@ -242,12 +169,13 @@ def time_passes(
     }
     times = time_in_turn(jobs, rounds, order, progress)
     scorer.begin()
-    return PassTimes(
-        {n: times[n] for n in widths},
-        {name: times[name] for name in drafters},
-        length,
-        {each: times[each] for each in trees},
-    )
+    target = [TargetTimes(tokens=n, seconds=times[n], context_tokens=length) for n in widths]
+    single = [DrafterTimes(drafter=name, seconds=times[name], context_tokens=length) for name in drafters]
+    several = [
+        TreeTimes(drafter=name, nodes=nodes, seconds=times[name, nodes], context_tokens=length)
+        for name, nodes in trees
+    ]
+    return [*target, *single, *several]
 
 
 def time_shared_passes(
@@ -259,7 +187,7 @@ def time_shared_passes(
     clock: Clock,
     rounds: int,
     order: Random,
-) -> SharedTimes:
+) -> list[CostLine]:
     """Time passes that several requests share, of the target and of one-token drafts in turn.
 
     The prompt is repeated to fill the context of each request, each from another start. ``widths`` are the tokens of
@@ -327,11 +255,11 @@ def time_shared_passes(
     times = time_in_turn(jobs, rounds, order)  # whose first, untimed round reads the contexts
     for scorer in used:
         scorer.rollback(0)
-    return SharedTimes(
-        {(requests, n): times[n] for n in widths},
-        {(name, requests): times[name] for name in drafters},
-        length,
-    )
+    at = {"requests": requests, "context_tokens": length}
+    return [
+        *(SharedTargetTimes(tokens=n, seconds=times[n], **at) for n in widths),
+        *(SharedDrafterTimes(drafter=name, seconds=times[name], **at) for name in drafters),
+    ]
 
 
 def _no_tokens(context: Sequence[int], states: torch.Tensor | None = None) -> StepOutcome:

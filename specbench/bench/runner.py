@@ -18,12 +18,12 @@ from specbench.base.record import Json, rounded
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep, SweepConfig
 from specbench.bench.manifest import now
-from specbench.bench.passes import TREE_NODES, PassTimes, SharedTimes, cost_widths, shared_widths
+from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs, shared_costs, shared_widths
 from specbench.bench.serving import BenchRequest, Encoded, Workload
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
 from specbench.results.advice import disturbances, review
-from specbench.results.lines import Generation, Group, Line, Measurement, RequestLine, StepLists
+from specbench.results.lines import CostLine, Generation, Group, Line, Measurement, RequestLine, StepLists
 from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
@@ -76,7 +76,7 @@ class CellDone:
 class CostsMeasured:
     """Forward passes have been timed once more; ``costs`` is ``None`` with an ``error`` if they could not be."""
 
-    costs: PassTimes | SharedTimes | None
+    costs: Sequence[CostLine] | None
     error: str | None = None
 
 
@@ -342,14 +342,14 @@ class CellRunner(Generic[Encoded]):
         except Exception as error:
             self.costs_work = False
             return CostsMeasured(None, _message(error))
-        self._store.append_costs(costs.lines())
+        self._store.append_costs(costs)
         if batch is None:
-            self._store.update(costs=PassTimes.of(self._store.costs()).medians())
+            self._store.update(costs=pass_costs(self._store.costs()))
         else:
-            self._store.update(shared_costs=SharedTimes.of(self._store.costs()).medians())
+            self._store.update(shared_costs=shared_costs(self._store.costs()))
         return CostsMeasured(costs)
 
-    def _time_passes(self, batch: int | None) -> PassTimes | SharedTimes:
+    def _time_passes(self, batch: int | None) -> list[CostLine]:
         options = self._sweep.options
         trees = [policy.nodes for policy in options.policy_specs if policy.nodes]
         prompt = self._engine.encode(self._sweep.prompts[0], [])

@@ -28,7 +28,7 @@ from specbench.backends.torch.kernels.attention import FOLDED, RAGGED
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
-from specbench.bench.passes import time_passes
+from specbench.bench.passes import pass_costs, time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.theory import PassCosts, best_length, expected_tokens, predicted_speedup
 from specbench.drafters.layers import cheaper_form, skippable_layers
@@ -360,7 +360,7 @@ def _time_passes(
     drafters = {str(form): forms.drafter(form) for form in timed}
     times = time_passes(target.scorer, drafters, text, _WIDTHS, clock, _TIMED, Random(0), progress)
     layers = {(str(form), form.int8): forms.layers - len(form.skip) for form in timed}
-    return FormCosts(times.medians(), layers)
+    return FormCosts(pass_costs(times), layers)
 
 
 # -- the search --------------------------------------------------------------------------------------

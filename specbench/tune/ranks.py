@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.bench.passes import TREE_NODES, time_passes
+from specbench.bench.passes import TREE_NODES, pass_costs, time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.metrics import count_ranks
 from specbench.decoding.records import Step
@@ -145,7 +145,7 @@ def calibrate_tree(
     shares = [0.0] * (1 + max(rank for _, rank in counts))
     for (_, rank), (_, kept) in counts.items():
         shares[rank] += kept / nodes
-    ranks, costs = _percentages(shares), times.medians()
+    ranks, costs = _percentages(shares), pass_costs(times)
     tree, chain = best_tree(ranks, costs), best_tree(ranks[:1], costs)
     choice = TreeChoice(
         target=target.name,

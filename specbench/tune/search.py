@@ -19,7 +19,7 @@ import msgspec
 from specbench.base.errors import RunError
 from specbench.base.textsafe import counted
 from specbench.bench.grid import Cell, Sweep, SweepConfig
-from specbench.bench.passes import PassTimes, SharedTimes
+from specbench.bench.passes import pass_costs, shared_costs
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement, StepLists
@@ -258,7 +258,7 @@ class Search:
                 result = self._runner.measure_costs()
                 if result.costs is None:
                     raise RunError(f"Single passes could not be timed: {result.error}")
-        return PassTimes.of(self._store.costs()).medians()
+        return pass_costs(self._store.costs())
 
     def _no_time(self) -> RunError:
         """Return the error that says why nothing was compared, and how much time it would take."""
@@ -309,7 +309,7 @@ class Search:
     @cached_property
     def _single_costs(self) -> PassCosts:
         """Times of single passes, as stored when the race begins."""
-        costs = PassTimes.of(self._store.costs()).medians()
+        costs = pass_costs(self._store.costs())
         return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
 
     def _measure(self, cell: Cell, tokens: int = 0) -> Measurement:
@@ -340,8 +340,10 @@ class Search:
         found: dict[int, float] = {}
         took = 0.0
         for batch in BATCHES:
-            timed = SharedTimes.of(self._store.costs())
-            if {(batch, 1), (batch, width)} - set(timed.target) or (drafter, batch) not in timed.drafters:
+            costs = shared_costs(self._store.costs())
+            if {1, width} - costs.target_s.get(batch, {}).keys() or batch not in costs.drafter_s.get(
+                drafter, {}
+            ):
                 began = self._clock.now()
                 if began + 2 * took > self._until:
                     break
@@ -350,10 +352,10 @@ class Search:
                     times = self._engine.measure_shared_costs(prompt, batch, sorted({1, width}), [drafter])
                 except Exception:  # the answer does not need it
                     break
-                self._store.append_costs(times.lines())
-                timed = SharedTimes.of(self._store.costs())
+                self._store.append_costs(times)
+                costs = shared_costs(self._store.costs())
                 took = self._clock.now() - began
-            found[batch] = batch_ratio(batch, steps, drafter, timed.medians())
+            found[batch] = batch_ratio(batch, steps, drafter, costs)
             if found[batch] < 1.0:
                 break
         return found

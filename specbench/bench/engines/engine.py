@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from specbench.base.errors import RunError
 from specbench.bench.grid import SweepConfig
-from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.serving import Encoded, Workload
 from specbench.decoding.records import Step
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions
-from specbench.results.lines import Pool, ServerAnswer, Speculation
+from specbench.results.lines import CostLine, Pool, ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class BenchEngine(Protocol[Encoded]):
 
     def measure_costs(
         self, prompt: Encoded, widths: Sequence[int], tree_nodes: Sequence[int] = ()
-    ) -> PassTimes:
+    ) -> list[CostLine]:
         """Time forward passes of the target with each width, and of the drafters, also with ``tree_nodes`` of a tree.
 
         A sweep repeats this, so that a disturbance affects a few of the times and not their median.
@@ -119,7 +118,7 @@ class BenchEngine(Protocol[Encoded]):
 
     def measure_shared_costs(
         self, prompt: Encoded, requests: int, widths: Sequence[int], only: Collection[str] | None = None
-    ) -> SharedTimes:
+    ) -> list[CostLine]:
         """Time forward passes that ``requests`` share: of the target with each width per request, and of the drafters,
         all or ``only`` some."""
         raise RunError("Forward passes of this engine cannot be timed.")

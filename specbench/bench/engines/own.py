@@ -17,7 +17,7 @@ from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepConfig, SweepOptions
-from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
+from specbench.bench.passes import time_passes, time_shared_passes
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
@@ -31,7 +31,7 @@ from specbench.options import DecodingOptions, quantized
 from specbench.policies import build_policy, parse_costs
 from specbench.policies.batch_costs import BatchCosts
 from specbench.policies.costs import COST_NOTES
-from specbench.results.lines import Pool
+from specbench.results.lines import CostLine, Pool
 from specbench.results.run import DtypeMeasured, TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
@@ -270,7 +270,7 @@ class ModelEngine:
 
     def measure_costs(
         self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
-    ) -> PassTimes:
+    ) -> list[CostLine]:
         return time_passes(
             self.target.scorer,
             self._timed_drafters(),
@@ -284,7 +284,7 @@ class ModelEngine:
 
     def measure_shared_costs(
         self, prompt: Sequence[int], requests: int, widths: Sequence[int], only: Collection[str] | None = None
-    ) -> SharedTimes:
+    ) -> list[CostLine]:
         timed = self._timed_drafters()
         return time_shared_passes(
             self.target,
