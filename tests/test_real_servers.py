@@ -74,21 +74,9 @@ def environment(folder: Path, *requirements: str, see_ours: bool = False) -> str
     if see_ours:
         (packages / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = str(Path(sysconfig.get_path("scripts", "venv", vars=inside)) / Path(sys.executable).name)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--only-binary=:all:",
-        "--no-input",
-    ]
-    made = subprocess.run(
-        [*command, "--disable-pip-version-check", "-c", str(CONSTRAINTS), *requirements],
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
+    flags = ["--quiet", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "--python", python, "install", *flags, "-c", str(CONSTRAINTS)]
+    made = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False, timeout=600)
     if made.returncode:
         reason = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1]
         pytest.skip(f"no environment with {', '.join(requirements)}: {reason}")
@@ -162,24 +150,24 @@ class Recorder(httpx2.AsyncBaseTransport):
         return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
-class Asked(NamedTuple):
+class Recorded(NamedTuple):
     """An answer as our client has it, and the events it was made of."""
 
     answer: StreamedAnswer
     events: list[dict[str, Any]]
 
 
-def ask(address: str, model: str, prompts: Sequence[str], settings: Mapping[str, Any]) -> list[Asked]:
+def ask(address: str, model: str, prompts: Sequence[str], settings: Mapping[str, Any]) -> list[Recorded]:
     """Ask a server with our client, one prompt after the other."""
 
-    async def all_of_them() -> list[Asked]:
+    async def all_of_them() -> list[Recorded]:
         recorder = Recorder()
         client = ServerClient("server", f"{address}/v1", transport=recorder)
         try:
             answers = [await client.ask(model, prompt, settings) for prompt in prompts]
         finally:
             await client.close()
-        return [Asked(answer, recorder.events(number)) for number, answer in enumerate(answers)]
+        return [Recorded(answer, recorder.events(number)) for number, answer in enumerate(answers)]
 
     return asyncio.run(all_of_them())
 
@@ -277,20 +265,8 @@ def _timings(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def test_a_sweep_over_llama_cpp_has_its_own_counts(llama_cpp, folder, tmp_path, capsys):
     before = {name: counters(address) for name, address in llama_cpp.items()}
-    words = [
-        "sweep",
-        "--target",
-        str(folder),
-        "--prompts",
-        "chat",
-        "--limit",
-        "2",
-        "--repeats",
-        "2",
-        "--warmup",
-        "0",
-    ]
-    words += ["-n", str(NEW), "--ignore-eos", "--out", str(tmp_path / "run")]
+    words = ["--prompts", "chat", "--limit", "2", "--repeats", "2", "--warmup", "0", "--ignore-eos", "-n"]
+    words = ["sweep", "--target", str(folder), *words, str(NEW), "--out", str(tmp_path / "run")]
     for name, address in llama_cpp.items():
         words += ["--server", f"{name}={address}/v1"]
     assert run(words) == 0, capsys.readouterr().err
@@ -298,12 +274,9 @@ def test_a_sweep_over_llama_cpp_has_its_own_counts(llama_cpp, folder, tmp_path, 
     rows = [json.loads(line) for line in lines]
     assert [row["status"] for row in rows] == ["ok"] * 8
     for row in rows:
-        assert (row["new_tokens"], row["server"]["counted_by"], row["server"]["problem"]) == (
-            NEW,
-            "usage",
-            None,
-        )
-        assert row["server"]["cached_tokens"] == 0
+        server = row["server"]
+        assert (row["new_tokens"], server["counted_by"], server["problem"]) == (NEW, "usage", None)
+        assert server["cached_tokens"] == 0
     drafted = [row["server"] for row in rows if row["config"] == "drafted"]
     for told in drafted:
         assert told["drafts"] <= told["drafted"] <= told["drafts"] * len(told["kept_at"])
@@ -329,18 +302,8 @@ def transformers_serve(tmp_path_factory, folder) -> Iterator[str]:
     work = tmp_path_factory.mktemp("transformers_serve")
     python = environment(work / "environment", "fastapi", "openai", "uvicorn", see_ours=True)
     port = free_port()
-    words = [
-        "serve",
-        str(folder),
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
+    words = ["serve", str(folder), "--port", str(port)]
+    words += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
     with running([python, "-c", TRANSFORMERS_SERVER, *words], port, work / "log") as address:
         yield address
 

@@ -341,9 +341,8 @@ class Search:
         took = 0.0
         for batch in BATCHES:
             costs = shared_costs(self._store.costs())
-            if {1, width} - costs.target_s.get(batch, {}).keys() or batch not in costs.drafter_s.get(
-                drafter, {}
-            ):
+            has_drafter = batch in costs.drafter_s.get(drafter, {})
+            if not has_drafter or {1, width} - costs.target_s.get(batch, {}).keys():
                 began = self._clock.now()
                 if began + 2 * took > self._until:
                     break
