@@ -70,7 +70,7 @@ class ScriptedEngine:
         self.calls: list[tuple[str, tuple[int, ...], int]] = []
         self.cost_calls: list[tuple[int, ...]] = []
         self.shared_calls: list[tuple[int, ...]] = []
-        self.loads: list[tuple[str, Workload]] = []
+        self.workloads: list[tuple[str, Workload]] = []
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
         ids = [
@@ -103,16 +103,18 @@ class ScriptedEngine:
             peak_memory_bytes=1000,
         )
 
-    def generate_group(self, config: SweepConfig, load: Workload, decoding: DecodingOptions) -> GroupOutcome:
-        self.loads.append((config.id, load))
+    def generate_group(
+        self, config: SweepConfig, workload: Workload, decoding: DecodingOptions
+    ) -> GroupOutcome:
+        self.workloads.append((config.id, workload))
         served = []
-        for number, asked in enumerate(load.requests):
+        for number, asked in enumerate(workload.requests):
             alone = self.generate(config, asked.prompt, decoding, seed=asked.seed)
             served.append(
                 replace(
                     alone,
                     decode_s=alone.decode_s * self.slower(config, asked.prompt),
-                    arrived_s=load.times[number] if load.times else 0.0,
+                    arrived_s=workload.times[number] if workload.times else 0.0,
                     queued_s=0.025,
                 )
             )

@@ -316,12 +316,12 @@ def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
     sweep = batched(6, arrivals=("poisson:2",), batches=(2,), repeats=2, warmup=0)
     engine = ScriptedEngine()
     measure(tmp_path, sweep, engine)
-    assert len(engine.loads) == 4
-    for (_, first), (_, second) in (engine.loads[:2], engine.loads[2:]):
+    assert len(engine.workloads) == 4
+    for (_, first), (_, second) in (engine.workloads[:2], engine.workloads[2:]):
         assert first == second
         assert first.clients is None
         assert len(first.times) == 6
-    assert engine.loads[0][1].times != engine.loads[2][1].times
+    assert engine.workloads[0][1].times != engine.workloads[2][1].times
     for line in read_lines(tmp_path):
         last = max(each["arrived_s"] + each["total_s"] for each in line["requests"])
         assert line["seconds"] == pytest.approx(last)
@@ -333,7 +333,7 @@ def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
 def test_going_on_in_the_middle_of_a_batch(tmp_path):
     class Stopped(ScriptedEngine):
         def generate_group(self, *args: Any, **named: Any) -> Any:
-            if len(self.loads) == 17:
+            if len(self.workloads) == 17:
                 raise KeyboardInterrupt
             return super().generate_group(*args, **named)
 

@@ -99,7 +99,7 @@ class BenchEngine(Protocol[Encoded]):
         ...
 
     def generate_group(
-        self, config: SweepConfig, load: Workload[Encoded], decoding: DecodingOptions
+        self, config: SweepConfig, workload: Workload[Encoded], decoding: DecodingOptions
     ) -> GroupOutcome:
         """Decode requests together, in the batch of the configuration; any exception means that all failed."""
         ...

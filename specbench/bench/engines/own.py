@@ -146,7 +146,7 @@ class ModelEngine:
         return outcome
 
     def generate_group(
-        self, config: SweepConfig, load: Workload[Sequence[int]], decoding: DecodingOptions
+        self, config: SweepConfig, workload: Workload[Sequence[int]], decoding: DecodingOptions
     ) -> GroupOutcome:
         def make(request: BenchRequest[Sequence[int]]) -> GenerationRun:
             return self._run(config, request.prompt, decoding, request.seed)
@@ -158,15 +158,14 @@ class ModelEngine:
         reset_peak_memory(self._device)
         clock = SkippingClock(self._clock)
         with self._freeing_memory():
-            ready = {
-                id(each): make(each) for each in (*load.requests, *load.background)
-            }  # before the clock starts
+            requests = (*workload.requests, *workload.background)
+            ready = {id(each): make(each) for each in requests}  # before the clock starts
             # Kept from group to group, as in a server: costs do not depend on the prompts.
             costs = self._batch_costs.setdefault(config.id, BatchCosts())
             runs = GenerationRuns(
                 (), max_batch=config.batch, later=[*ready.values()], clock=clock, batch_costs=costs
             )
-            result = run_workload(load, runs, start, clock)
+            result = run_workload(workload, runs, start, clock)
         use = None if runs.factory is None else runs.factory.use
         return GroupOutcome(
             requests=tuple(_request_outcome(each) for each in result.requests),

@@ -285,9 +285,9 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         return self._loop.run(self._generate(config, BenchRequest(prompt, seed), decoding))
 
     def generate_group(
-        self, config: SweepConfig, load: Workload[ServerPrompt], decoding: DecodingOptions
+        self, config: SweepConfig, workload: Workload[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
-        return self._loop.run(self._generate_group(config, load, decoding))
+        return self._loop.run(self._generate_group(config, workload, decoding))
 
     def difference(
         self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
