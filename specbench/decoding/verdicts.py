@@ -27,16 +27,16 @@ from specbench.decoding.sampling import Randomness
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 TargetRows: TypeAlias = Callable[[int], torch.Tensor]
-"""p behind a node (-1: behind the context), float32 [vocab]."""
+"""Returns p after a node (-1: the context), float32 [vocab]."""
 
 
 class Walked(NamedTuple):
-    """What became of a draft.
+    """The outcome of a walk through a draft.
 
     Attributes:
-        path: The nodes kept, root to leaf.
-        token: The one behind them.
-        distribution: What that was drawn from, [vocab], not normalized.
+        path: The accepted nodes, root to leaf.
+        token: The token after them.
+        distribution: Its distribution, [vocab], not normalized.
     """
 
     path: list[int]
@@ -48,7 +48,7 @@ Walk: TypeAlias = Callable[[Draft, TargetRows, Randomness], Walked]
 
 
 class _Ruling(NamedTuple):
-    """The next token: a candidate that is kept, or another one and what it was drawn from."""
+    """The next token: an accepted candidate, or another one with its distribution."""
 
     token: int
     distribution: torch.Tensor | None = None
@@ -61,7 +61,7 @@ _Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Draws], Randomness], _Ruling
 
 
 def without_replacement(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """One after the other from what is left of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
+    """Draw in turn from the rest of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
     q = left = prospects.q
     tokens: list[int] = []
     for place in range(count):
@@ -75,24 +75,24 @@ def without_replacement(prospects: TokenDistribution, count: int, random: Random
 
 
 def with_replacement(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """Independently of each other; the same token may come several times."""
+    """Draw independently; a token may come several times."""
     return [Draws([random.draw(prospects.q)], prospects.q) for _ in range(count)]
 
 
 def top(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
-    """The most probable tokens; nothing is tossed for."""
+    """Take the most probable tokens, without a draw."""
     return [Draws(prospects.best(count))]
 
 
 def draw_and_top(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """One drawn from q, and beside it the most probable others."""
+    """Draw one from q, and add the most probable others."""
     token = random.draw(prospects.q)
     others = [other for other in prospects.best(count) if other != token]
     return [Draws([token], prospects.q), Draws(others[: count - 1])]
 
 
 def top_and_tail(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """All but one the most probable tokens, and one drawn from q outside them (Hu et al. 2025)."""
+    """Take the most probable tokens, and draw one from the rest of q (Hu et al. 2025)."""
     best = prospects.best(count - 1)
     tail = prospects.q.clone()
     tail[best] = 0.0
@@ -105,7 +105,7 @@ def top_and_tail(prospects: TokenDistribution, count: int, random: Randomness) -
 
 
 def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
-    """A token is drawn from p, and kept if it is among the candidates, whatever chose them (Miao et al. 2024).
+    """Draw from p, and accept the token if it is a candidate, however these were chosen (Miao et al. 2024).
 
     Keeps with the chance p(candidates). What EAGLE-2, Token Recycling and suffix decoding need. Costs a draw.
     """
@@ -113,7 +113,7 @@ def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
 
 
 def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
-    """At most one drawn candidate, tested; then a token is drawn, and kept if it is among the certain ones.
+    """Test a drawn candidate, if any; then draw a token, and accept it if it is a certain candidate.
 
     With one drawn from q and others beside it, *residual*: rejection sampling (Leviathan et al. 2023) whose corrected
     token may be a candidate too. With one drawn from the tail, *greedy draft* (Hu et al. 2025). Costs a draw,
@@ -129,7 +129,7 @@ def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
 
 
 def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
-    """Recursive rejection sampling of candidates without replacement (Jeon et al. 2024; Chen et al. 2024, Sequoia).
+    """Test candidates without replacement in turn (Jeon et al. 2024; Chen et al. 2024, Sequoia).
 
     In the order drawn: kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and q loses the token. Costs a few
     passes over the vocabulary per rejection.
@@ -142,7 +142,7 @@ def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
 
 
 def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
-    """Multi-step speculative sampling of independent draws (Miao et al. 2024, SpecInfer, Algorithm 2).
+    """Test independent draws in random order (Miao et al. 2024, SpecInfer, Algorithm 2).
 
     A remaining draw at random is kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and that draw goes. Equal
     draws stand there as often as they were drawn, each with the q of the drafter it came from. Certain candidates come
@@ -161,7 +161,7 @@ def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
 
 
 def _walked(rule: _Rule) -> Walk:
-    """From the context to a leaf, or to where no candidate is kept."""
+    """Return a walk from the context to a leaf, or to a node without an accepted candidate."""
 
     def walk(draft: Draft, p: TargetRows, random: Randomness) -> Walked:
         path: list[int] = []
@@ -223,7 +223,7 @@ def traverse(draft: Draft, p: TargetRows, random: Randomness) -> Walked:
 
 
 def _in_turn(candidates: Iterable[Draws]) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Every candidate in the order drawn, with what it was drawn from; ``None`` for a certain one."""
+    """Yield candidates in the order drawn with their distributions, ``None`` for certain ones."""
     for tokens, q in candidates:
         left = q
         for i, token in enumerate(tokens):
@@ -233,24 +233,24 @@ def _in_turn(candidates: Iterable[Draws]) -> Iterator[tuple[int, torch.Tensor | 
 
 
 def _passes(chance: torch.Tensor, random: Randomness) -> bool:
-    """A test that has this chance, or more than 1."""
+    """Return the outcome of a test with this chance, clipped to 1."""
     return random.test(chance.clamp(0.0, 1.0).reshape(1))[0] == 1
 
 
 def _ratio(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
-    """p/q of a token, whose q can underflow to 0 although it was drawn; a certain one has q = 1."""
+    """Return p/q of a token, whose q may underflow to 0; a certain one has q = 1."""
     return p[token] if q is None else p[token] / q[token].clamp_min(_SMALLEST)
 
 
 def remainder(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
-    """norm((p - q)₊), float32 [vocab]; without q all of it was at ``token``. p itself where nothing is left."""
+    """Return norm((p - q)₊), float32 [vocab], or p if nothing is left; without q, q is one-hot at ``token``."""
     rest = _less(p, q, token)
     total = float(rest.sum())
     return rest.div_(total) if total > _SMALLEST else p
 
 
 def _less(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
-    """(p - q)₊, [vocab]."""
+    """Return (p - q)₊, [vocab]."""
     if q is not None:
         return (p - q).clamp_min_(0.0)
     rest = p.clone()
@@ -259,7 +259,7 @@ def _less(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
 
 
 def _without(q: torch.Tensor, token: int) -> torch.Tensor:
-    """q when the token can no longer be drawn; all zeros when it was the last."""
+    """Return q without the token, normalized; all zeros if nothing is left."""
     rest = q.clone()
     rest[token] = 0.0
     total = float(rest.sum())
@@ -271,13 +271,13 @@ def _without(q: torch.Tensor, token: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to verify, and what it asks of drafts.
+    """A verification method, with what it requires of drafts.
 
     Attributes:
-        walk: Decides.
-        drawing: How the candidates of a node are drawn.
-        chains_only: Whether a node has one candidate at most.
-        several: Whether the draws of several drafters may stand at a node.
+        walk: Walks through a draft.
+        drawing: How a node's candidates are drawn.
+        chains_only: Whether it verifies chains only.
+        several: Whether a node may have draws of several drafters.
     """
 
     walk: Walk
@@ -296,4 +296,4 @@ METHODS: Mapping[str, Method] = {
     "recursive": Method(_walked(recursive), without_replacement, several=True),
     "specinfer": Method(_walked(specinfer), with_replacement, several=True),
 }
-"""By the words of ``specbench.specs.verification``."""
+"""By their names in ``specbench.specs.verification``."""

@@ -22,20 +22,20 @@ from specbench.specs.verification import VerificationName
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 _FEW = 32_000
-"""Logits whose argmaxes take less time than a second call."""
+"""Logits up to which all argmaxes take less time than a second call."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of a draft.
+    """The verdict on a draft.
 
     Attributes:
-        path: The drafts kept, root to leaf; the first so many in a chain.
-        tokens: These, and the token behind them: ``len(path) + 1`` ids.
+        path: The accepted nodes, root to leaf.
+        tokens: Their tokens and the one after them: ``len(path) + 1`` ids.
         p: The target's distributions, float32 [drafts + 1, vocab]; ``None`` in greedy decoding, which needs none.
-        closing_distribution: What the last token was drawn from, [vocab], not normalized; ``None`` in greedy mode.
+        closing_distribution: The last token's distribution, [vocab], not normalized; ``None`` in greedy mode.
         r: The uniform numbers the drafts were tested with; empty in greedy decoding.
-        rows: Of a tree the target's distributions behind the nodes that were looked at, -1 for the context: [vocab].
+        rows: The target's distributions after a tree's visited nodes, -1 for the context: [vocab].
     """
 
     path: Sequence[int]
@@ -47,12 +47,12 @@ class Verdict:
 
     @property
     def accepted(self) -> int:
-        """How many of the first drafts were kept: all that were, unless the path leaves a tree's first branch."""
+        """The number of accepted tokens on the first branch."""
         return next((i for i, node in enumerate(self.path) if node != i), len(self.path))
 
 
 class Verification(Protocol):
-    """Decides what is kept of a draft, and draws the token behind it."""
+    """Decides which draft tokens are accepted, and draws the token after them."""
 
     @property
     def takes_trees(self) -> bool:
@@ -61,7 +61,7 @@ class Verification(Protocol):
 
     @property
     def drawing(self) -> Drawing:
-        """How the candidates of a tree's node have to be drawn."""
+        """How a tree node's candidates have to be drawn."""
         ...
 
     def judge(
@@ -75,11 +75,11 @@ class Verification(Protocol):
         """Judge a draft by the target's logits.
 
         Args:
-            draft: n tokens and what they were drawn from.
-            logits: The target's, [n + 1, vocab]: row 0 stands behind the context, row i + 1 behind token i.
-            context: The tokens before the draft (transforms may look at them).
-            sampling: The transforms; they make p out of the logits.
-            random: Source of the tests and the closing draw.
+            draft: n tokens and their distributions.
+            logits: The target's, [n + 1, vocab]: row 0 follows the context, row i + 1 token i.
+            context: The tokens before the draft.
+            sampling: The transforms from logits to p.
+            random: The source of the tests and the closing draw.
         """
         ...
 
@@ -87,12 +87,12 @@ class Verification(Protocol):
 def verification_of(
     sampling: Sampling, name: VerificationName = "residual", *, residual_adjustment: bool = True
 ) -> Verification:
-    """What verifies drafts under these transforms.
+    """Return the verification for these transforms.
 
     Args:
         sampling: The transforms.
         name: See ``specbench.specs.verification``; in greedy decoding all are the same.
-        residual_adjustment: False draws corrected tokens from p itself, which is wrong and exists to show that.
+        residual_adjustment: False draws corrected tokens from p itself: not lossless, for demonstration.
     """
     if sampling.greedy:
         return GreedyVerification()
@@ -102,7 +102,7 @@ def verification_of(
 
 
 class GreedyVerification:
-    """From the root of a tree on, the child that is the target's choice, until there is none."""
+    """Follows the target's choices from the root as long as they were drafted."""
 
     takes_trees = True
     drawing = staticmethod(top)
@@ -116,7 +116,7 @@ class GreedyVerification:
         random: Randomness,  # noqa: ARG002
     ) -> Verdict:
         few = logits.numel() <= _FEW and not sampling.context_dependent
-        chain = len(draft.tokens) if few else draft.chain  # all at once: most paths do not leave it
+        chain = len(draft.tokens) if few else draft.chain  # in one call: most paths stay on it
         choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
         path: list[int] = []
         tokens = choices[:1]
@@ -132,13 +132,13 @@ class GreedyVerification:
 
 
 class RejectionVerification:
-    """Rejection sampling of a chain; a corrected token that is among the siblings beside it is gone on from.
+    """Rejection sampling of a chain in a few operators; a corrected token among the siblings is continued.
 
-    Of other trees this is ``specbench.decoding.verdicts.match``; a chain is tested in a few operators.
+    Trees go through ``specbench.decoding.verdicts.match``.
 
     Args:
         residual_adjustment: See ``verification_of``.
-        takes_trees: Whether there may be siblings, and trees.
+        takes_trees: Whether drafts may have siblings, or be trees.
     """
 
     def __init__(self, residual_adjustment: bool = True, *, takes_trees: bool = True) -> None:
@@ -173,11 +173,7 @@ class RejectionVerification:
 
 
 class TreeVerification:
-    """One of ``specbench.decoding.verdicts``.
-
-    Args:
-        method: Which.
-    """
+    """Verifies trees by a method of ``specbench.decoding.verdicts``."""
 
     def __init__(self, method: Method) -> None:
         self._walk, self.drawing, self.takes_trees = method.walk, method.drawing, not method.chains_only
@@ -204,7 +200,7 @@ class TreeVerification:
 
 
 def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
-    """``min(1, p_i(t_i) / q_i(t_i))`` for every draft of the chain, float32 [γ]; p is [>= γ, vocab].
+    """Return ``min(1, p_i(t_i) / q_i(t_i))`` for every token of the chain, float32 [γ]; p is [>= γ, vocab].
 
     q_i(t_i) is floored at the smallest normal float, for it can underflow to 0 although t_i was drawn.
     """
@@ -217,7 +213,7 @@ def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
 
 
 def residual(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
-    """``max(0, p_i - q_i)``, float32 [vocab], not normalized: what a corrected token at position i is drawn from.
+    """Return ``max(0, p_i - q_i)``, float32 [vocab], not normalized: the corrected token's distribution.
 
     Where nothing is left (p <= q everywhere, by rounding) it is p_i itself.
     """
@@ -230,11 +226,10 @@ def residual(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
 
 
 def expected_acceptance(draft: Draft, verdict: Verdict, tested: int) -> tuple[float, ...]:
-    """``sum_x min(p_i(x), q_i(x))`` for the first ``tested`` drafts: the chance that a draft drawn from q_i is kept.
+    """Return ``sum_x min(p_i(x), q_i(x))`` for the first ``tested`` tokens: their chance to be accepted.
 
-    It is 1 minus the total variation distance of p_i and q_i (Leviathan et al. 2023, Theorem 3.5). In greedy decoding
-    both are one-hot and the terms are 0 or 1; for a drafter without probabilities the term is p_i(t_i). At a node of a
-    tree the first draw is meant, or all candidates if they are certain.
+    It is 1 minus the total variation distance of p_i and q_i (Leviathan et al. 2023, Theorem 3.5); 0 or 1 in greedy
+    decoding, and p_i(t_i) for a certain token. At a tree node it is of the first draw, or of all certain candidates.
     """
     if tested == 0:
         return ()
@@ -251,7 +246,7 @@ def expected_acceptance(draft: Draft, verdict: Verdict, tested: int) -> tuple[fl
 
 
 def _expected(draft: Draft, node: int, p: torch.Tensor) -> float:
-    """The term of a node of a tree; p is the target's distribution there, [vocab]."""
+    """Return the term of a tree node; p is the target's distribution there, [vocab]."""
     candidates = draft.draws(node)
     q = next((each.q for each in candidates if each.q is not None), None)
     if q is not None:

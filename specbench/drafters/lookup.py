@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens when they stood in the prompt or the output before."""
+"""Prompt lookup: drafts what followed the last tokens where they occurred before."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
 
 _INDEXED = 4
-"""Suffixes up to this length are found in an index, longer ones at the places of the last so many."""
+"""Suffixes up to this length are indexed; longer ones are searched at the places of this many tokens."""
 
 _PLACES = 32
-"""Of those, so many are compared, the most recent ones."""
+"""How many of the most recent places are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """A draft that is being copied: at ``position`` of the text comes what stands at ``source``.
-
-    ``match`` tokens before them are the same.
-    """
+    """A copy in progress: ``position`` of the text gets the token at ``source``, after ``match`` equal tokens."""
 
     position: int
     source: int
@@ -37,24 +34,19 @@ def _evidence(match: int) -> float:
 
 
 def _token_at(place: int, context: Sequence[int], drafted: Sequence[int]) -> int:
-    """The token at a place of ``context + drafted``."""
+    """Return the token at a place of ``context + drafted``."""
     return context[place] if place < len(context) else drafted[place - len(context)]
 
 
 class LookupDrafter(FreeDrafter):
-    """Finds the longest suffix of the context that occurred before and copies what followed there.
+    """Copies what followed the longest suffix of the context that occurred before, the most recent one of equals.
 
-    Of several equally long matches the most recent is taken: in running text it predicts better than the
-    first. What is copied may run past the end of the context into the drafts themselves, which continues a
-    period.
-
-    The context is indexed as it grows, at each proposal; work per token does not depend on its length.
-
-    Up to 4 tokens the longest match is always found; longer ones are looked for at the 32 most recent places of the
-    last 4 tokens (of as many as a match needs, if those are more).
+    A copy may run past the end of the context into the draft, which continues a period. Work per token does not depend
+    on the context's length. Matches of up to 4 tokens are always found, longer ones at the 32 most recent places of the
+    last 4 tokens (or of the shortest match, if longer).
 
     Args:
-        spec: How long a match may be and has to be.
+        spec: The shortest and longest match.
         clock: Times the reading of the prompt.
     """
 
@@ -64,8 +56,8 @@ class LookupDrafter(FreeDrafter):
         self._least, self._limit = self.spec.min, self.spec.longest
         self._indexed = min(self._limit, max(_INDEXED, self._least))
         self._chained = self._indexed if self._indexed < self._limit else None
-        # Where the token stands that followed an n-gram most recently; and for each such place of a longest
-        # indexed n-gram the one before it. Nothing follows the context's end yet: no suffix finds itself.
+        # The place after the most recent occurrence of an n-gram, and for the longest indexed ones the place before it.
+        # Nothing follows the context's end yet, so no suffix finds itself.
         self._after: dict[tuple[int, ...], int] = {}
         self._earlier: dict[int, int] = {}
         self._copying: _Copying | None = None
@@ -77,7 +69,7 @@ class LookupDrafter(FreeDrafter):
         self._copying = None
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        """Go on copying; behind a token that another drafted, look for a match anew, with the drafts as its end."""
+        """Continue the copy; after a token of another drafter, search again."""
         position = len(context) + len(drafted)
         copying = self._copying
         if copying is None or copying.position != position:
@@ -90,7 +82,7 @@ class LookupDrafter(FreeDrafter):
         return Guess(token, _evidence(copying.match))
 
     def take_in(self, context: Sequence[int], first: int) -> None:
-        """Index the n-grams in front of every new token."""
+        """Index the n-grams before every new token."""
         self._copying = None
         for i in range(first, len(context)):
             for n in range(self._least, min(self._indexed, i) + 1):
@@ -100,10 +92,7 @@ class LookupDrafter(FreeDrafter):
                 self._after[ngram] = i
 
     def _find(self, context: Sequence[int], text: Sequence[int]) -> tuple[int | None, int]:
-        """The place in the context from which to copy, just behind the longest match, and the match's length in tokens.
-
-        ``text`` is what the match is for: the context, or the end of it and drafts that continue it.
-        """
+        """Return the place in the context after the longest match of the end of ``text``, and the match's length."""
         for n in range(min(self._indexed, len(text)), self._least - 1, -1):
             place = self._after.get(tuple(text[len(text) - n :]))
             if place is not None:
@@ -113,7 +102,7 @@ class LookupDrafter(FreeDrafter):
     def _longest(
         self, context: Sequence[int], text: Sequence[int], place: int | None
     ) -> tuple[int | None, int]:
-        """Of the places where the longest indexed suffix was, the one that matches furthest back, and how far."""
+        """Return the place of the longest match among those of the longest indexed suffix, and its length."""
         best, longest = place, 0
         for _ in range(_PLACES):
             if place is None:

@@ -1,4 +1,4 @@
-"""An n-gram drafter: continuations counted in the prompt and the output themselves, and no model to run."""
+"""N-gram drafter: drafts the most frequent continuations in prompt and output."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class _Continuations:
-    """How often each token followed one context, and which did so most often (of equals the last seen)."""
+    """Counts of the tokens after one context, and the most frequent one (of equals the last seen)."""
 
     __slots__ = ("_best", "counts", "total")
 
     def __init__(self) -> None:
-        self.counts: dict[int, int] = {}  # the token seen last stands last
+        self.counts: dict[int, int] = {}  # the token seen last is last
         self.total = 0
-        self._best: int | None = None  # None: find it when it is asked for
+        self._best: int | None = None  # None: not computed
 
     def add(self, token: int) -> None:
         count = self.counts.pop(token, 0) + 1
@@ -35,7 +35,7 @@ class _Continuations:
             self._best = token
 
     def remove(self, token: int) -> None:
-        """Take back the oldest sight of ``token``; its last one, if another is left, is where it was."""
+        """Remove the oldest occurrence of ``token``."""
         self.total -= 1
         if self.counts[token] > 1:
             self.counts[token] -= 1
@@ -51,20 +51,15 @@ class _Continuations:
         return self._best
 
     def match_confidence(self) -> float:
-        """What speaks for the most frequent token: its share of the counts and one sight of something else."""
+        """Return the most frequent token's share of the counts plus one of something else."""
         return self.counts[self.most_frequent()] / (self.total + 1)
 
 
 class NGramDrafter(FreeDrafter):
-    """Drafts the most frequent continuation of the longest known context, token after token until a miss.
+    """Drafts the most frequent continuation of the longest known context, until none is known.
 
-    Continuations are counted for contexts of 1 to ``order - 1`` tokens, in the prompt and in what was
-    emitted. A draft looks up the longest context first and backs off to shorter ones; of equally frequent
-    tokens the one seen last is taken. Its own drafts extend the context. When nothing is known it proposes
-    nothing: a plain target pass.
-
-    The prompt is read at the first proposal or commit after ``begin``. Work per token does not depend on the
-    length of the context.
+    Continuations are counted for contexts of 1 to ``order - 1`` tokens in prompt and output; the longest known context
+    decides, and of equally frequent tokens the last one seen. Work per token does not depend on the context's length.
 
     Args:
         spec: What is counted, and how it is drafted from.
@@ -90,12 +85,12 @@ class NGramDrafter(FreeDrafter):
         self._vocabulary = None
 
     def take_in(self, context: Sequence[int], first: int) -> None:
-        if first == 0:  # later tokens come with rows
+        if first == 0:  # later tokens are counted in update
             for i in range(len(context)):
                 self._count(context, i)
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        """By the longest context that is known; nothing behind as many drafts as a step may have."""
+        """Guess by the longest known context."""
         if self.spec.max is not None and len(drafted) >= self.spec.max:
             return None
         known = self._longest_known([*context[-(self.spec.order - 1) :], *drafted][-(self.spec.order - 1) :])
@@ -107,7 +102,7 @@ class NGramDrafter(FreeDrafter):
         )
 
     def _longest_known(self, tail: Sequence[int]) -> _Continuations | None:
-        """What followed the longest suffix of ``tail`` that counts and was ever followed by anything."""
+        """Return the continuations of the longest known suffix of ``tail``."""
         for first in range(len(tail) - self.spec.min + 1):
             known = self._continuations.get(tuple(tail[first:]))
             if known is not None:
@@ -115,7 +110,7 @@ class NGramDrafter(FreeDrafter):
         return None
 
     def _distribution(self, known: _Continuations) -> torch.Tensor:
-        """The normalized counts, float32 [vocab]."""
+        """Return the normalized counts, float32 [vocab]."""
         counts = torch.tensor(list(known.counts.values()), dtype=torch.float32)
         tokens = torch.tensor(list(known.counts), device=self._device)
         q = torch.zeros(self._vocabulary or 0, device=self._device)
@@ -137,7 +132,7 @@ class NGramDrafter(FreeDrafter):
             self._count(context, i, [token for token in reversed(ranked) if token != context[i]])
 
     def _count(self, context: Sequence[int], i: int, others: Sequence[int] = ()) -> None:
-        """Count token ``i``, and ``others`` that might have stood there, for every context before it."""
+        """Count token ``i``, and ``others`` that were likely there, for every context before it."""
         contexts = [tuple(context[i - n : i]) for n in range(1, min(self.spec.order - 1, i) + 1)]
         tokens = [*others, context[i]]
         for key in contexts:

@@ -1,4 +1,4 @@
-"""Token Recycling: what the target thought might follow each token, when it last saw it."""
+"""Token Recycling: drafts the target's latest predictions after each token."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
 
 _CHANCES = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.01)
-"""By rank, how often that successor comes next; later ones count as the last."""
+"""The probability of each rank to come next; later ones count as the last."""
 
 
 class RecycleDrafter(CandidateDrafter):
     """Drafts from a table of each token's most probable successors (Luo et al. 2024, Token Recycling).
 
-    Every verified row of the target's logits renews the entry of the token it stands behind, of rejected drafts too.
-    Before the target has said anything of a token, its successors are those it had in the prompt, the latest first.
-
-    The table has an entry for each token seen, and work per token does not depend on their number.
+    Every verified row of the target's logits, of rejected draft tokens too, replaces its token's entry. Until then a
+    token has its successors in the prompt, the latest first.
 
     Args:
-        spec: How many successors each token has.
+        spec: The number of successors per token.
         clock: Times the reading of the prompt.
     """
 
@@ -40,7 +38,7 @@ class RecycleDrafter(CandidateDrafter):
         self._successors = {}
 
     def take_in(self, context: Sequence[int], first: int) -> None:
-        if first == 0:  # later tokens come with rows
+        if first == 0:  # later tokens come with logits
             for token, successor in pairwise(context):
                 others = [other for other in self._successors.get(token, ()) if other != successor]
                 self._successors[token] = [successor, *others][: self.spec.top_k]
@@ -50,7 +48,7 @@ class RecycleDrafter(CandidateDrafter):
         return {token: _CHANCES[min(rank, len(_CHANCES) - 1)] for rank, token in enumerate(known)}
 
     def update(self, outcome: StepOutcome) -> None:
-        """Rejected drafts teach too: what would have followed them is known. What was kept is what counts."""
+        """Replace the entries of all verified tokens; accepted ones win."""
         if not outcome.emitted:
             return
         context, logits = outcome.context, outcome.logits

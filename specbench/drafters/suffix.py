@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
 
 _BEST = 8
-"""Continuations of one match that are told apart."""
+"""Continuations kept per match."""
 
 _END = -1
-"""Stands between texts in a trie that holds several."""
+"""Separates texts in a trie."""
 
 
 class _Node:
-    """A string that stood in the text twice or more.
+    """A string that occurred twice or more.
 
     Attributes:
-        count: How often.
-        next: By token that followed it the longer string's node, or the place of that token where it followed once.
-        total: How often it was followed by anything.
-        best: The most frequent of these tokens, of equals the last seen first; at most ``_BEST``.
+        count: Its occurrences.
+        next: By following token the longer string's node, or that token's place if it followed once.
+        total: Occurrences with a following token.
+        best: The most frequent following tokens, of equals the last seen first; at most ``_BEST``.
     """
 
     __slots__ = ("best", "count", "next", "total")
@@ -37,12 +37,12 @@ class _Node:
         self.best: list[int] = []
 
     def count_of(self, token: int) -> int:
-        """How often a token followed that did."""
+        """Return how often a token followed."""
         child = self.next[token]
         return 1 if isinstance(child, int) else child.count
 
     def followed_by(self, token: int, child: _Place) -> None:
-        """Count a token that followed, which is now at ``child``."""
+        """Count a following token, now at ``child``."""
         self.next[token] = child
         self.total += 1
         best, count = self.best, self.count_of(token)
@@ -62,17 +62,14 @@ class _Node:
 
 
 _Place: TypeAlias = "_Node | int"
-"""Where a string ends: its node, or where its last token stands in the text if that is the only time."""
+"""A string's node, or the place of its last token if it occurred once."""
 
 
 class SuffixTrie:
     """Counts of what followed every string of up to ``longest`` tokens, for one text or several.
 
-    A string that was seen once is no more than a place in the text: it gets a node when it comes again. So a token
-    takes a step for each length up to that of the longest match behind it, and memory grows by what repeats.
-
-    Args:
-        longest: In tokens, at least 1.
+    A string that occurred once is only a place in the text, and gets a node when it repeats, so memory grows by what
+    repeats.
     """
 
     def __init__(self, longest: int) -> None:
@@ -84,14 +81,14 @@ class SuffixTrie:
         ] = []  # of the text's end, by length from 1: those that stood before as well
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Go on with the text."""
+        """Append tokens to the text."""
         for token in tokens:
             place = len(self._text)
             self._text.append(token)
             matches: list[_Node] = []
             for length, node in enumerate((self._root, *self._matches), start=1):
                 child = node.next.get(token, place)
-                if isinstance(child, int) and child != place:  # it was there once: now it needs a node
+                if isinstance(child, int) and child != place:  # its second occurrence: now it needs a node
                     child = self._unfolded(child, counts=length <= self.longest)
                 if not isinstance(child, int):
                     child.count += 1
@@ -101,7 +98,7 @@ class SuffixTrie:
             self._matches = matches
 
     def _unfolded(self, place: int, *, counts: bool) -> _Node:
-        """The node of a string that was seen once, and ended at ``place``."""
+        """Make the node of a string that occurred once and ended at ``place``."""
         node = _Node()
         node.count = 1
         if counts and self._text[place + 1] != _END:
@@ -109,20 +106,15 @@ class SuffixTrie:
         return node
 
     def end(self) -> None:
-        """The text ends here, and another one begins: no string spans both."""
+        """End the text; no string spans it and the next one."""
         self._text.append(_END)
         self._matches = []
 
     def match(self, tail: Sequence[int], shortest: int = 1) -> tuple[int, Mapping[int, tuple[int, int]]]:
-        """The longest end of ``tail`` that was followed by anything.
-
-        Args:
-            tail: Tokens; they need not be those of the text's end.
-            shortest: No shorter ones, 1 or more.
+        """Find the longest end of ``tail``, of at least ``shortest`` tokens, that was followed by a token.
 
         Returns:
-            Its length, 0 without any; and by token that followed, the most frequent first, how often it did and how
-            often anything did.
+            Its length, or 0; and by following token, the most frequent first, its count and the count of all.
         """
         for length in range(min(self.longest, len(tail)), shortest - 1, -1):
             place = self._find(tail[len(tail) - length :])
@@ -149,15 +141,12 @@ class SuffixTrie:
 class SuffixDrafter(CandidateDrafter):
     """Drafts what most often followed the longest match of the last tokens (Oliaro et al. 2024, SuffixDecoding).
 
-    The match is looked for in the prompt and the output, and if asked in earlier outputs too, the longer one of both
-    counting. A token that followed it c of n times has the chance c/(n + 1/m) behind a match of m tokens: the longer
-    the match, the less a sight of something else is allowed for. That tells better than c/n what is accepted
-    (docs/log.md).
-
-    Work per token is bounded by the longest match that is looked for, and does not depend on the context's length.
+    Matches are searched in prompt and output, and optionally in earlier outputs; the longer one counts. A token that
+    followed c of n times has the chance c/(n + 1/m) after a match of m tokens, which predicts acceptance better than
+    c/n (docs/log.md). Work per token does not depend on the context's length.
 
     Args:
-        spec: How long a match may be and has to be, and whether outputs are kept.
+        spec: The shortest and longest match, and whether outputs are kept.
         clock: Times the reading of the prompt.
     """
 
@@ -188,6 +177,6 @@ class SuffixDrafter(CandidateDrafter):
         return {token: m * count / (m * total + 1) for token, (count, total) in found.items()}
 
     def update(self, outcome: StepOutcome) -> None:
-        """New tokens are read at the next proposal; an output that is kept is counted when it has ended."""
+        """Keep the output, which is counted when it has ended; new tokens are read at the next proposal."""
         if self.spec.keep:
             self._output += outcome.context[len(outcome.context) - outcome.emitted :]
