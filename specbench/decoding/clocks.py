@@ -12,22 +12,22 @@ from specbench.decoding.records import StepTimes
 
 
 class Clock(Protocol):
-    """Tells the time in seconds from an arbitrary origin."""
+    """A clock in seconds from an arbitrary origin."""
 
     def now(self) -> float:
-        """Seconds, monotonic; all work asked for so far has been done."""
+        """Return monotonic seconds, after all work so far is done."""
         ...
 
 
 class WallClock:
-    """The monotonic clock of the machine: right wherever a call returns when its work is done."""
+    """The machine's monotonic clock, for devices whose calls return when their work is done."""
 
     def now(self) -> float:
         return time.perf_counter()
 
 
 class DeviceClock:
-    """A clock for accelerators, which work on after a call has returned: waits for them before it reads.
+    """A clock for accelerators: waits for their asynchronous work before it reads.
 
     Args:
         device: Name of a torch device with a ``synchronize``, such as ``cuda``.
@@ -44,7 +44,7 @@ class DeviceClock:
 
 
 class PausedClock:
-    """A clock that can be stopped for a while.
+    """A clock that can be paused.
 
     Args:
         clock: Tells the time; ``None`` for the machine's.
@@ -59,7 +59,7 @@ class PausedClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """It stands still meanwhile."""
+        """Stop the clock meanwhile."""
         began = self._now()
         try:
             yield
@@ -68,7 +68,7 @@ class PausedClock:
 
 
 class Stopwatch:
-    """Where the time of a step goes. It belongs to whoever drives the loop; the loop says what it has done.
+    """Times the parts of a step. The loop's caller provides it, and the loop calls it.
 
     Args:
         clock: Tells the time; ``None`` for the machine's.
@@ -78,21 +78,18 @@ class Stopwatch:
         self._now = (clock or WallClock()).now
 
     def start(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "rollback": 0.0, "other": 0.0}
         self._last = self._now()
 
     def lap(self, part: Literal["draft", "verify", "accept", "rollback", "other"]) -> None:
-        """What was done since the last lap was this."""
+        """Add the time since the last lap to a part."""
         now = self._now()
         self._parts[part] += now - self._last
         self._last = now
 
     def times(self, draft_prefill_s: float = 0.0) -> StepTimes:
-        """The step so far. Seconds of reading a prompt are told by the drafter, and a part of its draft's.
-
-        Its clock goes on while this one may stand still.
-        """
+        """Return the step's times so far; the drafter reports ``draft_prefill_s``, by a clock that is never paused."""
         parts = self._parts
         return StepTimes(
             draft_s=parts["draft"],
@@ -105,13 +102,13 @@ class Stopwatch:
 
 
 def clock_for(device: str) -> Clock:
-    """The clock that is right for work on ``device`` (``cpu``, ``cuda:0``, ...)."""
+    """Return the clock for work on ``device`` (``cpu``, ``cuda:0``, ...)."""
     kind = device.split(":")[0]
     return WallClock() if kind in {"cpu", "meta"} else DeviceClock(kind)
 
 
 def peak_memory(device: str) -> int:
-    """Most memory in use so far, in bytes: what torch allocated on a CUDA device, else this process's resident set."""
+    """Return peak memory in bytes: torch's on a CUDA device, else this process's resident set."""
     if device.startswith("cuda"):
         import torch
 

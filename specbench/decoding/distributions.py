@@ -1,4 +1,4 @@
-"""What a drafter expects behind a node of a tree, looked at only as far as somebody asks."""
+"""A drafter's distributions after the nodes of a tree, computed only as far as needed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from specbench.decoding.logits import DraftVocabulary
 
 _STRIDE = 64
-"""Values in a column: as many as make both halves of the search short."""
+"""Columns of the search for large values."""
 
 _QUICK = 2**18
-"""Up to so many values to look through again, the largest are found one after the other."""
+"""Values up to which the largest are found in repeated passes."""
 
 
 class TokenDistribution(Protocol):
@@ -25,29 +25,24 @@ class TokenDistribution(Protocol):
 
     @property
     def q(self) -> torch.Tensor:
-        """All of it, float32 [vocab]."""
+        """The whole distribution, float32 [vocab]."""
         ...
 
     def best(self, count: int) -> Sequence[int]:
-        """The most probable tokens that are possible at all, by falling probability."""
+        """Return the most probable tokens, without impossible ones."""
         ...
 
     def chances(self, count: int) -> Sequence[float]:
-        """Their probabilities."""
+        """Return the probabilities of the most probable tokens."""
         ...
 
     def chance(self, token: int) -> float:
-        """The probability of a token."""
+        """Return the probability of a token."""
         ...
 
 
 class Scores:
-    """A row of a model: scores whose softmax is meant, or a distribution.
-
-    Args:
-        row: Float32 [vocab].
-        normalized: Whether it is a distribution.
-    """
+    """A distribution from a model's scores, float32 [vocab]; ``normalized``: they are probabilities already."""
 
     def __init__(self, row: torch.Tensor, *, normalized: bool) -> None:
         self._rows, self._place = _Rows(row[None].clone(), normalized, None), 0
@@ -56,12 +51,12 @@ class Scores:
     def of(
         cls, rows: torch.Tensor, *, normalized: bool, vocabulary: DraftVocabulary | None = None
     ) -> list[Scores]:
-        """Each of several rows: what is looked for in one of them is looked for in all, in the same few operators.
+        """Return distributions for several rows, which are searched together.
 
         Args:
-            rows: Float32 [rows, tokens]. They are written to, and scores become distributions when somebody asks.
-            normalized: Whether they are distributions.
-            vocabulary: Whose tokens they are; ``None``: the first is the target's first.
+            rows: Float32 [rows, tokens], overwritten with probabilities when needed.
+            normalized: Whether they are probabilities already.
+            vocabulary: Their tokens; ``None`` for the target's first ones.
         """
         together = _Rows(rows, normalized, vocabulary)
         made = [cls.__new__(cls) for _ in range(rows.shape[0])]
@@ -84,7 +79,7 @@ class Scores:
 
 
 class _Rows:
-    """What ``Scores`` of one pass have in common; for the arguments see there."""
+    """The rows that ``Scores`` of one forward pass share."""
 
     def __init__(self, rows: torch.Tensor, normalized: bool, vocabulary: DraftVocabulary | None) -> None:
         self._rows, self._normalized, self._vocabulary = rows, normalized, vocabulary
@@ -93,7 +88,7 @@ class _Rows:
         self._spread: dict[int, torch.Tensor] = {}
 
     def best(self, count: int) -> Sequence[list[int]]:
-        """Of every row at least so many of the largest that are possible at all, by falling value."""
+        """Return at least ``count`` of every row's largest possible tokens, by falling value."""
         if count > self._count or not self._best:
             self._count = count
             self._best = largest(self._rows, count, above=0.0 if self._normalized else -math.inf)
@@ -115,8 +110,8 @@ class _Rows:
 
     @property
     def _distributions(self) -> torch.Tensor:
-        if not self._normalized:  # a softmax takes little longer than the sum it divides by
-            for row in self._rows.split(1):  # of several torch calls up other threads
+        if not self._normalized:  # a softmax takes little longer than its sum
+            for row in self._rows.split(1):  # for several rows torch starts threads
                 torch.softmax(row, dim=-1, out=row)
             self._normalized = True
         return self._rows
@@ -127,11 +122,7 @@ class _Rows:
 
 
 class FixedCandidates:
-    """A few tokens that a drafter without a model knows.
-
-    Args:
-        chances: By token, falling.
-    """
+    """A few certain candidates, from their probabilities in falling order."""
 
     def __init__(self, chances: Mapping[int, float]) -> None:
         self._chances = chances
@@ -151,12 +142,12 @@ class FixedCandidates:
 
 
 def largest(rows: torch.Tensor, count: int, above: float = -math.inf) -> list[list[int]]:
-    """The indices of the largest values of every row, by falling value; of equals the first come first.
+    """Return the indices of every row's largest values, by falling value; of equals the first.
 
     Args:
-        rows: Float32 [rows, vocab]. They are written to, and are the same again in the end.
-        count: How many of each.
-        above: Only values above.
+        rows: Float32 [rows, vocab]; changed meanwhile, and restored.
+        count: The number of each row.
+        above: Smaller values are left out.
     """
     count = min(count, rows.shape[-1])
     if rows.device.type != "cpu":
@@ -184,11 +175,7 @@ def largest(rows: torch.Tensor, count: int, above: float = -math.inf) -> list[li
 
 
 def _largest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """The same of one row, [vocab].
-
-    It is laid out in columns whose highest values are found at once; only those that may hold one of the largest are
-    looked through.
-    """
+    """Return those of one row, [vocab]: only columns whose maximum is among the largest are searched."""
     width = len(row) // _STRIDE
     if width <= 2 * count:
         return np.argsort(-row, kind="stable")[:count]

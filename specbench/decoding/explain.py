@@ -1,7 +1,4 @@
-"""The record of a step: what was drafted and kept, and, for a trace, with which probabilities.
-
-It is made after the clock was read, for α costs a pass over the vocabulary per position.
-"""
+"""The record of a step, made after the clock was read: α takes work per position and vocabulary entry."""
 
 from __future__ import annotations
 
@@ -28,15 +25,14 @@ def step_of(
     policy: Mapping[str, float],
     logits: torch.Tensor | None,
 ) -> Step:
-    """The record of a step.
+    """Return the record of a step.
 
     Args:
         index, position, times, policy: See ``Step``.
-        draft: What was drafted.
-        verdict: On it.
-        kept: How many of its tokens a stop has left.
-        finished: Why the output ends here; ``None`` if it does not.
-        logits: The target's, [verified, vocab], if a trace was asked for.
+        draft, verdict: The draft and its verdict.
+        kept: How many of the verdict's tokens are before a stop.
+        finished: Why the output ends here; ``None`` if it continues.
+        logits: The target's, [verified, vocab], for a trace.
     """
     nodes, chain = len(draft.tokens) - draft.siblings, draft.is_chain
     if not chain:
@@ -71,14 +67,14 @@ def step_of(
 
 
 def closing_of(accepted: int, gamma: int) -> Closing:
-    """Where the token behind the accepted ones of γ drafts comes from."""
+    """Return the source of the token after the accepted ones of γ."""
     if accepted < gamma:
         return "corrected"
     return "bonus" if gamma else "target"
 
 
 def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor) -> tuple[DraftVerdict, ...]:
-    """What a trace shows of every draft; in greedy decoding the numbers are read off the untempered softmax."""
+    """Return the trace's entry for every draft token."""
     kept = set(verdict.path)
     looked = set((-1, *verdict.path)[:tested])
     if tested >= len(verdict.path):  # no stop cut the verdict short
@@ -115,7 +111,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
 
 
 def closing_probability(verdict: Verdict, logits: torch.Tensor, accepted: int = 0) -> float:
-    """Probability of the token behind the accepted ones where it was drawn from (greedy: the untempered softmax)."""
+    """Return the closing token's probability in its distribution (greedy: the untempered softmax)."""
     token, distribution = verdict.tokens[accepted], verdict.closing_distribution
     if distribution is None:
         distribution = logits[verdict.path[accepted - 1] + 1 if accepted else 0].float().softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Figures of a run, as pure functions over its records. Definitions and their pitfalls: docs/metrics.md."""
+"""Metrics as pure functions over records; definitions: docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def tokens_per_step(steps: Sequence[Step]) -> float | None:
-    """Block efficiency: emitted tokens over steps; ``None`` without steps. The first-target token belongs to none."""
+    """Return emitted tokens over steps, without the prefill's token; ``None`` without steps."""
     return _ratio(sum(len(step.tokens) for step in steps), len(steps))
 
 
 def acceptance_rate(steps: Sequence[Step]) -> float | None:
-    """Accepted over drafted tokens of the run; ``None`` if nothing was drafted.
+    """Return accepted over drafted tokens, including those after a rejection; ``None`` without drafts.
 
-    Drafts behind a rejection count as drafted here, unlike in ``acceptance_by_position``. Of a tree its depth counts.
+    A tree counts by its depth.
     """
     return _ratio(sum(step.accepted for step in steps), sum(step.gamma for step in steps))
 
 
 @dataclass(frozen=True, slots=True)
 class PositionRate:
-    """How one draft position, of a tree a depth, fared: in how many steps it was drafted, tested and accepted."""
+    """In how many steps a draft position, or depth of a tree, was drafted, tested and accepted."""
 
     position: int
     drafted: int
@@ -38,17 +38,17 @@ class PositionRate:
 
     @property
     def rate(self) -> float | None:
-        """Share accepted of those tested."""
+        """Accepted over tested."""
         return _ratio(self.accepted, self.tested)
 
     @property
     def rate_of_drafted(self) -> float | None:
-        """Share accepted of those drafted: it falls with the position even where each test is as likely to pass."""
+        """Accepted over drafted, which falls with the position by itself."""
         return _ratio(self.accepted, self.drafted)
 
 
 def acceptance_by_position(steps: Sequence[Step]) -> list[PositionRate]:
-    """Acceptance at draft positions 1, 2, ..., up to the longest draft."""
+    """Return acceptance at draft positions 1, 2, ..., up to the longest draft."""
     longest = max((step.gamma for step in steps), default=0)
     return [
         PositionRate(
@@ -62,10 +62,10 @@ def acceptance_by_position(steps: Sequence[Step]) -> list[PositionRate]:
 
 
 def count_ranks(steps: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, int], list[int]]:
-    """By depth, from 1, and rank, from 0: of how many nodes of trees it was tested which is kept, and how many were.
+    """Return by (depth from 1, rank from 0) how many tree nodes were tested and accepted.
 
     Args:
-        steps: Of each its ``widths`` and ``ranks``, see ``Step``.
+        steps: ``Step.widths`` and ``Step.ranks`` of each.
     """
     counts: dict[tuple[int, int], list[int]] = {}
     for stood, kept in steps:
@@ -78,7 +78,7 @@ def count_ranks(steps: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tu
 
 
 def kept_by_rank(counts: Mapping[tuple[int, int], Sequence[int]]) -> list[float]:
-    """By rank, whatever the depth: at how large a share of the nodes with such a candidate it was the one kept.
+    """Return by rank how often such a candidate was accepted, over all depths.
 
     Args:
         counts: As ``count_ranks`` gives them.
@@ -91,18 +91,17 @@ def kept_by_rank(counts: Mapping[tuple[int, int], Sequence[int]]) -> list[float]
 
 
 def mean_expected_acceptance(steps: Sequence[Step]) -> float | None:
-    """α: the mean of ``sum_x min(p, q)`` over all tested positions; ``None`` if none was tested."""
+    """Return α, the mean of ``sum_x min(p, q)`` over tested positions; ``None`` without any."""
     values = [value for step in steps for value in step.expected_acceptance]
     return _ratio(math.fsum(values), len(values))
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Where the time of a generation went, in seconds.
+    """A generation's time, in seconds.
 
-    ``ttft_s`` is the time to the first emission (the target's prefill, or the whole first step without a first-target
-    pass); ``decode_s`` is everything after it and the sum of its five parts. ``draft_prefill_s`` is the part of
-    ``draft_s`` in which the drafter read the prompt.
+    ``ttft_s`` is the time to the first token (the prefill, or the first step without a first-target pass), ``decode_s``
+    everything after it, the sum of five parts; ``draft_prefill_s`` is the drafter's prefill within ``draft_s``.
     """
 
     ttft_s: float
@@ -116,19 +115,19 @@ class TimeSplit:
 
     @property
     def overhead_share(self) -> float | None:
-        """Share of the decode time that is neither drafting nor verifying."""
+        """The share of decode time that is neither drafting nor verification."""
         return _ratio(self.accept_s + self.rollback_s + self.other_s, self.decode_s)
 
 
 def _after_first_emission(prefill: Prefill, steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
-    """Time to the first emission and the steps behind it."""
+    """Return the time to the first token and the steps after it."""
     if prefill.token is not None or not steps:
         return prefill.time_s, steps
     return prefill.time_s + steps[0].times.total_s, steps[1:]
 
 
 def time_split(prefill: Prefill, steps: Sequence[Step]) -> TimeSplit:
-    """Add up the time of a generation."""
+    """Return a generation's times."""
     ttft, rest = _after_first_emission(prefill, steps)
     parts = {
         each.name: math.fsum(getattr(step.times, each.name) for step in rest) for each in fields(StepTimes)
@@ -137,14 +136,14 @@ def time_split(prefill: Prefill, steps: Sequence[Step]) -> TimeSplit:
 
 
 def tokens_per_second(prefill: Prefill, steps: Sequence[Step]) -> float | None:
-    """Tokens behind the first emission over the time behind it; ``None`` if nothing came behind it."""
+    """Return tokens after the first ones per second; ``None`` without any."""
     _, rest = _after_first_emission(prefill, steps)
     tokens = sum(len(step.tokens) for step in rest)
     return _ratio(tokens, time_split(prefill, steps).decode_s) if tokens else None
 
 
 def summary(generation: Generation) -> dict[str, Any]:
-    """The figures of one generation, ready for JSON; times in seconds, rates ``None`` where they have no meaning."""
+    """Return a generation's metrics as JSON; times in seconds, undefined rates ``None``."""
     steps = generation.steps
     return {
         "text": generation.text,

@@ -1,4 +1,4 @@
-"""From tokens to text, one token at a time: nothing incomplete is shown, and stop strings are found as they appear."""
+"""Incremental detokenization, which releases only final text, and stop rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Label = TypeVar("Label")
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The tokens that decoding leaves out of a text, by what they are called."""
+    """Return the special tokens, which decoding omits, by name."""
     vocabulary = tokenizer.get_vocab()
     names = {str(name) for name in tokenizer.all_special_tokens}
     names |= {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
@@ -29,10 +29,10 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class _ByteRun:
-    """The bytes that are one token each, as SentencePiece spells rare characters, since the last other token.
+    """A run of byte tokens, with which SentencePiece spells rare characters.
 
-    Tokenizers decode such a run as a whole: if its bytes are no UTF-8, each is a replacement character. So one more
-    byte can take a character back, and none is final before the run has ended.
+    Tokenizers decode a run as a whole: if it is not UTF-8, each byte is a replacement character. So nothing is final
+    before the run has ended.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,14 +41,14 @@ class _ByteRun:
         self.begin()
 
     def begin(self) -> None:
-        """Start anew."""
+        """Start a new run."""
         self.length = 0
         self.text = ""  # of the whole characters
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self._valid = True
 
     def byte_of(self, token: int) -> int | None:
-        """The byte that a token is; ``None`` for other tokens."""
+        """Return a byte token's byte; ``None`` for other tokens."""
         if token not in self._known:
             piece = self._tokenizer.convert_ids_to_tokens(token)  # None for an id it does not know
             found = re.fullmatch("<0x([0-9A-F]{2})>", piece or "")
@@ -57,7 +57,7 @@ class _ByteRun:
         return self._known[token]
 
     def add(self, byte: int) -> bool:
-        """Take a byte; whether it completes a character of a run that makes characters only, so far."""
+        """Add a byte; return whether it completes a character of a valid run."""
         self.length += 1
         try:
             fresh = self._utf8.decode(bytes([byte])) if self._valid else ""
@@ -68,11 +68,10 @@ class _ByteRun:
 
 
 class TextStream:
-    """Turns a growing output into text that is final as soon as it is released.
+    """Turns a growing output into final text.
 
-    Held back are bytes that do not yet make a character or may still lose it, and anything that may turn out to be the
-    start of a stop string. What was released in all, after ``finish``, is the text of the output: a stop string and
-    what stands behind it are not part of it.
+    It holds back incomplete characters and possible starts of stop strings. After ``finish`` all released text is the
+    text of the output, without a stop string and what follows it.
 
     Args:
         tokenizer: Decodes token ids; special tokens become nothing.
@@ -96,11 +95,11 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Everything released so far."""
+        """All text released so far."""
         return "".join(self._released)
 
     def push(self, token: int) -> str:
-        """Take one more token; return the text that became final. Empty once a stop string was found."""
+        """Add a token; return the text that became final, empty after a stop string."""
         if self.stopped:
             return ""
         byte = self._run.byte_of(token)
@@ -108,27 +107,27 @@ class TextStream:
             self._ids.append(token)
             return self._push_byte(byte)
         if self._run.length:
-            if self._is_special(token):  # decoding leaves it out before it looks at bytes: the run goes on
+            if self._is_special(token):  # decoding omits it first, so the run continues
                 return ""
             self._run.begin()
         self._ids.append(token)
         window = self._decode(self._ids[self._before :])
-        # The characters before a trailing run of replacement characters will not change any more.
+        # Characters before trailing replacement characters are final.
         stable = len(window.rstrip(_REPLACEMENT))
         fresh = window[self._window_text : stable]
         self._window_text = max(stable, self._window_text)
         if fresh and stable == len(window):
-            # The next window starts with this chunk, so that a tokenizer that drops a leading space drops it in both,
-            # and with the whole of it, for tokens of single bytes mean nothing without the rest of their character.
+            # The next window starts with this whole chunk, as tokenizers may drop a leading space, and single bytes
+            # need the rest of their character.
             self._before, self._chunk = self._chunk, len(self._ids)
             self._window_text = len(self._decode(self._ids[self._before :]))
         elif stable == len(window) and self._is_special(token):
-            # As the first token of a window it would let the next one lose its leading space.
+            # As a window's first token it would remove the next one's leading space.
             self._ids.pop()
         return self._release(fresh)
 
     def _push_byte(self, byte: int) -> str:
-        """Take a byte of a run: nothing is final, but a stop string may be complete."""
+        """Add a byte token: nothing is final, but a stop string may be complete."""
         if self._run.add(byte) and self._stops:
             so_far = self._decoded[-self._longest :] + self._run.text
             if so_far.endswith(self._stops):
@@ -138,7 +137,7 @@ class TextStream:
         return ""
 
     def finish(self) -> str:
-        """Release what was held back; the output has ended."""
+        """Release the remaining text; the output has ended."""
         if self.stopped:
             return ""
         rest = self._decode(self._ids[self._before :])[self._window_text :] if self._ids else ""
@@ -162,7 +161,7 @@ class TextStream:
         found = [(at + len(stop), at) for stop in self._stops if (at := self._decoded.find(stop)) >= 0]
         if found:
             self.stopped = True
-            # The one that is complete first, of those the longest: however the text is cut into tokens.
+            # The one complete first, of those the longest, however tokens divide the text.
             _, start = min(found)
             out, self._decoded = self._decoded[:start], ""
         else:
@@ -172,7 +171,7 @@ class TextStream:
         return out
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the text that a stop string may begin with."""
+        """Return the length of the longest end of the text that may begin a stop string."""
         for length in range(min(self._longest - 1, len(self._decoded)), 0, -1):
             if any(stop.startswith(self._decoded[-length:]) for stop in self._stops):
                 return length
@@ -180,9 +179,9 @@ class TextStream:
 
 
 class LabeledText(Generic[Label]):
-    """What a ``TextStream`` releases, in pieces with the labels of the tokens that they came from.
+    """Text of a ``TextStream`` in pieces with the labels of their tokens.
 
-    Characters that several tokens make go with the last of them.
+    Characters of several tokens belong to the last one.
 
     Args:
         tokenizer, stop_strings: Those of ``TextStream``.
@@ -190,20 +189,20 @@ class LabeledText(Generic[Label]):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
         self._stream = TextStream(tokenizer, stop_strings)
-        # What may be the start of a stop string is released later, and by another token than it came from.
-        self._at_once = TextStream(tokenizer) if stop_strings else None
-        self._waiting: deque[tuple[Label, int]] = deque()  # characters to come, by their labels
+        # Possible starts of stop strings are released later, with another token.
+        self._undelayed = TextStream(tokenizer) if stop_strings else None
+        self._waiting: deque[tuple[Label, int]] = deque()  # characters not released yet, by label
 
     def push(self, token: int, label: Label) -> list[tuple[Label, str]]:
-        """Take one more token; return the text that became final."""
+        """Add a token; return the text that became final."""
         text = self._stream.push(token)
-        if self._at_once is None:
+        if self._undelayed is None:
             return [(label, text)] if text else []
-        self._waiting.append((label, len(self._at_once.push(token))))
+        self._waiting.append((label, len(self._undelayed.push(token))))
         return self._labeled(text, label)
 
     def finish(self, label: Label) -> list[tuple[Label, str]]:
-        """Release what was held back; ``label`` is the last token's."""
+        """Release the remaining text; ``label`` is the last token's."""
         text = self._stream.finish()
         return self._labeled(text, label)
 
@@ -220,9 +219,9 @@ class LabeledText(Generic[Label]):
 
 
 class StopRules:
-    """Says where an output ends: at an end token, or with the token that completes a stop string.
+    """Ends outputs at an end token, or with the token that completes a stop string.
 
-    A stop string that is a special token ends the output with this token, though decoding leaves it out of the text.
+    A stop string may be a special token, which is not part of the text.
 
     Args:
         end_ids: Token ids that end the output; none to ignore end tokens.
@@ -230,7 +229,7 @@ class StopRules:
         tokenizer: Needed for stop strings only.
 
     Raises:
-        UsageError: A stop string joins a special token to other text, and would never be seen in any.
+        UsageError: A stop string combines a special token with other text, and could never occur.
     """
 
     def __init__(
@@ -256,10 +255,10 @@ class StopRules:
         self._stream = TextStream(tokenizer, stop_strings) if stop_strings and tokenizer is not None else None
 
     def cut(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Look at newly emitted tokens.
+        """Check new tokens.
 
         Returns:
-            How many of them belong to the output, and ``"eos"`` or ``"stop-string"`` if it ends there, else ``None``.
+            How many belong to the output, and ``"eos"`` or ``"stop-string"`` if it ends there, else ``None``.
         """
         for count, token in enumerate(tokens, 1):
             if token in self.end_ids:

@@ -1,4 +1,4 @@
-"""What theory says of speculative decoding: tokens of a step, times of passes, the speedup of both, the best γ."""
+"""Theory of speculative decoding: tokens per step, costs of forward passes, speedup, the best γ."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 SLOPE = 0.02
-"""By how much of v(1) another token is taken to lengthen a target pass, where nothing tells."""
+"""The assumed cost of another token in a target pass, in units of v(1)."""
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """``(1 - α^(γ+1)) / (1 - α)``: tokens of a step with γ drafts if tests pass independently with chance α.
+    """Return ``(1 - α^(γ+1)) / (1 - α)``, the tokens of a step if tests pass independently with chance α.
 
     Leviathan et al. 2023, equation 1.
     """
@@ -24,12 +24,12 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def expected_tokens_by_position(rates: Iterable[float]) -> list[float]:
-    """``1 + Σ_{k≤γ} Π_{i≤k} a_i`` as item γ: tokens of a step with γ drafts, from 0 to as many as there are rates.
+    """Return ``1 + Σ_{k≤γ} Π_{i≤k} a_i`` as item γ: the tokens of a step with γ drafts.
 
-    The same sum as equation 1 of Leviathan et al. 2023, without taking the tests to be alike.
+    It is equation 1 of Leviathan et al. 2023 with a rate for each position.
 
     Args:
-        rates: a_1, a_2, ..., acceptance of positions among the steps that tested it; NaN (never tested) counts as 0.
+        rates: a_1, a_2, ..., acceptance of tested positions; NaN (never tested) counts as 0.
     """
     survival = tokens = 1.0
     found = [tokens]
@@ -41,13 +41,13 @@ def expected_tokens_by_position(rates: Iterable[float]) -> list[float]:
 
 
 def expected_tokens_of_tree(parents: Sequence[int], rates: Sequence[float]) -> float:
-    """``1 + Σ_nodes Π P[rank]`` along the branch to a node: tokens of a step with a tree if nodes differ in rank alone.
+    """Return ``1 + Σ_nodes Π P[rank]`` along the branch to a node: a step's tokens if nodes differ in rank alone.
 
     Chen et al. 2024 (Sequoia), section 4.1; of a chain it is ``expected_tokens`` with α = P[0].
 
     Args:
-        parents: By node the one it stands behind, -1 for the context; a rank is how many stand there before it.
-        rates: P, by rank from 0: the chance that this candidate is the one kept; later ones have none.
+        parents: By node its parent, -1 for the context; a rank counts earlier siblings.
+        rates: P, by rank from 0: the chance that this candidate is accepted; 0 for later ones.
     """
     reached: list[float] = []
     beside: Counter[int] = Counter()
@@ -60,7 +60,7 @@ def expected_tokens_of_tree(parents: Sequence[int], rates: Sequence[float]) -> f
 
 
 def read_by_depth(parents: Sequence[int]) -> list[int]:
-    """Rows of the passes that draft a tree, the first aside: by depth, from 1, how many nodes others stand behind."""
+    """Return the rows of the passes that draft a tree, after the first: by depth the nodes with children."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
@@ -69,7 +69,7 @@ def read_by_depth(parents: Sequence[int]) -> list[int]:
 
 
 def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) -> float:
-    """``E / (k·c + v)``: the speedup over plain decoding that the costs of the passes alone would allow.
+    """Return ``E / (k·c + v)``, the speedup over plain decoding by the costs of forward passes alone.
 
     Leviathan et al. 2023, theorem 3.8, with v in place of their assumption that a wide pass costs as much as a narrow.
 
@@ -91,10 +91,9 @@ def predicted_throughput_ratio(
     more_s: float = 0.0,
     readings: tuple[float, float] = (1.0, 1.0),
 ) -> float:
-    """``(q·f + n·t) / (r·(f + m) + n·s/E)``: throughput with a drafter over that of plain decoding, at the same batch.
+    """Return ``(q·f + n·t) / (r·(f + m) + n·s/E)``, throughput over that of plain decoding at the same batch.
 
-    Each of the requests side by side takes so long from its arrival to its end, and in a closed loop the throughput is
-    their number over that (Little's law).
+    In a closed loop throughput is the number of requests over their latency (Little's law).
 
     Args:
         tokens: E, expected tokens of a request's step.
@@ -111,11 +110,10 @@ def predicted_throughput_ratio(
 
 
 def prompt_readings(steps: Sequence[float], clients: int) -> float:
-    """How often as many prompts as there are clients are read while one of their requests is under way, on average.
+    """Return how often one prompt per client is read while a request is active, on average.
 
-    All begin at once, so everybody waits for all prompts; then for those that come in the places of requests that end
-    sooner. With S_i steps of request i, and S on average, these are the (S_i - S_j) / S that begin where j has ended
-    until i ends, rounded up.
+    All start together, so each waits for all prompts, and then for those that replace requests which end sooner: with
+    S_i steps of request i, and S on average, (S_i - S_j) / S, rounded up, in place of j until i ends.
 
     Args:
         steps: Of the requests that are measured, at least one, above 0.
@@ -127,7 +125,7 @@ def prompt_readings(steps: Sequence[float], clients: int) -> float:
 
 
 def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[float], least: int = 0) -> int:
-    """The draft length that emits most per second, ``E(γ) / (γ·d + v(γ+1))``; of equally good ones the shortest.
+    """Return the draft length with the most tokens per second, ``E(γ) / (γ·d + v(γ+1))``; of equals the shortest.
 
     Args:
         tokens: Expected tokens of a step with γ drafts as item γ.
@@ -142,7 +140,7 @@ def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[floa
 
 
 PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Meta(gt=0, lt=1e18)]]
-"""Of passes, by a number of tokens, nodes or requests; ascending."""
+"""Seconds of forward passes by tokens, nodes or requests; ascending."""
 
 
 class PassCosts(
@@ -156,7 +154,7 @@ class PassCosts(
         "rows_s": "drafter_rows_s",
     },
 ):
-    """Seconds of single passes.
+    """Seconds of forward passes.
 
     Attributes:
         target_s: Of the target, by number of tokens, ascending.
@@ -175,18 +173,18 @@ class PassCosts(
         force_setattr(self, "rows_s", {name: _ascending(rows) for name, rows in self.rows_s.items()})
 
     def target_pass_s(self, n: int) -> float:
-        """Of a target's pass with ``n`` tokens: between two widths that were timed on a straight line.
+        """Return the seconds of a target's pass with ``n`` tokens, by linear interpolation.
 
-        Beyond the widest it goes on along the line of the last two, never falling, or with ``SLOPE`` behind a lone one.
+        Beyond the widest it follows the last two, never falling, or ``SLOPE`` after a single one.
         """
         return _prolonged(self.target_s, n)
 
     def v(self, n: int) -> float:
-        """v(n): time of a target's pass with ``n`` tokens over that of one with a single token."""
+        """Return v(n): the time of a target's pass with ``n`` tokens over that with one token."""
         return self.target_pass_s(n) / self.target_s[1]
 
     def c(self, drafter: str, nodes: int = 0) -> float:
-        """c: time of a drafter's pass over that of a target's with a single token.
+        """Return c: the time of a drafter's pass over that of a target's with one token.
 
         Args:
             drafter: Its name.
@@ -204,7 +202,7 @@ class SharedCosts(
     omit_defaults=True,
     rename={"target_s": "target_pass_s", "drafter_s": "drafter_pass_s", "context": "context_tokens"},
 ):
-    """Seconds of passes that several requests share.
+    """Seconds of shared forward passes.
 
     Attributes:
         target_s: Of the target, by number of requests and then of tokens that each brings to it, both ascending.
@@ -260,7 +258,7 @@ def _prolonged(points: Mapping[int, float], n: float) -> float:
 
 
 def interpolate(points: Mapping[int, float], n: float) -> float:
-    """The value at ``n``, straight between neighbors and level beyond the ends; 0 without points. Keys ascend."""
+    """Return the value at ``n``, linear between neighbors and constant beyond the ends; 0 without points."""
     below, above = None, None
     for width, value in points.items():
         if width == n:
@@ -277,10 +275,7 @@ def interpolate(points: Mapping[int, float], n: float) -> float:
 
 
 def never_falling(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Times by number of tokens, ascending, in which no pass takes longer than one with more tokens.
-
-    If it seems to, it was disturbed, as first passes often are.
-    """
+    """Return times by number of tokens, ascending, none longer than one with more tokens (it was disturbed)."""
     least = math.inf
     found = {}
     for n in sorted(seconds, reverse=True):

@@ -1,9 +1,8 @@
-"""Trees of drafted tokens: what a pass over one needs, and siblings, the flattest tree there is.
+"""Draft trees: siblings, growing, and the positions and masks of forward passes over trees.
 
-A draft is mostly a chain, and behind its first wrong token everything is lost. Where a pass over a few more tokens
-costs next to nothing, the runners-up of the drafter's own distributions can be verified along with it, each in the
-place of one drafted token: if the target's choice in the place of the wrong token is among them, its logits behind that
-choice are there already, and the step emits one token more (Miao et al. 2024). The drafter makes no pass for it.
+Siblings are alternatives to a chain's tokens, from the same distributions of the drafter. If the target's choice in
+place of the first wrong token is among them, its logits are there already, and the step emits one token more (Miao et
+al. 2024), without a forward pass of the drafter.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Randomness
 
 _BESIDE_ONE = 4
-"""Alternatives of one drafted token that are looked at."""
+"""Alternatives considered per draft token."""
 
 _ROUNDING = 1e-3
-"""By how much logarithms of chances may be off."""
+"""The tolerance of log-probabilities."""
 
 
 class Siblings:
-    """Widens chains by the likeliest alternatives to their tokens, leaves beside them.
+    """Adds the likeliest alternatives to a chain's tokens, as leaves.
 
     Args:
-        most: How many in a step, 0 or more.
-        price: The chance of giving a token from which on one more to verify, beside so many rows, is worth its time.
+        most: The most siblings of a step, 0 or more.
+        price: Returns the smallest acceptance probability at which one more row, on top of so many, pays.
 
     Raises:
         UsageError: ``most`` is negative.
@@ -51,7 +50,7 @@ class Siblings:
         self.most, self._price = most, price
 
     def widen(self, draft: Draft) -> Draft:
-        """The draft with its siblings behind it; itself if there are none."""
+        """Return the draft with siblings at its end; the draft itself if there are none."""
         if not self.most:
             return draft
         gamma = len(draft.tokens)
@@ -64,22 +63,22 @@ class Siblings:
 
 
 NO_SIBLINGS = Siblings(0, lambda _: 1.0)
-"""Leaves every draft as it is."""
+"""No siblings."""
 
 
 def choose_siblings(draft: Draft, most: int, price: float) -> tuple[tuple[int, int], ...]:
-    """The alternatives that are likeliest to give a token.
+    """Return the likeliest alternatives.
 
-    Beside draft i the chance is that of all drafts before it, Π q_j(t_j), times q_i(x), by the drafter's untempered
-    softmax.
+    The chance of token x in place of token i is Π q_j(t_j) over the tokens before it, times q_i(x), by the drafter's
+    untempered softmax.
 
     Args:
-        draft: With the drafter's logits; tokens that are certain to a cascade have no alternatives.
-        most: No more than so many.
-        price: The chance from which on a token to verify is worth its time.
+        draft: A draft with logits.
+        most: The most alternatives.
+        price: Their smallest chance.
 
     Returns:
-        The places, from 0, and the tokens, by falling chance.
+        Pairs of place, from 0, and token, by falling chance.
     """
     if not draft.tokens or draft.logits is None or most < 1:
         return ()
@@ -120,23 +119,23 @@ def grow_tree(
 
 
 def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Positions of the tokens of a pass over a tree, [1, 1 + nodes]: each one behind that of its parent.
+    """Return the positions of a forward pass over a tree, [1, 1 + nodes]: each is one after its parent's.
 
     Args:
-        past: Tokens in the cache. The pass begins with the one behind them, the context's last.
+        past: Tokens in the cache. The pass begins with the next one, the context's last.
         parents: See ``Draft``.
-        device: Where to.
+        device: The result's device.
     """
     ancestors = _ancestors(tuple(parents))
     return torch.from_numpy(past - 1 + ancestors.sum(axis=1, dtype=np.int64))[None].to(device)
 
 
 def tree_mask(past: int, parents: Sequence[int], keys: int, device: torch.device) -> torch.Tensor:
-    """What each token of such a pass attends to: what comes before it in its own branch, and itself.
+    """Return the attention mask of such a pass: a token attends to its ancestors and itself.
 
     Args:
         past, parents, device: See ``tree_positions``.
-        keys: Positions that attention is handed; what lies behind the last token is seen by none.
+        keys: The number of keys; those after the last token are masked.
 
     Returns:
         Bool [1, 1, 1 + nodes, keys], true where it attends.
@@ -150,7 +149,7 @@ def tree_mask(past: int, parents: Sequence[int], keys: int, device: torch.device
 
 @lru_cache(maxsize=64)
 def _ancestors(parents: tuple[int, ...]) -> NDArray[np.bool_]:
-    """By token of such a pass which others of it stand in its branch, itself among them, [1 + nodes, 1 + nodes]."""
+    """Return by token which tokens are its ancestors or itself, [1 + nodes, 1 + nodes]."""
     found = np.eye(len(parents) + 1, dtype=np.bool_)
     for row, parent in enumerate(parents, start=1):
         found[row] |= found[parent + 1]
