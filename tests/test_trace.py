@@ -67,87 +67,43 @@ def prefill(token: int | None = THE) -> Event:
     )
 
 
-ACCEPTED_ALL = Step(
-    index=0,
-    position=38,
-    drafted=(SKY, IS, BLUE),
-    accepted=3,
-    tested=3,
-    tokens=(SKY, IS, BLUE, BECAUSE),
-    closing="bonus",
-    expected_acceptance=(0.9, 0.8, 0.7),
+def step(index: int, closing: Any, tokens: tuple[int, ...], *verdicts: DraftVerdict, **fields: Any) -> Step:
+    """A step with these drafts, at position 42."""
+    kept = [each.verdict for each in verdicts]
+    usual = {
+        "index": index, "position": 42, "drafted": tuple(each.token for each in verdicts),
+        "accepted": kept.count("accepted"), "tested": len(kept) - kept.count("untested"), "tokens": tokens,
+        "closing": closing, "expected_acceptance": (), "times": TIMES, "verdicts": verdicts,
+    }  # fmt: skip
+    return Step(**(usual | fields))
+
+
+ACCEPTED_ALL = step(
+    0, "bonus", (SKY, IS, BLUE, BECAUSE),
+    verdict(SKY, 0.9123, 0.953, 0.3124), verdict(IS, 0.64, 0.512, 0.1133), verdict(BLUE, 0.002, 0.97, 0.99),
     times=StepTimes(0.1121, 0.0203, 0.0004, 0.0001, 0.0023, draft_prefill_s=0.1),
-    policy={"H_norm": 0.12345, "gamma": 3.0},
-    verdicts=(
-        verdict(SKY, 0.9123, 0.953, 0.3124),
-        verdict(IS, 0.64, 0.512, 0.1133),
-        verdict(BLUE, 0.002, 0.97, 0.99),
-    ),
-    closing_probability=0.614,
+    policy={"H_norm": 0.12345, "gamma": 3.0}, closing_probability=0.614,
+)  # fmt: skip
+REJECTION = step(
+    1, "corrected", (AIR, SCATTERS),
+    verdict(AIR, 0.5, 0.25, 0.4), verdict(BREAK, 0.7, 3e-7, 0.1133), verdict(IS, 1e-9, None, None),
+    expected_acceptance=(0.9, 0.1), closing_probability=0.0314,
+)  # fmt: skip
+NOTHING_DRAFTED = step(
+    11, "target", (LIGHT,), times=StepTimes(0.0002, 0.0201), finish_reason="length", closing_probability=0.5
 )
-REJECTION = Step(
-    index=1,
-    position=42,
-    drafted=(AIR, BREAK, IS),
-    accepted=1,
-    tested=2,
-    tokens=(AIR, SCATTERS),
-    closing="corrected",
-    expected_acceptance=(0.9, 0.1),
-    times=TIMES,
-    verdicts=(verdict(AIR, 0.5, 0.25, 0.4), verdict(BREAK, 0.7, 3e-7, 0.1133), verdict(IS, 1e-9, None, None)),
-    closing_probability=0.0314,
-)
-NOTHING_DRAFTED = Step(
-    index=11,
-    position=44,
-    drafted=(),
-    accepted=0,
-    tested=0,
-    tokens=(LIGHT,),
-    closing="target",
-    expected_acceptance=(),
-    times=StepTimes(0.0002, 0.0201),
-    finish_reason="length",
-    verdicts=(),
-    closing_probability=0.5,
-)
-STOP_CUT = Step(
-    index=2,
-    position=44,
-    drafted=(LIGHT, END, THE),
-    accepted=2,
-    tested=2,
-    tokens=(LIGHT, END),
-    closing=None,
-    expected_acceptance=(1.0, 1.0),
-    times=TIMES,
-    finish_reason="eos",
-    verdicts=(verdict(LIGHT, 1.0, 0.9, 0.2), verdict(END, 1.0, 0.95, 0.1), verdict(THE, 1.0, None, None)),
-)
-GREEDY = Step(
-    index=0,
-    position=38,
-    drafted=(SKY, IS),
-    accepted=1,
-    tested=2,
-    tokens=(SKY, BLUE),
-    closing="corrected",
-    expected_acceptance=(1.0, 0.0),
-    times=TIMES,
-    verdicts=(verdict(SKY, 0.9123, 0.953, None), DraftVerdict(IS, 0.6, 0.3, None, "rejected")),
-    closing_probability=0.61,
-)
+STOP_CUT = step(
+    2, None, (LIGHT, END),
+    verdict(LIGHT, 1.0, 0.9, 0.2), verdict(END, 1.0, 0.95, 0.1), verdict(THE, 1.0, None, None), finish_reason="eos",
+)  # fmt: skip
+GREEDY = step(
+    0, "corrected", (SKY, BLUE),
+    verdict(SKY, 0.9123, 0.953, None), DraftVerdict(IS, 0.6, 0.3, None, "rejected"), closing_probability=0.61,
+)  # fmt: skip
 SUMMARY = TraceEnd(
-    finish_reason="eos",
-    new_tokens=9,
-    steps=3,
-    tokens_per_step=8 / 3,
-    drafted=9,
-    accepted=6,
-    acceptance_rate=2 / 3,
+    finish_reason="eos", new_tokens=9, steps=3, tokens_per_step=8 / 3, drafted=9, accepted=6, acceptance_rate=2 / 3,
     tokens_per_second=31.24,
-)
+)  # fmt: skip
 
 
 def event(step: Step) -> TraceStep:
@@ -198,23 +154,13 @@ def test_siblings_and_what_they_gave_are_shown():
     assert "air⟨scatters⟩ ⟨+is⟩" in text.replace("⟨ ", "⟨").replace(" ⟨scatters", "⟨scatters")
 
 
-TREE = replace(
-    REJECTION,
-    drafted=(AIR, BREAK, IS, SKY, BLUE),
-    parents=(-1, -1, 1, 1, 0),
-    path=(1, 3),
-    accepted=2,
-    tested=2,
-    tokens=(BREAK, SKY, BECAUSE),
-    closing="bonus",
-    verdicts=(
-        DraftVerdict(AIR, 0.5, 0.25, None, "rejected"),
-        DraftVerdict(BREAK, 0.25, 0.5, None, "accepted"),
-        DraftVerdict(IS, 0.5, 0.125, None, "rejected"),
-        DraftVerdict(SKY, 0.5, 0.75, None, "accepted"),
-        DraftVerdict(BLUE, 0.25, None, None, "untested"),
-    ),
-)
+TREE = step(
+    1, "bonus", (BREAK, SKY, BECAUSE),
+    DraftVerdict(AIR, 0.5, 0.25, None, "rejected"), DraftVerdict(BREAK, 0.25, 0.5, None, "accepted"),
+    DraftVerdict(IS, 0.5, 0.125, None, "rejected"), DraftVerdict(SKY, 0.5, 0.75, None, "accepted"),
+    DraftVerdict(BLUE, 0.25, None, None, "untested"),
+    parents=(-1, -1, 1, 1, 0), path=(1, 3), tested=2, closing_probability=0.0314,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -274,20 +220,20 @@ def test_traces_from_before_siblings_are_read(trace_file):
 
 
 def test_a_step_without_verdicts_is_no_trace():
-    step = Step(0, 5, (1,), 1, 1, (1, 2), "bonus", (1.0,), TIMES)
+    made = Step(0, 5, (1,), 1, 1, (1, 2), "bonus", (1.0,), TIMES)
     with pytest.raises(ValueError, match="without verdicts"):
-        event(step)
+        event(made)
 
 
 def test_values_that_json_lacks_are_left_open():
     nan = float("nan")
-    step = Step(
+    made = Step(
         0, 5, (SKY, IS), 1, 2, (SKY, IS), "corrected", (nan, 0.0), TIMES,
         policy={"H_norm": float("inf")},
         verdicts=(DraftVerdict(SKY, 0.0, 0.5, 0.1, "accepted"), DraftVerdict(IS, nan, nan, 0.1, "rejected")),
         closing_probability=nan,
     )  # fmt: skip
-    held = event(step)
+    held = event(made)
     first, second = held.verdicts
     assert first.ratio == 0.5 * 2.0**126  # as if q were the smallest normal float
     assert (second.q, second.p, second.ratio) == (None, None, None)
@@ -318,12 +264,12 @@ HOSTILE = [
 def hostile_events() -> list[Event]:
     drafted = tuple(range(len(HOSTILE)))
     verdicts = tuple(verdict(token, 0.5, 0.5, 0.2) for token in drafted)
-    step = Step(0, 9, drafted, 9, 9, (*drafted, 0), "bonus", (), TIMES, None, {"[b]\x1b": 1.0}, verdicts, 0.5)
+    made = Step(0, 9, drafted, 9, 9, (*drafted, 0), "bonus", (), TIMES, None, {"[b]\x1b": 1.0}, verdicts, 0.5)
     text = "".join(HOSTILE)
     return [
         header(target=text, drafter=text, dtype=text, options={text: text, "stop": [text]}, prompt_tail=text),
         prefill_event(Prefill(9, 2, 0.1, probability=0.5), HOSTILE.__getitem__),
-        step_event(step, HOSTILE.__getitem__),
+        step_event(made, HOSTILE.__getitem__),
         SUMMARY,
     ]
 
@@ -514,21 +460,11 @@ def test_no_room():
 @pytest.mark.smoke
 @pytest.mark.parametrize("width", [60, 71, 72, 80, 200])
 def test_no_line_is_wider_than_the_console(width):
-    deep = Step(
-        index=9998,
-        position=1_234_567,
-        drafted=(SKY,) * 12,
-        accepted=12,
-        tested=12,
-        tokens=(SKY,) * 13,
-        closing="bonus",
-        expected_acceptance=(),
-        times=StepTimes(9.9, 9.9, 9.9, 9.9, 9.9, 5.0),
-        finish_reason="context-limit",
-        policy={f"note_{i}": i / 7 for i in range(9)},
-        verdicts=(verdict(SKY, 1e-30, 1.0, 0.1),) * 12,
-        closing_probability=1e-5,
-    )
+    deep = step(
+        9998, "bonus", (SKY,) * 13, *[verdict(SKY, 1e-30, 1.0, 0.1)] * 12,
+        position=1_234_567, times=StepTimes(9.9, 9.9, 9.9, 9.9, 9.9, 5.0), finish_reason="context-limit",
+        policy={f"note_{i}": i / 7 for i in range(9)}, closing_probability=1e-5,
+    )  # fmt: skip
     for greedy in (False, True):
         events = [
             header(greedy=greedy, lossless=False),
@@ -570,10 +506,10 @@ def test_text_so_far_keeps_lines_and_marks_white_space():
 
 def test_tokens_and_numbers_fit_their_columns():
     long = " " + "x" * 60 + "日本"
-    step = Step(
+    made = Step(
         0, 1, (0,), 1, 1, (0, 0), "bonus", (), TIMES, verdicts=(verdict(0, 0.00005, 0.99991, 0.99999),)
     )
-    row = shown(step_event(step, [long].__getitem__), width=60).splitlines()[3]
+    row = shown(step_event(made, [long].__getitem__), width=60).splitlines()[3]
     assert row.split() == ["1", "␣xxxxxx…", "5e-05", "0.9999", "19998", "1.0000", "✓", "accepted"]
 
 
