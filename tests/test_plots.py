@@ -26,8 +26,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.cli import run as command
 from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, ranks
 from specbench.results.results import Results, load_results
-from specbench.results.rows import to_frame
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import categorize, summarize, to_frame
 from specbench.show import plots
 from specbench.show.plots import canvas
 

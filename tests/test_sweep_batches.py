@@ -37,9 +37,8 @@ from specbench.results import predict, stats
 from specbench.results.compare import compare_configs
 from specbench.results.requests import BatchCurve, RequestRow, batch_curves, request_rows
 from specbench.results.results import load_results
-from specbench.results.rows import to_frame
 from specbench.results.run import RunConfig
-from specbench.results.summary import SummaryRow, categorize, summarize
+from specbench.results.summary import SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
 from specbench.show.answer import find_answers, where_it_stops
 from specbench.show.plots import draw_figures, save_figure

@@ -35,9 +35,8 @@ from specbench.results.advice import review
 from specbench.results.compare import compare_configs
 from specbench.results.requests import RequestRow, request_rows
 from specbench.results.results import load_results
-from specbench.results.rows import to_frame
 from specbench.results.store import RunStore
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import categorize, summarize, to_frame
 from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import Engine
 from specbench.serve.server import Server

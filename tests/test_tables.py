@@ -25,9 +25,8 @@ from specbench.results import stats
 from specbench.results.acceptance import AcceptedRow, PositionRow, RankRow, accepted_lengths, positions, ranks
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results
-from specbench.results.rows import to_frame
 from specbench.results.run import Environment, Run, RunConfig, TargetModel
-from specbench.results.summary import Categories, Summary, categorize, summarize
+from specbench.results.summary import Categories, Summary, categorize, summarize, to_frame
 from specbench.show import document, tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")

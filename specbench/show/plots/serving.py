@@ -1,7 +1,8 @@
-"""Figures of requests side by side: speedup against batch size, and throughput against latency."""
+"""Figures of servers and of requests side by side: speed and speedup, also by batch size, and latency."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,31 @@ if TYPE_CHECKING:
 _ALONE = "requests were decoded one after the other"
 _CORNERS = ((-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right"))
 """Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
+
+
+@figure("servers", "speed of servers, and speedup over the first", table="Speed", of_servers=True)
+def servers(run: PlotData) -> Figure:
+    alone = [row for row in run.servers if row.config.batch is None]
+    rows = [row for row in alone if not math.isnan(row.tokens_per_second.value)]
+    if not rows:
+        raise NoDataError("no servers were measured one request at a time")
+    names = canvas.row_names(rows, run)
+    places = np.arange(len(rows))
+    palette = canvas.COLORS * (1 + len(rows) // len(canvas.COLORS))
+    colors = [canvas.BLACK if row.is_baseline else color for row, color in zip(rows, palette, strict=False)]
+    body, both = canvas.panels(run, 2, 0.55 + 0.24 * len(rows), sharey=True)
+    titles = ("decode speed (tokens/s)", f"speedup over {run.summary.over} (×)")
+    for axes, name, title in zip(both, ("tokens_per_second", "speedup"), titles, strict=True):
+        value, low, high = canvas.estimates(rows, name)
+        axes.hlines(places, low, high, color=colors, linewidth=1.2)
+        axes.scatter(value, places, color=colors, zorder=3, s=20)
+        axes.set_xlabel(title)
+        axes.set_yticks(places, names)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        canvas.grid_lines(axes, "x")
+    both[0].set_xlim(left=0)
+    both[1].axvline(1.0, color=canvas.GRAY, linewidth=0.9, linestyle=canvas.DASHED, zorder=1.5)
+    return canvas.finish(body, run, "Servers", run.intervals)
 
 
 @figure(
