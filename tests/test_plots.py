@@ -114,11 +114,7 @@ class TestContent:
 
     @pytest.mark.parametrize("name", ["speedup", "tokens-per-second", "acceptance"])
     def test_lines_are_the_summary(self, drawn, summary, name):
-        column = {
-            "speedup": "speedup",
-            "tokens-per-second": "tokens_per_second",
-            "acceptance": "acceptance_rate",
-        }[name]
+        column = {"acceptance": "acceptance_rate"}.get(name, name.replace("-", "_"))
         axes = drawn.figures[name].axes[0]
         found = [tuple(np.round(line.get_ydata(), 9)) for line in axes.lines if len(line.get_xdata()) == 4]
         for drafter in DRAFTERS:
@@ -167,7 +163,7 @@ class TestContent:
             ends[bar.get_y()] = max(ends.get(bar.get_y(), 0.0), bar.get_x() + bar.get_width())
         named = [label.get_text() for label in axes.get_yticklabels()]
         assert named[5:9] == ["self:int8: γ = 1", "γ = 2", "γ = 4", "γ = 8"], (
-            "behind one rule of the first drafter"
+            "after a policy of the first drafter"
         )
         expected = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "ms_per_token"]
         assert [ends[y] for y in sorted(ends)][5:9] == pytest.approx(expected.tolist())
@@ -266,13 +262,8 @@ class TestContent:
     @pytest.mark.parametrize("name", CHAINS)
     def test_every_caption_names_machine_models_prompts_and_tokens(self, drawn, name):
         caption = drawn.figures[name].get_supxlabel().replace("\n", " · ")
-        for part in (
-            "AMD EPYC 9R14, 2 threads",
-            "target Qwen2.5-Coder-1.5B-Instruct (bfloat16)",
-            "18 prompts",
-            "48 tokens",
-        ):
-            assert part in caption
+        machine, target = "AMD EPYC 9R14, 2 threads", "target Qwen2.5-Coder-1.5B-Instruct (bfloat16)"
+        assert all(part in caption for part in (machine, target, "18 prompts", "48 tokens"))
 
     @pytest.mark.parametrize("name", CHAINS)
     def test_every_axis_is_named_with_its_unit(self, drawn, name):
@@ -299,9 +290,8 @@ class TestTrees:
     def test_ranks_are_rates_of_the_frame(self, branching):
         figure = plots.draw_figures(branching, ["ranks"]).figures["ranks"]
         frame = to_frame(ranks(branching), RankRow)
-        first = frame[
-            (frame["config"] == frame["config"].iloc[0]) & (frame["rank"] == 0) & (frame["tested"] >= 10)
-        ]
+        first = frame[(frame["config"] == frame["config"].iloc[0]) & (frame["rank"] == 0)]
+        first = first[first["tested"] >= 10]
         assert figure.axes[0].lines[0].get_ydata().tolist() == pytest.approx(first["rate"].tolist())
         assert first["rate"].iloc[0] > 0.3
 
@@ -332,11 +322,8 @@ class TestLooks:
             figure.draw_without_rendering()  # which puts the numbers beside the axes
             hidden = hidden_ticks(figure)
             shown = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
-            boxes = [
-                (text.get_text(), Text.get_window_extent(text, renderer))
-                for text in shown
-                if text not in hidden
-            ]
+            visible = (text for text in shown if text not in hidden)
+            boxes = [(text.get_text(), Text.get_window_extent(text, renderer)) for text in visible]
             width, height = figure.get_size_inches() * figure.dpi
             for text, box in boxes:
                 inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
@@ -394,14 +381,10 @@ class TestLooks:
         # Machado, Oliveira and Fernandes 2009, severity 1: no red, green or blue cones.
         blindness = [
             np.eye(3),
-            [
-                [0.152286, 1.052583, -0.204868],
-                [0.114503, 0.786281, 0.099216],
-                [-0.003882, -0.048116, 1.051998],
-            ],
+            [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
             [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
             [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
-        ]
+        ]  # fmt: skip
         linear = [np.power((np.array(to_rgb(color)) + 0.055) / 1.055, 2.4) for color in canvas.COLORS]
         to_xyz = np.array([[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8727]])
         for seen in blindness:
@@ -450,29 +433,16 @@ def hidden_ticks(figure: Figure) -> list[Text]:
 class TestSmallAndOdd:
     @pytest.mark.parametrize("kind", ["one drafter", "one run", "sampled", "no costs", "many drafters"])
     def test_draws(self, tmp_path, kind):
+        many = tuple(Drafter(f"drafter-{i}", 0.1 * i, 0.1) for i in range(1, 10))
         options: dict[str, Any] = {
-            "one drafter": {"drafters": (LONG,), "gammas": (2, 4), "categories": ("chat",)},
-            "one run": {
-                "drafters": (LONG,),
-                "gammas": (4,),
-                "categories": ("chat",),
-                "prompts_per_category": 1,
-                "repeats": 1,
-            },
-            "sampled": {
-                "drafters": DRAFTERS[:2],
-                "gammas": (2, 4),
-                "categories": ("a", "b"),
-                "temperature": 0.7,
-            },
-            "no costs": {"drafters": DRAFTERS[:1], "gammas": (2,), "categories": ("chat",), "costs": False},
-            "many drafters": {
-                "drafters": tuple(Drafter(f"drafter-{i}", 0.1 * i, 0.1) for i in range(1, 10)),
-                "gammas": (1, 16),
-                "categories": ("chat",),
-            },
+            "one drafter": {"drafters": (LONG,), "gammas": (2, 4)},
+            "one run": {"drafters": (LONG,), "gammas": (4,), "prompts_per_category": 1, "repeats": 1},
+            "sampled": {"drafters": DRAFTERS[:2], "categories": ("a", "b"), "temperature": 0.7},
+            "no costs": {"drafters": DRAFTERS[:1], "gammas": (2,), "costs": False},
+            "many drafters": {"drafters": many, "gammas": (1, 16)},
         }[kind]
-        drawn = plots.draw_figures(load_results(write_run(tmp_path / "r", tokens=32, **options)))
+        options = {"categories": ("chat",), "gammas": (2, 4), "tokens": 32} | options
+        drawn = plots.draw_figures(load_results(write_run(tmp_path / "r", **options)))
         assert {*drawn.figures, *drawn.skipped} == set(plots.FIGURES)
         assert ("prediction" in drawn.skipped) == (kind == "no costs")
         for figure in drawn.figures.values():
@@ -600,14 +570,7 @@ class TestCommand:
             ([], "RESULTS"),
         ],
     )
-    def test_refusals(
-        self,
-        tmp_path,
-        monkeypatch,
-        capsys,
-        arguments,
-        message,
-    ):
+    def test_refusals(self, tmp_path, monkeypatch, capsys, arguments, message):
         for name in ("run", "empty-run", "damaged", "other-schema"):
             write_run(tmp_path / name, **SMALL)
         (tmp_path / "empty").mkdir()

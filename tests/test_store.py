@@ -76,13 +76,7 @@ def test_what_was_appended_is_read_back_and_known(tmp_path):
         assert store.done_keys() == {("d@2", "p", 0, repeat, False) for repeat in range(3)}
         assert store.problems == []
         store.append(measurement(row(repeat=3)))
-    assert [measurement(json.loads(line)).key for line in lines(tmp_path / "a" / "run")][-1] == (
-        "d@2",
-        "p",
-        0,
-        3,
-        False,
-    )
+    assert measurement(json.loads(lines(tmp_path / "a" / "run")[-1])).key == ("d@2", "p", 0, 3, False)
 
 
 def test_a_folder_with_results_is_not_begun_anew(tmp_path):
@@ -161,8 +155,7 @@ def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path, damag
 )
 def test_lines_that_are_json_and_no_measurement_are_reported(tmp_path, changed):
     fill(tmp_path, 1)
-    with (tmp_path / "generations.jsonl").open("a") as file:
-        file.write(json.dumps(row(repeat=1, **changed)) + "\n")
+    append_raw(tmp_path, row(repeat=1, **changed))
     frame = load_results(tmp_path)
     assert len(frame.generations) == 1
     assert len(frame.problems) == 1
@@ -189,8 +182,7 @@ def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path):
 
 def test_of_repeated_keys_the_first_counts(tmp_path):
     fill(tmp_path, 1)
-    with (tmp_path / "generations.jsonl").open("a") as file:
-        file.write(json.dumps(row(decode_s=99.0)) + "\n")
+    append_raw(tmp_path, row(decode_s=99.0))
     frame = load_results(tmp_path)
     assert frame.generations["decode_s"].tolist() == [3.0]
     assert frame.problems == ["1 generations are there more than once; the first of each is used."]
@@ -216,10 +208,8 @@ def test_costs_stand_beside_the_generations(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append_costs([TargetTimes(tokens=1, seconds=[0.5], context_tokens=8)])
         store.append_costs([TargetTimes(tokens=2, seconds=[0.6], context_tokens=8)])
-    assert [json.loads(line)["tokens"] for line in (tmp_path / "costs.jsonl").read_text().splitlines()] == [
-        1,
-        2,
-    ]
+    written = (tmp_path / "costs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens"] for line in written] == [1, 2]
 
 
 # -- a full disk, a locked or read-only folder -----------------------------------------------------
@@ -412,18 +402,18 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path):
         "parents": [[0, 0, 2, 2], [0, 0, 2, 2], []],
     }
     assert StepLists.of(steps[2:]).ranks == [], "chains have none"
+    without = {absent: {name: each for name, each in lists.items() if name != absent} for absent in lists}
     RunStore.create(tmp_path, RUN).close()
-    append_raw(tmp_path, row(steps=lists))
-    append_raw(tmp_path, row(repeat=1, steps={**lists, "ranks": [[1, 0], []]}))
-    append_raw(
-        tmp_path, row(repeat=2, steps={name: each for name, each in lists.items() if name != "widths"})
-    )
-    append_raw(tmp_path, row(repeat=3, steps={**lists, "widths": [["2", 2], [2], []]}))
-    append_raw(tmp_path, row(repeat=4, steps={**lists, "parents": [[0, 0, 2, 5], [], []]}))
-    append_raw(tmp_path, row(repeat=5, steps={**lists, "parents": [[0], []]}))
-    append_raw(
-        tmp_path, row(repeat=6, steps={name: each for name, each in lists.items() if name != "parents"})
-    )
+    for repeat, stored in enumerate((
+        lists,
+        {**lists, "ranks": [[1, 0], []]},
+        without["widths"],
+        {**lists, "widths": [["2", 2], [2], []]},
+        {**lists, "parents": [[0, 0, 2, 5], [], []]},
+        {**lists, "parents": [[0], []]},
+        without["parents"],
+    )):  # fmt: skip
+        append_raw(tmp_path, row(repeat=repeat, steps=stored))
     frame = load_results(tmp_path)
     assert frame.generations["repeat"].tolist() == [0, 6]
     assert frame.generations["steps_ranks"].tolist() == [[[1, 0], [], []]] * 2
@@ -478,27 +468,17 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path):
     [
         ("{", "is damaged: it is not JSON"),
         ('{"x": ' + "[" * 100_000, "is damaged: it is not JSON"),
-        ('{"kind": "other"}', "does not describe a specbench sweep"),
-        (
-            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 4}),
-            "schema version 4.*Update specbench",
-        ),
-        (json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
-        (
-            json.dumps({"kind": "specbench-sweep", "schema": 1}),
-            "damaged: run_id is missing or invalid",
-        ),
-        (
-            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
-            "damaged: configs is missing or invalid",
-        ),
-        (
-            json.dumps({**FIELDS, "kind": "specbench-sweep", "schema": 1, "configs": [3]}),
-            r"damaged: configs\[0\] is missing or invalid",
-        ),
+        ({"kind": "other"}, "does not describe a specbench sweep"),
+        ({**FIELDS, "schema": 4}, "schema version 4.*Update specbench"),
+        ({**FIELDS, "schema": "1"}, "schema version is '1'"),
+        ({}, "damaged: run_id is missing or invalid"),
+        ({**FIELDS, "configs": 3}, "damaged: configs is missing or invalid"),
+        ({**FIELDS, "configs": [3]}, r"damaged: configs\[0\] is missing or invalid"),
     ],
 )
 def test_run_json_that_cannot_be_used(tmp_path, content, message):
+    if isinstance(content, dict):
+        content = json.dumps({"kind": "specbench-sweep", "schema": 1} | content)
     (tmp_path / "run.json").write_text(content)
     for read in (load_results, RunStore.open):
         with pytest.raises(UsageError, match=message):
@@ -507,8 +487,7 @@ def test_run_json_that_cannot_be_used(tmp_path, content, message):
 
 def test_lines_of_a_newer_version_are_refused(tmp_path):
     fill(tmp_path, 1)
-    with (tmp_path / "generations.jsonl").open("a") as file:
-        file.write(json.dumps(row(repeat=1, schema=4)) + "\n")
+    append_raw(tmp_path, row(repeat=1, schema=4))
     for read in (load_results, RunStore.open):
         with pytest.raises(UsageError, match="Update specbench"):
             read(tmp_path)

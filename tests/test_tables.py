@@ -35,9 +35,8 @@ STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "oth
 def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[str, Any]:
     """A finished generation of 11 tokens; without ``steps`` an empty list of them."""
     kind = fields.pop("kind", "plain" if config == "plain" else "speculative")
-    steps = fields.pop(
-        "steps", []
-    )  # (drafted, tested, accepted, emitted, expected acceptances, times of STEP)
+    # (drafted, tested, accepted, emitted, expected acceptances, times of STEP)
+    steps = fields.pop("steps", [])
     columns = list(zip(*steps, strict=True)) or [()] * 6
     values = {
         "run_id": "r", "config": config, "label": config, "kind": kind,
@@ -80,6 +79,19 @@ def frame_of(*rows: dict[str, Any], order: Sequence[str] = (), costs: Any = None
         costs=None if costs is None else msgspec.convert(costs, PassCosts, strict=False),
     )  # fmt: skip
     return Results(run, pd.DataFrame(list(rows)))
+
+
+def beside_plain(*speeds: float | tuple[float, ...], **fields: Any) -> list[dict[str, Any]]:
+    """Generations of plain decoding at 10 tokens/s and of x at these, one per prompt, or several as repeats."""
+    return [
+        each
+        for i, repeats in enumerate(speeds)
+        for repeat, speed in enumerate(repeats if isinstance(repeats, tuple) else (repeats,))
+        for each in (
+            row("plain", f"a-{i}", repeat=repeat),
+            row("x", f"a-{i}", speed, repeat=repeat, **fields),
+        )
+    ]
 
 
 def one(summary: Summary, config: str) -> dict[str, Any]:
@@ -283,11 +295,9 @@ class TestSummary:
         figures = one(summarize(df), "x")
         assert (figures["failures"], figures["generations"], figures["prompts"]) == (1, 1, 1)
         assert figures["speedup"] == 2.0
+        alone = frame_of(row("plain", "b-1"), failed)
+        assert math.isnan(one(summarize(alone), "x")["speedup"])
         assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
-
-    def test_a_configuration_that_only_failed(self):
-        df = frame_of(row("plain", "a-1"), row("x", "a-1", status="failed", tokens_per_second=math.nan))
-        assert math.isnan(one(summarize(df), "x")["speedup"])
 
     def test_different_tokens_are_seen(self):
         other = np.append(np.arange(10), 99)
@@ -383,10 +393,7 @@ def shown(figures: Summary | Categories, width: int = 80, encoding: str = "utf-8
 def small() -> Summary:
     times = (0.02, 0.0, 0.06, 0.01, 0.005, 0.005)
     steps = [(2, 2, 2, 3, [0.9, 0.7], times), (2, 1, 0, 1, [0.2], times)]
-    rows = []
-    for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6)):
-        rows += [row("plain", f"a-{i}", 10.0), row("x [red]γ=2", f"a-{i}", ratio * 10.0, steps=steps)]
-    return summarize(frame_of(*rows))
+    return summarize(frame_of(*beside_plain(12.0, 13.0, 12.5, 16.0, label="x [red]γ=2", steps=steps)))
 
 
 class TestRendering:
@@ -443,14 +450,7 @@ class TestRendering:
 
     def test_names_are_data(self):
         name = "[bold]\x1b[31m|<b>&`*_$\n#x"
-        frame = summarize(
-            frame_of(
-                row("plain", "a-1"),
-                row("x", "a-1", label=name),
-                row("plain", "b-1"),
-                row("x", "b-1", label=name),
-            )
-        )
+        frame = summarize(frame_of(*beside_plain(10.0, 10.0, label=name)))
         text = shown(frame, 120)
         assert "[bold]\\x1b[31m|<b>&`*_$ #x" in text
         markdown = document.to_markdown(sheet(frame))
@@ -465,18 +465,12 @@ class TestRendering:
 
     def test_wide_letters_stay_in_their_column(self):
         label = "模型" * 20
-        rows = [each for p in "ab" for each in (row("plain", f"{p}-1"), row("x", f"{p}-1", label=label))]
-        table = shown(summarize(frame_of(*rows)), 80)
+        table = shown(summarize(frame_of(*beside_plain(10.0, 10.0, label=label))), 80)
         assert table.count("模") == table.count("型") == 20
         assert max(map(cell_len, table.splitlines())) <= 80
 
     def test_one_prompt_is_flagged(self):
-        rows = [
-            each
-            for repeat, speed in enumerate((19.0, 20.0, 21.0))
-            for each in (row("plain", "a-1", repeat=repeat), row("x", "a-1", speed, repeat=repeat))
-        ]
-        frame = summarize(frame_of(*rows))
+        frame = summarize(frame_of(*beside_plain((19.0, 20.0, 21.0))))
         assert one(frame, "x")["speedup_basis"] == "repeats"
         assert "]*" in shown(frame)
         assert "holds within that prompt only" in " ".join(tables.notes(frame))
@@ -485,12 +479,7 @@ class TestRendering:
     @pytest.mark.parametrize("speeds", [[20.0], [4.0, 100.0]])
     def test_too_few_runs_have_no_interval_and_say_so(self, speeds):
         """Two prompts that fare differently have one that reaches from 0.00 to 85002."""
-        rows = [
-            each
-            for i, speed in enumerate(speeds)
-            for each in (row("plain", f"a-{i}"), row("x", f"a-{i}", speed))
-        ]
-        df = frame_of(*rows)
+        df = frame_of(*beside_plain(*speeds))
         for frame in (summarize(df), categorize(df)):
             assert "2.00 [too few to say]" in shown(frame)
             assert "Too few to say: one run of one prompt, or an interval with ends" in " ".join(
@@ -529,13 +518,6 @@ class TestRendering:
         mirrored = Estimate(1 / 1.3, 1 / high if high else None, 1 / low if high else None, 6, "prompts")
         assert stats.verdict(mirrored, disturbed=True) == verdict.replace("faster", "slower")
 
-    @pytest.mark.parametrize("width", [60, 80])
-    def test_a_provisional_verdict_fits(self, made, width):
-        df = Results(made.run, made.generations.assign(warnings=[["steal"]] * len(made.generations)))
-        text = shown(summarize(df), width)
-        assert max(map(len, text.splitlines())) <= width
-        assert "provisional" in text
-
     def test_predictions_of_a_disturbed_run_are_withheld(self, made):
         count = len(made.generations)
         df = Results(made.run, made.generations.assign(warnings=[["machine-busy"]] * count))
@@ -547,6 +529,9 @@ class TestRendering:
         assert any(note.startswith(said) for note in tables.notes(busy))
         assert not any(note.startswith("Predicted") for note in tables.notes(quiet))
         assert "predicted" not in shown(busy, 300)
+        for width in (60, 80):
+            assert max(map(len, shown(busy, width).splitlines())) <= width
+            assert "provisional" in shown(busy, width)
 
     def test_a_missing_baseline_is_told(self):
         frame = summarize(frame_of(row("x", "a-1", 20.0)))
@@ -567,25 +552,15 @@ class TestRendering:
         by_position = document.to_markdown(tables.position_sheet(positions(made)))
         assert "| accepted/tested | accepted/drafted |" in by_position
 
-    @pytest.mark.parametrize(
-        ("value", "text"),
-        [
-            (0.012345, "0.01"),
-            (0.5, "0.50"),
-            (9.994, "9.99"),
-            (9.999, "10.0"),
-            (99.97, "100"),
-            (12.34, "12.3"),
-            (123.4, "123"),
-            (math.inf, "∞"),
-            (math.nan, "–"),
-        ],
-    )
-    def test_numbers(self, value, text):
-        assert stats.decimals(value) == text
+    def test_numbers(self):
+        values = (0.012345, 0.5, 9.994, 9.999, 99.97, 12.34, 123.4, math.inf, math.nan)
+        texts = ["0.01", "0.50", "9.99", "10.0", "100", "12.3", "123", "∞", "–"]
+        assert [stats.decimals(value) for value in values] == texts
 
     @pytest.mark.parametrize(
-        ("value", "text"), [(0.999, "99.9%"), (1.0, "100%"), (0.0, "0%"), (0.003, "0.3%"), (0.456, "46%")]
+        ("accepted", "text"), [(999, "99.9%"), (1000, "100%"), (0, "0%"), (3, "0.3%"), (456, "46%")]
     )
-    def test_shares(self, value, text):
-        assert tables._percent(value) == text
+    def test_shares(self, accepted, text):
+        steps = [(1, 1, int(i < accepted), 1, [0.5], (0.1,) * 6) for i in range(1000)]
+        (found,) = positions(frame_of(row("x", "a-1", steps=steps)))
+        assert tables.position_sheet([found]).rows[0][5] == text

@@ -20,7 +20,6 @@ class PositionRow:
     """A position in the drafts of a configuration.
 
     Attributes:
-        config: The configuration.
         position: From 1.
         drafted, tested, accepted: Numbers of steps. A server reports only acceptance by position and the number of
             steps that drafted: if its drafts differ in length, ``drafted`` and ``tested`` are upper bounds after the
@@ -47,7 +46,6 @@ class RankRow:
     """Nodes of one depth and rank in the draft trees of a configuration.
 
     Attributes:
-        config: The configuration.
         depth: From 1.
         rank: Number of candidates of the same node before it.
         tested, accepted: Numbers of nodes that were reached, and of those accepted.
@@ -67,7 +65,6 @@ class AcceptedRow:
     """Steps of a configuration with one accepted length, among those that drafted something.
 
     Attributes:
-        config: The configuration.
         accepted: The accepted length.
         steps: Number of steps.
         share: Of all steps that drafted.

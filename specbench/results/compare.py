@@ -141,7 +141,6 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
 
 
 def _with_disturbance(compared: Compared, why: str) -> Compared:
-    """Make the verdicts provisional if the measurements were disturbed."""
     if not why:
         return compared
     rows = []
@@ -398,7 +397,6 @@ def _differing_machines(run_a: Run, run_b: Run) -> str:
 
 
 def _baselines(run_a: Run, run_b: Run) -> str:
-    """Name the baselines of both runs."""
     a, b = baseline_name(run_a), baseline_name(run_b)
     if a != b:
         return f"the baseline ({a} / {b})"
@@ -457,7 +455,6 @@ def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Return whether two values differ, both of them known."""
     return a is not None and b is not None and a != b
 
 

@@ -48,7 +48,6 @@ def table_of(record: type[msgspec.Struct]) -> str:
 
 
 def _meaning(kind: Any) -> str:
-    """Return the outermost description of an annotation."""
     if get_origin(kind) is not Annotated:
         return ""
     found = [each.description for each in kind.__metadata__ if isinstance(each, msgspec.Meta)]
@@ -56,7 +55,6 @@ def _meaning(kind: Any) -> str:
 
 
 def _type(kind: Any) -> str:
-    """Return a type in terms of JSON."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _type(inner[0])

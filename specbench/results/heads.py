@@ -43,7 +43,6 @@ class HeadRow:
     """A configuration that drafts with a trained head, on one category; NaN where nothing is known.
 
     Attributes:
-        config: The configuration.
         category: Of the prompts.
         tokens_per_step: Measured.
         first, second: Accepted over tested at the first two draft positions.

@@ -24,7 +24,6 @@ class RequestRow:
     Latencies are percentiles over all requests, interpolated linearly, by the names in ``PERCENTILES``.
 
     Attributes:
-        config: The configuration.
         requests: Number of requests.
         throughput: Tokens/s of all together, geometric mean over groups.
         ttft_s: From arrival to the first emission.

@@ -222,7 +222,6 @@ def _append(table: dict[str, list[Any]], cells: Mapping[str, Any]) -> None:
 
 
 def _output_cells(output: Generation | RequestLine | None) -> Json:
-    """Return what was measured of an output; of one that failed nothing."""
     return {
         **_cells(output, _OUTPUT),
         **dict.fromkeys(_FIGURES, math.nan),
@@ -290,7 +289,6 @@ def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> Jso
 
 
 def _group_cells(line: Line, config: RunConfig, group: Group) -> Json:
-    """Return a group's row; docs/metrics.md defines its figures."""
     pool = group.pool
     return {
         "config": line.config, "baseline": config.baseline, "group": line.prompt, "repeat": line.repeat,

@@ -1,7 +1,7 @@
 """Ratios with intervals: pure functions on arrays. Definitions and their pitfalls: docs/metrics.md.
 
 The unit of replication is the prompt. Runs of one prompt (its repeats, the turns of its conversation) are averaged
-first, on the log scale, so that more repeats sharpen a prompt but never count as more prompts.
+first, on the log scale: more repeats make a prompt more precise but never count as more prompts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from scipy import stats as distributions
 from specbench.base.record import Estimate
 
 CONFIDENCE = 0.95
-"""Coverage that intervals aim at."""
+"""Nominal coverage of intervals."""
 
 WIDEST = 10.0
-"""An interval whose ends are further apart than this factor says nothing of the figure, and is not given."""
+"""Largest ratio of an interval's ends; a wider interval is not given."""
 
 STEEPEST = 0.95
 """Up to which skewness × quantile / sqrt(n) the correction for skewness goes. At 1 the inverse of its cubic polynomial
@@ -33,18 +33,18 @@ Labels: TypeAlias = Sequence[Any] | NDArray[Any]
 Verdict = Literal["faster", "slower", "cannot tell"]
 
 WIDENED = 1.5
-"""How many times as far from the figure, in logarithms, an interval reaches for a provisional verdict."""
+"""Factor by which intervals are widened, on the logarithmic scale, for provisional verdicts."""
 
 PROVISIONAL = (
     "Provisional: also an interval that reaches 1.5 times as far from the figure, on the logarithmic scale, lies wholly"
     " above or below 1. Measure again on a quiet machine."
 )
-"""What that means, in sentences."""
+"""Explanation of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A over B: their ratio, and what it allows to say about A."""
+    """Ratio of A over B, and the verdict on A."""
 
     ratio: Estimate
     verdict: Verdict
@@ -56,7 +56,7 @@ class Comparison:
 def nested_means(
     values: ArrayLike, prompts: Labels, repeats: Labels | None = None
 ) -> tuple[NDArray[Any], Floats]:
-    """Mean of each prompt: over what shares prompt and repeat (turns) first, then over the repeats.
+    """Return the mean of each prompt: over its turns in each repeat first, then over the repeats.
 
     Args:
         values: Shape [runs]. NaN is left out.
@@ -79,7 +79,7 @@ def nested_means(
 
 
 def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Interval for the mean of the population that ``values`` were drawn from; ``None`` for fewer than two."""
+    """Return an interval for the population mean of ``values``; ``None`` for fewer than two."""
     data = np.asarray(values, dtype=np.float64)
     if len(data) < 2:
         return None
@@ -88,7 +88,7 @@ def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[fl
 
 
 def mean_intervals(samples: ArrayLike, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
-    """For each of several samples the ends of an interval for the mean of its population.
+    """Return the ends of an interval for the population mean of each of several samples.
 
     Each end is the outer one of two intervals: Student's t, which holds for normal and heavy-tailed values but
     misses on the long side of skewed ones, and its inverse cubic transformation by the sample's skewness (P. Hall,
@@ -123,7 +123,7 @@ def mean_intervals(samples: ArrayLike, confidence: float = CONFIDENCE) -> tuple[
 def upper_bound(
     values: ArrayLike, error: float, groups: Labels | None = None, *, doubt: float = 0.0
 ) -> float:
-    """What the mean of the population that ``values`` were drawn from exceeds with a chance of ``error``.
+    """Return a bound that the population mean of ``values`` exceeds with probability ``error``.
 
     By Student's t alone, so for normal values: as far out as races look, the correction for skewness in
     ``mean_interval`` runs away, its cubic polynomial being one for small deviations. Infinite for fewer than two.
@@ -134,7 +134,7 @@ def upper_bound(
         groups: The group of each, where values were drawn from all groups in turn, so that no chance decided on how
             many there are of which: only what is left within groups is chance then (proportional stratified sampling,
             Cochran 1977, section 5.6). Taken into account from two values for each group on. ``None``: one group.
-        doubt: Standard deviation of what all values have in common beside that mean.
+        doubt: Standard deviation of what all values have in common in addition to that mean.
     """
     data = np.asarray(values, dtype=np.float64)
     n = len(data)
@@ -165,7 +165,7 @@ def _skewed_quantile(quantile: float, skewness: Floats, n: int) -> Floats:
 def geometric_mean(
     values: ArrayLike, prompts: Labels, repeats: Labels | None = None, confidence: float = CONFIDENCE
 ) -> Estimate:
-    """Geometric mean over prompts, of ratios or of speeds.
+    """Return the geometric mean over prompts, of ratios or of speeds.
 
     Args:
         values: Positive, shape [runs]: a ratio of runs paired by prompt, turn and repeat, or a speed. NaN is left out.
@@ -192,7 +192,7 @@ def geometric_mean(
 def pooled_rate(
     numerators: ArrayLike, denominators: ArrayLike, prompts: Labels, confidence: float = CONFIDENCE
 ) -> Estimate:
-    """Sum over sum, such as accepted over drafted tokens, with a jackknife interval over the prompts.
+    """Return sum over sum, such as accepted over drafted tokens, with a jackknife interval over the prompts.
 
     Long outputs weigh more. The ends are not clipped to where the rate can lie.
     """
@@ -216,7 +216,7 @@ def pooled_speedup(
     prompts: Labels,
     confidence: float = CONFIDENCE,
 ) -> Estimate:
-    """Ratio of all tokens over all seconds to the same of the baseline, with a jackknife interval over the prompts.
+    """Return all tokens over all seconds relative to the baseline, with a jackknife interval over the prompts.
 
     It answers what the whole batch of prompts would take: prompts with long outputs and slow decoding weigh more,
     so it can lie on the other side of 1 than the geometric mean over prompts.
@@ -231,7 +231,7 @@ def pooled_speedup(
 
 
 def _sums_by_prompt(prompts: Labels, *columns: ArrayLike) -> Floats:
-    """Sums of each column, shape [columns, prompts]; a run with a NaN anywhere is left out of all."""
+    """Return sums of each column, shape [columns, prompts], without runs that have a NaN anywhere."""
     data = np.array([np.asarray(column, dtype=np.float64) for column in columns])
     keep = ~np.isnan(data).any(axis=0)
     names, prompt = np.unique(np.asarray(prompts)[keep], return_inverse=True)
@@ -240,7 +240,7 @@ def _sums_by_prompt(prompts: Labels, *columns: ArrayLike) -> Floats:
 
 
 def _jackknife(statistic: Any, sums: Floats, confidence: float) -> tuple[float, tuple[float, float] | None]:
-    """A statistic of total sums and the interval of the mean of its pseudo-values (Tukey 1958)."""
+    """Return a statistic of total sums, and the interval of the mean of its pseudo-values (Tukey 1958)."""
     count = sums.shape[1]
     if not count:
         return math.nan, None
@@ -262,7 +262,7 @@ def _group_means(values: Floats, group: NDArray[np.intp], groups: int) -> Floats
 def _exponential(
     value: float, interval: tuple[float, float] | None, prompts: int, basis: Literal["prompts", "repeats"]
 ) -> Estimate:
-    """Back from the log scale."""
+    """Return an estimate given on the log scale."""
     if interval is not None:
         # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
         with np.errstate(over="ignore"):
@@ -273,12 +273,12 @@ def _exponential(
 
 
 def _telling(low: float, high: float) -> bool:
-    """Whether an interval of a positive figure tells at least its order of magnitude."""
+    """Return whether an interval tells at least the order of magnitude of a positive figure."""
     return math.isfinite(high) and high <= WIDEST * low
 
 
 def unseen_text(units: int, what: str = "prompts") -> str:
-    """What no interval tells: how common prompts that gain much can be though none was measured, in a sentence.
+    """Return a sentence on how common prompts that gain much can be although none was measured.
 
     A kind that is a share of all is not among n prompts with a chance of (1 - share)^n, here 5%.
     """
@@ -293,7 +293,7 @@ def unseen_text(units: int, what: str = "prompts") -> str:
 
 
 def verdict(ratio: Estimate, *, disturbed: bool = False) -> Verdict:
-    """What an interval of a speed ratio allows to say; without one over prompts nothing.
+    """Return the verdict of an interval of a speed ratio; without one over prompts there is none.
 
     Args:
         ratio: With its interval.
@@ -317,7 +317,7 @@ def compare(
     repeats_b: Labels,
     confidence: float = CONFIDENCE,
 ) -> Comparison:
-    """A over B, paired by prompt: for values that were not measured side by side, such as those of two runs.
+    """Compare A with B, paired by prompt: for values not measured side by side, such as those of two runs.
 
     Values measured side by side are better paired run by run: divide them and take ``geometric_mean``. Across
     machines the values have to be speedups, each over the baseline of its own run.
@@ -345,7 +345,7 @@ def compare(
 
 
 def decimals(value: float, digits: int = 2) -> str:
-    """A figure with so many digits behind the point, fewer from 10 on, and no exponent."""
+    """Format a figure with this many decimals, fewer from 10, and no exponent."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -356,7 +356,7 @@ def decimals(value: float, digits: int = 2) -> str:
 
 
 def ratio_text(ratio: Estimate, times: str = "×") -> str:
-    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; without one it says that this is too few to say.
+    """Format a ratio with its interval, as ``2.10× [1.93, 2.31]``, or as ``2.10× [too few to say]``.
 
     An end that is not 1 is never shown as 1: on which side it lies is the verdict.
     """

@@ -64,7 +64,6 @@ class SummaryRow:
     throughputs, both geometric means over groups.
 
     Attributes:
-        config: The configuration.
         prompts, generations, failures: Numbers of prompts, finished and failed generations.
         verdict: What the interval of ``speedup`` says; ``None`` for a baseline.
         tokens_per_second: Decode speed, geometric mean over prompts.
@@ -379,7 +378,6 @@ def without_interval(value: float) -> Estimate:
 
 
 def _speedups_of(pairs: pd.DataFrame) -> tuple[Estimate, Estimate]:
-    """Return the speedup of some pairs, and the pooled one."""
     columns = pairs[["tokens", "seconds", "base_tokens", "base_seconds"]].to_numpy().T
     tokens, seconds, base_tokens, base_seconds = columns
     pooled = stats.pooled_speedup(tokens, seconds, base_tokens, base_seconds, pairs["prompt"].to_numpy())
@@ -434,7 +432,6 @@ def reported(results: Results, done: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame) -> Acceptance:
-    """Return what a server reports about its speculation."""
     answers = reported(results, done)
     stepped, drafting = answers[answers["reported_steps"] > 0], answers[answers["drafted"] > 0]
     groups = results.groups[(results.groups["config"] == config.id) & (results.groups["drafted"] > 0)]
@@ -472,7 +469,6 @@ def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str) -> 
 
 
 def _warming(done: pd.DataFrame) -> Estimate:
-    """Return how many times as fast a prompt is answered when it comes again."""
     alone = done[done["group"] == ""]
     first = alone.loc[alone["repeat"] == 0, ["prompt", "tokens_per_second"]]
     again = alone[alone["repeat"] > 0].merge(first, on="prompt", suffixes=("", "_first"))
@@ -480,7 +476,6 @@ def _warming(done: pd.DataFrame) -> Estimate:
 
 
 def _mean_of(rows: pd.DataFrame, values: pd.Series[float]) -> Estimate:
-    """Return the geometric mean over prompts."""
     return stats.geometric_mean(values.to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy())
 
 

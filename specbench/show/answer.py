@@ -259,7 +259,6 @@ class _Answers:
         return f"Perhaps equally fast: {', '.join(ties[:_TIES])}{more}."
 
     def _tied(self, best: SummaryRow, other: SummaryRow) -> bool:
-        """Return whether the run cannot tell which of two configurations is faster."""
         pairs = side_by_side(self.results, best.config.id, other.config.id)
         ratio = stats.geometric_mean(
             (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
@@ -360,7 +359,6 @@ def where_it_stops(curve: BatchCurve, disturbance: str = "", over: str = PLAIN) 
 
 
 def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
-    """Say how much batching gains by itself."""
     closed = sorted((row for row in plain if is_closed(row.config)), key=batch_of)
     if len(closed) > 1:
         what = _described(plain[0]) if plain[0].config.kind == "server" else "Plain decoding"

@@ -15,17 +15,9 @@ if TYPE_CHECKING:
 
     from specbench.results.compare import Compared, Row
 
-_STYLES = {"faster": "green", "slower": "red"}
-
 
 def render_terminal(compared: Compared, console: Console, *, categories: bool) -> None:
-    """Print a comparison, readable from 80 columns up.
-
-    Args:
-        compared: What to show.
-        console: Where.
-        categories: Also show the categories, a table for each configuration.
-    """
+    """Print a comparison; ``categories`` adds a table by category for each configuration."""
     show(console, *_parts(compared, categories=categories))
 
 
@@ -35,7 +27,8 @@ def _parts(compared: Compared, *, categories: bool) -> Iterator[Part]:
     if len(overall) > 1 or not categories:
         yield _sheet(compared, overall, ["configuration"])
     for row in overall if categories else ():
-        mine = [each for each in compared.rows if _pair(each) == _pair(row)]
+        pair = row.config_a, row.config_b
+        mine = [each for each in compared.rows if (each.config_a, each.config_b) == pair]
         if len(overall) == 1:
             yield _sheet(compared, mine, ["category"])
         elif len(mine) > 1:
@@ -45,41 +38,29 @@ def _parts(compared: Compared, *, categories: bool) -> Iterator[Part]:
 
 
 def to_markdown(compared: Compared) -> str:
-    """A comparison as a Markdown table with its categories, and notes below."""
+    """Return a comparison as a Markdown table with its categories, and notes below."""
     by_category = any(row.category is not None for row in compared.rows)
     names = ["configuration", *(["category"] if by_category else [])]
     return document_markdown(_sheet(compared, compared.rows, names), Items(compared.notes))
 
 
-def _pair(row: Row) -> tuple[str, str]:
-    return row.config_a, row.config_b
-
-
 def _sheet(compared: Compared, rows: Sequence[Row], names: Sequence[str]) -> Sheet:
-    """A table of rows, named by their ``configuration``, their ``category`` or both."""
+    """Return a table of rows, named by their ``configuration``, their ``category`` or both."""
     unit = "tokens/s" if compared.measure == "speed" else "speedup"
     cells = []
     for row in rows:
+        called = {"configuration": row.label, "category": row.category or "all"}
         if compared.measure == "speed":
             sides = [stats.decimals(each.value) for each in (row.a, row.b)]
         else:
             sides = [stats.ratio_text(each, "") for each in (row.a, row.b)]
-        called = {"configuration": row.label, "category": row.category or "all"}
-        cells.append(
-            [
-                *(called[name] for name in names),
-                str(row.ratio.prompts),
-                *sides,
-                stats.ratio_text(row.ratio, ""),
-                verdict_text(row.verdict, row.provisional),
-            ]
-        )
-    last = len(names) + 4
+        ratio, verdict = stats.ratio_text(row.ratio, ""), verdict_text(row.verdict, row.provisional)
+        cells.append([*(called[name] for name in names), str(row.ratio.prompts), *sides, ratio, verdict])
     return Sheet(
         [*names, "prompts", f"A {unit}", f"B {unit}", "A / B", "verdict"],
         cells,
         ranks=[*(0 for _ in names), 2, 1, 1, 0, 0],
-        left=frozenset({*range(len(names)), last}),
-        styles=_STYLES,
+        left=frozenset({*range(len(names)), len(names) + 4}),
+        styles={"faster": "green", "slower": "red"},
         elsewhere="with --markdown, or on a wider terminal",
     )

@@ -242,7 +242,6 @@ def _grid(facts: Facts, encoding: str) -> Table:
 
 
 def _tables(sheet: Sheet, width: int, encoding: str) -> tuple[list[Table], list[str]]:
-    """Return the tables that show a sheet in ``width`` cells, and its notes."""
     headings = [_in_two_lines(_safe_line(heading, encoding)) for heading in sheet.headings]
     rows = [[_safe_line(cell, encoding) for cell in row] for row in sheet.rows]
     widths = _widths(headings, rows)

@@ -252,7 +252,6 @@ _REQUEST_COLUMNS: list[_Column[RequestRow]] = [
 
 
 def _least(heading: str, of: Callable[[PositionRow], float]) -> _Column[PositionRow]:
-    """Return a column of shares, with a sign where they are lower bounds."""
     return _Column(heading, 0, lambda row: "≥ " * (row.least and of(row) < 1) + _percent(of(row)), of)
 
 

@@ -178,7 +178,6 @@ class TraceView:
         return Sheet(headings, rows, left=frozenset({1, len(headings) - 1}), styles=styles)
 
     def _source(self, closing: str, accepted: int, *, tree: bool) -> str:
-        """Return the distribution of the closing token as a formula."""
         index = "".join(_DIGITS[int(digit)] for digit in str(accepted + 1))
         p, q = f"p{index}", f"q{index}"
         if closing == "corrected" and not self._greedy:

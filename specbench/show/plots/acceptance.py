@@ -58,7 +58,6 @@ class _PositionLine:
 
 
 def _position_lines(run: PlotData, rows: Sequence[PositionRow]) -> list[_PositionLine]:
-    """Return a line for each drafter and draft policy at the largest of its γ, or for each server."""
     known: dict[str, list[PositionRow]] = {}
     for row in rows:
         known.setdefault(row.config.id, []).append(row)

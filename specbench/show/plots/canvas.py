@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
@@ -275,7 +275,6 @@ def _length(row: SummaryRow) -> float:
 
 
 def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
-    """Join a name, with ``gamma`` for a draft policy without a name."""
     drafter, policy, *others = parts
     return ", ".join(part for part in (drafter, policy or gamma, *others) if part)
 
@@ -420,7 +419,6 @@ def _legend(body: SubFigure) -> None:
 
 
 def _grow(figure: Figure, lines: float) -> None:
-    """Increase the height of a figure by lines of text."""
     figure.set_figheight(figure.get_figheight() + lines * font_size(1.0) / 72)
 
 
@@ -438,15 +436,12 @@ def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
     """Make x an axis of whole γ that holds all values."""
     axes.set_xlabel("γ (tokens drafted per step)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     first, last = min(values), max(values)
     margin = max(0.35, 0.05 * (last - first))
     axes.set_xlim(first - margin, last + margin)
 
 
 def _dodged(series: Sequence[Series]) -> list[Floats]:
-    """Return the x of every series, shifted a little."""
     every = np.unique(np.concatenate([each.x for each in series]))
     step = 1.0
     if len(every) > 1:

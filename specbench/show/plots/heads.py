@@ -46,7 +46,6 @@ def training(run: PlotData) -> Figure:
 
 
 def _acceptance(axes: Axes, training: TrainingMetadata) -> None:
-    """Draw acceptance by draft position against tokens trained on."""
     depth = max((len(each.accepted) for each in training.measured), default=0)
     for place in range(min(PLACES, depth)):
         points = [

@@ -166,7 +166,6 @@ class _Key(NamedTuple):
 
 
 def _best(run: PlotData) -> list[BatchCurve]:
-    """Return the curve of the best γ for each drafter, draft policy and temperature."""
     found: dict[_Key, BatchCurve] = {}
     for curve in batch_curves(run.summary):  # the best first
         found.setdefault(_Key.of(curve.rows[0].config), curve)

@@ -161,7 +161,6 @@ _SLOWER_FASTER = LinearSegmentedColormap.from_list(
 
 
 def _write_cell(axes: Axes, x: int, y: int, cell: CategoryRow, ink: str) -> None:
-    """Write a ratio, above its interval if it has one."""
     low, high = cell.speedup.low, cell.speedup.high
     weight = "normal" if cell.verdict == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}

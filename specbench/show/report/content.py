@@ -147,7 +147,6 @@ def _pictures(results: Results, folder: Path) -> tuple[list[Picture], dict[str, 
 
 
 def _why_missing(missing: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each reason why figures could not be drawn."""
     reasons: dict[str, list[str]] = {}
     for name, reason in missing.items():
         reasons.setdefault(reason.rstrip("."), []).append(FIGURES[name].about)
@@ -191,7 +190,6 @@ def _warnings(results: Results, summary: Summary) -> list[RunWarning]:
 
 
 def _is_tuned(run: Run) -> bool:
-    """Return whether `specbench tune` has stored its answer."""
     return run.tuning is not None and run.tuning.answer is not None
 
 
@@ -345,7 +343,6 @@ _MACHINE = {
 
 
 def _facts(run: Run) -> dict[str, list[tuple[str, str]]]:
-    """Return machine, models and command."""
     machine = {name: getattr(run.environment, name) for name in _MACHINE}
     machine["specbench"] = machine["specbench"] or run.specbench
     target = run.target

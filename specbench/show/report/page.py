@@ -92,7 +92,6 @@ def _sentence(text: str) -> str:
 
 
 def _answer(answer: Answer) -> Json:
-    """Return an answer; every other part of its headline is a ratio with its interval."""
     return {
         "kind": (answer.verdict or "cannot tell").replace(" ", "-"),
         "headline": re.split(f"({_RATIO})", answer.headline),
@@ -156,7 +155,6 @@ class _Table:
 def _table(
     title: str, sheet: Sheet, columns: Sequence[int] | None = None, notes: list[str] | None = None
 ) -> _Table:
-    """Return some columns of a sheet, the first of them the names of rows."""
     first, *others = range(len(sheet.headings)) if columns is None else columns
     rows = [
         _Row(row[first], [_Cell(row[i], _sort_value(values[i])) for i in others], number in sheet.marked)
