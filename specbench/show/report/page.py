@@ -32,6 +32,7 @@ _SHOWN, _SHOWN_NARROW = (
 )  # of a figure's pixels, so that its letters are as tall as those of the tables
 _STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *PARTS}
 _RATIO = r"[\d.∞]+× \[[^\]]*\]\*?"
+_BAR_WIDTH = 110.0  # as in parts.html.jinja
 _NO_INTERVAL = "[too few to say]"  # of stats.ratio_text
 
 
@@ -188,7 +189,6 @@ def _speed_table(summary: Summary, sheet: Sheet) -> _Table:
 
 def _bars(rows: Sequence[SummaryRow]) -> Callable[[SummaryRow], Json | None]:
     """Return a function that draws the speedup of each row on a common logarithmic scale."""
-    width, height = 110.0, 14.0
     ends = [1.25, 0.8]
     for speedup in (row.speedup for row in rows if row.speedup.value > 0):
         # A very wide interval would squeeze all others; it runs to the edge instead.
@@ -198,7 +198,7 @@ def _bars(rows: Sequence[SummaryRow]) -> Callable[[SummaryRow], Json | None]:
 
     def x(value: float) -> float:
         share = (math.log(value) - least) / (most - least) if value > 0 else 0.0
-        return round(width * min(1.0, max(0.0, share)), 1)
+        return round(_BAR_WIDTH * min(1.0, max(0.0, share)), 1)
 
     def draw(row: SummaryRow) -> Json | None:
         speedup = row.speedup
@@ -206,9 +206,6 @@ def _bars(rows: Sequence[SummaryRow]) -> Callable[[SummaryRow], Json | None]:
             return None
         certain = speedup.low is not None and speedup.high is not None
         return {
-            "width": f"{width:g}",
-            "height": f"{height:g}",
-            "middle": f"{height / 2:g}",
             "kind": row.verdict if row.verdict in ("faster", "slower") else "unsure",
             "one": x(1.0),
             "interval": [x(speedup.low or 0.0), x(speedup.high or 0.0)] if certain else None,
