@@ -76,7 +76,7 @@ def _headline(results: Sequence[tuple[str, CheckResult]]) -> str:
 
 def _summary(result: CheckResult) -> Iterator[str]:
     """Yield the findings on one configuration in up to three lines."""
-    found = {name: f"{name}: {what}" for name, _, what, _ in _findings(result)}
+    found = {name: f"{_LABELS[name]}: {what}" for name, _, what, _ in _findings(result) if name in _LABELS}
     for names in (("plain", "transformers", "logits", "bits"), ("steps", "exact")):
         yield f"{'; '.join(found[name] for name in names if name in found)}."
     if result.sampled is not None:
@@ -95,6 +95,10 @@ def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
 
 
 _FINDINGS = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
+_LABELS = {
+    "plain": "Greedy outputs against plain decoding", "transformers": "against transformers", "logits": "logits",
+    "bits": "rows of logits bit for bit", "steps": "Steps", "exact": "distributions of tokens",
+}  # fmt: skip
 
 
 def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
