@@ -343,7 +343,7 @@ def test_states_that_are_stored_teach_what_the_target_would(model, target, tmp_p
     texts = made_up(9, 14, 11)
     read = lesson_of(model, make_student("eagle", model, model.lm_head.weight[DRAFTED], DEPTH, 0), texts)
     states = HiddenStates(tmp_path / "states", (0, 1, 2, 3), 32, torch.float32)
-    learner = Learner(target, model, texts, replace(QUICK, layers=1), processes(cpu=True), states=states)
+    learner = Learner(target, texts, replace(QUICK, layers=1), processes(cpu=True), states=states)
     learner._teacher = Teacher(model, DRAFTED)
     assert learner.student.layers == states.layers[:-1]
     for _ in range(2):
@@ -656,7 +656,7 @@ def test_a_text_is_read_again_only_after_all_others(target, monkeypatch):
     texts = made_up(*range(8, 40))
     monkeypatch.setattr(learner_module, "_KEPT_BYTES", 3 * 64 * 4 * 32 * 4)  # three batches of 64 tokens
     settings = replace(QUICK, batch_tokens=64)
-    learner = Learner(target, target.language_model.model, texts, settings, processes(cpu=True))
+    learner = Learner(target, texts, settings, processes(cpu=True))
     read: list[Sequence[Text]] = []
     reads = learner._read
     monkeypatch.setattr(learner, "_read", lambda each: (read.append(each), reads(each))[1])
@@ -674,7 +674,7 @@ def test_a_text_is_read_again_only_after_all_others(target, monkeypatch):
 
 def test_a_place_weighs_what_share_of_drafts_gets_there(target, monkeypatch):
     texts = made_up(20, 20)
-    learner = Learner(target, target.language_model.model, texts, QUICK, processes(cpu=True))
+    learner = Learner(target, texts, QUICK, processes(cpu=True))
     losses = torch.full((DEPTH,), 2.0, requires_grad=True)
     metrics = Metrics(losses, torch.zeros(DEPTH), torch.tensor([8, 4, 0]))
     monkeypatch.setattr(learner, "_module", lambda _lesson: metrics)

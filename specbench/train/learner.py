@@ -54,7 +54,6 @@ class Learner:
 
     Args:
         target: Whose texts they are.
-        model: What gradients may go through, see ``Training``.
         start: A head to continue from; ``None`` to begin anew.
         states: Stored hidden states, to which missing ones are added; ``None`` to have the target read the texts.
 
@@ -72,7 +71,6 @@ class Learner:
     def __init__(
         self,
         target: Target,
-        model: PreTrainedModel,
         texts: Sequence[Text],
         settings: TrainingSettings,
         group: Accelerator,
@@ -80,11 +78,12 @@ class Learner:
         states: HiddenStates | None = None,
     ) -> None:
         self._texts, self._settings, self._group = texts, settings, group
+        model = target.language_model.model
         if start is None:
             self.draft_vocab = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
             layers = settings.head_layers(text_config(model.config).num_hidden_layers)
             self._teacher = Teacher(model, self.draft_vocab)
-            self.student: Any = make_student(
+            self.student = make_student(
                 settings.kind, model, self._teacher.head, settings.depth, settings.seed, layers
             )
         else:
@@ -210,22 +209,20 @@ def _rate_factor(number: int, steps: int) -> float:
     return rise * (_MIN_RATE + (1 - _MIN_RATE) * 0.5 * (1 + math.cos(math.pi * number / steps)))
 
 
-def check_start(
-    start: TrainedHead, target: Target, model: PreTrainedModel, settings: TrainingSettings
-) -> None:
+def check_start(start: TrainedHead, target: Target, settings: TrainingSettings) -> None:
     """Check the head to continue from, before anything is written.
 
     Raises:
         UsageError: It is of another kind, of another target, or its tensors differ from those trained here.
     """
-    files, identity = start.files, target.language_model.identity
+    files, model, identity = start.files, target.language_model.model, target.language_model.identity
     kind = "eagle" if files.kind == "eagle3" else files.kind
     if kind != settings.kind:
         raise UsageError(
             f"The head {start.name} is of kind {kind}, not {settings.kind}.",
             f"Give --kind {kind}." if kind in KINDS else "Choose another --start.",
         )
-    files.check(target.language_model.model.config, target.name)
+    files.check(model.config, target.name)
     if files.settings.get("target_fingerprint", identity) != identity:
         raise UsageError(
             f"The head {start.name} was trained for other weights than those of {target.name}.",
@@ -239,7 +236,7 @@ def _student_from(
 ) -> Student:
     """Return a student with the weights of a head."""
     layers = start.files.number("num_hidden_layers", 1)
-    student: Student = make_student(settings.kind, model, head, settings.depth, settings.seed, layers)
+    student = make_student(settings.kind, model, head, settings.depth, settings.seed, layers)
     own = student.tensors()
     difference = _find_difference(start.tensors, own)
     if difference is None and (read := start.files.layers(model.config)) != student.layers:

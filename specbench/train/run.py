@@ -143,7 +143,7 @@ class Training:
                 "Leave --store-states out.",
             )
         if start is not None:
-            check_start(start, target, self._model, settings)
+            check_start(start, target, settings)
         trained, held_out = held_out_prompts(prompts, settings.held_out)
         self._prompts = [encode_conversation(target, prompt) for prompt in trained]
         self._held_out = [(prompt, encode_conversation(target, prompt)) for prompt in held_out]
@@ -182,9 +182,7 @@ class Training:
             self._begin()
             states = self._hidden_states()
             self._texts = self._write_texts(states)
-            learner = Learner(
-                self._target, self._model, self._texts, self._settings, self._group, self._start, states
-            )
+            learner = Learner(self._target, self._texts, self._settings, self._group, self._start, states)
             best = self._train(learner)
         if self._main:
             with suppress(OSError):

@@ -7,8 +7,7 @@ the target's own, and the context ends with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,30 +46,39 @@ class Metrics(NamedTuple):
     counted: torch.Tensor
 
 
-class Student(Protocol):
-    """A head in training, a module.
+class Student(nn.Module):
+    """A head in training.
+
+    Args:
+        model: The target.
+        head: See ``Teacher``.
+        depth: Tokens it learns to draft.
 
     Attributes:
+        kind: One of ``KINDS``.
         layers: The target's layers whose hidden states it reads.
         started_from: What its weights were initialized from, in words; ``None`` for random ones.
     """
 
     kind: str
-    depth: int
-    layers: tuple[int, ...]
     started_from: str | None
 
-    def __call__(self, lesson: Lesson) -> Metrics:
+    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int) -> None:
+        super().__init__()
+        self.depth, self._rows, self._config = depth, head, text_config(model.config)
+        self.layers = read_layers(self.kind, self._config.num_hidden_layers)
+
+    def forward(self, lesson: Lesson) -> Metrics:
         """Draft after every position of the answers."""
-        ...
+        raise NotImplementedError
 
     def settings(self) -> Json:
         """Return its ``config.json``, without the draft vocabulary and the target."""
-        ...
+        raise NotImplementedError
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return its weights by their names in a file."""
-        ...
+        raise NotImplementedError
 
 
 def read_layers(kind: str, total: int) -> tuple[int, ...]:
@@ -249,7 +257,7 @@ def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
-class EagleStudent(nn.Module):
+class EagleStudent(Student):
     """An EAGLE-3 head that learns to continue its own outputs (Li et al. 2025, arXiv 2503.01840).
 
     Embeddings and the projection to the draft vocabulary are the target's and are not trained.
@@ -266,15 +274,12 @@ class EagleStudent(nn.Module):
     def __init__(
         self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int
     ) -> None:
-        super().__init__()
-        self.depth, config = depth, text_config(model.config)
-        self.every = _EVERY
-        self.layers = read_layers(self.kind, config.num_hidden_layers)
+        super().__init__(model, head, depth)
+        self.every, config = _EVERY, self._config
         shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_config(config), layers)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.head = EagleHead(shape)
-        self._rows = head
         del self.head.lm_head
         self.started_from = _init_from_target(self.head, model)
 
@@ -391,18 +396,15 @@ _SMALL = 0.1
 # -- Medusa ----------------------------------------------------------------------------------------
 
 
-class MedusaStudent(nn.Module):
+class MedusaStudent(Student):
     """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024)."""
 
     kind = "medusa"
     started_from = "the head of the target"
 
     def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int) -> None:
-        super().__init__()
-        self.depth, config = depth, text_config(model.config)
-        self._config, self._rows = config, head
-        self.layers = read_layers(self.kind, config.num_hidden_layers)
-        self.heads = MedusaHeads(depth, 1, config.hidden_size, 1, shared=True)
+        super().__init__(model, head, depth)
+        self.heads = MedusaHeads(depth, 1, self._config.hidden_size, 1, shared=True)
         del self.heads.lm_heads
         for parameter in self.heads.parameters():
             nn.init.zeros_(parameter)
@@ -430,14 +432,10 @@ class MedusaStudent(nn.Module):
         return {name: tensor.detach() for name, tensor in self.heads.named_parameters()}
 
 
-_MAKERS: Mapping[str, Any] = {
-    "eagle": EagleStudent,
-    "medusa": lambda model, head, depth, seed, layers: MedusaStudent(model, head, depth),  # noqa: ARG005
-}
-
-
 def make_student(
     kind: str, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int = 1
-) -> Any:
-    """Return a new head, a module that is a ``Student``; for the arguments see ``EagleStudent``."""
-    return _MAKERS[kind](model, head, depth, seed, layers).to(head.device)
+) -> Student:
+    """Return a new head; for the arguments see ``EagleStudent``."""
+    if kind == "medusa":
+        return MedusaStudent(model, head, depth).to(head.device)
+    return EagleStudent(model, head, depth, seed, layers).to(head.device)
