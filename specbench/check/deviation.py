@@ -66,8 +66,6 @@ class DeviationResult:
     """The deviations of all rows, and their limits.
 
     Attributes:
-        median, largest: Of their deviations.
-        plain_median, plain_largest: The same for plain decoding.
         limit, median_limit, plain_limit: The largest allowed ``largest``, ``median`` and ``plain_largest``.
     """
 

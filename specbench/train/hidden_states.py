@@ -76,21 +76,13 @@ class HiddenStates:
         return StateRecorder(self.layers, self._dtype)
 
     def check_space(self, tokens: int) -> None:
-        """Check the disk space for the states of so many tokens, prompts included.
-
-        Raises:
-            RunError: There is not enough.
-        """
+        """Check the disk space for the states of so many tokens, prompts included."""
         there = next(each for each in (self._folder, *self._folder.parents) if each.is_dir())
         if shutil.disk_usage(there).free < tokens * self._position_bytes + _MIN_FREE:
             raise self._full()
 
     def add(self, key: tuple[int, int], tokens: Sequence[int], states: torch.Tensor) -> None:
-        """Store the states of a text, [positions, layers, width], in place of earlier ones with its key.
-
-        Raises:
-            RunError: The folder cannot be written, or is full.
-        """
+        """Store the states of a text, [positions, layers, width], in place of earlier ones with its key."""
         self.check_space(len(tokens))
         content = {"tokens": torch.tensor(tokens), "states": states.to("cpu", self._dtype).contiguous()}
         with file_errors(

@@ -63,9 +63,6 @@ class Learner:
         draft_vocab: The tokens of these rows, ascending; ``None`` for all.
         epoch_steps: Steps of an epoch.
         turns: How often a batch is used before others are read.
-
-    Raises:
-        UsageError: The head to continue from does not have the form of those trained here.
     """
 
     def __init__(
@@ -210,11 +207,7 @@ def _rate_factor(number: int, steps: int) -> float:
 
 
 def check_start(start: TrainedHead, target: Target, settings: TrainingSettings) -> None:
-    """Check the head to continue from, before anything is written.
-
-    Raises:
-        UsageError: It is of another kind, of another target, or its tensors differ from those trained here.
-    """
+    """Check the head to continue from, before anything is written."""
     files, model, identity = start.files, target.language_model.model, target.language_model.identity
     kind = "eagle" if files.kind == "eagle3" else files.kind
     if kind != settings.kind:

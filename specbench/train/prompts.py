@@ -27,11 +27,7 @@ def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
 
 
 def refuse_measured(prompts: Sequence[Prompt]) -> None:
-    """Check that no prompt is in the built-in benchmark sets, up to case, spaces and punctuation.
-
-    Raises:
-        UsageError: One of them is.
-    """
+    """Check that no prompt is in the built-in benchmark sets, up to case, spaces and punctuation."""
     measured = {_words(turn): prompt.id for prompt in load_prompts([ALL_SETS]) for turn in prompt.turns}
     for prompt in prompts:
         for turn in prompt.turns:

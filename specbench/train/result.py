@@ -37,9 +37,6 @@ def write_head(
         head: The rows of the target's head that it drafts with, [vocab, width].
         draft_vocab: The tokens of these rows, ascending; ``None`` for all.
         compact: Leave these rows out and round weights to bytes; for specbench alone, since other engines need them.
-
-    Raises:
-        RunError: The folder cannot be written.
     """
     tensors = student.tensors()
     if student.kind == "eagle":
@@ -58,11 +55,7 @@ def write_head(
 
 
 def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
-    """Write the training metadata of a head next to it, with the sha256 of its weights.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
+    """Write the training metadata of a head next to it, with the sha256 of its weights."""
     with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         weights = sha256(folder / WEIGHTS)
         write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **training}))

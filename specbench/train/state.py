@@ -145,11 +145,7 @@ class Pace:
 
 
 def check_folder(out: Path, *, resume: bool) -> None:
-    """Check the folder to train into, before anything is loaded.
-
-    Raises:
-        UsageError: It is not empty, or has nothing to resume.
-    """
+    """Check the folder to train into, before anything is loaded."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{str(out)!r} is no folder.", "Choose another --out.")
     unfinished = (out / STATE / BEGUN).is_file()
@@ -168,11 +164,7 @@ def check_folder(out: Path, *, resume: bool) -> None:
 
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> None:
-    """Write a checkpoint.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
+    """Write a checkpoint."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with file_errors(
         f"The folder {str(path.parent)!r} cannot be written", "Free some space, and add --resume."
@@ -182,11 +174,7 @@ def write_state(path: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping
 
 
 def read_state(path: Path) -> tuple[dict[str, torch.Tensor], Json]:
-    """Read what ``write_state`` wrote.
-
-    Raises:
-        RunError: It is damaged.
-    """
+    """Read what ``write_state`` wrote."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

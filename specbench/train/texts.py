@@ -86,11 +86,7 @@ class TextStore:
         self._advice = advice or f"Set {CACHE_VARIABLE} to another folder, and continue with --resume."
 
     def read(self) -> dict[tuple[int, int], Text]:
-        """Return all texts by their keys, in order. A line cut short by a crash is left out.
-
-        Raises:
-            RunError: A file cannot be read.
-        """
+        """Return all texts by their keys, in order. A line cut short by a crash is left out."""
         found = {}
         for path in sorted(self.folder.glob("texts-*.jsonl")):
             with file_errors(f"The texts in {str(path)!r} cannot be read"):
@@ -100,11 +96,7 @@ class TextStore:
         return dict(sorted(found.items()))
 
     def add(self, texts: Iterable[Text]) -> None:
-        """Append texts.
-
-        Raises:
-            RunError: The folder cannot be written, or is full. UsageError: A link stands in the file's place.
-        """
+        """Append texts."""
         lines = "".join(json.dumps(vars(text), separators=(",", ":")) + "\n" for text in texts)
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,11 +110,7 @@ class TextStore:
                 file.flush()
 
     def check_space(self, tokens: int) -> None:
-        """Check the disk space for so many tokens.
-
-        Raises:
-            RunError: There is not enough, or the folder cannot be written.
-        """
+        """Check the disk space for so many tokens."""
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free

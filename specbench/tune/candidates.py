@@ -120,10 +120,7 @@ class Probe:
 
     Attributes:
         drafted: Drafted tokens; in a tree, along its longest branch.
-        accepted: Accepted tokens.
         emitted: Emitted tokens, the closing one included.
-        passes: Forward passes of the drafter.
-        nodes: Nodes verified.
     """
 
     drafted: list[int]
@@ -171,9 +168,6 @@ def predict(
     """Return predicted speedups over plain decoding by id, for configurations whose drafter was probed.
 
     ``auto`` counts as the best draft length, ``auto-tree`` as the better of that and the probed tree.
-
-    Args:
-        probes: By the ids of the probed configurations.
     """
     costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
     chains: dict[str, dict[int, float]] = {}

@@ -68,7 +68,6 @@ def load_candidates(
     Args:
         given: Drafters that the user names, checked before (``check_engine``).
         sweep: Prompts and options, to estimate memory; its configurations are not read.
-        cache: Kind of KV cache; ``None`` for the fastest.
 
     Raises:
         UsageError: A given drafter does not fit the target, for example.

@@ -96,7 +96,6 @@ class Timing:
 
     Attributes:
         tokens: Emitted after the first emission.
-        seconds: Time for these.
         slowdown: See ``relative_slowdown``; only compared with that of other generations.
     """
 
@@ -111,7 +110,6 @@ class Elimination:
 
     Attributes:
         blocks: How many blocks had been decoded.
-        leader: The leader at that time.
         bound: Upper bound of its speed over the leader's; ``None`` if it failed.
     """
 
@@ -442,8 +440,6 @@ def run_race(
         blocks: In order, at most the race's limit.
         measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
         until: When to stop, on that clock. A block that would probably end later is not begun.
-        seed: Of the order within blocks.
-        on_block: Called after every block.
         is_stored: Whether the timing of a candidate on a block is stored; blocks of these alone need no time.
     """
     durations: dict[str, float] = {}

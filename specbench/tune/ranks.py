@@ -60,7 +60,6 @@ class TreeCalibration:
     Attributes:
         counts: By (depth from 1, rank from 0): at how many nodes a candidate was tested, and how often accepted.
         shares: By rank, the share of nodes at which that candidate was accepted.
-        choice: The tree to store.
         tree: The same tree with its prediction.
         chain: The best chain by the same figures.
         complete: Whether all prompts were decoded in time.
@@ -90,9 +89,7 @@ def calibrate_tree(
     """Count accepted candidates by rank, time passes, and choose a tree. Nothing is stored.
 
     Args:
-        prompts: Token ids of typical prompts.
         key: What the tree is for.
-        seconds: Time limit of decoding.
         clock: ``None`` for that of the target's device.
 
     Raises:
