@@ -33,17 +33,12 @@ def step(
     """A step that kept ``accepted`` of ``gamma`` drafts; ``stopped`` if the last kept one ended the output."""
     rejected = accepted < gamma and not stopped
     fields: dict[str, Any] = {
-        "index": 0,
-        "position": 10,
-        "drafted": tuple(range(gamma)),
-        "accepted": accepted,
-        "tested": accepted + rejected,
-        "tokens": tuple(range(accepted + (not stopped))),
+        "index": 0, "position": 10, "drafted": tuple(range(gamma)), "accepted": accepted,
+        "tested": accepted + rejected, "tokens": tuple(range(accepted + (not stopped))),
         "closing": None if stopped else "corrected" if rejected else "bonus" if gamma else "target",
-        "expected_acceptance": (0.5,) * (accepted + rejected),
-        "times": times,
+        "expected_acceptance": (0.5,) * (accepted + rejected), "times": times,
         "finish_reason": "eos" if stopped else None,
-    }
+    }  # fmt: skip
     return Step(**fields | changes)
 
 
@@ -162,16 +157,9 @@ def generation(prefill: Prefill, steps: tuple[Step, ...], **changes: Any) -> Gen
     fields: dict[str, Any] = {
         "prompt_tokens": prefill.prompt_tokens,
         "token_ids": (*first, *(token for step in steps for token in step.tokens)),
-        "text": "Hello",
-        "finish_reason": "eos",
-        "prefill": prefill,
-        "steps": steps,
-        "target": "big",
-        "drafter": "small",
-        "dtype": "float32",
-        "seed": 3,
-        "lossless": True,
-    }
+        "text": "Hello", "finish_reason": "eos", "prefill": prefill, "steps": steps, "target": "big",
+        "drafter": "small", "dtype": "float32", "seed": 3, "lossless": True,
+    }  # fmt: skip
     return Generation(**fields | changes)
 
 
@@ -188,22 +176,12 @@ def test_summary():
     assert figures["gammas"] == [4, 4, 0, 3]
     assert figures["acceptance_by_position"] == [1, 1, 0.5, 1]
     assert figures["time"] == {
-        "ttft_s": 2.0,
-        "decode_s": 15.5,
-        "draft_s": 4.0,
-        "verify_s": 8.0,
-        "accept_s": 1.0,
-        "rollback_s": 2.0,
-        "other_s": 0.5,
-        "draft_prefill_s": 3.0,
-    }
+        "ttft_s": 2.0, "decode_s": 15.5, "draft_s": 4.0, "verify_s": 8.0, "accept_s": 1.0, "rollback_s": 2.0,
+        "other_s": 0.5, "draft_prefill_s": 3.0,
+    }  # fmt: skip
     assert figures["tokens_per_second"] == 10 / 15.5
-    assert (figures["target"], figures["drafter"], figures["dtype"], figures["seed"]) == (
-        "big",
-        "small",
-        "float32",
-        3,
-    )
+    known = [figures[name] for name in ("target", "drafter", "dtype", "seed")]
+    assert known == ["big", "small", "float32", 3]
     assert figures["lossless"] is True
     assert json.loads(json.dumps(figures)) == figures
 

@@ -24,16 +24,9 @@ PROMPT = [7, 41, 7, 19, 3, 200]
 
 def step(**changes: Any) -> Step:
     fields: dict[str, Any] = {
-        "index": 3,
-        "position": 9,
-        "drafted": (1, 2, 3),
-        "accepted": 2,
-        "tested": 3,
-        "tokens": (1, 2, 9),
-        "closing": "corrected",
-        "expected_acceptance": (),
-        "times": StepTimes(verify_s=0.25),
-    }
+        "index": 3, "position": 9, "drafted": (1, 2, 3), "accepted": 2, "tested": 3, "tokens": (1, 2, 9),
+        "closing": "corrected", "expected_acceptance": (), "times": StepTimes(verify_s=0.25),
+    }  # fmt: skip
     return Step(**fields | changes)
 
 
