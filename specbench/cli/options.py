@@ -401,11 +401,11 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
         UsageError: Bit-exact or compiled forward passes with another cache than theirs.
     """
     chosen = bool(given(ctx, "cache"))
-    for given_, name, its_own in (
+    for is_given, name, its_own in (
         (caching.bit_exact, "--bit-exact", "preallocated"),
         (caching.compiled, "--compile", "static"),
     ):
-        if given_ and caching.cache != its_own and chosen:
+        if is_given and caching.cache != its_own and chosen:
             raise UsageError(f"{name} does not go with --cache {caching.cache}.", "Leave --cache out.")
     if caching.compiled:
         return "compiled"
