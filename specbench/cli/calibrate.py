@@ -143,8 +143,11 @@ class _Effort:
         with starting(self.quiet) as progress:
             from specbench.base.progress import quiet_transformers
             from specbench.bench.encoding import encode_conversation
+            from specbench.models.drafters import refuse_keep
             from specbench.models.prepare import prepare
 
+            for spec in drafters:
+                refuse_keep(spec)
             with quiet_transformers():
                 loaded, loaded_drafters = prepare(
                     parse_model(self.target), drafters, self.models, progress=progress
@@ -188,13 +191,9 @@ def _find_tree(
     spec: DrafterSpec, policy: PolicySpec, temperature: float, effort: _Effort
 ) -> tuple[dict[str, Any], list[str]]:
     """Count which candidates of a drafter are kept, by rank; choose a tree from that and keep it."""
-    from specbench.models.calibrations import TREES
-    from specbench.models.drafters import refuse_keep
-
-    refuse_keep(spec)
     loaded, (loaded_drafter,), encoded = effort.load([spec])
     from specbench.decoding.sampling import Sampling
-    from specbench.models.calibrations import tree_key
+    from specbench.models.calibrations import TREES, tree_key
     from specbench.tune.ranks import calibrate_tree
 
     sampling = Sampling(temperature=temperature)
