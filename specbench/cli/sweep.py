@@ -84,7 +84,6 @@ def sweep(
     from specbench.bench.engines.own import check_engine, load_engine
     from specbench.bench.grid import Sweep, build_configs
     from specbench.cli.sweep_run import SweepJob, describe_sources, run_folder, show_dry_run
-    from specbench.policies import parse_costs
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -116,6 +115,8 @@ def sweep(
         options, engine.specs, engine.fingerprints, calibrated, base=base, dtypes=engine.drafter_dtypes
     )
     if options.costs is not None:
+        from specbench.policies import parse_costs
+
         for name in engine.drafters:  # refused if they lack one
             parse_costs(options.costs, name)
     job = SweepJob(Sweep(options, chosen, tuple(configs)), engine, folder, results, **shown)
