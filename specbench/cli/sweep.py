@@ -81,7 +81,6 @@ def sweep(
 
         sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, start, **shown)
         return
-    from specbench.bench.engines.own import check_engine, load_engine
     from specbench.bench.grid import Sweep, build_configs
     from specbench.cli.sweep_run import SweepJob, describe_sources, run_folder, show_dry_run
     from specbench.recipe import Recipe
@@ -101,6 +100,8 @@ def sweep(
         show_dry_run(Sweep(options, chosen, tuple(grid)), base, drafters, folder, start)
         return
     with starting(quiet) as progress:
+        from specbench.bench.engines.own import check_engine, load_engine
+
         check_engine(base, drafters, options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(base, drafters, options, progress)
