@@ -15,7 +15,7 @@ from specbench.cli import options as opt
 from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.cli.signals import CtrlC, terminated
-from specbench.cli.watchers import StreamedText
+from specbench.cli.watchers import TextOutput
 from specbench.options import (
     CacheOptions,
     DecodingOptions,
@@ -171,7 +171,7 @@ class _Chat:
         try:
             run = self._conversation.ask(text)
             with CtrlC(armed=self.interactive) as ctrl_c:
-                shown = StreamedText(run)
+                shown = TextOutput(run)
                 try:
                     for record in run:
                         shown.record(record)

@@ -17,7 +17,7 @@ from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import LoadedRecipe, facts
 from specbench.cli.summary import Advice, show_summary
-from specbench.cli.watchers import StreamedText, TraceOutput, Tracer, WholeText, tokens_of
+from specbench.cli.watchers import TextOutput, TraceOutput, Tracer, tokens_of
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.metrics import summary
 from specbench.generate import GenerationRun
@@ -190,9 +190,7 @@ def decode(
     if trace_to is not None:
         watchers.append(Tracer(trace_to, job.header(), job.piece))
     if not show.json_output:
-        watchers.append(
-            StreamedText(run, paint) if show.streamed else WholeText(paint, after_trace=on_screen)
-        )
+        watchers.append(TextOutput(run, paint, streamed=show.streamed, after_trace=on_screen))
     max_new_tokens = job.recipe.decoding.max_new_tokens
 
     def decode_once(plain: bool) -> Generation:

@@ -160,60 +160,56 @@ class Watcher(Protocol):
         """Take the result of a run that has ended or was interrupted."""
 
 
-class StreamedText:
-    """Writes text as soon as it is final, styled by ``paint`` if there is one."""
+class TextOutput:
+    """Writes text as soon as it is final, or at the end, styled by ``paint`` if there is one.
 
-    def __init__(self, run: GenerationRun, paint: Paint | None = None) -> None:
+    Args:
+        run: The run whose text it is.
+        paint: Styles text by the origin of its tokens.
+        streamed: Whether to write text as it is decoded.
+        after_trace: Whether a trace is on screen, from which an empty line separates the text.
+    """
+
+    def __init__(
+        self,
+        run: GenerationRun,
+        paint: Paint | None = None,
+        *,
+        streamed: bool = True,
+        after_trace: bool = False,
+    ) -> None:
         stream = run.text_stream()
         assert stream is not None
-        self._stream, self._paint = stream, paint
+        self._stream, self._paint, self._streamed, self._after_trace = stream, paint, streamed, after_trace
+        self._pieces: list[tuple[Origin, str]] = []
         self._wrap: WordWrap[Origin] | None = WordWrap() if sys.stdout.isatty() else None
 
     def record(self, record: Prefill | Step) -> None:
         from specbench.generate import shown_tokens
 
         tokens = shown_tokens(tokens_of(record), record.finish_reason)
-        pairs = zip(tokens, record.origins, strict=False)
-        self._write([piece for token, origin in pairs for piece in self._stream.push(token, origin)])
+        for token, origin in zip(tokens, record.origins, strict=False):
+            self._pieces += self._stream.push(token, origin)
+        if self._streamed:
+            self._write()
 
     def end(self, result: Generation) -> None:
-        self._write(self._stream.finish("target"), last=True)
-        if result.text and not result.text.endswith("\n"):
-            write_out("\n")
-
-    def _write(self, pieces: Sequence[tuple[Origin, str]], *, last: bool = False) -> None:
-        if self._wrap is not None:
-            pieces = self._wrap.push(pieces, last=last)
-        _write_pieces(pieces, self._paint)
-
-
-class WholeText:
-    """Writes the text at the end, styled by ``paint`` if there is one, after an empty line if a trace is on screen."""
-
-    def __init__(self, paint: Paint | None = None, *, after_trace: bool) -> None:
-        self._paint, self._after_trace = paint, after_trace
-
-    def record(self, record: Prefill | Step) -> None:
-        """Write nothing yet."""
-
-    def end(self, result: Generation) -> None:
+        self._pieces += self._stream.finish("target")
         if self._after_trace:
             sys.stderr.write("\n")
-        pieces: Sequence[tuple[Origin, str]] = result.pieces or ()
-        if sys.stdout.isatty():
-            wrap: WordWrap[Origin] = WordWrap()
-            pieces = wrap.push(pieces, last=True)
-        _write_pieces(pieces, self._paint)
+        self._write(last=True)
         if result.text and not result.text.endswith("\n"):
             write_out("\n")
 
-
-def _write_pieces(pieces: Iterable[tuple[Origin, str]], paint: Paint | None) -> None:
-    if paint is None:
-        write_out("".join(text for _, text in pieces))
-    else:  # it has made them safe
-        sys.stdout.write("".join(paint(text, origin) for origin, text in pieces))
-        sys.stdout.flush()
+    def _write(self, *, last: bool = False) -> None:
+        pieces, self._pieces = self._pieces, []
+        if self._wrap is not None:
+            pieces = self._wrap.push(pieces, last=last)
+        if self._paint is None:
+            write_out("".join(text for _, text in pieces))
+        else:  # it has made them safe
+            sys.stdout.write("".join(self._paint(text, origin) for origin, text in pieces))
+            sys.stdout.flush()
 
 
 class WordWrap(Generic[_Label]):
