@@ -33,33 +33,31 @@ def drafted(
     return draft(drafter, context, room, gamma).tokens
 
 
-def test_copies_what_followed():
-    assert drafted([1, 2, 3, 4, 5, 6, 2, 3], gamma=3) == [4, 5, 6]
+_THREE = [1, 2, 3, 7, 9, 2, 3, 8, 9, 3, 5, 1, 2, 3]
+# Six tokens agree at the first place, five at the second, which is the more recent.
+_LONG = [9, 1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 0, 9, 1, 2, 3, 4, 5, 6]
 
 
-def test_the_longest_match_wins():
-    context = [1, 2, 3, 7, 9, 2, 3, 8, 9, 3, 5, 1, 2, 3]
-    assert drafted(context, max_match=3) == [7]
-    assert drafted(context, max_match=2) == [8]
-    assert drafted(context, max_match=1) == [5]
-
-
-def test_of_equal_matches_the_most_recent_wins():
-    assert drafted([1, 2, 5, 1, 2, 6, 1, 2]) == [6]
-
-
-def test_matches_shorter_than_the_shortest_do_not_count():
-    assert drafted([1, 2, 3, 9, 2, 3], min_match=2) == [9]
-    assert drafted([1, 2, 3, 9, 2, 3], min_match=3) == []
-
-
-def test_what_is_copied_may_run_into_the_drafts():
-    assert drafted([8, 1, 2, 3, 1, 2, 3], gamma=8) == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert drafted([4, 4], gamma=4) == [4, 4, 4, 4]
-
-
-def test_a_match_may_overlap_the_end_of_the_context():
-    assert drafted([7, 7, 7, 7], max_match=3, min_match=3, gamma=2) == [7, 7]
+@pytest.mark.parametrize(
+    ("context", "options", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 2, 3], {"gamma": 3}, [4, 5, 6]),
+        *((_THREE, {"max_match": most}, [token]) for most, token in ((3, 7), (2, 8), (1, 5))),
+        ([1, 2, 5, 1, 2, 6, 1, 2], {}, [6]),  # of equals the most recent
+        ([1, 2, 3, 9, 2, 3], {"min_match": 2}, [9]),
+        ([1, 2, 3, 9, 2, 3], {"min_match": 3}, []),
+        ([8, 1, 2, 3, 1, 2, 3], {"gamma": 8}, [1, 2, 3, 1, 2, 3, 1, 2]),  # runs into the draft
+        ([4, 4], {"gamma": 4}, [4, 4, 4, 4]),
+        ([7, 7, 7, 7], {"max_match": 3, "min_match": 3, "gamma": 2}, [7, 7]),  # overlaps the context's end
+        ([1, 1, 1], {"room": 0}, []),
+        ([1, 1, 1], {"room": 2, "gamma": 5}, [1, 1]),
+        *((_LONG, {"max_match": most}, [token]) for most, token in ((None, 7), (6, 7), (5, 0), (3, 0))),
+        ([3, 5, 3], {"max_match": None}, [5]),
+        ([0, *range(1, 6), 7, 0, *range(1, 6), 8, 9, *range(1, 6)], {"max_match": None}, [8]),
+    ],
+)
+def test_copies_what_followed_the_longest_match(context, options, expected):
+    assert drafted(context, **options) == expected
 
 
 @pytest.mark.parametrize("context", [[1], [1, 2], [0]])
@@ -70,11 +68,6 @@ def test_no_match_is_no_draft(context):
     assert result.tokens == []
     assert result.q is None
     assert result.logits is None
-
-
-def test_no_room_and_little_room():
-    assert drafted([1, 1, 1], room=0) == []
-    assert drafted([1, 1, 1], room=2, gamma=5) == [1, 1]
 
 
 def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
@@ -142,21 +135,6 @@ def test_a_new_prompt_leaves_no_earlier_places_of_the_last():
     context = [*range(100, 116), 5, 6, 7, 8, 50, 113, 5, 6, 7, 8]
     drafter.begin(context)
     assert draft(drafter, context, gamma=1).tokens == [50]
-
-
-def test_matches_of_any_length():
-    # Six tokens agree at the first place, five at the second, which is the more recent.
-    context = [9, 1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 0, 9, 1, 2, 3, 4, 5, 6]
-    assert drafted(context, max_match=None) == [7]
-    assert drafted(context, max_match=6) == [7]
-    assert drafted(context, max_match=5) == [0]
-    assert drafted(context, max_match=3) == [0]
-    assert drafted([3, 5, 3], max_match=None) == [5]
-
-
-def test_of_equal_long_matches_the_most_recent_wins():
-    run = [1, 2, 3, 4, 5]
-    assert drafted([0, *run, 7, 0, *run, 8, 9, *run], max_match=None) == [8]
 
 
 def test_longer_matches_are_looked_for_at_the_most_recent_places_only():

@@ -83,30 +83,37 @@ def ranking(rows: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
     return logits
 
 
-def test_the_most_frequent_continuation():
-    assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1, 5, 1, 7, 1], gamma=1) == [5]
-
-
-def test_ties_go_to_the_most_recent():
-    assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1], gamma=1) == [6]
-    assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1, 6, 1, 5, 1], gamma=1) == [5]
-
-
-def test_the_longest_context_comes_first():
-    # Behind 2 alone, 9 is the more frequent; behind 1 2 it is 3.
-    prompt = [1, 2, 3, 2, 9, 2, 9, 1, 2]
-    assert drafted(NGramDrafter(NGram(order=3)), prompt, gamma=1) == [3]
-    assert drafted(NGramDrafter(NGram(order=2)), prompt, gamma=1) == [9]
-
-
-def test_backs_off_to_shorter_contexts():
-    assert drafted(NGramDrafter(NGram(order=4)), [1, 2, 3, 8, 3], gamma=1) == [8]
-
-
-def test_drafts_extend_the_context():
+CONTINUATIONS = [
+    ("most frequent", {"order": 2}, [1, 5, 1, 6, 1, 5, 1, 7, 1], 1, [5]),
+    ("tie", {"order": 2}, [1, 5, 1, 6, 1], 1, [6]),
+    ("tie of two", {"order": 2}, [1, 5, 1, 6, 1, 6, 1, 5, 1], 1, [5]),
+    (
+        "longest context first",
+        {"order": 3},
+        [1, 2, 3, 2, 9, 2, 9, 1, 2],
+        1,
+        [3],
+    ),  # after 2 alone 9 is more frequent
+    ("shorter order", {"order": 2}, [1, 2, 3, 2, 9, 2, 9, 1, 2], 1, [9]),
+    ("back off", {"order": 4}, [1, 2, 3, 8, 3], 1, [8]),
     # 4 was followed by 1 last; after the own draft 1 2 3 it is 5.
-    prompt = [1, 2, 3, 4, 5, 3, 9, 4, 1, 1, 2]
-    assert drafted(NGramDrafter(NGram(order=4)), prompt, gamma=3) == [3, 4, 5]
+    ("drafts extend the context", {"order": 4}, [1, 2, 3, 4, 5, 3, 9, 4, 1, 1, 2], 3, [3, 4, 5]),
+    # 1 -> 5 twice, long ago; 1 -> 6 once, among the last four tokens.
+    ("no window", {"order": 2}, [1, 5, 1, 5, 9, 9, 1, 6, 9, 1], 1, [5]),
+    ("window", {"order": 2, "window": 7}, [1, 5, 1, 5, 9, 9, 1, 6, 9, 1], 1, [6]),
+    ("short window", {"order": 2, "window": 2}, [1, 5, 1, 5, 9, 9, 1, 6, 9, 1], 1, []),
+    ("at most max", {"max": 2}, [1, 1, 1], 5, [1, 1]),
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "prompt", "gamma", "expected"), CONTINUATIONS)
+def test_continuations(name, spec, prompt, gamma, expected):
+    assert drafted(NGramDrafter(NGram(**spec)), prompt, gamma=gamma) == expected
+
+
+@pytest.mark.parametrize(("spec", "room"), [({"max": 2}, 1), ({}, 3)])
+def test_no_more_than_the_budget(spec, room):
+    assert drafted(NGramDrafter(NGram(**spec)), [1, 1, 1], room=room) == [1] * room
 
 
 def test_stops_at_the_first_miss():
@@ -161,12 +168,6 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
     assert policy.asked == [0, 1, 2]
 
 
-def test_at_most_max_drafts_and_no_more_than_room():
-    assert drafted(NGramDrafter(NGram(max=2)), [1, 1, 1]) == [1, 1]
-    assert drafted(NGramDrafter(NGram(max=2)), [1, 1, 1], room=1) == [1]
-    assert drafted(NGramDrafter(), [1, 1, 1], room=3) == [1, 1, 1]
-
-
 def test_learns_what_is_emitted():
     drafter = NGramDrafter(NGram(order=2))
     context = [1, 2, 1]
@@ -186,14 +187,6 @@ def test_a_commit_before_the_first_proposal_reads_the_prompt_too():
     assert draft(drafter, [1, 2, 3, 1, 2], gamma=4).tokens == [3, 1, 2, 3]
     drafter.update(StepOutcome([1, 2, 3, 1, 2, 4], 1, torch.zeros(1, 5)))
     assert draft(drafter, [1, 2, 3, 1, 2, 4, 2], gamma=1).tokens == [4]
-
-
-def test_a_window_forgets_what_left_it():
-    # 1 -> 5 twice, long ago; 1 -> 6 once, among the last four tokens.
-    prompt = [1, 5, 1, 5, 9, 9, 1, 6, 9, 1]
-    assert drafted(NGramDrafter(NGram(order=2)), prompt, gamma=1) == [5]
-    assert drafted(NGramDrafter(NGram(order=2, window=7)), prompt, gamma=1) == [6]
-    assert drafted(NGramDrafter(NGram(order=2, window=2)), prompt, gamma=1) == []
 
 
 def test_a_tie_made_by_forgetting_goes_to_the_most_recent():
