@@ -185,7 +185,7 @@ def trees(run: PlotData) -> Figure:
         for number, (row, value, low, high) in enumerate(zip(rows, *figures, strict=True)):
             tree = row.mean_nodes > row.mean_gamma + 1e-9
             error = None if math.isnan(low) else np.maximum([[value - low], [high - value]], 0.0)
-            color = canvas.VERMILLION if tree else canvas.BLUE
+            color = canvas.VERMILION if tree else canvas.BLUE
             axes.errorbar(value, number, xerr=error, fmt="o", color=color, markersize=4)
         axes.set_ylim(-0.7, len(rows) - 0.3)
         names = [_name(row, run) for row in rows]

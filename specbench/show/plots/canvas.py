@@ -31,9 +31,9 @@ from specbench.results.summary import SummaryRow, summarize
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 PURPLE, SKY, _RED, BLACK, GRAY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
-COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 WIDTH = 6.8  # inches: two columns of a paper
 INK = "#303030"
