@@ -110,7 +110,7 @@ PHRASES = {
     r"\bunder way\b": ("active", "docstrings"),
     r"\bwhat it is over\b": ("relative to", ""),
     r"(^|[.;] )Who \w+": ("the noun first", ""),
-    r"\b[Ww]ho(?:ever)\b": ("the noun", "docstrings"),
+    r"\b[Ww]ho(?:ever)\b": ("the noun", ""),
 }
 
 SURFACES = {
