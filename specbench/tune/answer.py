@@ -98,7 +98,7 @@ def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) 
     elif leader == race.plain:
         headline = f"Plain decoding is the best so far (provisional); the best drafter is {what} of it."
     else:
-        headline = f"{what} over plain decoding: the best so far (provisional), not surely faster."
+        headline = f"{what} over plain decoding: the best so far (provisional), in too few blocks to be sure."
     return TuneAnswer(
         headline,
         tuple(_details(found, by_id, disturbed)),
