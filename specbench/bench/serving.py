@@ -31,7 +31,7 @@ class Workload(Generic[Encoded]):
 
     Attributes:
         requests: Measured requests, in their order.
-        clients: Requests under way at any time (closed loop); ``None`` for an open loop.
+        clients: Requests active at any time (closed loop); ``None`` for an open loop.
         background: Requests that clients send after these until the last measured one has ended, repeated as needed;
             not measured.
         times: Seconds at which each request is sent (open loop), ascending.

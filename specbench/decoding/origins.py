@@ -29,7 +29,7 @@ _CSS: dict[Origin, str] = {
 
 
 def as_html(pieces: Iterable[tuple[Origin, str]], caption: str) -> str:
-    """The pieces of an output's text one behind the other, each in the style of its origin, a legend and a caption."""
+    """The pieces of an output's text in order, each in the style of its origin, a legend and a caption."""
     text = "".join(_span(terminal_safe(piece), origin, title=True) for origin, piece in pieces)
     legend = " · ".join(_span(name, origin) for origin, name in ORIGINS.items())
     return (

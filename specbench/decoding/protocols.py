@@ -301,7 +301,7 @@ class Drafter:
         raise NotImplementedError
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new prompt: forget the last one, unless told to keep something. The prompt is read later."""
+        """Start a new prompt: forget the last one, unless set to keep something. The prompt is read later."""
 
     def resume(self, prompt: Sequence[int], kept: int) -> None:  # noqa: ARG002
         """Start a new prompt whose first ``kept`` tokens are those of the last context, and may stay in caches."""

@@ -38,7 +38,7 @@ class Siblings:
 
     Args:
         most: The most siblings of a step, 0 or more.
-        price: Returns the smallest acceptance probability at which one more row, on top of so many, pays.
+        price: Returns the smallest acceptance probability at which one more row, on top of that many, pays.
 
     Raises:
         UsageError: ``most`` is negative.

@@ -1,4 +1,4 @@
-"""Verdicts on several drafts at once, each with the way its drafts have to be drawn. Pure functions on distributions.
+"""Verdicts on several drafts together, each with the way its drafts have to be drawn. Pure functions on distributions.
 
 At a node of a tree stand candidates for the next token. A *rule* decides between them, given p, the target's
 distribution there: it names the candidate that is kept, or draws another token. Walked from the context on, the output
@@ -115,7 +115,7 @@ def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
 def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Test a drawn candidate, if any; then draw a token, and accept it if it is a certain candidate.
 
-    With one drawn from q and others beside it, *residual*: rejection sampling (Leviathan et al. 2023) whose corrected
+    With one drawn from q and others next to it, *residual*: rejection sampling (Leviathan et al. 2023) whose corrected
     token may be a candidate too. With one drawn from the tail, *greedy draft* (Hu et al. 2025). Costs a draw,
     and a pass over the vocabulary after a rejection.
     """
@@ -188,7 +188,7 @@ def traverse(draft: Draft, p: TargetRows, random: Randomness) -> Walked:
     (Sun et al. 2024).
 
     From the leaves up: a path is kept with the chance that all of it has together, so a token that p would rather not
-    have may be made up for by those behind it. No early end: every node gets a toss of its own. On one path nothing
+    have may be made up for by those after it. No early end: every node gets a toss of its own. On one path nothing
     keeps more. Costs about two passes over the vocabulary per node that fails. Different branches need draws that are
     independent of each other.
     """

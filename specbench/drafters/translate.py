@@ -108,7 +108,7 @@ class TranslatingDrafter(ModelDrafter):
         self.begin(prompt)
 
     def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The model's ids for the context, which only grows, and a draft behind it."""
+        """The model's ids for the context, which only grows, and a draft after it."""
         self._settle(context)
         return self._settled + self.translation.ids([*context[self._read :], *drafted])
 

@@ -58,7 +58,7 @@ class HubModel:
     def fetch_weights(
         self, config: PreTrainedConfig, *, allow_pickle: bool, check_size: Callable[[int], None]
     ) -> None:
-        """Fetch the weights (pickled ones if allowed and there are no others) and the small files beside them.
+        """Fetch the weights (pickled ones if allowed and there are no others) and the small files next to them.
 
         ``check_size`` is called with the bytes of all shards before any is fetched, if an index tells.
         """

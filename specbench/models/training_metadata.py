@@ -1,4 +1,4 @@
-"""The training metadata of heads: the ``training.json`` beside a head, which ``specbench train`` writes.
+"""The training metadata of heads: the ``training.json`` next to a head, which ``specbench train`` writes.
 
 Results show it, and it holds the hash of the head's weights.
 """

@@ -158,7 +158,7 @@ class BatchCosts:
         self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2), self.rounds)
 
     def target_s(self, rows: int) -> float:
-        """Return the seconds of a pass of the last one's requests over so many rows; 1 row takes 1 before any."""
+        """Return the seconds of a pass of the last one's requests over that many rows; 1 row takes 1 before any."""
         if rows not in self._known:
             self._known[rows] = self._target_s(rows)
         return self._known[rows]
@@ -261,7 +261,7 @@ class RequestCosts(CostSource):
     Args:
         batch_costs: The batch.
         models: Run the passes of this request's drafter; none for one without a model.
-        own: The request's costs alone. Given costs stay, as those of a pass over so many rows.
+        own: The request's costs alone. Given costs stay, as those of a pass over that many rows.
         prompt: How many tokens the drafter has to read before it can draft.
     """
 

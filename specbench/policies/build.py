@@ -12,7 +12,7 @@ from specbench.specs.policies import PolicySpec, parse_policy
 
 
 def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) -> DraftPlan:
-    """Build a draft policy, with the siblings to verify beside its drafts.
+    """Build a draft policy, with the siblings to verify next to its drafts.
 
     Args:
         spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``; the ``name`` of a policy is one too.

@@ -216,7 +216,7 @@ class Tuning(Record):
 
 
 class Change(Record):
-    """What differed when a run went on with ``--accept-changes``."""
+    """What differed when a run was continued with ``--accept-changes``."""
 
     at: Annotated[str | None, doc("when")] = None
     differing: Annotated[list[str], doc("sentences")] = []

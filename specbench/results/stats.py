@@ -61,7 +61,7 @@ def nested_means(
     Args:
         values: Shape [runs]. NaN is left out.
         prompts: The prompt of each run.
-        repeats: The repeat of each run; ``None`` averages the runs of a prompt at once.
+        repeats: The repeat of each run; ``None`` averages all runs of a prompt together.
 
     Returns:
         The labels of the prompts in sorted order, and their means.

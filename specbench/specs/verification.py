@@ -1,4 +1,4 @@
-"""How drafts are verified, by the words of the command line. What they do: ``specbench.decoding.verdicts``."""
+"""How drafts are verified, in the notation of the command line. What they do: ``specbench.decoding.verdicts``."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class HiddenStates:
         return StateRecorder(self.layers, self._dtype)
 
     def check_space(self, tokens: int) -> None:
-        """Check the disk space for the states of so many tokens, prompts included."""
+        """Check the disk space for the states of that many tokens, prompts included."""
         there = next(each for each in (self._folder, *self._folder.parents) if each.is_dir())
         if shutil.disk_usage(there).free < tokens * self._position_bytes + _MIN_FREE:
             raise self._full()

@@ -54,7 +54,7 @@ class Learner:
 
     Args:
         target: Whose texts they are.
-        start: A head to continue from; ``None`` to begin anew.
+        start: A head to continue from; ``None`` to begin from scratch.
         states: Stored hidden states, to which missing ones are added; ``None`` to have the target read the texts.
 
     Attributes:
@@ -112,7 +112,7 @@ class Learner:
         self._chunk, self._outputs = (0, 0), dict[int, TargetOutput]()
 
     def plan(self, steps: int) -> None:
-        """Set ``turns`` for about so many steps, such that all texts are used about equally often."""
+        """Set ``turns`` for about that many steps, such that all texts are used about equally often."""
         limit = 1 if self._states is not None else _MAX_TURNS
         epochs = max(1, round(steps / self.epoch_steps))
         self.turns = round(epochs / -(-epochs // limit))

@@ -37,7 +37,7 @@ class TrainingSettings:
         patience: Measurements in a row without a gain that end the training.
         store_states: Whether the target's hidden states are stored until the end, see ``HiddenStates``.
         compact: See ``write_head``.
-        start: Fingerprint of the head to continue from; ``None`` to begin anew.
+        start: Fingerprint of the head to continue from; ``None`` to begin from scratch.
 
     Raises:
         UsageError: Not exactly one of tokens and minutes is given, a value is out of range, or layers or states are

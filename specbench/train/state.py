@@ -96,7 +96,7 @@ class TrainerState:
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     def measurements_left(self, measures: int) -> int:
-        """Return how many of so many measurements are left without that of the untrained head."""
+        """Return how many of that many measurements are left without that of the untrained head."""
         return max(0, measures + 1 - self.num_measured)
 
     def plan(self, steps: int, measures: int) -> None:

@@ -110,7 +110,7 @@ class TextStore:
                 file.flush()
 
     def check_space(self, tokens: int) -> None:
-        """Check the disk space for so many tokens."""
+        """Check the disk space for that many tokens."""
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free

@@ -40,8 +40,8 @@ class BlockAllocator:
 
     Attributes:
         max_per_request: The most blocks that one request may hold.
-        free: Blocks that nobody holds.
-        peak: The most blocks that were held at a time.
+        free: Unused blocks.
+        peak: The most blocks in use at a time.
     """
 
     def __init__(self, count: int, size: int, max_per_request: int | None = None) -> None:

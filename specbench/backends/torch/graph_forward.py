@@ -111,7 +111,7 @@ class GraphForward(Forward):
     """Forwards of static shapes over a static cache, each width captured once and then replayed.
 
     Args:
-        capture: Makes a forward repeatable; ``None`` runs each anew.
+        capture: Makes a forward repeatable; ``None`` runs each again.
         compiled: A faster ``forward`` of the model for short forwards; ``None`` for its own.
     """
 

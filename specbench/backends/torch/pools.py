@@ -1,7 +1,7 @@
 """Keys and values of many requests in buffers of fixed size: who holds what, and how one forward pass reads it.
 
 A pool is cut into blocks of positions; a request holds a list of them (``BlockAllocator``). *Paged*: blocks are short,
-so that little is held and unused, and requests with a common prefix share it. *Slotted*: a block is as long as the
+so that little is allocated and unused, and requests with a common prefix share it. *Slotted*: a block is as long as the
 longest request and holds one; neighbors then attend in one call, as they are.
 """
 

@@ -209,7 +209,7 @@ class Scorer:
     def resume(self, kept: int) -> None:
         """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``.
 
-        Layers that forget (sliding windows, convolutions) and rotations that change with the length begin anew.
+        Layers that forget (sliding windows, convolutions) and rotations that change with the length start over.
         """
         if self.reads_trees:
             self.epoch += 1
@@ -297,7 +297,7 @@ class Scorer:
         """Read a context where more than ``change`` tokens have all their positions rotated otherwise.
 
         The cache never holds both kinds. While drafts alone reach beyond the change, their logits are computed without
-        a cache; once the context itself does, the cache is filled anew.
+        a cache; once the context itself does, the cache is filled again.
         """
         if len(context) > change:
             self.cache.reset()
