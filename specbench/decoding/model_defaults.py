@@ -1,7 +1,7 @@
-"""What a model's ``generation_config.json`` asks for: what is a function of the context is applied, the rest is reported.
+"""Settings of a model's ``generation_config.json``: functions of the context are applied, the rest is reported.
 
-The logits processors are those of ``transformers``, in its order, one row at a time in the context that row stands
-behind. Target and drafter get the same ones, so p and q are transformed alike and decoding stays exact.
+The logits processors are those of ``transformers``, in its order, one row at a time in the context before that
+row. Target and drafter get the same ones, so p and q are transformed alike and decoding stays exact.
 """
 
 from __future__ import annotations
