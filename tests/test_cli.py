@@ -968,7 +968,7 @@ def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny):
         2, "--compile", "--cache dynamic", "Leave --cache out"
     )
     tiny("--compile", "--device", "cpu", "Hi").refused(
-        2, "not compiled on the device cpu", "Leave --compile out"
+        2, "not supported on the device cpu", "Leave --compile out"
     )
 
 
@@ -1013,7 +1013,7 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, 
 def test_bit_exact_passes_are_refused_where_they_are_not(tiny, monkeypatch):
     monkeypatch.setattr("specbench.models.target.fold_attention", lambda model: False)
     tiny("--bit-exact", "-n", "3", "Hi").refused(
-        2, "Bit-exact passes cannot be had here", "Leave --bit-exact out"
+        2, "Bit-exact forward passes are not available here", "Leave --bit-exact out"
     )
 
 

@@ -50,13 +50,13 @@ class BatchedModel:
         self.loaded, self.pool = scorer, pool
         self.why_not_batched: str | None
         if pool is None:
-            self.why_not_batched = "Every request has a cache of its own, which grows."
+            self.why_not_batched = "Every request has its own growing cache."
             return
         self._forward = RaggedForward(scorer.model, type(scorer.forward))
         if exact and scorer.rounding == torch.int8 and not self._forward.is_row_invariant(pool):
             self.why_not_batched = (
-                "Its layers round what they are given to bytes, which makes much of a sum's last bit, and not all of"
-                " its passes are native ones."
+                "Its layers quantize activations to bytes, and not all of its forward passes are native: a row's result"
+                " may depend on other requests."
             )
         else:
             self.why_not_batched = scorer.why_not_batchable(pool.kind)
@@ -189,7 +189,7 @@ class RequestFactory:
     def why_not_batched(self) -> str | None:
         """Why the target's forward passes are run one by one, as a sentence; ``None`` if they are not."""
         batched = self._batched(self._target)
-        return "Every request has a cache of its own." if batched is None else batched.why_not_batched
+        return "Every request has its own cache." if batched is None else batched.why_not_batched
 
     @property
     def use(self) -> PoolUsage | None:

@@ -111,7 +111,7 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
         return StaticKVCache(config, compiled=True)
     if kind == "none":
         return NoKVCache()
-    raise UsageError(f"There is no cache kind {kind!r}.", f"Choose one of {', '.join(CACHE_KINDS)}.")
+    raise UsageError(f"Cache kind {kind!r} is unknown.", f"Choose one of {', '.join(CACHE_KINDS)}.")
 
 
 def change_of_rotation(config: PretrainedConfig) -> int | None:
@@ -372,7 +372,7 @@ class StaticKVCache(KVCache):
             )
         if change_of_rotation(config) is not None:
             raise UsageError(
-                "The static cache cannot hold a model whose positions are rotated otherwise in long contexts.",
+                "The static cache does not support models with another position rotation in long contexts.",
                 "Use --cache dynamic for this model.",
             )
         self._cache = Cache(

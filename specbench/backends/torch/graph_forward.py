@@ -58,7 +58,7 @@ def cuda_capture(run: Callable[[], Given]) -> tuple[Callable[[], None], Given]:
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
-            f"A pass of this model cannot be captured as a CUDA graph: {reason}.", "Use --cache dynamic."
+            f"The forward pass cannot be captured as a CUDA graph: {reason}.", "Use --cache dynamic."
         ) from error
     return graph.replay, output
 
@@ -73,7 +73,7 @@ def compiled(forward: Callable[..., Any], device: torch.device) -> Callable[...,
     backend = COMPILERS.get(device.type)
     if backend is None:
         raise UsageError(
-            f"Passes are not compiled on the device {device.type}.",
+            f"Compilation is not supported on the device {device.type}.",
             "Leave --compile out: on a CPU the packed layers are the faster way.",
         )
     config: Any = torch._dynamo.config

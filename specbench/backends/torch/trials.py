@@ -72,7 +72,7 @@ def choose_forward(model: PreTrainedModel, cache: KVCache, *, shared: bool = Fal
         forward = compiled(model.forward, device) if cache.compiled else None
         if not shared and not _static_is_right(model):
             raise UsageError(
-                "This model's passes cannot have fixed shapes: it goes by more than positions and masks.",
+                "The static cache does not support this model: it depends on more than positions and masks.",
                 "Use --cache dynamic for this model.",
             )
         return GraphForward(model, cache, cuda_capture if device.type == "cuda" else None, forward)
@@ -258,7 +258,7 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
     """
     config = model.config.get_text_config(decoder=True)
     if rotates_by_length(model.config):
-        return "How it rotates positions depends on the longest context of a pass."
+        return "Its position rotation depends on the longest context of the batch."
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "Some of its layers attend within chunks of the context."
     if not enable_ragged(model):
@@ -270,7 +270,7 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
     if right and issubclass(forward_type, FusedForward):
         sample = first_layers(model, min(2, config.num_hidden_layers))
         right = _ragged_is_right(sample, kind, _CLOSE_FUSED.get(rounding, 0.0), forward_type)
-    return None if right else "A pass over several requests gives other logits than a pass over each."
+    return None if right else "A forward pass over several requests gives different logits."
 
 
 _CONTEXTS = ((1, 2, 3, 5, 8, 3, 4), (13, 21), (34,))  # of three requests
@@ -357,14 +357,14 @@ def why_widths_differ(
     """
     embeddings = _embeddings(model)
     if embeddings.device.type != "cpu":
-        return f"Kernels on {embeddings.device.type} choose the order of their sums by the shape of a pass."
+        return f"Kernels on {embeddings.device.type} choose the order of sums by the shape of the forward pass."
     if not isinstance(cache, PreallocatedKVCache) or cache.max_exact_tokens is None:
-        return "It takes the preallocated cache, and a model with scaled dot-product attention and no sliding window."
+        return "They need the preallocated cache, scaled dot-product attention and no sliding window."
     widest, start = max(_WIDTHS), KEY_BLOCK - _BEFORE
     if context_limit is not None:
         start = min(start, context_limit - widest)
     if start < 1:
-        return f"The context of {context_limit} tokens is too short to try it out."
+        return f"The context of {context_limit} tokens is too short to test it."
     choice = random.Random(0)
     ids = torch.tensor([[choice.randrange(len(embeddings)) for _ in range(start + widest)]])
 
@@ -388,7 +388,7 @@ def why_widths_differ(
                 raise
             if any(not torch.equal(one, many) for one, many in zip(alone, together, strict=False)):
                 more = " that also gives hidden states" if layers else ""
-                return f"On this processor, a pass of {width} tokens{more} gives other logits than passes of one."
+                return f"Here a forward pass of {width} tokens{more} gives different logits from those of one."
     finally:
         cache.reset()
     return None

@@ -283,8 +283,8 @@ class QuantizedLinear(nn.Module):
 
     def _save_to_state_dict(self, *_: Any) -> None:
         raise UsageError(
-            f"An {self.kind} model cannot be saved: the weights it was made of are gone.",
-            "Load the model again, in another dtype, and save that one.",
+            f"An {self.kind} model cannot be saved: its original weights are gone.",
+            "Load the model in another dtype, and save that.",
         )
 
 

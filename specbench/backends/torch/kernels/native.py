@@ -139,28 +139,28 @@ def _load() -> _Native | str:
     """Load the library, or return why there is none."""
     path = Path(__file__).with_name(LIBRARY)
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return "they are written for Linux on x86-64 alone"
+        return "they need Linux on x86-64"
     if not path.exists():
         return "there was no C compiler when specbench was installed"
     try:
         library = ctypes.CDLL(str(path))
         version = int(library.specbench_version())
     except (OSError, AttributeError):
-        return "the library that was built cannot be loaded here"
+        return "the library cannot be loaded"
     if version != _VERSION:
-        return "the library is of another version: install specbench again"
+        return "the library has another version: install specbench again"
     limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
     highest = 1 if not is_allowed("vnni") else 3 if is_allowed("bfloat16") else 2
     level = min(int(library.specbench_level()), limit, highest)
     if level < 1:
-        return "this processor has no AVX2, or may not use it"
+        return "this processor has no AVX2, or it is switched off"
     try:
         # What torch has loaded counts as this program's own.
         parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
     except (OSError, AttributeError):
         parallel = None
     if parallel is None:
-        return "this torch does not use the OpenMP of GCC"
+        return "this torch does not use GCC's OpenMP"
     library.specbench_packed_bytes.restype = c_int64
     library.specbench_product.argtypes = (
         POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int

@@ -203,7 +203,7 @@ def trim_head(model: PreTrainedModel, rows: Tensor) -> None:
     head = untyped.get_output_embeddings()
     if not isinstance(head, nn.Linear | PackedLinear) or "forward" in vars(head):
         raise UsageError(
-            "The drafter's head cannot be cut to some tokens: it is no plain linear layer.",
+            "The drafter's vocabulary cannot be trimmed: its head is not an ordinary linear layer.",
             "Load the drafter again without a device map, or choose another one.",
         )
     bias = None if head.bias is None else head.bias.detach()[rows]
@@ -315,7 +315,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
         if id(module) not in clones:
             if "forward" in vars(module):
                 raise UsageError(
-                    "This target cannot draft for itself: its layers were wrapped, by a device map or by a compiler.",
+                    "The target cannot draft for itself: a device map or a compiler has wrapped its layers.",
                     "Leave that out, or use a drafter model.",
                 )
             copied = copy.copy(module)
