@@ -43,6 +43,7 @@ SIZES: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 16}, "Mistral": {"sliding_window": 24},
 }  # fmt: skip
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, "cpu")]
 CONTEXT = torch.randint(0, 300, (41,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -108,11 +109,9 @@ def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pass_is_that_of_transformers(kind, dtype, cache):
-    if not can_pack(dtype, "cpu"):
-        pytest.skip(f"no packed layers in {dtype}")
     model = build(kind, dtype)
     expected, found = passes(ordinary(model, cache)), passes(Scorer(model, cache))
     assert cache == "none" or not identical(found, expected)
@@ -121,11 +120,9 @@ def test_every_pass_is_that_of_transformers(kind, dtype, cache):
     assert deviation(found, exact) < 1.3 * deviation(expected, exact)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_a_row_has_the_same_bits_in_every_short_pass(kind, dtype):
-    if not can_pack(dtype, "cpu"):
-        pytest.skip(f"no packed layers in {dtype}")
     scorer = Scorer(build(kind, dtype), "preallocated")
     if scorer.why_not_bit_exact() is not None:
         pytest.skip("not even products and attention are independent of the width here")

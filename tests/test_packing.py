@@ -220,9 +220,7 @@ def test_an_int8_model_is_not_saved(tmp_path):
     model = llama()
     quantize_linears(model)
     for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
-        with pytest.raises(
-            UsageError, match=r"int8 model cannot be saved.* Load the model in another"
-        ):
+        with pytest.raises(UsageError, match=r"int8 model cannot be saved.* Load the model in another"):
             save()
     assert not list(tmp_path.glob("*.safetensors"))
 
