@@ -189,8 +189,8 @@ def test_running_out_of_memory_is_an_error_of_this_generation(engine, monkeypatc
     cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     for error in (MemoryError(), torch.OutOfMemoryError("no"), cpu):
         with monkeypatch.context() as patch:
-            fails = lambda *_, error=error: (_ for _ in ()).throw(error)  # noqa: E731
-            patch.setattr(engine.target.scorer, "_forward", fails)
+            fails = lambda *_, error=error, **__: (_ for _ in ()).throw(error)  # noqa: E731
+            patch.setattr(engine.target.scorer, "_call", fails)
             with pytest.raises(RunError, match="not enough memory"):
                 run(engine, plain)
         assert run(engine, plain).token_ids == expected
@@ -249,11 +249,11 @@ def test_passes_are_timed_at_the_widths_asked_for(engine, monkeypatch):
     widths: list[tuple[int, int]] = []
     forward = engine.target.scorer._call
 
-    def noted(tokens: Sequence[int], rows: int, *rest: Any) -> ForwardOutput:
+    def noted(tokens: Sequence[int], rows: int, *rest: Any, **more: Any) -> ForwardOutput:
         widths.append((len(tokens), rows))
-        return forward(tokens, rows, *rest)
+        return forward(tokens, rows, *rest, **more)
 
-    monkeypatch.setattr(engine.target.scorer, "_forward", noted)
+    monkeypatch.setattr(engine.target.scorer, "_call", noted)
     engine.measure_costs(PROMPT, [1, 4])
     assert widths[0][0] == 256
     assert set(widths[1:]) == {(1, 1), (4, 4)}

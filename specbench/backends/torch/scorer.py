@@ -263,7 +263,9 @@ class Scorer:
         """Raise ``UsageError`` if logits may depend on the width of the forward pass."""
         reason = self.why_not_bit_exact()
         if reason is not None:
-            raise UsageError(f"Bit-exact forward passes are not available here. {reason}", "Leave --bit-exact out.")
+            raise UsageError(
+                f"Bit-exact forward passes are not available here. {reason}", "Leave --bit-exact out."
+            )
 
     def score(self, request: ForwardRequest) -> ForwardOutput:
         """Run a forward pass, see ``decoding.protocols.Scorer``."""

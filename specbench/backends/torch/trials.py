@@ -357,7 +357,9 @@ def why_widths_differ(
     """
     embeddings = _embeddings(model)
     if embeddings.device.type != "cpu":
-        return f"Kernels on {embeddings.device.type} choose the order of sums by the shape of the forward pass."
+        return (
+            f"Kernels on {embeddings.device.type} choose the order of sums by the shape of the forward pass."
+        )
     if not isinstance(cache, PreallocatedKVCache) or cache.max_exact_tokens is None:
         return "They need the preallocated cache, scaled dot-product attention and no sliding window."
     widest, start = max(_WIDTHS), KEY_BLOCK - _BEFORE
@@ -388,7 +390,9 @@ def why_widths_differ(
                 raise
             if any(not torch.equal(one, many) for one, many in zip(alone, together, strict=False)):
                 more = " that also gives hidden states" if layers else ""
-                return f"Here a forward pass of {width} tokens{more} gives different logits from those of one."
+                return (
+                    f"Here a forward pass of {width} tokens{more} gives different logits from those of one."
+                )
     finally:
         cache.reset()
     return None
