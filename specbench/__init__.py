@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch and transformers take seconds, and ``specbench --help`` needs neither."""
+    """Import a public name on first use: torch takes seconds to import, and ``specbench --help`` does not need it."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'specbench' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"specbench.{_HOME_OF[name]}"), name)

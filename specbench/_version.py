@@ -1,3 +1,3 @@
-"""The version, alone in a file so that the build can read it without importing the package."""
+"""The version; it has a file of its own so that the build can read it without importing the package."""
 
 __version__ = "0.1.0"

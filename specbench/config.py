@@ -1,7 +1,7 @@
 """`specbench.toml`: defaults of the command line.
 
-It is read from the folder a command runs in, so it may hold nothing that makes a command trust, reach or write anything
-new: only models by name, a drafter, a draft policy or tree, a cache and dtypes.
+It is read from the current folder, which may come from somebody else. So it can set nothing that makes a command
+trust, download or write anything new: only models by name, a drafter, a draft policy or tree, a cache and dtypes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NAME = re.compile(r"\w[\w.+-]*(?:/\w[\w.+-]*)?(?:@[\w./-]+)?")
 
 @dataclass(frozen=True)
 class Config:
-    """The contents of a `specbench.toml`, by the names of options; ``None`` leaves an option to the command.
+    """The contents of a `specbench.toml`: a field for each option; ``None`` keeps the command's own default.
 
     Attributes:
         provisional: Whether `specbench tune` could not tell yet that this is faster than plain decoding.
@@ -79,7 +79,7 @@ class Config:
 
     @property
     def policy(self) -> PolicySpec | None:
-        """The draft policy, from the policy and the tree it holds."""
+        """The draft policy that the fields ``draft_policy`` and ``tree`` describe together."""
         tree = None if self.tree is None else parse_tree(self.tree)
         if isinstance(tree, PolicySpec):
             return tree
@@ -98,7 +98,7 @@ class Config:
 
 
 def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
-    """Return a recipe's configuration, and a note if it leaves out the target; may raise ``UsageError``."""
+    """Return the configuration of a recipe, and a note if the target is left out; raise ``UsageError`` for bad values."""
     policy, models = recipe.policy, recipe.models
     tree = policy is not None and policy.kind.tree
     target = model_argument(recipe.target)
@@ -119,7 +119,7 @@ def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Co
 
 
 def read_config(path: Path) -> Config:
-    """Read a configuration; raise ``UsageError`` if it is unreadable, of another version, or holds what it may not."""
+    """Read a configuration; raise ``UsageError`` if the file is unreadable, of another version, or sets other options."""
     shown = visible(str(path))
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""A conversation with a model, whose caches keep what it has read."""
+"""A conversation with a model, which keeps earlier messages in its KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """A conversation with a target, by its chat template.
+    """A conversation with a target, formatted by its chat template.
 
     Args:
         target: Writes the answers.
@@ -44,10 +44,10 @@ class Conversation:
         self._last: GenerationRun | None = None
 
     def ask(self, text: str) -> GenerationRun:
-        """Return a run that generates the answer to a message; ``add`` puts both into the conversation.
+        """Return a generation that answers a message; ``add`` puts message and answer into the conversation.
 
         Raises:
-            UsageError: The template refuses the conversation, or it fills the context.
+            UsageError: The template refuses the conversation, or the conversation fills the target's context.
         """
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = encode_messages(

@@ -42,11 +42,11 @@ def encode_prompt(
     Args:
         tokenizer: The target's tokenizer.
         text: The user's message, or the raw text.
-        chat: Apply the tokenizer's chat template; ``None``: if there is one.
+        chat: Whether to apply the tokenizer's chat template; ``None`` applies it if there is one.
         system: A system message; needs the chat template.
 
     Raises:
-        UsageError: The prompt gives no tokens, or a chat template is asked for and there is none.
+        UsageError: The prompt has no tokens, or ``chat`` is set and the tokenizer has no chat template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     chat = has_template if chat is None else chat
@@ -91,7 +91,7 @@ def as_tokens(
 
 
 def resolve_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | None:
-    """Return a drafter, loaded if it is given by its spec."""
+    """Return a loaded drafter; a spec such as "lookup" is loaded first."""
     if not isinstance(drafter, str):
         return drafter
     from specbench.models.drafters import load_drafter
@@ -100,7 +100,7 @@ def resolve_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | 
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Encode a conversation by the chat template, up to where the assistant's next answer begins."""
+    """Encode a conversation with the chat template, including the tokens that open the assistant's next answer."""
     try:
         # The template writes the special tokens itself: tokenizing its text the usual way would add a second BOS.
         text = render_chat(tokenizer, messages, add_generation_prompt=True)
@@ -113,7 +113,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
 
 
 def _encodable(text: str) -> str:
-    """Replace lone surrogates (of arguments that are no UTF-8, say), which tokenizers refuse."""
+    """Replace lone surrogates, which tokenizers refuse; command-line arguments that are not UTF-8 contain them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -143,13 +143,14 @@ def _check_drafter(drafter: Drafter, target: Target) -> None:
 
 
 class GenerationRun:
-    """A generation in progress: iterate over its records, and ask for the result at any time.
+    """A generation in progress: iterate over its records; ``result()`` can be called at any time.
 
-    Once another generation has begun on its target or drafter, it cannot continue and raises a ``UsageError``.
+    When another generation begins on the same target or drafter, this one cannot continue and raises a
+    ``UsageError``.
 
     Args: those of ``speculative_generate``, with the prompt as token ids, and
-        after: The previous generation on this target and drafter; the common beginning of both contexts stays in the
-            caches where they can be rolled back so far. The output is the same.
+        after: The previous generation on this target and drafter. The tokens that both contexts begin with stay in
+            the KV caches if these can be rolled back that far. The output does not depend on it.
 
     Attributes:
         cached_tokens: Number of prompt tokens taken from the caches; known from the first record on.
@@ -220,10 +221,10 @@ class GenerationRun:
         )
 
     def _common_with(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens of another prompt the caches have; at least one of it has to be read.
+        """Return how many tokens of a new prompt are in the caches; at least one token is left for the next forward.
 
-        0 where layers forget. Heads have read each token with the target's state at the one before it: the last common
-        token is read again, to have a state for the next one.
+        It is 0 if a cache cannot be rolled back. A head reads each token together with the target's hidden state at
+        the token before it, so the target reads the last common token again to give the state for the next one.
         """
         scorer, drafter = self.target.scorer, self.drafter
         if self._begun != (scorer.epoch, drafter.epoch) or not scorer.reads_trees:
@@ -239,12 +240,14 @@ class GenerationRun:
         batch_costs: BatchCosts | None = None,
         allowed: Callable[[], bool] | None = None,
     ) -> Request:
-        """Return it as a request with scorers, a drafter and a draft policy of its own; pass its records to ``take``.
+        """Return this generation as a request of a batch, with its own scorers, drafter and draft policy.
+
+        The caller passes the request's records to ``take``.
 
         Args:
-            factory: Makes them.
-            batch_costs: Those of the batch whose forward passes it shares, for policies that read costs.
-            allowed: Whether a step may have a draft; ``None``: always.
+            factory: Makes the scorers and the drafter.
+            batch_costs: Costs of the batch's shared forward passes, for draft policies that use them.
+            allowed: Tells whether a step can have a draft; ``None`` for always.
 
         Raises:
             UsageError: See ``Request``.
@@ -279,7 +282,7 @@ class GenerationRun:
             self._steps.append(record)
 
     def text_stream(self) -> LabeledText[Origin] | None:
-        """Return a stream that turns this run's tokens into text; ``None`` without a tokenizer."""
+        """Return a stream that turns the generated tokens into text; ``None`` without a tokenizer."""
         return (
             None if self.target.tokenizer is None else LabeledText(self.target.tokenizer, self.decoding.stop)
         )
@@ -326,7 +329,7 @@ class GenerationRun:
 
 
 def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[int]:
-    """Return the tokens that make the text: all but an end token."""
+    """Return the tokens that the text consists of: all except an end token."""
     return tokens[:-1] if finish_reason == "eos" else tokens
 
 
@@ -353,18 +356,18 @@ def speculative_generate(
         drafter: Proposes tokens (``load_drafter``); a spec such as "lookup" is loaded for this generation, and
             ``None`` is plain decoding.
         gamma: Tokens drafted in a step, at least 1. Ignored when ``policy`` is given.
-        policy: A draft policy (``specbench.policies.build_policy``). Without it and ``gamma`` it is what the
-            command line takes: ``auto`` in greedy decoding, which measures what pays, and ``fixed`` (5) otherwise,
-            where a policy that goes by clocks would change what a seed gives.
+        policy: A draft policy (``specbench.policies.build_policy``). Without ``policy`` and ``gamma``, the defaults
+            of the command line apply: ``auto`` in greedy decoding, which measures what pays, and ``fixed`` (5) in
+            sampling, where a policy that depends on measured times would change the output of a seed.
         sampling: The transforms of both models; greedy by default.
-        seed: Seed of the generator that every draw comes from.
+        seed: Seed of the generator from which everything random is drawn.
         decoding: Length, stops and other options; by default those of the command line.
-        trace: Record q, p, r and the verdict of every draft.
+        trace: Record q, p, r and the verdict of every draft token.
         chat, system: See ``encode_prompt``.
         options: Fields of ``DecodingOptions`` that replace those of ``decoding``, such as ``max_new_tokens=64``.
 
     Returns:
-        The output with all records; ``specbench.decoding.metrics`` reads them.
+        The output with all records, from which ``specbench.decoding.metrics`` computes figures.
 
     Raises:
         UsageError: An argument is out of its range, the prompt does not fit the target's context, or the drafter was

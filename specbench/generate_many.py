@@ -32,24 +32,27 @@ TREE_POSITIONS = 128
 class GenerationRuns:
     """A batch of generations: iterate over their records as they come, or ask for all results.
 
-    Iterating yields a generation's index in ``runs`` with its next record, or with the exception that ended it. It can
-    be done once, with ``for`` or ``async for`` (forward passes then run in a thread). Breaking off ends them all.
+    Iterating yields the index of a generation in ``runs`` with its next record, or with the exception that ended it.
+    A batch can be iterated once, with ``for`` or ``async for`` (forward passes then run in a thread). Leaving the
+    iteration ends all generations.
 
     Args:
-        runs: Generations of one target; an exception stands for one that could not begin.
+        runs: Generations of one target; an exception in place of a generation that could not begin.
         max_batch: Largest batch.
         max_tokens_per_pass: Most tokens in a forward pass; longer prompts are split.
-        pool_tokens: Capacity of the KV cache pool; ``None`` for enough. With less, requests wait or are read again.
-        pool: Kind of pool; ``None`` for slots, which are read faster, if there is enough for all, else for pages.
+        pool_tokens: Capacity of the KV cache pool in tokens; ``None`` is enough for the whole batch. With less,
+            requests wait, or are removed from the pool and prefilled again later.
+        pool: Kind of pool. ``None`` takes slots, which are faster, if the capacity is enough for the whole batch,
+            otherwise pages.
         disable_by_batch_size: No drafts are made in batches larger than this; ``None`` for no limit.
         later: Runs that may be added later; the pool is made large enough for them.
-        clock: The clock; ``None`` for the device's.
+        clock: A function that returns the time in seconds; ``None`` for the device's clock.
         watch: Called with every forward pass.
-        batch_costs: Costs of similar forward passes from before.
+        batch_costs: Costs of similar forward passes that were measured earlier.
 
     Attributes:
         batch_costs: Costs of forward passes, for policies that read them.
-        factory: Makes the requests; ``None`` without any.
+        factory: Makes the requests; ``None`` if there are none.
 
     Raises:
         UsageError: A limit is below 1, or there are several targets.
@@ -111,13 +114,13 @@ class GenerationRuns:
         return len(self._scheduler)
 
     def now(self) -> float:
-        """Return its clock's time, which stops while the consumer of an iteration has a record."""
+        """Return the time of the clock, which stops while the consumer of the iteration handles a record."""
         return self._scheduler.now()
 
     def add(self, run: GenerationRun | Exception, arrived: float | None = None) -> int:
-        """Add a run of the same target to the end of the queue, and return its index in ``runs``.
+        """Add a generation of the same target to the end of the queue, and return its index in ``runs``.
 
-        ``arrived`` is when it arrives by ``now()``, see ``Scheduler.add``; ``None`` for now.
+        ``arrived`` is the time of its arrival on the clock of ``now()``, see ``Scheduler.add``; ``None`` for now.
         """
         if isinstance(run, Exception):
             self._errors[len(self.runs)] = run
@@ -125,7 +128,7 @@ class GenerationRuns:
         return self._scheduler.add(partial(self._start, run), arrived)
 
     def step(self) -> list[tuple[int, Event]]:
-        """Run one forward pass and return its events, for callers that add runs meanwhile."""
+        """Run one forward pass and return its events, for callers that add generations in between."""
         return [(i, self._record(i, event)) for i, event in self._scheduler.step()]
 
     def close(self) -> None:
@@ -178,11 +181,11 @@ class GenerationRuns:
         self._scheduler.cancel(index)
 
     def result(self, index: int) -> Generation | Exception:
-        """Return a run's output so far (``finish_reason`` is ``None`` until its end), or its exception."""
+        """Return the output of a generation so far (``finish_reason`` is ``None`` until its end), or its exception."""
         return self._errors.get(index) or cast("GenerationRun", self.runs[index]).result()
 
     def results(self) -> list[Generation | Exception]:
-        """Finish all runs and return their results in order."""
+        """Finish all generations and return their results in order."""
         for _ in self:
             pass
         return [self._result(index) for index in range(len(self.runs))]
@@ -225,20 +228,20 @@ def speculative_generate_many(
     system: str | None = None,
     **settings: Any,
 ) -> GenerationRuns:
-    """Generate from many prompts in batches; each output is what it would be alone.
+    """Generate from many prompts in batches; each output equals that of the prompt decoded alone.
 
     ``.results()`` gives the generations in the order of the prompts. Iterating gives records as they come.
 
     Args:
         prompts: Texts, token ids, or ``GenerationRun``s of the same target with settings of their own.
-        target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Each request gets a copy
-            of drafter and policy that has learned nothing.
+        target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Each request gets a fresh
+            copy of the drafter and of the policy.
         max_batch, max_tokens_per_pass, pool_tokens, pool, disable_by_batch_size: See ``GenerationRuns``.
         seed: Seed of each request.
         settings: The other arguments of ``speculative_generate``.
 
     Raises:
-        UsageError: An argument is out of its range. An invalid prompt becomes its own result.
+        UsageError: An argument is out of its range. For an invalid prompt, the result is the exception.
     """
     if gamma is not None and gamma < 1:
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")

@@ -1,7 +1,7 @@
 """Groups of options: the type, flags, help and default of each option are declared here and nowhere else.
 
-A group is a frozen dataclass, which commands pass whole to what needs several of its options.
-``specbench.cli.options.unfolded`` turns it into single options. An option of one command is declared in that command.
+A group is a frozen dataclass that is passed whole to the functions that need several of its options.
+``specbench.cli.options.unfolded`` turns it into single options. An option that only one command has is declared there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def _check_seed(seed: int) -> int:
 
 
 def quantized(dtype: str) -> QuantizedName | None:
-    """Return what the linear layers of a model in this dtype are quantized to; ``None`` for nothing."""
+    """Return the type that a dtype quantizes a model's linear layers to, such as int8; ``None`` if it does not
+    quantize.
+    """
     return "int8" if dtype == "int8" else "int4" if dtype == "int4" else None
 
 
@@ -48,7 +50,7 @@ class LoadOptions:
             processor computes in it, otherwise float32. "int8" and "int4" load as "auto", for the caller to quantize.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         device_map: A strategy of accelerate, or a JSON file from module names to devices; excludes ``device``.
-        any_target: Let a trained head draft for weights that it was not trained for.
+        any_target: Allow a trained head to draft for a target with other weights than it was trained for.
     """
 
     dtype: str = "auto"
@@ -58,7 +60,7 @@ class LoadOptions:
 
 
 def flag(group: Any, name: str, *, on: bool = True) -> str:
-    """Return a field's first flag, such as ``--max-new-tokens``; with ``on=False`` the one that switches it off."""
+    """Return the first flag of a field, such as ``--max-new-tokens``; with ``on=False`` the flag that switches it off."""
     option: Any = get_type_hints(group, include_extras=True)[name].__metadata__[0]
     written = (
         option.default if isinstance(option.default, str) else option.param_decls[0]
@@ -68,7 +70,7 @@ def flag(group: Any, name: str, *, on: bool = True) -> str:
 
 
 def arguments_of(group: Any) -> list[str]:
-    """Return a group of options as command-line arguments, without those at their defaults."""
+    """Return a group of options as command-line arguments; options at their defaults are left out."""
     found: list[str] = []
     for each in fields(group):
         value = getattr(group, each.name)
@@ -81,9 +83,10 @@ def arguments_of(group: Any) -> list[str]:
 
 
 def panel(heading: str) -> Callable[..., Any]:
-    """Return what makes options under a heading of the help: ``option("--limit", "N", "Number of ...", min=1)``.
+    """Return a function that declares options below a heading of the help.
 
-    Flags that are separated by spaces are several names of one option; ``None`` is the metavar of a switch.
+    It is called like ``option("--limit", "N", "Number of ...", min=1)``. Flags separated by spaces are several names
+    of one option; a switch has the metavar ``None``.
     """
 
     def option(flags: str, metavar: str | None, help: str, **more: Any) -> Any:  # noqa: A002
@@ -141,7 +144,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SharedPolicyOptions:
-    """Options that all draft policies share; those of one alone are part of its spec."""
+    """Options that all draft policies share; an option of a single policy is part of that policy's spec."""
 
     siblings: Annotated[
         int | None,
@@ -167,16 +170,16 @@ class SharedPolicyOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that are given, by name, without the costs, which are still to be read."""
+        """The options that the user gave, by name; without the costs, whose file has not been read yet."""
         values = {name: value for name, value in vars(self).items() if name != "costs"}
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """What decides an output in addition to the model, the prompt and the sampling.
+    """Options that change an output, in addition to the model, the prompt and the sampling.
 
-    An option is declared here, and in ``DecodingKeywords`` for callers in Python.
+    Each is also declared in ``DecodingKeywords``, for callers in Python.
 
     Raises:
         UsageError: A stop string is empty, ``max_new_tokens`` is below 1, or ``min_new_tokens`` is negative.
@@ -230,11 +233,13 @@ class DecodingOptions:
             raise UsageError(f"min_new_tokens is {self.min_new_tokens}.", "Give 0 or more.")
 
     def end_ids(self, own: Iterable[int]) -> tuple[int, ...]:
-        """Return the tokens that end an output; ``own`` are the model's."""
+        """Return the tokens that end an output; ``own`` are the model's end tokens."""
         return () if self.ignore_eos else tuple(own)
 
     def context_rules(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rules that change logits by the context alone, by ``transformers``' names, given the model's."""
+        """Return the rules that change logits according to the context only, by their names in ``transformers``.
+
+        ``own`` are the model's rules, which options replace."""
         rules = dict(own) if self.model_defaults else {}
         if self.min_new_tokens:  # in place of the model's own
             rules["min_new_tokens"] = self.min_new_tokens
@@ -245,7 +250,7 @@ class DecodingOptions:
 
 
 class DecodingKeywords(TypedDict, total=False):
-    """The fields of ``DecodingOptions`` as keyword arguments; ``stop`` may be one text."""
+    """The fields of ``DecodingOptions`` as keyword arguments; ``stop`` can be a single text."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -258,7 +263,7 @@ class DecodingKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The KV cache, and the kind of forward passes over it."""
+    """Options of the KV cache, and of the forward passes that use it."""
 
     cache: Annotated[
         CacheName,
@@ -290,7 +295,7 @@ class CacheOptions:
 
     @property
     def kind(self) -> CacheKind:
-        """The kind of cache; "compiled" is a static one with compiled passes."""
+        """The kind of cache; "compiled" is a static cache with compiled forward passes."""
         return "compiled" if self.compiled else self.cache
 
     def with_kind(self, kind: Any) -> CacheOptions:
@@ -300,7 +305,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a token is chosen, see ``specbench.decoding.sampling.Sampling``."""
+    """Options of how a token is chosen from the logits, see ``specbench.decoding.sampling.Sampling``."""
 
     temperature: Annotated[
         float, _sampling("--temperature -t", "X", "Temperature; 0 for greedy decoding.", min=0.0)
@@ -324,5 +329,5 @@ class SamplingOptions:
 
     @property
     def transforms(self) -> dict[str, Any]:
-        """The arguments of ``Sampling``: all but the seed."""
+        """The arguments of ``Sampling``: all options except the seed."""
         return {name: value for name, value in vars(self).items() if name != "seed"}

@@ -1,4 +1,4 @@
-"""Recipes: everything that decides how a prompt is decoded, as one value that is parsed, stored and printed."""
+"""Recipes: one value with everything that decides how a prompt is decoded. It is parsed, stored and printed whole."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Recipe:
     Attributes:
         target: The model whose output is kept.
         drafter: The drafter; ``Plain`` for plain decoding.
-        policy: The draft policy and verification; ``None`` where nothing is drafted.
-        costs: A file with the times of forward passes for the policy; ``None`` to measure them.
+        policy: The draft policy with the verification method; ``None`` for plain decoding.
+        costs: A file with times of forward passes, which the policy uses; ``None`` to measure them.
         models, caching, decoding, sampling: Groups of options.
     """
 
@@ -54,7 +54,7 @@ class Recipe:
         return replace(self, drafter=Plain(), policy=None, costs=None, models=models)
 
     def arguments(self) -> list[str]:
-        """Return arguments of ``specbench generate``, without options at their defaults."""
+        """Return the recipe as arguments of ``specbench generate``; options at their defaults are left out."""
         found = ["--drafter", drafter_argument(self.drafter)]
         if self.policy is not None and self.policy.word == "fixed":
             rest = replace(
@@ -69,7 +69,7 @@ class Recipe:
         return [*found, *(word for name in _GROUPS for word in arguments_of(getattr(self, name)))]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``run.json`` stores it: without paths, and without options at their defaults."""
+        """Return the recipe as ``run.json`` stores it: paths and options at their defaults are left out."""
         own: list[ModelSpec] = []
 
         def numbered(model: ModelSpec) -> ModelSpec:
@@ -87,10 +87,10 @@ class Recipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Recipe:
-        """Read the result of ``to_json``, with ``/path/to/`` before models that are folders or files.
+        """Return the recipe that ``to_json`` stored; models that are folders or files get the path ``/path/to/``.
 
         Raises:
-            UsageError: It holds a drafter, a policy or a value that this version does not know.
+            UsageError: The data has a drafter, a policy or a value that this version does not know.
         """
         own = [_model_of(each) for each in data["drafter_models"]]
         named = {f"MODEL{number}": model for number, model in enumerate(own, start=1)}
@@ -104,7 +104,7 @@ class Recipe:
 
 
 def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) -> DrafterSpec:
-    """Return a drafter with its models replaced, in the order in which they are written."""
+    """Return a drafter with each of its models replaced by ``change(model)``, in the order of the spec."""
     if isinstance(drafter, Several):
         return replace(drafter, drafters=tuple(with_models(each, change) for each in drafter.drafters))
     if isinstance(drafter, Cascade):
@@ -118,7 +118,7 @@ def model_argument(model: ModelSpec) -> str:
 
 
 def drafter_argument(drafter: DrafterSpec) -> str:
-    """Return a drafter as the command line takes it; results show the last names of its models."""
+    """Return a drafter as the command line takes it; results show only the last part of its models' names."""
     return str(with_models(drafter, lambda model: ModelSpec("hub", model_argument(model))))
 
 
@@ -134,7 +134,7 @@ def _model_of(data: Mapping[str, Any]) -> ModelSpec:
 
 
 def _changed(group: Any) -> dict[str, Any]:
-    """Return the fields that are not at their defaults, without paths."""
+    """Return the fields of a group that are not at their defaults; paths are left out."""
     found = {each.name: getattr(group, each.name) for each in fields(group)}
     found = {each.name: found[each.name] for each in fields(group) if found[each.name] != each.default}
     for name, value in found.items():
@@ -146,7 +146,8 @@ def _changed(group: Any) -> dict[str, Any]:
 
 
 def options_of(kind: Any, data: Mapping[str, Any]) -> Any:
-    """Return a group of stored options, without unknown ones; raise ``UsageError`` for a value of another type."""
+    """Return a group of options from stored data. Unknown options are left out; a value of a wrong type raises
+    ``UsageError``."""
     known = {each.name: data[each.name] for each in fields(kind) if each.name in data}
     try:
         return msgspec.convert(known, kind)

@@ -1,1 +1,1 @@
-"""The base of all other folders: errors, files, records, safe text, progress."""
+"""Basics that all other folders use: errors, files, records, safe text, progress."""

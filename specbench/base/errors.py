@@ -11,7 +11,7 @@ class SpecbenchError(Exception):
     Args:
         message: One sentence that says what is wrong.
         hint: What to change; printed after the message.
-        commands: Alternatives that do that; printed below.
+        commands: Command lines that do what the hint says; printed below it.
     """
 
     exit_code = 1

@@ -1,7 +1,7 @@
 """Files: atomic writes, locks, hashes, and file-system errors as messages.
 
-A folder of results may have come from somebody else, with symbolic links in the place of files that specbench writes:
-nothing is written through a link.
+A folder of results can come from somebody else and contain symbolic links with the names of files that specbench
+writes. So nothing is written through a link.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLOCK = 1 << 22
 
 
 def require_writable(folder: Path) -> None:
-    """Raise ``OSError`` if nothing can be written to a folder, before long work."""
+    """Raise ``OSError`` if a folder is not writable; called before long work begins."""
     with tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -39,7 +39,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file atomically, also for power cuts; raise ``UsageError`` for a symbolic link, or ``OSError``."""
+    """Write a file atomically, even if the power fails; raise ``UsageError`` for a symbolic link, or ``OSError``."""
     path = Path(path)
     refuse_link(path)
     # An unpredictable name, and "x" follows no link; unlike mkstemp it leaves the permissions to the umask.
@@ -67,7 +67,7 @@ def refuse_link(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file or folder survive a power cut. Windows opens no folders and needs none synchronized."""
+    """Write a file or folder through to the disk. Folders on Windows need no synchronizing and are skipped."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -81,7 +81,7 @@ def sync(path: Path) -> None:
 
 
 def try_lock(path: Path) -> BaseFileLock | None:
-    """Take the operating system's lock, which ends with the process; ``None`` if another process has it."""
+    """Return a file with the operating system's lock, which ends with the process; ``None`` if another process has it."""
     import filelock
 
     lock = filelock.FileLock(path)
@@ -94,7 +94,7 @@ def try_lock(path: Path) -> BaseFileLock | None:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock, and call ``waiting`` if another process has it."""
+    """Hold a lock for the ``with`` block; if another process has it, call ``waiting`` and wait."""
     import filelock
 
     lock = try_lock(path)
@@ -144,7 +144,7 @@ def file_errors(
         problem: What does not work, such as "The file 'x' cannot be read"; the system's reason is appended.
         hint: What to change.
         kind: Class of the error.
-        full: Raised instead if the disk is full.
+        full: Error to raise instead if the disk is full.
     """
     try:
         yield
@@ -159,11 +159,11 @@ def file_errors(
 
 
 def reason(error: Exception) -> str:
-    """Return the system's text of an error."""
+    """Return the operating system's text for an error."""
     code = getattr(error, "errno", None)
     return os.strerror(code) if code is not None else str(error)
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the disk is full, also if a library raised an error of its own."""
+    """Return whether an error means that the disk is full, also for errors of libraries."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)

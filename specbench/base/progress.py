@@ -1,4 +1,4 @@
-"""Progress of slow stages, and silence of the libraries underneath."""
+"""Progress of slow stages, and silencing of the libraries that print their own."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Receives how far slow stages have come; the command line draws it."""
+    """Interface that receives the progress of slow stages; the command line draws it."""
 
     def update(self, stage: str, done: int, total: int | None) -> None:
         """Report ``done`` of ``total`` (``None``: unknown) units of ``stage``, such as "fetching NAME"."""
 
 
 def announce(progress: Progress | None, stage: str) -> None:
-    """Report a stage of unknown length, if there is a receiver."""
+    """Report a stage of unknown length, if ``progress`` is not ``None``."""
     if progress is not None:
         progress.update(stage, 0, None)
 
@@ -57,8 +57,8 @@ def quiet_transformers(
 
     Args:
         progress: Receives their progress bars.
-        stage: Stage of these bars.
-        dequantizing: Stage of the GGUF reader's bar.
+        stage: Name of the stage that these bars are reported as.
+        dequantizing: Name of the stage that the GGUF reader's bar is reported as.
     """
     from huggingface_hub import utils
     from transformers import modeling_gguf_pytorch_utils

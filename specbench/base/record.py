@@ -1,8 +1,8 @@
 """Declaration, reading and writing of stored records.
 
-The annotations of a record's class say everything about its fields: type, limits and meaning. Reading, checks, JSON and
-the tables of docs/results-format.md are derived from them. A field with a default may be missing in older runs, and
-undeclared fields are ignored.
+The annotations of a record's class declare its fields: type, limits and meaning. Reading, checks, JSON and the tables
+of docs/results-format.md are derived from them. A field with a default can be missing in older runs, and undeclared
+fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec.structs import force_setattr
 
 
 def doc(text: str) -> Meta:
-    """Describe a field in docs/results-format.md."""
+    """Return an annotation with the description of a field in docs/results-format.md."""
     return Meta(description=text)
 
 
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 class _Frozen(msgspec.StructMeta):
-    """Makes records frozen, with keyword-only fields."""
+    """Metaclass that makes records frozen, with keyword-only fields."""
 
     def __new__(
         mcls, name: str, bases: tuple[type, ...], namespace: dict[str, object], **options: Any
@@ -69,7 +69,7 @@ class Estimate(Record, kw_only=False):
             force_setattr(self, "basis", "prompts" if self.prompts > 1 else "repeats")
 
     def overlaps(self, value: float) -> bool | None:
-        """Whether ``value`` lies in the interval; ``None`` without one."""
+        """Return whether ``value`` lies in the interval; ``None`` without an interval."""
         return None if self.low is None or self.high is None else self.low <= value <= self.high
 
 
@@ -83,7 +83,7 @@ def to_dict(record: Struct) -> Json:
 
 
 def to_json(*records: Struct, indent: int | None = None) -> bytes:
-    """Encode records as one JSON object in ASCII; a lone surrogate becomes U+FFFD.
+    """Encode data and records as JSON in ASCII; a lone surrogate becomes U+FFFD.
 
     Raises:
         ValueError: A number is not finite.
@@ -102,7 +102,7 @@ def to_json(*records: Struct, indent: int | None = None) -> bytes:
 
 
 def wrong_field(error: ValueError) -> str:
-    """Return the field that an error of msgspec names (``configs[0].gamma``); empty without one."""
+    """Return the field that msgspec's error names (``configs[0].gamma``); empty if it names none."""
     text = str(error)
     place = text.rpartition("`$")[2].rstrip("`").removeprefix(".") if "`$" in text else ""
     if "missing required field" in text:
@@ -117,10 +117,10 @@ def ratio(numerator: float, denominator: float) -> float:
 
 
 def rounded(value: float | None, digits: int = 9) -> float | None:
-    """Round to 9 digits (a nanosecond; the rest is noise); ``None`` for what is no finite number."""
+    """Round to 9 digits (nanoseconds; further digits are noise); return ``None`` for a number that is not finite."""
     return None if value is None or not math.isfinite(value) else round(float(value), digits)
 
 
 def not_json(constant: str) -> None:
-    """Refuse NaN and infinities: ``json.loads(..., parse_constant=not_json)``."""
+    """Raise an error for NaN and infinities: ``json.loads(..., parse_constant=not_json)``."""
     raise ValueError(f"{constant} is no JSON.")

@@ -1,4 +1,4 @@
-"""Make text of prompts and models safe to show: it must neither color nor control a terminal."""
+"""Text of prompts and models, made safe to show: it must neither color nor control a terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def visible(text: str, encoding: str = "utf-8") -> str:
-    r"""Return a token's text as one line with nothing hidden.
+    r"""Return a token's text as one line, with invisible characters made visible.
 
     A space becomes ``␣``, a newline ``⏎`` and a tab ``⇥``. Other invisible characters (controls, ANSI escapes,
     direction switches, zero-width characters, exotic spaces, lone surrogates) and U+FFFD become escapes such as
-    ``\x1b`` or ``\u202e``. A combining mark at the beginning gets a dotted circle. Backslashes stay single.
+    ``\x1b`` or ``\u202e``. A combining mark at the beginning gets a dotted circle. Backslashes are not doubled.
 
     In an ``encoding`` other than UTF, missing characters are escaped too, and white space becomes ``_``, ``\n`` and
     ``\t``.
@@ -41,8 +41,8 @@ def terminal_safe(text: str, encoding: str = "utf-8") -> str:
     r"""Return text that is safe to stream to a terminal.
 
     Newlines, tabs, letters of every direction and emoji stay; other control characters, direction switches and
-    characters that the ``encoding`` lacks become escapes such as ``\x1b``, lone surrogates U+FFFD. Text may come in
-    pieces, since each character is treated by itself.
+    characters that the ``encoding`` lacks become escapes such as ``\x1b``, and lone surrogates become U+FFFD. A text
+    can be passed in pieces, since each character is treated alone.
     """
     safe = _CONTROLS.sub(lambda found: _escaped(found[0]), text)
     safe = _SURROGATES.sub("\ufffd", safe)
@@ -55,7 +55,7 @@ def one_line(text: object) -> str:
 
 
 def excerpt(text: object, limit: int = 300) -> str:
-    """Return the first paragraph of a foreign message as one printable line of at most ``limit`` characters."""
+    """Return the first paragraph of another program's message as one printable line of at most ``limit`` characters."""
     line = one_line(str(text).strip().partition("\n\n")[0])
     return line if len(line) <= limit else line[: limit - 1] + "…"
 

@@ -274,7 +274,7 @@ def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
 
 
 def _is_tree(step: TraceStep) -> bool:
-    """Return whether the parents of a step, if any, are earlier nodes or -1, one for each draft."""
+    """Return whether the parents form a tree: one per draft token, each an earlier node or -1; also true without any."""
     parents = step.parents or []
     fit = all(-1 <= parent < node for node, parent in enumerate(parents))
     return not parents or (fit and len(parents) == len(step.verdicts))
