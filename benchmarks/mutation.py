@@ -291,8 +291,8 @@ MUTANTS = (
     Mutant(
         "a stop inside the accepted run is ignored",
         "decoding/loop.py:decode",
-        "kept, reason = stops.cut(verdict.tokens)",
-        "kept, reason = len(verdict.tokens), stops.cut(verdict.tokens[-1:])[1]",
+        "emitted, reason = stops.cut(verdict.tokens)",
+        "emitted, reason = len(verdict.tokens), stops.cut(verdict.tokens[-1:])[1]",
         DECODE,
         fast=True,
     ),
@@ -361,7 +361,7 @@ MUTANTS = (
     Mutant(
         "α of tokens that were not tested",
         "decoding/explain.py:step_of",
-        'kept if cut else accepted + (closing == "corrected")',
+        'emitted if cut else accepted + (closing == "corrected")',
         "gamma",
         DECODE,
     ),
@@ -404,8 +404,8 @@ MUTANTS = (
     Mutant(
         "siblings under transforms that look back",
         "decoding/loop.py:decode",
-        "plan.siblings.most > 0 and verification.takes_trees and not sampling.context_dependent",
-        "plan.siblings.most > 0 and verification.takes_trees",
+        "plan.siblings.max_count > 0 and verification.takes_trees and not sampling.context_dependent",
+        "plan.siblings.max_count > 0 and verification.takes_trees",
         ("tests/test_model_defaults.py", "-k", "siblings"),
     ),
     # -- transforms ------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ MUTANTS = (
     Mutant(
         "accepted drafts after a stop are counted",
         "decoding/explain.py:step_of",
-        "min(accepted, kept)",
+        "min(accepted, emitted)",
         "accepted",
         DECODE,
     ),

@@ -102,7 +102,7 @@ class House:
             prompt=[choice.randrange(VOCAB) for _ in range(self.prompt)],
             target=self.target.seat(),
             drafter=drafter,
-            policy=policy,
+            plan=policy,
             sampling=Greedy(),
             random=Randomness(0),
             max_new_tokens=tokens,
@@ -189,7 +189,7 @@ def test_each_keeps_its_own_acceptance():
 def test_copies_cost_their_rows_alone():
     house = House(roofline, lambda rows: 0.0)
     request = house.request(0, "lookup", "auto", 5)
-    assert request.policy.costs() == {"drafter_pass_s": 0.0, "target_pass_s": {"1": pytest.approx(1.0)}}
+    assert request.plan.costs() == {"drafter_pass_s": 0.0, "target_pass_s": {"1": pytest.approx(1.0)}}
     speed, _ = house.run(["lookup"] * 8, "auto")
     assert speed > 0.9 * House(roofline, lambda rows: 0.0).run(["none"] * 8, "fixed")[0]
 

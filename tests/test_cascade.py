@@ -460,7 +460,7 @@ class Doubting(FixedLength):
         self.known.append(len(draft.match_confidence or ()) - len(draft.tokens))
         return len(draft.tokens) < self.stop
 
-    def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
+    def num_children(self, draft: Draft, nodes: Sequence[int], distributions: Sequence[Any]) -> Sequence[int]:
         return (int(self.answer),)
 
 

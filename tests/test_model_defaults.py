@@ -141,7 +141,7 @@ def test_siblings_are_left_out():
     expected = answer(model, PROMPT)
     target = wrap_target(model, pack=False)
     policy = build_policy("fixed", gamma=3, siblings=4)
-    assert policy.siblings.most == 4
+    assert policy.siblings.max_count == 4
     result = speculative_generate(
         PROMPT, target, load_drafter("self:int8", target), policy=policy, max_new_tokens=NEW
     )

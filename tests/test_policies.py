@@ -407,8 +407,10 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
             events.append(("another", list(draft.tokens), len(drafter.scorer.passes)))
             return len(draft.tokens) < 2
 
-        def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
-            events.append(("draws", expected[0].best(1)[0], len(drafter.scorer.passes)))
+        def num_children(
+            self, draft: Draft, nodes: Sequence[int], distributions: Sequence[Any]
+        ) -> Sequence[int]:
+            events.append(("draws", distributions[0].best(1)[0], len(drafter.scorer.passes)))
             return (1,)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
@@ -425,8 +427,10 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
 
 def test_a_rule_may_stop_before_the_draw():
     class Reluctant(FixedLength):
-        def num_children(self, draft: Draft, nodes: Sequence[int], expected: Sequence[Any]) -> Sequence[int]:
-            return (int(expected[0].best(1) != [6]),)
+        def num_children(
+            self, draft: Draft, nodes: Sequence[int], distributions: Sequence[Any]
+        ) -> Sequence[int]:
+            return (int(distributions[0].best(1) != [6]),)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
     assert run_to_end(drafter.propose([1, 2, 3], 9, Reluctant(7), Greedy(), Randomness(0))).tokens == [4, 5]

@@ -168,7 +168,7 @@ class Case:
             prompt=list(self.prompt),
             target=target,
             drafter=house.drafter(self.drafter, target),
-            policy=build_policy(self.policy),
+            plan=build_policy(self.policy),
             sampling=self.sampling,
             random=Randomness(self.seed),
             max_new_tokens=self.tokens,

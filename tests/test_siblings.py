@@ -82,20 +82,20 @@ def test_a_sibling_stands_where_the_draft_does():
 def test_the_rules_take_them_as_an_option():
     for word in ("fixed:gamma=3", "auto", "confidence", "svip", "egag", "entropy-bound", "heuristic"):
         policy = build_policy(f"{word}{',' if ':' in word else ':'}siblings=6")
-        assert policy.siblings.most == 6
+        assert policy.siblings.max_count == 6
         assert policy.name == build_policy(policy.name).name
         assert policy.name.endswith("siblings=6")
         none = build_policy(f"{word}{',' if ':' in word else ':'}siblings=0")
-        assert none.siblings.most == 0
+        assert none.siblings.max_count == 0
         assert none.name == build_policy(none.name).name
     kept = build_policy("auto:siblings=2", keep=True)
-    assert kept.siblings.most == 2
+    assert kept.siblings.max_count == 2
     assert kept.name == "auto:siblings=2, kept"
     draft = Draft(tokens=[0], logits=[logits_of(0.5, 0.5)])
     assert beside(kept, draft) == [(0, 1)]
-    assert build_policy("auto").siblings.most == 8
+    assert build_policy("auto").siblings.max_count == 8
     assert build_policy("auto:siblings=8").name == "auto"
-    assert build_policy("fixed").siblings.most == build_policy("auto:siblings=0").siblings.most == 0
+    assert build_policy("fixed").siblings.max_count == build_policy("auto:siblings=0").siblings.max_count == 0
     assert build_policy("fixed").siblings.widen(draft) is draft
     with pytest.raises(UsageError, match="siblings of a draft are -1"):
         build_policy("auto:siblings=-1")

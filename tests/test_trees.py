@@ -263,11 +263,11 @@ def test_an_early_end_of_block_verification_is_a_bias(monkeypatch):
 def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch):
     """Tested once, a token that came twice; its q says that there were two tries."""
 
-    def once(tree: GrowingTree, parent: int, draws: Sequence[Draws], prospects: TokenDistribution) -> None:
+    def once(tree: GrowingTree, parent: int, draws: Sequence[Draws], distribution: TokenDistribution) -> None:
         seen: dict[int, Draws] = {}
         for each in draws:
             seen.setdefault(each.tokens[0], each)
-        add(tree, parent, list(seen.values()), prospects)
+        add(tree, parent, list(seen.values()), distribution)
 
     add = GrowingTree.add
     monkeypatch.setattr(GrowingTree, "add", once)
@@ -286,10 +286,10 @@ def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch):
     assert bias(shape, "traversal") < 1e-6
     latest: list[list[Draws]] = []
 
-    def shared(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
+    def shared(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
         if count == 1 and latest and len(latest[-1][0].tokens) == 1:
-            return [Draws(latest.pop()[0].tokens, prospects.q)]
-        latest.append(verdicts.without_replacement(prospects, count, random))
+            return [Draws(latest.pop()[0].tokens, distribution.q)]
+        latest.append(verdicts.without_replacement(distribution, count, random))
         return latest[-1]
 
     broken = {**METHODS, "traversal": replace(METHODS["traversal"], drawing=shared)}
@@ -464,15 +464,15 @@ def optimal_acceptance(p: torch.Tensor, draws: Mapping[tuple[int, ...], float]) 
 
 def acceptance_at_a_node(method: Method, p: torch.Tensor, q: torch.Tensor, count: int) -> tuple[float, float]:
     """The chance that one of so many candidates is kept, over all draws and tosses; and the most that can be."""
-    prospects = Scores(q, normalized=True)
+    distribution = Scores(q, normalized=True)
 
     def run(dice: Any) -> tuple[int, ...]:
         tree = GrowingTree()
-        tree.add(-1, method.drawing(prospects, count, dice), prospects)
+        tree.add(-1, method.drawing(distribution, count, dice), distribution)
         return (len(method.walk(tree, lambda _: p, dice).path),)
 
     def drawn(dice: Any) -> tuple[int, ...]:
-        return tuple(token for each in method.drawing(prospects, count, dice) for token in each.tokens)
+        return tuple(token for each in method.drawing(distribution, count, dice) for token in each.tokens)
 
     kept = enumerate_outcomes(run)
     return kept.get((1,), 0.0), optimal_acceptance(p, enumerate_outcomes(drawn))

@@ -309,7 +309,7 @@ def observe(
         prompt=prompt,
         target=target,
         drafter=_RecordingDrafter(drafter, log),
-        policy=DraftPlan.of(FixedLength(1) if plain else setup.policy),
+        plan=DraftPlan.of(FixedLength(1) if plain else setup.policy),
         sampling=setup.sampling.greedily() if greedy else setup.sampling,
         random=_RecordingRandomness(
             setup.seed if seed is None else seed, target.device, log, forcing=forcing

@@ -146,24 +146,24 @@ class GrowingTree(Draft):
     Attributes:
         depths: By node its depth, 1 right after the context.
         ranks: By node its place among its siblings, from 0.
-        prospects: By node the drafter's distribution after it; ``None`` if not needed.
+        distributions: By node the drafter's distribution after it; ``None`` if not needed.
     """
 
     parents: list[int] = field(default_factory=list)
     candidates: dict[int, list[Draws]] = field(default_factory=dict)
     depths: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    prospects: dict[int, TokenDistribution | None] = field(default_factory=dict)
+    distributions: dict[int, TokenDistribution | None] = field(default_factory=dict)
 
-    def add(self, parent: int, draws: Sequence[Draws], prospects: TokenDistribution | None = None) -> None:
+    def add(self, parent: int, draws: Sequence[Draws], distribution: TokenDistribution | None = None) -> None:
         """Add candidates after a node; equal ones share a node.
 
         Args:
             parent: The node.
             draws: The candidates, in the order drawn.
-            prospects: The drafter's distribution there; ``None`` if not needed.
+            distribution: The drafter's distribution there; ``None`` if not needed.
         """
-        self.prospects[parent] = prospects
+        self.distributions[parent] = distribution
         if not draws:
             return
         before = self.candidates.setdefault(parent, [])
@@ -179,8 +179,8 @@ class GrowingTree(Draft):
         before += draws
 
     def chance(self, node: int) -> float:
-        prospects = self.prospects[self.parents[node]]
-        return 1.0 if prospects is None else prospects.chance(self.tokens[node])
+        distribution = self.distributions[self.parents[node]]
+        return 1.0 if distribution is None else distribution.chance(self.tokens[node])
 
     def graft(self, chain: Draft) -> list[int]:
         """Add a chain and return its nodes; equal tokens at a node share one."""
@@ -199,5 +199,5 @@ class GrowingTree(Draft):
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         for node in kept:
             parent = place[self.parents[node]]
-            tree.add(parent, [Draws((self.tokens[node],))], self.prospects[self.parents[node]])
+            tree.add(parent, [Draws((self.tokens[node],))], self.distributions[self.parents[node]])
         return tree

@@ -19,7 +19,7 @@ def step_of(
     position: int,
     draft: Draft,
     verdict: Verdict,
-    kept: int,
+    emitted: int,
     finished: FinishReason | None,
     times: StepTimes,
     policy: Mapping[str, float],
@@ -30,7 +30,7 @@ def step_of(
     Args:
         index, position, times, policy: See ``Step``.
         draft, verdict: The draft and its verdict.
-        kept: How many of the verdict's tokens are before a stop.
+        emitted: How many of the verdict's tokens are before a stop.
         finished: Why the output ends here; ``None`` if it continues.
         logits: The target's, [verified, vocab], for a trace.
     """
@@ -42,16 +42,16 @@ def step_of(
     else:
         accepted = verdict.accepted
         closing = closing_of(accepted, nodes)
-    cut = kept <= accepted
-    tested = kept if cut else accepted + (closing == "corrected")
+    cut = emitted <= accepted
+    tested = emitted if cut else accepted + (closing == "corrected")
     beside = zip((draft.parents or ())[nodes:], draft.tokens[nodes:], strict=True) if draft.siblings else ()
     return Step(
         index=index,
         position=position,
         drafted=tuple(draft.tokens[:nodes]),
-        accepted=min(accepted, kept),
+        accepted=min(accepted, emitted),
         tested=tested,
-        tokens=tuple(verdict.tokens[:kept]),
+        tokens=tuple(verdict.tokens[:emitted]),
         closing=None if cut else closing,
         expected_acceptance=expected_acceptance(draft, verdict, tested),
         times=times,

@@ -76,7 +76,7 @@ def decode_steps(
         prompt=prompt,
         target=target,
         drafter=drafter,
-        policy=DraftPlan.of(policy),
+        plan=DraftPlan.of(policy),
         sampling=sampling,
         random=random,
         max_new_tokens=max_new_tokens,
@@ -102,9 +102,9 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
-    plan, policy = request.policy, request.policy.policy
+    plan, policy = request.plan, request.plan.policy
     # A sibling's logits belong to another context than the draft's, which context-dependent transforms would need.
-    branching = plan.siblings.most > 0 and verification.takes_trees and not sampling.context_dependent
+    branching = plan.siblings.max_count > 0 and verification.takes_trees and not sampling.context_dependent
     if not (branching and target.takes_trees):
         plan = replace(plan, siblings=NO_SIBLINGS)
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
@@ -141,21 +141,21 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         logits, hidden = yield ForwardRequest(target, context, draft.tokens, draft.parents, layers=layers)
         watch.lap("verify")
         verdict = verification.judge(draft, logits, context, sampling, random)
-        kept, reason = stops.cut(verdict.tokens)
+        emitted, reason = stops.cut(verdict.tokens)
         watch.lap("accept")
-        context += verdict.tokens[:kept]
+        context += verdict.tokens[:emitted]
         finished = reason or request.end_at(len(context))
         target.rollback(len(context) - 1, verdict.path)
         watch.lap("rollback")
-        states = None if hidden is None else _along(verdict.path[: kept - 1], hidden, len(draft.tokens))
-        drafter.update(StepOutcome(context, kept, logits, draft.tokens, verdict.path, states))
+        states = None if hidden is None else _along(verdict.path[: emitted - 1], hidden, len(draft.tokens))
+        drafter.update(StepOutcome(context, emitted, logits, draft.tokens, verdict.path, states))
         watch.lap("other")
         times, traced = watch.times(draft.prefill_s), logits if request.trace else None
         if index < 0:
             probability = None if traced is None else closing_probability(verdict, traced)
             yield Prefill(position, context[-1], times.total_s, finished, probability)
         else:
-            step = step_of(index, position, draft, verdict, kept, finished, times, policy.notes(), traced)
+            step = step_of(index, position, draft, verdict, emitted, finished, times, policy.notes(), traced)
             yield step
         index += 1
     if step is not None:

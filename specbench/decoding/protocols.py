@@ -75,7 +75,7 @@ def run_to_end(decoding: Decoding[T]) -> T:
 class Drawing(Protocol):
     """Draws a node's candidates in the way a verification method needs (``specbench.decoding.verdicts``)."""
 
-    def __call__(self, expected: TokenDistribution, count: int, random: Randomness, /) -> list[Draws]:
+    def __call__(self, distributions: TokenDistribution, count: int, random: Randomness, /) -> list[Draws]:
         """Draw up to ``count`` candidates; return them in the order drawn."""
         ...
 
@@ -125,7 +125,7 @@ class DraftPolicy:
         raise NotImplementedError
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         """Return how many candidates to draw after each of these nodes.
 

@@ -51,8 +51,8 @@ class DraftPlan:
     def name(self) -> str:
         """The policy's name with the plan's options."""
         name = self.policy.name
-        if self.siblings.most != self.usual_siblings:
-            name = add_option(name, f"siblings={self.siblings.most}")
+        if self.siblings.max_count != self.usual_siblings:
+            name = add_option(name, f"siblings={self.siblings.max_count}")
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")
         return f"{name}, kept" if self.keeps_state else name
@@ -87,7 +87,7 @@ class DraftPlan:
         """Draft by this plan, with siblings; for the arguments see ``Drafter.propose``."""
         budget = budget if self.allowed() else 0
         proposal = drafter.propose(context, budget, self.policy, sampling, random, drawing)
-        return self._with_siblings(proposal) if self.siblings.most else proposal
+        return self._with_siblings(proposal) if self.siblings.max_count else proposal
 
     def _with_siblings(self, proposal: Decoding[Draft]) -> Decoding[Draft]:
         return self.siblings.widen((yield from proposal))
@@ -95,7 +95,7 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class Request:
-    """One output to decode; for the fields see ``decode_steps``.
+    """One output to decode. The fields are the arguments of ``decode_steps``; ``plan`` is its ``policy``.
 
     Raises:
         UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1.
@@ -104,7 +104,7 @@ class Request:
     prompt: Sequence[int]
     target: Scorer
     drafter: Drafter
-    policy: DraftPlan
+    plan: DraftPlan
     sampling: Sampling
     random: Randomness
     max_new_tokens: int
@@ -128,7 +128,7 @@ class Request:
         self._check_tree()
 
     def _check_tree(self) -> None:
-        policy, method, several = self.policy.policy, self.method, self.drafter.several
+        policy, method, several = self.plan.policy, self.method, self.drafter.several
         if not self.residual_adjustment and (policy.branches or method not in ("rejection", "residual")):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
@@ -166,7 +166,7 @@ class Request:
     @property
     def method(self) -> VerificationName:
         """How drafts are verified."""
-        return self.policy.method(self.drafter)
+        return self.plan.method(self.drafter)
 
     @property
     def requested_length(self) -> int:

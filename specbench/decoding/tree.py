@@ -47,14 +47,14 @@ class Siblings:
     def __init__(self, most: int, price: Callable[[int], float]) -> None:
         if most < 0:
             raise UsageError(f"The most siblings of a draft are {most}.", "Give 0 or more.")
-        self.most, self._price = most, price
+        self.max_count, self._price = most, price
 
     def widen(self, draft: Draft) -> Draft:
         """Return the draft with siblings at its end; the draft itself if there are none."""
-        if not self.most:
+        if not self.max_count:
             return draft
         gamma = len(draft.tokens)
-        chosen = choose_siblings(draft, self.most, self._price(gamma + 1))
+        chosen = choose_siblings(draft, self.max_count, self._price(gamma + 1))
         if not chosen:
             return draft
         tokens = [*draft.tokens, *(token for _, token in chosen)]
@@ -99,7 +99,7 @@ def choose_siblings(draft: Draft, most: int, price: float) -> tuple[tuple[int, i
 def grow_tree(
     tree: GrowingTree,
     policy: DraftPolicy,
-    expected: Mapping[int, TokenDistribution],
+    distributions: Mapping[int, TokenDistribution],
     drawing: Drawing,
     random: Randomness,
 ) -> bool:
@@ -108,11 +108,11 @@ def grow_tree(
     Args:
         tree: The tree, which grows.
         policy, drawing, random: See ``Drafter.propose``.
-        expected: The drafter's distributions, by node.
+        distributions: The drafter's distributions, by node.
     """
     before = len(tree.tokens)
-    counts = policy.num_children(tree, [*expected], [*expected.values()])
-    for (node, each), count in zip(expected.items(), counts, strict=True):
+    counts = policy.num_children(tree, [*distributions], [*distributions.values()])
+    for (node, each), count in zip(distributions.items(), counts, strict=True):
         if count:
             tree.add(node, drawing(each, count, random), each)
     return len(tree.tokens) > before

@@ -60,9 +60,9 @@ _Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Draws], Randomness], _Ruling
 # -- drawing candidates ----------------------------------------------------------------------------
 
 
-def without_replacement(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
+def without_replacement(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """Draw in turn from the rest of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
-    q = left = prospects.q
+    q = left = distribution.q
     tokens: list[int] = []
     for place in range(count):
         tokens.append(random.draw(left))
@@ -74,27 +74,27 @@ def without_replacement(prospects: TokenDistribution, count: int, random: Random
     return [Draws(tokens, q)]
 
 
-def with_replacement(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
+def with_replacement(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """Draw independently; a token may come several times."""
-    return [Draws([random.draw(prospects.q)], prospects.q) for _ in range(count)]
+    return [Draws([random.draw(distribution.q)], distribution.q) for _ in range(count)]
 
 
-def top(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
+def top(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
     """Take the most probable tokens, without a draw."""
-    return [Draws(prospects.best(count))]
+    return [Draws(distribution.best(count))]
 
 
-def draw_and_top(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
+def draw_and_top(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """Draw one from q, and add the most probable others."""
-    token = random.draw(prospects.q)
-    others = [other for other in prospects.best(count) if other != token]
-    return [Draws([token], prospects.q), Draws(others[: count - 1])]
+    token = random.draw(distribution.q)
+    others = [other for other in distribution.best(count) if other != token]
+    return [Draws([token], distribution.q), Draws(others[: count - 1])]
 
 
-def top_and_tail(prospects: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
+def top_and_tail(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """Take the most probable tokens, and draw one from the rest of q (Hu et al. 2025)."""
-    best = prospects.best(count - 1)
-    tail = prospects.q.clone()
+    best = distribution.best(count - 1)
+    tail = distribution.q.clone()
     tail[best] = 0.0
     total = float(tail.sum())
     drawn = [] if total <= _SMALLEST else [Draws([random.draw(tail)], tail / total)]

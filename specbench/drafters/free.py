@@ -138,8 +138,8 @@ class CandidateDrafter(FreeDrafter):
         nodes = policy.expand(tree) if policy.begin(budget) else ()
         while nodes:
             known = {node: FixedCandidates(self.candidates(context, tree.branch(node))) for node in nodes}
-            prospects = {node: each for node, each in known.items() if each.best(1)}
-            if not prospects or not grow_tree(tree, policy, prospects, top, random):
+            distributions = {node: each for node, each in known.items() if each.best(1)}
+            if not distributions or not grow_tree(tree, policy, distributions, top, random):
                 break
             nodes = policy.expand(tree)
         kept = policy.prune(tree)

@@ -136,8 +136,8 @@ class ModelDrafter(Drafter):
             while nodes := policy.expand(tree):
                 self._read_nodes += [node for node in nodes if node >= 0]
                 logits = yield from self._frontier_logits(context, tree, len(nodes))
-                prospects = self._prospects(logits, context, tree, nodes, sampling)
-                if not prospects or not grow_tree(tree, policy, prospects, drawing, random):
+                distributions = self._distributions_after(logits, context, tree, nodes, sampling)
+                if not distributions or not grow_tree(tree, policy, distributions, drawing, random):
                     break
         kept = policy.prune(tree)
         if kept is None:
@@ -158,7 +158,7 @@ class ModelDrafter(Drafter):
         parents = [place[tree.parents[node]] for node in self._read_nodes]
         return (yield ForwardRequest(self.scorer, context, tokens, parents, rows=rows)).logits
 
-    def _prospects(
+    def _distributions_after(
         self,
         logits: torch.Tensor,
         context: Sequence[int],

@@ -68,13 +68,13 @@ class AutoTree(TreePolicy, AutoLength):
         return budget if self._asked else 0
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         counts = [0] * len(nodes)
         forced = self._probing or self._costs.timings == 0
         slots: list[tuple[float, int]] = []
         chances: list[list[float]] = []
-        for place, (node, each) in enumerate(zip(nodes, expected, strict=True)):
+        for place, (node, each) in enumerate(zip(nodes, distributions, strict=True)):
             odds = [log_odds(chance) for chance in each.chances(_BESIDE_ONE)]
             reached = self._reached[node] if node >= 0 else 1.0
             self._before[node] = odds

@@ -60,7 +60,7 @@ class ChainPolicy(DraftPolicy):
         self,
         draft: Draft,  # noqa: ARG002
         nodes: Sequence[int],  # noqa: ARG002
-        expected: Sequence[TokenDistribution],  # noqa: ARG002
+        distributions: Sequence[TokenDistribution],  # noqa: ARG002
     ) -> Sequence[int]:
         return (1,)
 

@@ -67,10 +67,10 @@ class EntropyGuidedLength(ChainPolicy):
         self,
         draft: Draft,  # noqa: ARG002
         nodes: Sequence[int],  # noqa: ARG002
-        expected: Sequence[TokenDistribution],
+        distributions: Sequence[TokenDistribution],
     ) -> Sequence[int]:
         if not self._notes:
-            logits = expected[0]
+            logits = distributions[0]
             assert isinstance(logits, Logits)
             h = normalized_entropy(logits.values)
             past = h if self._average is None else self._average

@@ -85,7 +85,7 @@ class StaticTree(Tree):
         return super().begin(budget)
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         return [len(self._behind.get(self._shape[node], ())) for node in nodes]
 
@@ -125,7 +125,7 @@ class DynamicTree(Tree):
         return super().begin(budget)
 
     def num_children(
-        self, draft: Draft, nodes: Sequence[int], expected: Sequence[TokenDistribution]
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
         return [self.top_k] * len(nodes)
 
