@@ -196,7 +196,7 @@ class _RecordingDrafter(Drafter):
     def __init__(self, drafter: Drafter, log: _Log) -> None:
         self._drafter, self._log = drafter, log
         super().__init__(drafter.name)
-        self.certain, self.several = drafter.certain, drafter.several
+        self.certain, self.several_drafters = drafter.certain, drafter.several_drafters
 
     def fork(self, scorer_like: ScorerLike) -> _RecordingDrafter:
         return _RecordingDrafter(self._drafter.fork(scorer_like), self._log)
@@ -220,8 +220,8 @@ class _RecordingDrafter(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafter.begin(prompt)
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:
-        self._drafter.resume(prompt, kept)
+    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
+        self._drafter.resume(prompt, cached_tokens)
 
     def update(self, outcome: StepOutcome) -> None:
         self._drafter.update(outcome)

@@ -91,7 +91,7 @@ class PromptJob(LoadedRecipe):
     def options(self) -> dict[str, Any]:
         """Return what decides the output, by name; ``None`` for what is switched off."""
         policy, fixed = self.policy.policy, not self.policy.siblings.max_count
-        branches = policy.branches or self.policy.siblings.max_count > 0 or self.drafter.several
+        branches = policy.branches or self.policy.siblings.max_count > 0 or self.drafter.several_drafters
         named = (branches or self.policy.verification is not None) and not self.sampling.greedy
         return {
             "draft_policy": self.policy.name,

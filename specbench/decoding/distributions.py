@@ -142,12 +142,12 @@ class FixedCandidates:
 
 
 def largest(rows: torch.Tensor, count: int, above: float = -math.inf) -> list[list[int]]:
-    """Return the indices of every row's largest values, by falling value; of equals the first.
+    """Return the indices of every row's largest values, in falling order of value; equal values in order of index.
 
     Args:
-        rows: Float32 [rows, vocab]; changed meanwhile, and restored.
-        count: The number of each row.
-        above: Smaller values are left out.
+        rows: Float32 [rows, vocab]; changed during the call, and restored.
+        count: How many indices to return for each row, at most.
+        above: Only values larger than this one are taken.
     """
     count = min(count, rows.shape[-1])
     if rows.device.type != "cpu":

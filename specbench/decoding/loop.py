@@ -5,8 +5,9 @@ A step drafts tokens, verifies them in one forward pass of the target, accepts s
     draft -> verify -> accept -> roll back -> record
 
 Plain decoding is this loop with a drafter that proposes nothing, so a baseline differs in nothing else. The loop knows
-token ids only, prints nothing and keeps no statistics. It runs no forward pass itself: it yields ``ForwardRequest`` and
-is sent ``ForwardOutput``, so that its caller may run the passes of several requests together (``schedule.py``).
+token ids only, prints nothing and keeps no statistics. It runs no forward pass itself: it yields a ``ForwardRequest``
+and is sent the ``ForwardOutput``, so that its caller can run the passes of several requests together (``schedule.py``).
+docs/design.md has the step in ten lines.
 """
 
 from __future__ import annotations
@@ -50,18 +51,20 @@ def decode_steps(
     trace: bool = False,
     cached_tokens: int = 0,
 ) -> Iterator[Prefill | Step]:
-    """Decode one prompt: yield a ``Prefill``, then a ``Step`` per step. The last record has a ``finish_reason``.
+    """Decode one prompt: yield a ``Prefill``, then a record for each ``Step``. The last one has a ``finish_reason``.
 
     Args:
         prompt: Token ids, at least one.
         target: The model whose output distribution is kept.
         drafter: Proposes tokens.
-        policy: Decides how many tokens are drafted, and in which shape.
+        policy: Decides how many tokens are drafted, and in which shape; a ``DraftPlan`` adds siblings and a
+            verification method.
         sampling: The transforms of both models' logits.
         random: The source of every random draw.
         max_new_tokens: The longest output, at least 1.
         stops: What ends the output earlier; ``None`` for nothing.
-        first_target: Whether the target reads the prompt and emits the first token before anything is drafted.
+        first_target: Whether the target reads the prompt and emits the first token before anything is drafted. If not,
+            the ``Prefill`` is empty, and the target reads the prompt in the first step, together with its draft.
         residual_adjustment: False draws correction tokens from p: not lossless, for demonstration.
         clock: Times the steps; the consumer's time between two records is not counted.
         trace: Record q, p, r and the verdict of every drafted token.
@@ -69,8 +72,8 @@ def decode_steps(
             their previous context; fewer than all.
 
     Raises:
-        UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or, between
-            two records, target or drafter was used for another context.
+        UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or target or
+            drafter was used for another context while the consumer had a record.
     """
     request = Request(
         prompt=prompt,
@@ -92,7 +95,9 @@ def decode_steps(
 def run_decoding(decoding: DecodingLoop) -> Iterator[Prefill | Step]:
     """Yield the records of one request; run every forward pass as soon as it is requested."""
     for each in decoding:
-        while isinstance(each, ForwardRequest):
+        while isinstance(
+            each, ForwardRequest
+        ):  # a record follows, so ``send`` cannot find the loop at its end
             each = decoding.send(each.scorer.score(each))
         yield each
 
@@ -103,7 +108,8 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     plan, policy = request.plan, request.plan.policy
-    # A sibling's logits belong to another context than the draft's, which context-dependent transforms would need.
+    # No siblings where they could not be verified. One reason are transforms that depend on the context: a sibling's
+    # context is not that of the chain.
     branching = plan.siblings.max_count > 0 and verification.takes_trees and not sampling.context_dependent
     if not (branching and target.takes_trees):
         plan = replace(plan, siblings=NO_SIBLINGS)
@@ -115,14 +121,16 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         target.begin()
         drafter.begin(request.prompt)
     begun = target.epoch, drafter.epoch
-    if not plan.keeps_state:
+    if not plan.keeps_state:  # what the policy has learned from earlier prompts
         policy.reset()
     if request.end_at(len(context)):
-        yield Prefill(len(context), None, 0.0, "context-limit")
+        yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return
-    index = -1 if request.first_target else 0  # -1: the prefill, which verifies an empty draft
-    if index == 0:
-        yield Prefill(len(context), None, 0.0)
+    index = (
+        -1 if request.first_target else 0
+    )  # of the step; -1 is the prefill: this loop's body with an empty draft
+    if index == 0:  # the first step reads the prompt
+        yield Prefill(len(context), token=None, time_s=0.0)
     step: Step | None = None
     finished = None
     while finished is None:
@@ -130,18 +138,18 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             raise _interrupted()
         watch.start()
         if step is not None:
-            policy.observe(step)  # here, so that its time counts as drafting
+            policy.observe(step)  # of the last round; called here, so that its time counts as drafting
         position = len(context)
         if index < 0:
             draft = Draft()
         else:
-            budget = limit - position - 1
+            budget = limit - position - 1  # a step ends with one more token, which is not drafted
             draft = yield from plan.propose(drafter, context, budget, sampling, random, verification.drawing)
         watch.lap("draft")
         logits, hidden = yield ForwardRequest(target, context, draft.tokens, draft.parents, layers=layers)
         watch.lap("verify")
         verdict = verification.judge(draft, logits, context, sampling, random)
-        emitted, reason = stops.cut(verdict.tokens)
+        emitted, reason = stops.cut(verdict.tokens)  # how many of them are output
         watch.lap("accept")
         context += verdict.tokens[:emitted]
         finished = reason or request.end_at(len(context))
@@ -163,7 +171,13 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
 
 
 def _along(path: Sequence[int], hidden: torch.Tensor, drafted: int) -> torch.Tensor:
-    """Return the hidden states of context and accepted path, [positions, layers, width]."""
+    """Return the hidden states of the context tokens that were fed and of the accepted path.
+
+    Args:
+        path: The accepted nodes.
+        hidden: The states of all tokens that were fed, [fed, layers, width]: first of the context, then of the draft.
+        drafted: How many tokens the draft has.
+    """
     before = len(hidden) - drafted
     if [*path] == [*range(len(path))]:
         return hidden[: before + len(path)]

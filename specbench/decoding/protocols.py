@@ -1,11 +1,17 @@
 """What the decoding loop works with: a target's scorer, a drafter, a draft policy.
 
     DraftPolicy   decides how many tokens a step drafts, and in which shape
-    Drafter       proposes them
+    Drafter       proposes tokens
     Scorer        a model with the KV cache of one context; runs forward passes
 
-Code that needs a forward pass yields a ``ForwardRequest`` and is sent a ``ForwardOutput``. Its caller runs the pass, so
-it decides when, and together with which other requests.
+The loop calls a drafter through ``DraftPlan.propose`` (``request.py``): a plan is a draft policy together with siblings
+and a verification method.
+
+Code that needs a forward pass yields a ``ForwardRequest`` and is sent the ``ForwardOutput``. Its caller runs the pass,
+and so can choose when to run it, and whether together with those of other requests.
+
+A draft token is either *drawn*, that is, sampled at random from the drafter's distribution q, or *certain*: chosen
+without a random draw, such as the likeliest token or one copied from the text. A certain token has no q.
 """
 
 from __future__ import annotations
@@ -28,9 +34,10 @@ class ForwardRequest(NamedTuple):
     """A forward pass that is needed.
 
     Attributes:
-        scorer: Runs it.
-        context: All tokens so far; the scorer feeds those that are not in its cache. It may grow after the pass.
-        tokens: Draft tokens after the context, which may be rolled back.
+        scorer: Runs the pass.
+        context: All tokens so far. The scorer feeds those that are not in its cache to the model. The list may grow
+            after the pass.
+        tokens: Draft tokens after the context, fed too; they may be rolled back later.
         parents: The parent of each of ``tokens``, see ``Draft``; ``None`` for a chain.
         rows: How many of the last positions need logits; ``None`` for the context's last one and every draft token.
         layers: Layers whose hidden states are needed, as ``transformers`` counts them: 0 is the first layer's input,
@@ -46,12 +53,13 @@ class ForwardRequest(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """The result of a forward pass: row 0 follows the context, row i + 1 follows draft token i.
+    """The result of a forward pass.
 
     Attributes:
-        logits: [rows, vocab], in the model's dtype; of a drafter with a ``DraftVocabulary`` [rows, its tokens].
-        hidden: Hidden states of the requested layers at all fed positions, [fed, layers, width]; the last ones belong
-            to ``logits``. ``None`` if none were requested.
+        logits: [rows, vocab], in the model's dtype; of a drafter with a ``DraftVocabulary`` [rows, its tokens]. By
+            default row 0 is for the token after the context, and row i + 1 for the token after draft token i.
+        hidden: Hidden states of the requested layers, [fed, layers, width], for every token that was fed: first those
+            of the context that were not cached, then the draft. ``None`` if none were requested.
     """
 
     logits: torch.Tensor
@@ -73,29 +81,38 @@ def run_to_end(decoding: Decoding[T]) -> T:
 
 
 class Drawing(Protocol):
-    """Draws a node's candidates in the way a verification method needs (``specbench.decoding.verdicts``)."""
+    """Chooses a node's candidates in the way a verification method needs (``specbench.decoding.verdicts``)."""
 
-    def __call__(self, distributions: TokenDistribution, count: int, random: Randomness, /) -> list[Draws]:
-        """Draw up to ``count`` candidates; return them in the order drawn."""
+    def __call__(self, distribution: TokenDistribution, count: int, random: Randomness, /) -> list[Draws]:
+        """Return up to ``count`` candidates from the drafter's distribution, in the order chosen."""
         ...
 
 
 class DraftPolicy:
     """Decides how many tokens a step drafts, and in which shape. One object serves one prompt at a time.
 
-    In each step the drafter calls ``begin`` once. Then it calls ``expand``, before it runs a forward pass for the nodes
-    that this returns, and ``num_children``, before it draws their candidates, until either returns nothing. In the end
-    it calls ``prune`` for a tree. Where a cascade has a token without a forward pass, it calls ``prefers_model`` before
-    ``expand``. The loop calls ``observe`` after the step.
+    A drafter with a model calls it like this in each step:
 
-    The number of candidates may depend on everything drawn before them, and never on their own tokens: that keeps the
-    target's output distribution.
+        limit = policy.begin(budget)                           # longest branch; a chain ends there
+        while limit and (nodes := policy.expand(draft)):       # nodes to draft after; at first -1, the context
+            distributions = ...                                # one forward pass for all these nodes
+            counts = policy.num_children(draft, nodes, distributions)
+            if not any(counts): break
+            ...                                                # add counts[i] candidates after nodes[i] to the draft
+        kept = policy.prune(draft)                             # trees only
+
+    A chain that takes no forward passes (lookup, n-gram) needs no ``num_children``. A cascade that has the next token
+    without a forward pass calls ``prefers_model`` before ``expand``. The loop calls ``observe`` with the record of each
+    step when the next step begins, or at the end of the output.
+
+    How many candidates a node gets may depend on everything that was drawn before them, but not on the candidates'
+    own tokens. Otherwise the output would not have the target's distribution.
 
     Attributes:
         name: The policy as a spec: its word and the options that are not at their defaults.
         branches: Whether its drafts are trees; otherwise a node has one child at most.
-        certain_only: Whether nodes are chosen by their own tokens, so that none of them may be drawn.
-        unconditional: Whether ``begin`` alone decides, and nothing is read from the draft.
+        certain_only: Whether it selects nodes by their own tokens. Then all candidates must be certain, none drawn.
+        unconditional: Whether ``begin`` alone decides the length, so that nothing is read from the draft.
     """
 
     name: str
@@ -108,19 +125,23 @@ class DraftPolicy:
         """Start a step.
 
         Args:
-            budget: The longest branch that still fits, in tokens.
+            budget: The longest branch that fits into the output and the models' contexts, in tokens.
 
         Returns:
-            The longest branch wanted, 0 for none.
+            The longest branch to draft, in tokens; 0 for no draft.
         """
         raise NotImplementedError
 
     def expand(self, draft: Draft) -> Sequence[int]:
-        """Return the nodes to draft from next, ascending, of those drafted since the last call; -1 is the context.
+        """Return the nodes to draft after next, out of those added since the last call.
 
         Args:
             draft: The draft so far; a ``GrowingTree`` if the policy branches. The policy may read it until the step
-                ends. ``match_confidence`` may have an entry for the next token already.
+                ends. If the next token is found already, without a forward pass, ``draft.match_confidence`` has an
+                entry for it.
+
+        Returns:
+            Nodes in ascending order, -1 for the context; empty to end the draft.
         """
         raise NotImplementedError
 
@@ -131,8 +152,8 @@ class DraftPolicy:
 
         Args:
             draft: See ``expand``.
-            nodes: Those it returned, without those after which every token is ruled out.
-            expected: The drafter's distribution after each; for a chain its untransformed ``Logits``.
+            nodes: The nodes that ``expand`` returned, without those after which the transforms rule out every token.
+            distributions: The drafter's distribution after each node; for a chain its ``Logits`` before transforms.
         """
         raise NotImplementedError
 
@@ -141,11 +162,11 @@ class DraftPolicy:
         return None
 
     def prefers_model(self, draft: Draft) -> bool:  # noqa: ARG002
-        """Return whether a cascade's model is to draft the next token, though one is there without a forward pass."""
+        """Return whether a cascade's model drafts the next token, although one was found without a forward pass."""
         return False
 
     def observe(self, step: Step) -> None:
-        """Learn from a finished step."""
+        """Learn from a finished step; the prefill is none."""
 
     def notes(self) -> Mapping[str, float]:
         """Return what to record about the current step, by name."""
@@ -166,7 +187,7 @@ class Scorer(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may be trees. The first call may run forward passes, which ends the current context."""
+        """Whether drafts may be trees. The first call may try it on the model, and ends the context (``begin``)."""
         ...
 
     @property
@@ -181,7 +202,7 @@ class Scorer(Protocol):
 
     @property
     def epoch(self) -> object:
-        """An object that changes with every ``begin``."""
+        """An object that changes with every new context. By it the loop notices that another request has begun one."""
         ...
 
     @property
@@ -193,18 +214,22 @@ class Scorer(Protocol):
         """Start a new context."""
         ...
 
-    def resume(self, kept: int) -> None:
-        """Start a new context whose first ``kept`` tokens are those of the last one, and may stay in the cache."""
+    def resume(self, cached_tokens: int) -> None:
+        """Start a new context that begins like the last one.
+
+        Args:
+            cached_tokens: How many tokens at the start are the same; they may stay in the cache.
+        """
         ...
 
     def reserve(self, request: ForwardRequest, /) -> bool:
-        """Reserve memory for a forward pass; shared prefixes may raise ``cached_len``.
+        """Reserve memory for a forward pass. If another request has cached the same prefix, ``cached_len`` may grow.
 
         Returns:
             Whether there is enough memory now. If not, nothing has changed.
 
         Raises:
-            UsageError: There would not be enough even if nothing else were cached.
+            UsageError: The memory would not be enough even if nothing else were cached.
         """
         ...
 
@@ -224,13 +249,15 @@ class Scorer(Protocol):
 
         Args:
             length: In tokens.
-            path: The nodes of the last draft that the context has grown by, root to leaf.
+            path: The accepted nodes of the last draft, root to leaf. Their entries are moved together, right after
+                those of the context they were drafted for. A stop may have cut the output: then ``length`` is reached
+                before the end of the path, and the rest of it is removed as well.
         """
         ...
 
 
 ScorerLike: TypeAlias = Callable[[Any], Any]
-"""Makes a scorer for another request from one of a loaded model."""
+"""Makes a scorer for another request from a scorer of the same loaded model."""
 
 
 class Batch(Protocol):
@@ -244,7 +271,7 @@ class Batch(Protocol):
     def score(self, requests: Sequence[ForwardRequest], /) -> Sequence[ForwardOutput]:
         """Run one forward pass for all requests, at most one per scorer.
 
-        If it raises, every cache is as before, and requests may be repeated one by one.
+        If it raises, every cache is as before, and the requests can be run again one by one.
 
         Raises:
             UsageError: See ``Scorer.score``.
@@ -253,18 +280,18 @@ class Batch(Protocol):
 
 
 class Drafter:
-    """Proposes tokens. The defaults here are of one that drafts chains and has no state; only ``propose`` is missing.
+    """Proposes tokens. The defaults are those of a drafter of chains without state; only ``propose`` is missing.
 
-    The loop calls ``begin`` for a prompt, ``update`` after the target has read it, then ``propose`` and ``update`` in
-    every step.
+    The loop calls ``begin`` (or ``resume``) for a prompt, ``update`` after the prefill, then ``propose`` and ``update``
+    in every step. With ``first_target=False`` the first call after ``begin`` is ``propose``.
 
     Attributes:
         name: The drafter as the command line names it, with its options.
-        several: Whether its proposals merge the chains of several drafters.
-        certain: Whether its trees contain no drawn tokens.
+        several_drafters: Whether its drafts merge the chains of several drafters.
+        certain: Whether all tokens of its trees are certain, not drawn.
     """
 
-    several = certain = False
+    several_drafters = certain = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -274,12 +301,12 @@ class Drafter:
 
     @property
     def epoch(self) -> object:
-        """An object that changes with every ``begin`` that ends an unfinished context."""
+        """An object that changes with every new context, as ``Scorer.epoch``; constant if it keeps no state of one."""
         return 0
 
     @property
     def draftable(self) -> frozenset[int] | None:
-        """The tokens that its model can draft; ``None`` for all."""
+        """The tokens that it can draft; ``None`` for all."""
         return None
 
     @property
@@ -289,7 +316,7 @@ class Drafter:
 
     @property
     def layers(self) -> Sequence[int]:
-        """The target's layers whose hidden states it needs, see ``ForwardRequest``."""
+        """The layers of the target whose hidden states it needs, see ``ForwardRequest``."""
         return ()
 
     def fork(self, scorer_like: ScorerLike) -> Drafter:
@@ -301,10 +328,15 @@ class Drafter:
         raise NotImplementedError
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new prompt: forget the last one, unless set to keep something. The prompt is read later."""
+        """Start a new prompt and forget the last one, except for what it is set to keep. It reads the prompt later."""
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:  # noqa: ARG002
-        """Start a new prompt whose first ``kept`` tokens are those of the last context, and may stay in caches."""
+    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:  # noqa: ARG002
+        """Start a new prompt that begins like the last context.
+
+        Args:
+            prompt: Token ids.
+            cached_tokens: How many tokens at the start are the same; they may stay in its cache.
+        """
         self.begin(prompt)
 
     def propose(
@@ -320,13 +352,16 @@ class Drafter:
 
         Args:
             context: All tokens so far; no model has read the last one yet.
-            budget: The longest branch, in tokens; 0 or more.
+            budget: The longest branch that still fits, in tokens; 0 or more.
             policy: Decides how many tokens, and in which shape; if it branches, the drafter ``takes_trees``.
-            sampling: The target's transforms; a drafter that draws uses the same ones.
+            sampling: The target's transforms; a drafter that draws applies the same ones to its own logits.
             random: The source of random draws.
-            drawing: Draws a tree node's candidates.
+            drawing: Chooses the candidates of a tree's node.
         """
         raise NotImplementedError
 
     def update(self, outcome: StepOutcome) -> None:
-        """Learn from a step or the prefill, and roll back caches to all tokens but the last one."""
+        """Learn the outcome of a step or of the prefill, and roll back its own cache to all tokens but the last one.
+
+        The loop has rolled back the target's cache before this call.
+        """

@@ -61,7 +61,7 @@ class DraftPlan:
         """Return how the drafts of a drafter are verified."""
         if self.verification is not None:
             return self.verification
-        if drafter.several:
+        if drafter.several_drafters:
             return "specinfer"
         if not self.policy.branches:
             return "residual"
@@ -128,7 +128,7 @@ class Request:
         self._check_tree()
 
     def _check_tree(self) -> None:
-        policy, method, several = self.plan.policy, self.method, self.drafter.several
+        policy, method, several = self.plan.policy, self.method, self.drafter.several_drafters
         if not self.residual_adjustment and (policy.branches or method not in ("rejection", "residual")):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
@@ -147,10 +147,10 @@ class Request:
             )
         if self.sampling.greedy:
             return
-        if several and not METHODS[method].several:
+        if several and not METHODS[method].several_drafters:
             raise UsageError(
                 f"{method} does not verify the drafts of several drafters.",
-                f"Use {', '.join(name for name, each in METHODS.items() if each.several)}.",
+                f"Use {', '.join(name for name, each in METHODS.items() if each.several_drafters)}.",
             )
         if METHODS[method].chains_only:
             raise UsageError(

@@ -277,23 +277,23 @@ class Method:
         walk: Walks through a draft.
         drawing: How a node's candidates are drawn.
         chains_only: Whether it verifies chains only.
-        several: Whether a node may have draws of several drafters.
+        several_drafters: Whether a node may have draws of several drafters.
     """
 
     walk: Walk
     drawing: Drawing
     chains_only: bool = False
-    several: bool = False
+    several_drafters: bool = False
 
 
 METHODS: Mapping[str, Method] = {
     "rejection": Method(_walked(match), without_replacement, chains_only=True),
     "block": Method(traverse, without_replacement, chains_only=True),
     "traversal": Method(traverse, without_replacement),
-    "naive": Method(_walked(naive), top, several=True),
+    "naive": Method(_walked(naive), top, several_drafters=True),
     "residual": Method(_walked(match), draw_and_top),
     "greedy-draft": Method(_walked(match), top_and_tail),
-    "recursive": Method(_walked(recursive), without_replacement, several=True),
-    "specinfer": Method(_walked(specinfer), with_replacement, several=True),
+    "recursive": Method(_walked(recursive), without_replacement, several_drafters=True),
+    "specinfer": Method(_walked(specinfer), with_replacement, several_drafters=True),
 }
 """By their names in ``specbench.specs.verification``."""

@@ -64,9 +64,9 @@ class CascadeDrafter(Drafter):
         self.model.begin(prompt)
         self._model_was_used = False
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:
-        self.free.resume(prompt, kept)
-        self.model.resume(prompt, kept)
+    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
+        self.free.resume(prompt, cached_tokens)
+        self.model.resume(prompt, cached_tokens)
         self._model_was_used = False
 
     def propose(

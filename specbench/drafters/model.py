@@ -82,10 +82,10 @@ class ModelDrafter(Drafter):
         self._read_nodes = []
         self.scorer.begin()
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:
+    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
         self._has_read = False
         self._read_nodes = []
-        self.scorer.resume(kept)
+        self.scorer.resume(cached_tokens)
 
     def propose(
         self,
@@ -320,7 +320,7 @@ class SelfDrafter(ModelDrafter):
         """Start a new prompt; the target has emptied the shared cache."""
         self._has_read = False
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:
+    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
         """Start a new prompt; the target has rolled the shared cache back."""
         self.begin(prompt)
 

@@ -22,7 +22,7 @@ class SeveralDrafters(Drafter):
     A token that several drew counts once for each of them, with that drafter's q.
     """
 
-    several = True
+    several_drafters = True
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         super().__init__("|".join(drafter.name for drafter in drafters))
@@ -45,9 +45,9 @@ class SeveralDrafters(Drafter):
             drafter.begin(prompt)
         self._chains = []
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:
+    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
         for drafter in self.drafters:
-            drafter.resume(prompt, kept)
+            drafter.resume(prompt, cached_tokens)
         self._chains = []
 
     def propose(

@@ -103,8 +103,8 @@ class TranslatingDrafter(ModelDrafter):
         super().begin(prompt)
         self._forget()
 
-    def resume(self, prompt: Sequence[int], kept: int) -> None:
-        """Read it all again: what was kept is counted in the target's tokens."""
+    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
+        """Read it all again: ``cached_tokens`` counts the target's tokens."""
         self.begin(prompt)
 
     def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:

@@ -104,7 +104,7 @@ class BatchCosts:
         self._known: dict[int, float] = {}  # of the target's passes, by rows, until there is another one
 
     def observe(self, made: SharedPass) -> None:
-        """Take in a forward pass."""
+        """Learn from the time of a shared forward pass."""
         requests = len(made.requests)
         reading = any(
             fed - drafted > _CATCHING_UP for fed, drafted in zip(made.fed, made.drafted, strict=True)

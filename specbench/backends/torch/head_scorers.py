@@ -102,10 +102,10 @@ class HeadScorer(Generic[Input, Output]):
             cache.reset()
         self._reset()
 
-    def resume(self, kept: int) -> None:
-        """Start a context whose first ``kept + 1`` tokens are those of the last one, so their states still hold."""
+    def resume(self, cached_tokens: int) -> None:
+        """Start a context that shares ``cached_tokens + 1`` leading tokens with the last one, so their states hold."""
         self.epoch += 1
-        self._known = kept
+        self._known = cached_tokens
 
     def take_states(self, length: int, states: Tensor) -> None:
         """Take hidden states of the target, [positions, layers, width], up to that of position ``length - 1``, with
@@ -214,10 +214,10 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
     def cached_len(self) -> int:
         return self._read + 1 if self._read else 0
 
-    def resume(self, kept: int) -> None:
-        super().resume(kept)
-        unread = [torch.cat(self._states)[: kept - self._read]] if kept > self._read else []
-        self._read, self._states = min(self._read, kept), unread
+    def resume(self, cached_tokens: int) -> None:
+        super().resume(cached_tokens)
+        unread = [torch.cat(self._states)[: cached_tokens - self._read]] if cached_tokens > self._read else []
+        self._read, self._states = min(self._read, cached_tokens), unread
         self._features, self._rows = [], []
         self._drop_drafts()
 
@@ -361,8 +361,8 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
     def model(self) -> nn.Module:
         return self.heads
 
-    def resume(self, kept: int) -> None:
-        super().resume(kept)
+    def resume(self, cached_tokens: int) -> None:
+        super().resume(cached_tokens)
         self._state, self._rows = None, []
 
     def take_states(self, length: int, states: Tensor) -> None:
@@ -430,11 +430,11 @@ class DFlashScorer(HeadScorer[BlockInput, Tensor]):
     def model(self) -> nn.Module:
         return self.head
 
-    def resume(self, kept: int) -> None:
-        super().resume(kept)
+    def resume(self, cached_tokens: int) -> None:
+        super().resume(cached_tokens)
         self._rows = None
         for cache in self._caches:
-            cache.rollback(kept)
+            cache.rollback(cached_tokens)
 
     @torch.inference_mode()
     def take_states(self, length: int, states: Tensor) -> None:

@@ -206,14 +206,14 @@ class Scorer:
         self.epoch += 1
         self.cache.reset()
 
-    def resume(self, kept: int) -> None:
+    def resume(self, cached_tokens: int) -> None:
         """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``.
 
         Layers that forget (sliding windows, convolutions) and rotations that change with the length start over.
         """
         if self.reads_trees:
             self.epoch += 1
-            self.rollback(kept)
+            self.rollback(cached_tokens)
         else:
             self.begin()
 
