@@ -98,7 +98,9 @@ class Config:
 
 
 def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
-    """Return the configuration of a recipe, and a note if the target is left out; raise ``UsageError`` for bad values."""
+    """Return the configuration of a recipe,
+    and a note if the target is left out; raise ``UsageError`` for bad values.
+    """
     policy, models = recipe.policy, recipe.models
     tree = policy is not None and policy.kind.tree
     target = model_argument(recipe.target)
@@ -119,7 +121,9 @@ def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Co
 
 
 def read_config(path: Path) -> Config:
-    """Read a configuration; raise ``UsageError`` if the file is unreadable, of another version, or sets other options."""
+    """Read a configuration; raise ``UsageError`` if the file is unreadable,
+    of another version, or sets other options.
+    """
     shown = visible(str(path))
     try:
         data = path.read_bytes()

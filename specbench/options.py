@@ -35,8 +35,8 @@ def _check_seed(seed: int) -> int:
 
 
 def quantized(dtype: str) -> QuantizedName | None:
-    """Return the type that a dtype quantizes a model's linear layers to, such as int8; ``None`` if it does not
-    quantize.
+    """Return the type that a dtype quantizes a model's linear layers to,
+    such as int8; ``None`` if it does not quantize.
     """
     return "int8" if dtype == "int8" else "int4" if dtype == "int4" else None
 
@@ -60,7 +60,9 @@ class LoadOptions:
 
 
 def flag(group: Any, name: str, *, on: bool = True) -> str:
-    """Return the first flag of a field, such as ``--max-new-tokens``; with ``on=False`` the flag that switches it off."""
+    """Return the first flag of a field, such as ``--max-new-tokens``;
+    with ``on=False`` the flag that switches it off.
+    """
     option: Any = get_type_hints(group, include_extras=True)[name].__metadata__[0]
     written = (
         option.default if isinstance(option.default, str) else option.param_decls[0]
@@ -239,7 +241,8 @@ class DecodingOptions:
     def context_rules(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rules that change logits according to the context only, by their names in ``transformers``.
 
-        ``own`` are the model's rules, which options replace."""
+        ``own`` are the model's rules, which options replace.
+        """
         rules = dict(own) if self.model_defaults else {}
         if self.min_new_tokens:  # in place of the model's own
             rules["min_new_tokens"] = self.min_new_tokens

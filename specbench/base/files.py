@@ -81,7 +81,9 @@ def sync(path: Path) -> None:
 
 
 def try_lock(path: Path) -> BaseFileLock | None:
-    """Return a file with the operating system's lock, which ends with the process; ``None`` if another process has it."""
+    """Return a file with the operating system's lock,
+    which ends with the process; ``None`` if another process has it.
+    """
     import filelock
 
     lock = filelock.FileLock(path)

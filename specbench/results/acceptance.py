@@ -17,16 +17,16 @@ from specbench.results.summary import by_config, configs_of, reported
 
 @dataclass(frozen=True, slots=True)
 class PositionRow:
-    """A position in the drafts of a configuration.
+    """Acceptance at one position in the drafts of a configuration.
 
     Attributes:
-        position: From 1.
+        position: The position, counted from 1.
         drafted, tested, accepted: Numbers of steps. A server reports only acceptance by position and the number of
             steps that drafted: if its drafts differ in length, ``drafted`` and ``tested`` are upper bounds after the
             first position.
         rate: Accepted over tested.
         rate_of_drafted: Accepted over drafted.
-        alpha: Mean of ``sum_x min(p, q)`` where tested.
+        alpha: Mean of ``sum_x min(p, q)`` over tested tokens.
         least: Whether the rates are lower bounds.
     """
 
@@ -46,8 +46,8 @@ class RankRow:
     """Nodes of one depth and rank in the draft trees of a configuration.
 
     Attributes:
-        depth: From 1.
-        rank: Number of candidates of the same node before it.
+        depth: The depth, counted from 1.
+        rank: Number of children of the same parent that are tested before it.
         tested, accepted: Numbers of nodes that were reached, and of those accepted.
         rate: Accepted over tested.
     """
@@ -62,13 +62,13 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRow:
-    """Steps of a configuration with one accepted length, among those that drafted something.
+    """The steps of a configuration that had one accepted length.
 
     Attributes:
         accepted: The accepted length.
         steps: Number of steps.
-        share: Of all steps that drafted.
-        share_iid: The same if every test passed independently with probability α.
+        share: Their share of the steps that drafted something.
+        share_iid: This share, if every test passed independently with probability α.
         undrafted: Share of all steps that drafted nothing.
     """
 
@@ -81,7 +81,7 @@ class AcceptedRow:
 
 
 def positions(results: Results) -> list[PositionRow]:
-    """Return acceptance by draft position, each configuration's from the first to the last."""
+    """Return acceptance by draft position, for each configuration from the first position to the last."""
     steps, found = by_config(results), []
     for config in configs_of(results):
         if config.kind == "server":
@@ -99,7 +99,7 @@ def positions(results: Results) -> list[PositionRow]:
 
 
 def _positions_of_server(results: Results, config: RunConfig) -> list[PositionRow]:
-    """Return what a server reported with its answers, or else for groups of them."""
+    """Return acceptance by position as a server reported it: with each answer, or else for groups of answers."""
     reports = reported(results, results.done[results.done["config"] == config.id])
     reports = reports[reports["kept_at"].notna()]
     if reports.empty:

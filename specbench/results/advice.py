@@ -70,7 +70,7 @@ def warn_at_start(now: LoadSnapshot) -> list[RunWarning]:
 
 
 def disturbances(before: LoadSnapshot, after: LoadSnapshot, fastest_mhz: float | None = None) -> list[str]:
-    """Return the ids of what disturbed the time between two snapshots of the machine.
+    """Return the ids of the disturbances that happened between two snapshots of the machine.
 
     Args:
         before, after: The snapshots.
@@ -89,7 +89,7 @@ def disturbances(before: LoadSnapshot, after: LoadSnapshot, fastest_mhz: float |
 
 
 def warn_of_disturbances(generations: int, counts: Mapping[str, int]) -> list[RunWarning]:
-    """Return a warning for each id of ``disturbances``, given in how many of all generations it was seen."""
+    """Return a warning for each kind of disturbance; ``counts`` says how many of all generations had it."""
     return [
         RunWarning(
             name,
@@ -107,7 +107,7 @@ def warn_of_disturbances(generations: int, counts: Mapping[str, int]) -> list[Ru
 
 
 def few_prompts(prompts: int) -> RunWarning | None:
-    """Return a warning about too few prompts to say anything about others."""
+    """Return a warning if a run has too few prompts to say anything about other prompts."""
     if prompts >= FEW_PROMPTS:
         return None
     return RunWarning(
@@ -120,7 +120,7 @@ def few_prompts(prompts: int) -> RunWarning | None:
 
 
 def wide_intervals(speedups: Mapping[str, Estimate]) -> RunWarning | None:
-    """Return a warning about intervals that extend more than 10% to a side.
+    """Return a warning about intervals that reach more than 10% above or below their value.
 
     Args:
         speedups: Speedups with an interval, by the labels of their configurations.
@@ -147,7 +147,7 @@ def baseline_too_slow(speedup: Estimate) -> RunWarning | None:
     """Return a warning if ``transformers``' own ``generate`` is faster than the plain decoding of this run.
 
     Args:
-        speedup: Of ``generate`` over plain decoding.
+        speedup: Speedup of ``generate`` over plain decoding.
     """
     if speedup.low is None or speedup.low <= 1:
         return None
@@ -168,13 +168,14 @@ def tokens_differ(
     rounded: str | None = None,
     over: str = PLAIN,
 ) -> list[RunWarning]:
-    """Return warnings about greedy outputs that differ from the baseline's: one per configuration, one for all ties.
+    """Return warnings about greedy outputs that differ from the baseline's: one per configuration, and one for all
+    ties.
 
     Args:
         differences: The entries of ``run.json``, by the labels of their configurations.
-        prompts: How many each configuration decoded.
-        rounded: "int8" or "int4" if the target is quantized and its passes were not bit-exact.
-        over: Name of the baseline; a server's if it is not plain decoding.
+        prompts: Number of prompts that each configuration decoded.
+        rounded: "int8" or "int4" if the target is quantized and its forward passes were not bit-exact.
+        over: Name of the baseline: plain decoding or a server.
     """
     found, ties, servers = [], {}, over != PLAIN
     for label, entries in differences.items():

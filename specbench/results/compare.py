@@ -1,7 +1,8 @@
 """Comparison of two runs, or of two configurations of one: A over B with an interval and a verdict.
 
-Configurations of one run were measured side by side and are paired generation by generation. Two runs were not: they
-are paired by prompt, and changes of the machine between them remain in the ratio. Definitions: docs/metrics.md.
+Configurations of one run were measured in turns, so their generations are paired one by one. Two runs were measured at
+different times: they are paired by prompt, and changes of the machine in between affect the ratio. Definitions:
+docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class Row:
     Attributes:
         config_a, config_b: Their ids.
         label: Name of the row.
-        category: Of the prompts; ``None`` for all.
-        a, b: Speed (tokens/s) or speedup of either, geometric mean over the prompts that both have.
+        category: Category of the prompts; ``None`` for all prompts.
+        a, b: Speed (tokens/s) or speedup of each, as the geometric mean over the prompts that both have.
         ratio: A over B; NaN without common prompts.
-        verdict: What the interval says about A.
-        provisional: Whether the verdict is from a wider interval, because the measurements were disturbed.
+        verdict: Whether A is faster or slower, according to the interval.
+        provisional: Whether a wider interval was used for the verdict, because the measurements were disturbed.
     """
 
     config_a: str
@@ -75,7 +76,7 @@ class Compared:
     Attributes:
         a, b: Names of the two sides.
         measure: What is compared.
-        rows: For each configuration a row for all prompts, then one for each category if there are several.
+        rows: For each configuration: a row for all prompts, then a row for each category if there are several.
         notes: Sentences that explain the table.
         disturbance: Why verdicts are provisional; empty if they are not.
     """
@@ -93,7 +94,9 @@ class Compared:
         return [row for row in self.rows if row.category is None]
 
     def below(self, ratio: float) -> list[Row]:
-        """Return the rows for all prompts whose interval lies wholly below ``ratio``; none if disturbed."""
+        """Return the rows for all prompts whose interval is wholly below
+        ``ratio``; none if measurements were disturbed.
+        """
         return [
             row
             for row in self.overall
@@ -152,7 +155,7 @@ def _with_disturbance(compared: Compared, why: str) -> Compared:
 
 
 def side_by_side(results: Results, a: str, b: str) -> pd.DataFrame:
-    """Pair the decode speeds of two configurations of one run, given by id, by prompt, turn and repeat.
+    """Pair the decode speeds of two configurations of one run, ``a`` and ``b`` by id, by prompt, turn and repeat.
 
     Returns:
         One row per pair with ``prompt, turn, repeat, category, a, b``.
@@ -183,13 +186,13 @@ def compare_runs(
     Args:
         results_a, results_b: The runs.
         names: Names of the runs.
-        a, b: Compare only this configuration of A with that of B; one alone stands for both.
-        measure: ``None`` compares speeds on one kind of machine and speedups on two.
-        other_target: Compare although the targets differ.
+        a, b: Compare only configuration ``a`` of A with ``b`` of B; if only one of the two is given, it names both.
+        measure: What to compare; ``None`` is speeds if both machines are of one kind, otherwise speedups.
+        other_target: Whether to compare runs whose targets differ.
 
     Raises:
-        UsageError: They are one run, their targets differ, they have no configuration or prompt in common, or
-            ``measure`` is speed on two machines.
+        UsageError: Both are the same run, their targets differ, they have no configuration or prompt in common, or
+            ``measure`` is speed and the machines differ.
     """
     run_a, run_b = results_a.run, results_b.run
     if run_a.run_id == run_b.run_id:
@@ -255,7 +258,7 @@ def compare_runs(
 def _rows(
     config_a: RunConfig, config_b: RunConfig, ours: pd.DataFrame, theirs: pd.DataFrame
 ) -> Iterator[Row]:
-    """Yield all prompts, then each category; turns that only one run has finished are left out."""
+    """Yield a row for all prompts, then one for each category; turns that only one run has finished are left out."""
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
     label = one_line(config_a.label)
@@ -274,7 +277,7 @@ def _rows(
 
 
 def _speeds(results: Results) -> pd.DataFrame:
-    """Return decode speeds with their keys; of requests decoded side by side, speeds from arrival to end."""
+    """Return decode speeds with their keys; for requests of a batch, speeds from arrival to end."""
     columns = ["config", "category", "group", *_KEY, "tokens_per_second", "new_tokens", "total_s"]
     ok = results.done[columns].copy()
     ok["tokens_per_second"] = ok["tokens_per_second"].where(ok["group"] == "", whole_speed(ok))
@@ -289,7 +292,7 @@ def _values(results: Results, measure: Measure) -> pd.DataFrame:
 
 
 def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
-    """Yield all rows, then those of each category if there are several."""
+    """Yield all rows together, then the rows of each category if there are several."""
     yield None, rows
     categories = list(dict.fromkeys(rows["category"]))
     if len(categories) > 1:
@@ -301,10 +304,10 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
 
 
 def find_config(run: Run, name: str, where: str) -> RunConfig:
-    """Return the configuration with that id or label.
+    """Return the configuration with an id or label.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such configuration.
     """
     for field in ("id", "label"):
         for config in run.configs:
@@ -343,7 +346,9 @@ def _matched(
 
 
 def _common_prompts(results_a: Results, results_b: Results) -> tuple[set[str], list[str]]:
-    """Return the prompts that both have with the same text, as far as it is known, and notes about the others."""
+    """Return the prompts that both runs have with the same text,
+    and notes about the others; unknown texts count as equal.
+    """
     both = (results_a, results_b)
     texts = [{prompt.id: prompt.fingerprint for prompt in each.run.prompts} for each in both]
     ids = [set(each.generations["prompt"]) for each in both]
@@ -360,7 +365,7 @@ def _common_prompts(results_a: Results, results_b: Results) -> tuple[set[str], l
 
 
 def _differing_targets(run_a: Run, run_b: Run) -> str:
-    """Return how the targets differ, empty if they do not; one model under two names is one model."""
+    """Return how the targets differ, empty if they do not. A model that has two names is still one target."""
     a, b = run_a.target, run_b.target
     known = a.fingerprint is not None and b.fingerprint is not None
     differ = a.fingerprint != b.fingerprint if known else a.name != b.name
@@ -414,7 +419,7 @@ def _batch_notes(*configs: RunConfig) -> Iterator[str]:
 
 
 def _baseline_notes(rows: Sequence[Row], run_a: Run) -> Iterator[str]:
-    """Say where a baseline itself is faster or slower in A."""
+    """Return notes on baselines that are faster or slower in A than in B."""
     baselines = {config.id: config for config in run_a.configs if config.id == config.baseline}
     for row in rows:
         if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
@@ -426,7 +431,7 @@ def _baseline_notes(rows: Sequence[Row], run_a: Run) -> Iterator[str]:
 
 
 def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
-    """List settings and versions that differ although the runs can be compared."""
+    """Return notes on settings and versions that differ between two comparable runs."""
     runs = (run_a, run_b)
     pairs = [
         (what, *(getattr(run, name, run.options.get(name)) for run in runs))
@@ -475,7 +480,7 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def to_json(compared: Compared, fail_below: float | None = None) -> Json:
-    """Return a comparison for JSON, with ``null`` for figures without enough data."""
+    """Return a comparison as JSON data, with ``null`` for values without enough data."""
     rows = [
         {
             "config_a": row.config_a,

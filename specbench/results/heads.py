@@ -1,4 +1,4 @@
-"""How trained heads draft in a run, next to what was measured when they were trained."""
+"""How well trained heads draft in a run, compared with the measurements during their training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TrainingRow:
     """A measurement of a head during its training.
 
     Attributes:
-        drafter: Its name.
-        tokens: Trained on.
-        tokens_per_step: Of the decoder with it.
+        drafter: Name of the drafter.
+        tokens: Number of tokens the head had been trained on.
+        tokens_per_step: Tokens per step when decoding with it.
         kept: Accepted over tested by draft position, from 1 to ``PLACES``; NaN if none was tested.
-        best: Whether this is the head that was kept.
+        best: Whether training kept the weights of this measurement.
     """
 
     drafter: str
@@ -40,13 +40,13 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True)
 class HeadRow:
-    """A configuration that drafts with a trained head, on one category; NaN where nothing is known.
+    """A configuration that drafts with a trained head, on one category; unknown values are NaN.
 
     Attributes:
-        category: Of the prompts.
-        tokens_per_step: Measured.
+        category: Category of the prompts.
+        tokens_per_step: Tokens per step measured in the run.
         first, second: Accepted over tested at the first two draft positions.
-        trained: Tokens per step on held-out prompts of a category of that name when the head was trained.
+        trained: Tokens per step on held-out prompts of the same category, measured when the head was trained.
         speedup, verdict, provisional: See ``specbench.results.summary.CategoryRow``.
     """
 
@@ -62,10 +62,7 @@ class HeadRow:
 
 
 def distinct_trainings(heads: Mapping[str, TrainingMetadata]) -> dict[str, TrainingMetadata]:
-    """Return the heads that were measured during training, by drafter, each training once.
-
-    A head that drafts alone and in a cascade was trained once.
-    """
+    """Return the training metadata of heads by drafter; a head that drafts alone and in a cascade is listed once."""
     found: dict[str, TrainingMetadata] = {}
     for name, training in heads.items():
         if training.measured and training not in found.values():
@@ -74,12 +71,12 @@ def distinct_trainings(heads: Mapping[str, TrainingMetadata]) -> dict[str, Train
 
 
 def best_measurement(training: TrainingMetadata) -> TrainingMeasurement:
-    """Return the measurement of the head that was kept."""
+    """Return the measurement of the weights that training kept."""
     return max(training.measured, key=lambda each: each.tokens_per_step)
 
 
 def training_rows(results: Results) -> list[TrainingRow]:
-    """Return how trained heads did during training, a row per head and measurement."""
+    """Return measurements of heads during their training, a row per head and measurement."""
     found = []
     for name, training in distinct_trainings(results.run.heads).items():
         best = best_measurement(training)
@@ -91,7 +88,7 @@ def training_rows(results: Results) -> list[TrainingRow]:
 
 
 def head_rows(results: Results) -> list[HeadRow]:
-    """Return trained heads by category, a row per configuration that drafts with one and category."""
+    """Return how well trained heads draft: a row for each category of each configuration that drafts with a head."""
     run, steps = results.run, results.steps
     speedups = {(row.config.id, row.category): row for row in categorize(results).rows}
     kinds = results.generations[["config", "category"]].fillna("")

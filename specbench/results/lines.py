@@ -302,18 +302,18 @@ class Measurement:
 
     @property
     def speed(self) -> float:
-        """Decode tokens/s, of a group its throughput; NaN if undefined."""
+        """Decode tokens/s; for a group, its throughput; NaN if undefined."""
         return math.nan if self.result is None else self.result.speed
 
     def outputs(self) -> Iterator[tuple[str, Generation | RequestLine]]:
-        """Yield the outputs of the line, each with its prompt; none if it failed."""
+        """Yield each output of the line with its prompt; nothing if it failed."""
         if isinstance(self.result, Generation):
             yield self.line.prompt, self.result
         elif self.result is not None:
             yield from ((each.prompt, each) for each in self.result.requests)
 
     def to_json(self) -> bytes:
-        """Write the line.
+        """Return the line as JSON.
 
         Raises:
             ValueError: A number is not finite.

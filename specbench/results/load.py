@@ -17,17 +17,18 @@ _stops = 0
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """How busy the machine is at one moment; ``None`` for what is unknown here.
+    """How busy the machine is at one moment; a field that this system does not report is ``None``.
 
     Attributes:
         cores: Logical cores of the machine.
         load_average: Runnable processes, averaged over a minute.
-        busy_s, steal_s, total_s: Processor time of all cores since boot: in use, by other virtual machines, total.
+        busy_s, steal_s, total_s: Processor time of all cores since boot: in use, given to other virtual machines,
+            total.
         own_s: Processor time of this process and its children.
-        frequency_mhz: Mean over the cores.
+        frequency_mhz: Frequency of the processor, mean over the cores.
         throttled: How often the processor has slowed down because of heat.
-        memory_bytes, available_bytes: Of main memory.
-        swapped_in_bytes: Read back from swap since boot.
+        memory_bytes, available_bytes: Size of the main memory, and how much of it is available.
+        swapped_in_bytes: Bytes read back from swap since boot.
         stops: How often this process was stopped and continued since ``count_stops`` was called.
     """
 
@@ -45,7 +46,9 @@ class LoadSnapshot:
     stops: int = 0
 
     def steal_share(self, before: LoadSnapshot) -> float | None:
-        """Return the share of processor time that the host gave to others since ``before``; ``None`` if unknown."""
+        """Return the share of processor time that went to other virtual
+        machines since ``before``; ``None`` if unknown.
+        """
         if before.steal_s is None or self.steal_s is None or self.total_s <= before.total_s:
             return None
         return (self.steal_s - before.steal_s) / (self.total_s - before.total_s)
@@ -59,7 +62,7 @@ class LoadSnapshot:
 
 
 def load_snapshot() -> LoadSnapshot:
-    """Take a snapshot of the machine; takes well under a millisecond on Linux."""
+    """Take a snapshot of the machine, in well under a millisecond on Linux."""
     times = psutil.cpu_times()
     steal: float | None = getattr(times, "steal", None)
     # On Linux a guest's time is counted in user and nice as well.
@@ -84,7 +87,9 @@ def load_snapshot() -> LoadSnapshot:
 
 
 def count_stops() -> None:
-    """Count in snapshots how often this process is stopped and continued; not on Windows or outside the main thread."""
+    """Make snapshots count how often this process is stopped and continued;
+    no effect on Windows or in other threads.
+    """
     if hasattr(signal, "SIGCONT") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCONT, _continued)
 

@@ -1,4 +1,4 @@
-"""Generations and groups of requests, each paired with that of its baseline."""
+"""Generations and groups of requests, each paired with the same one of its baseline."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ _KEY = ["group", "prompt", "turn", "repeat"]
 
 
 def paired_generations(results: Results) -> pd.DataFrame:
-    """Pair each finished generation with that of its baseline for the same prompt, turn and repeat.
+    """Pair each finished generation with its baseline's for the same prompt, turn and repeat.
 
     Returns:
         One row per pair, without baselines: ``config, category, group, prompt, turn, repeat``; ``ratio`` (of decode
-        speeds) and ``ratio_total`` (of total times per token), above 1 where the configuration is faster; ``tokens``
+        speeds) and ``ratio_total`` (of total times per token), above 1 if the configuration is faster; ``tokens``
         and ``seconds`` after the first emission, and the baseline's as ``base_tokens`` and ``base_seconds``;
-        ``identical``, whether the tokens (of servers the texts) are equal, ``None`` where they need not be: with
-        sampling, beam search, or different prompts. Of requests decoded side by side all figures are about the time
-        from arrival to end.
+        ``identical``, whether the tokens (for servers, the texts) are equal, or ``None`` if they need not be: with
+        sampling, beam search, or different prompts. For requests of a batch, times are from arrival to end.
     """
     same_prompts = results.run.options.get("salt") != "each"
     columns = [
@@ -53,7 +52,7 @@ def paired_generations(results: Results) -> pd.DataFrame:
 def paired_groups(results: Results) -> pd.DataFrame:
     """Pair each group with its baseline's for the same prompts and repeat, in columns of ``paired_generations``.
 
-    ``ratio`` is that of throughputs, and ``prompt`` the group: the unit of replication.
+    ``ratio`` compares throughputs, and ``prompt`` is the name of the group, which is the unit of replication.
     """
     keys = ["group", "repeat"]
     groups = results.groups[["config", "baseline", *keys, "new_tokens", "throughput"]]
@@ -65,12 +64,12 @@ def paired_groups(results: Results) -> pd.DataFrame:
 
 
 def whole_speed(rows: pd.DataFrame) -> pd.Series[float]:
-    """Return tokens/s from arrival to end, NaN where no time has passed."""
+    """Return tokens/s from arrival to end; NaN if no time has passed."""
     return rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
 
 
 def _with_baseline(rows: pd.DataFrame, figures: list[str], keys: list[str]) -> pd.DataFrame:
-    """Return the rows that are no baselines, with the figures of their baselines as ``base_<figure>``."""
+    """Return the rows that are not baselines, with the values of their baselines in columns ``base_<figure>``."""
     renamed = {"config": "baseline", **{name: f"base_{name}" for name in figures}}
     base = rows[["config", *keys, *figures]].rename(columns=renamed)
     return rows[rows["config"] != rows["baseline"]].merge(base, on=["baseline", *keys], how="inner")

@@ -30,12 +30,12 @@ from specbench.results.steps import Steps, rank_counts
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What theory expects of a configuration.
+    """The speedup that theory predicts for a configuration.
 
     Attributes:
-        speedup: From acceptance by position.
-        speedup_iid: From α.
-        c: Cost of a drafter's forward pass; NaN for requests side by side.
+        speedup: Predicted from acceptance by position.
+        speedup_iid: Predicted from α.
+        c: Time of a drafter's forward pass over the target's with one token; NaN for batches.
     """
 
     speedup: Estimate = NO_FIGURE
@@ -50,7 +50,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
     """Predict the speedup from each prompt's acceptance and the run's costs, as a geometric mean over prompts.
 
     Args:
-        steps, config: Of one configuration.
+        steps, config: A configuration and its steps.
         timed: Times of forward passes in this run.
         results: The run.
     """
@@ -91,10 +91,10 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
 
 
 def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: Results) -> Prediction:
-    """Predict the speedup from each group's steps and the costs of shared passes, as a geometric mean over groups.
+    """Predict the speedup from each group's steps and the costs of shared forwards, as a geometric mean over groups.
 
-    For a closed loop of as many clients as the batch; prefill takes as long as in plain decoding. For the arguments
-    see ``predict``.
+    The batch must be a closed loop of as many clients as the batch size. Prefill is taken to last as long as in
+    plain decoding. For the arguments see ``predict``.
     """
     batch, df = config.batch or 1, results.generations
     drafter = timed.drafter_s.get(config.drafter, {})
@@ -143,9 +143,9 @@ def _prompts_read(steps: Steps, repeats: NDArray[np.intp], batch: int) -> tuple[
     """Return ``prompt_readings`` of a group in plain decoding and with its drafts, and the drafter's prefill seconds.
 
     Args:
-        steps: Of all repeats of the group.
-        repeats: By row of the data frame.
-        batch: Requests at a time.
+        steps: Steps of all repeats of the group.
+        repeats: The repeat of each row of the data frame.
+        batch: Number of requests decoded together.
     """
     found = []
     for each in steps.split(repeats[steps.row]).values():

@@ -1,4 +1,4 @@
-"""Latencies of requests decoded side by side, and how speedups depend on the batch size."""
+"""Latencies of requests decoded in batches, and how speedups depend on the batch size."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PERCENTILES = ("p50", "p95", "p99")
 class RequestRow:
     """Requests of one configuration.
 
-    Latencies are percentiles over all requests, interpolated linearly, by the names in ``PERCENTILES``.
+    Each latency is a mapping from the names in ``PERCENTILES`` to percentiles over all requests (linear interpolation).
 
     Attributes:
         requests: Number of requests.
-        throughput: Tokens/s of all together, geometric mean over groups.
-        ttft_s: From arrival to the first emission.
-        token_s: Per token after that.
-        latency_s: From arrival to the end.
-        queued_s: Time in the queue.
-        acceptance_rate: Accepted over drafted tokens of all.
+        throughput: Tokens/s of all requests together, geometric mean over groups.
+        ttft_s: Seconds from arrival to the first emission.
+        token_s: Seconds per token after that.
+        latency_s: Seconds from arrival to the end.
+        queued_s: Seconds in the queue.
+        acceptance_rate: Accepted over drafted tokens of all requests.
         pool_blocks, pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
     """
 
@@ -48,7 +48,7 @@ class RequestRow:
 
 
 def request_rows(results: Results) -> list[RequestRow]:
-    """Return a row for each configuration that decodes several requests side by side, in the order of the run."""
+    """Return a row for each configuration that decodes requests in batches, in the order of the run."""
     found = []
     for config in configs_of(results):
         done = results.done[(results.done["config"] == config.id) & (results.done["group"] != "")]
@@ -86,10 +86,10 @@ def _percentiles(values: pd.Series[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class BatchCurve:
-    """Speedups of a drafter with a draft policy, or of a server, by batch size, in closed loops of as many clients.
+    """Speedups of a drafter with a draft policy, or of a server, by batch size, with as many clients as the batch size.
 
     Attributes:
-        rows: Of the summary, by rising batch size; at least one, each with a speedup.
+        rows: Rows of the summary, by rising batch size; at least one, each with a speedup.
     """
 
     rows: list[SummaryRow]
@@ -101,12 +101,12 @@ class BatchCurve:
 
     @property
     def pays(self) -> int | None:
-        """The largest batch size whose interval lies wholly above 1."""
+        """The largest batch size whose speedup has an interval wholly above 1."""
         return max((batch_of(row) for row in self.rows if row.verdict == "faster"), default=None)
 
     @property
     def stops(self) -> int | None:
-        """The smallest batch size whose interval does not lie wholly above 1."""
+        """The smallest batch size whose speedup has an interval that is not wholly above 1."""
         return min((batch_of(row) for row in self.rows if row.verdict != "faster"), default=None)
 
     def at(self, batch: int) -> SummaryRow:
@@ -125,12 +125,12 @@ def batch_of(row: SummaryRow) -> int:
 
 
 def is_closed(config: RunConfig) -> bool:
-    """Return whether requests came from as many clients as the batch holds."""
+    """Return whether the workload was a closed loop of as many clients as the batch size."""
     return config.arrivals == f"closed:{config.batch}"
 
 
 def batch_curves(summary: Summary) -> list[BatchCurve]:
-    """Return the curve of every drafter and draft policy, or server, at every temperature, the best first."""
+    """Return the curves at all temperatures: one for each drafter with a draft policy, or server; the best first."""
     found: dict[tuple[str, str, int | None, float], list[SummaryRow]] = {}
     for row in summary.rows:
         config = row.config

@@ -1,4 +1,4 @@
-"""A stored run in memory: its description, and three tables of what was measured."""
+"""A stored run in memory: its description, and three tables of measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines
 
 
 def _columns(record: type[msgspec.Struct], *without: str) -> dict[str, bool]:
-    """Return the fields of a record and whether each is a number, which is NaN where it is missing."""
+    """Return the fields of a record, and whether each is a number; missing numbers become NaN."""
     fields = msgspec.structs.fields(record)
     return {each.name: _is_number(each.type) for each in fields if each.name not in without}
 
@@ -80,16 +80,16 @@ class Results:
     Attributes:
         run: Its ``run.json``.
         generations: A row per output (prompt turn, configuration and repeat) without warm-ups: the fields of
-            ``generations.jsonl`` and those of the row's configuration; ``target`` (its name), ``group`` (name of the
-            group if it was decoded side by side with others, else empty); and figures of the steps:
+            ``generations.jsonl`` and of the row's configuration; ``target`` (its name), ``group`` (name of the
+            group if it was decoded in a batch, else empty); and figures of the steps:
             ``tokens_per_second`` (after the first emission), ``tokens_per_step``, ``acceptance_rate`` and ``alpha``,
             NaN where undefined. Numbers of the steps are arrays with an element per step in columns ``steps_<name>``;
             ``steps_expected_acceptance``, ``steps_widths``, ``steps_ranks`` and ``steps_parents`` are lists of lists,
             ``steps_closing`` a list of strings and ``None``, ``steps_policy`` a dict of arrays. Failed generations
             have ``status`` "failed", NaN for figures and no steps.
-        groups: A row per group of requests decoded side by side: ``config, baseline, group, repeat, new_tokens,
-            throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and for a server that counts them for all
-            requests ``drafted, accepted, drafts, kept_at``.
+        groups: A row per group of requests decoded in a batch: ``config, baseline, group, repeat, new_tokens,
+            throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and, for a server that counts drafts over all
+                requests, ``drafted, accepted, drafts, kept_at``.
         answers: A row per answer of a server, indexed like ``generations``: what the server reported, and
             ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
         problems: A sentence for each line that could not be used.
@@ -103,7 +103,7 @@ class Results:
 
     @cached_property
     def done(self) -> pd.DataFrame:
-        """The generations that finished."""
+        """The rows of generations that finished."""
         return self.generations[self.generations["status"] == "ok"]
 
     @cached_property
@@ -116,8 +116,9 @@ def load_results(path: str | Path) -> Results:
     """Read one run.
 
     Args:
-        path: Its folder, a file in it, or a folder that holds this run alone. A line cut short by a crash is a problem,
-            not an error. Of two lines with one key the first counts, except that a success replaces a failure.
+        path: The run's folder, a file in it, or a folder that contains only this run. A line cut short by a crash
+            becomes a problem, not an error. If two lines have the same key, the first one counts, or the second one if
+            only that one succeeded.
 
     Raises:
         UsageError: There are no results, or several runs, or a newer version wrote them.
@@ -139,7 +140,7 @@ def load_results(path: str | Path) -> Results:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause the search for cycles: parsed JSON has none, and searching millions of lists takes most of the time."""
+    """Pause Python's garbage collector: parsed JSON has no cycles, and searching millions of lists for them is slow."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -163,7 +164,7 @@ def _cells(record: msgspec.Struct | None, columns: Mapping[str, bool]) -> Json:
 
 
 class _Tables:
-    """The tables, filled column by column: step lists become arrays as soon as they are read, to save memory."""
+    """The tables of ``Results`` while lines are read. Step lists become arrays immediately, to save memory."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -172,7 +173,7 @@ class _Tables:
         self.answers: dict[str, list[Any]] = {name: [] for name in _ANSWER_COLUMNS}
 
     def read(self, folder: Path, problems: list[str]) -> None:
-        """Add all lines except warm-ups."""
+        """Read a run's lines and add all except warm-ups."""
         configs = {config.id: config for config in self.run.configs}
         foreign = unknown = 0
         for each in distinct(read_lines(folder, problems), problems):
@@ -243,11 +244,11 @@ def step_columns(steps: StepLists) -> Json:
 
 
 def _step_cells(output: Generation | RequestLine, answer: Json) -> dict[str, float]:
-    """Return figures of the steps of an output; docs/metrics.md defines them.
+    """Return the metrics of an output's steps; docs/metrics.md defines them.
 
     Args:
-        output: What was measured.
-        answer: For a server its row of ``answers``, else empty.
+        output: The measured output.
+        answer: For a server, the output's row of ``answers``; otherwise empty.
     """
     rest = output.new_tokens - output.first_tokens
     speed = ratio(rest, output.decode_s) if rest > 0 else math.nan
@@ -268,10 +269,10 @@ def _step_cells(output: Generation | RequestLine, answer: Json) -> dict[str, flo
 
 
 def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> Json:
-    """Return what a server reported and what follows from it; docs/metrics.md defines it.
+    """Return the counts that a server reported, and the metrics that follow from them (docs/metrics.md).
 
-    After the first token every step emits what it accepted and one token more, so tokens and accepted drafts give the
-    number of steps. If a server does not report acceptance, the bursts of its answer stand for steps.
+    After the first token, every step emits its accepted tokens and one more, so the numbers of emitted and of accepted
+    tokens give the number of steps. If a server does not report acceptance, each burst of its answer counts as a step.
     """
     if server.accepted is not None:
         emitted, source = output.new_tokens - 1, "server"

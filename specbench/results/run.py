@@ -1,4 +1,4 @@
-"""``run.json``: what a run measured, on what, and what it came to."""
+"""``run.json``: what a run measured, on which machine, and its conclusions."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ OptionValue = str | bool | int | float | list[str] | None
 
 
 class StoredRecipe(Record):
-    """Everything that decides how a prompt is decoded (``specbench.recipe.Recipe``); of options those not at their
-    defaults."""
+    """Everything that decides how a prompt is decoded
+    (``specbench.recipe.Recipe``); of options those not at their defaults.
+    """
 
     target: StoredModel
     drafter: Annotated[str, doc("as `--drafter` takes it; `MODEL1` and so on stand for its models")]
@@ -258,12 +259,12 @@ class Run(Record):
 
     @property
     def baseline(self) -> str:
-        """What speedups are over, by name: plain decoding, or the first of several servers."""
+        """The name of the baseline of speedups: plain decoding, or the first of several servers."""
         return next((config.drafter for config in self.configs if config.kind == "server"), PLAIN)
 
 
 def stored_recipes(run: Run) -> dict[str, Recipe]:
-    """The recipes of a run by the ids of their configurations, as far as this version knows what is in them."""
+    """Return the recipes of a run by configuration id; recipes with contents unknown to this version are left out."""
     found = {}
     for config in run.configs:
         if config.recipe is not None:

@@ -1,7 +1,7 @@
 """Ratios with intervals: pure functions on arrays. Definitions and their pitfalls: docs/metrics.md.
 
-The unit of replication is the prompt. Runs of one prompt (its repeats, the turns of its conversation) are averaged
-first, on the log scale: more repeats make a prompt more precise but never count as more prompts.
+The unit of replication is the prompt. Measurements of one prompt (its repeats, the turns of its conversation) are
+averaged first, on the log scale: more repeats make a prompt's mean more precise but never count as more prompts.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Comparison:
 def nested_means(
     values: ArrayLike, prompts: Labels, repeats: Labels | None = None
 ) -> tuple[NDArray[Any], Floats]:
-    """Return the mean of each prompt: over its turns in each repeat first, then over the repeats.
+    """Return the mean of each prompt: first over its turns in each repeat, then over the repeats.
 
     Args:
-        values: Shape [runs]. NaN is left out.
-        prompts: The prompt of each run.
-        repeats: The repeat of each run; ``None`` averages all runs of a prompt together.
+        values: Measured values, shape [values]. NaN is left out.
+        prompts: The prompt of each value.
+        repeats: The repeat of each value; ``None`` averages all values of a prompt together.
 
     Returns:
         The labels of the prompts in sorted order, and their means.
@@ -90,16 +90,16 @@ def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[fl
 def mean_intervals(samples: ArrayLike, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
     """Return the ends of an interval for the population mean of each of several samples.
 
-    Each end is the outer one of two intervals: Student's t, which holds for normal and heavy-tailed values but
-    misses on the long side of skewed ones, and its inverse cubic transformation by the sample's skewness (P. Hall,
-    J. R. Statist. Soc. B 54, 1992, with t in place of normal quantiles), which holds for skewed values but is too
-    short for heavy tails. The skewness is that of the unbiased third moment (H. Cramér, Mathematical Methods of
-    Statistics, 1946, section 27.6), for the plain one of a few values is much too small, and counts no further than
+    Two intervals are computed, and each end is the outer one of the two. Student's t covers normal and heavy-tailed
+    values, but too rarely the long side of skewed values. Its inverse cubic transformation by the sample's skewness
+    (P. Hall, J. R. Statist. Soc. B 54, 1992, with t in place of normal quantiles) covers skewed values, but is too
+    short for heavy tails. The skewness uses the unbiased third moment (H. Cramér, Mathematical Methods of Statistics,
+    1946, section 27.6), since the plain third moment of a few values is much too small; it is limited to
     ``STEEPEST``. benchmarks/interval_coverage.py measures the coverage.
 
     Args:
-        samples: Shape [..., n], n at least 2.
-        confidence: Coverage that is aimed at.
+        samples: Samples of n values each, shape [..., n], n at least 2.
+        confidence: Intended coverage.
 
     Returns:
         Lower and upper ends, shape [...].
@@ -125,16 +125,17 @@ def upper_bound(
 ) -> float:
     """Return a bound that the population mean of ``values`` exceeds with probability ``error``.
 
-    By Student's t alone, so for normal values: as far out as races look, the correction for skewness in
-    ``mean_interval`` runs away, its cubic polynomial being one for small deviations. Infinite for fewer than two.
+    The bound is Student's t, which assumes normal values. The correction for skewness in ``mean_interval`` is not used:
+    its cubic polynomial is made for small deviations and diverges at the small probabilities that races use. The bound
+    is infinite for fewer than two values.
 
     Args:
-        values: Shape [n].
-        error: The chance.
-        groups: The group of each, where values were drawn from all groups in turn, so that no chance decided on how
-            many there are of which: only what is left within groups is chance then (proportional stratified sampling,
-            Cochran 1977, section 5.6). Taken into account from two values for each group on. ``None``: one group.
-        doubt: Standard deviation of what all values have in common in addition to that mean.
+        values: The sample, shape [n].
+        error: Probability of exceeding the bound.
+        groups: The group of each value, if values were drawn from all groups in turn. Chance then does not decide how
+            many values a group has, so only the variance within groups counts (proportional stratified sampling,
+            Cochran 1977, section 5.6). Groups are used if each has at least two values. ``None`` is one group.
+        doubt: Standard deviation of an error that all values have in common.
     """
     data = np.asarray(values, dtype=np.float64)
     n = len(data)
@@ -155,7 +156,7 @@ def _t_quantile(probability: float, freedom: int) -> float:
 
 
 def _skewed_quantile(quantile: float, skewness: Floats, n: int) -> Floats:
-    """The quantile of the t statistic of skewed values: the inverse of Hall's cubic transformation."""
+    """Return the quantile of the t statistic of skewed values, by the inverse of Hall's cubic transformation."""
     straight = np.abs(skewness) < 1e-6  # the transformation tends to the identity
     bent = np.where(straight, 1.0, skewness)
     inner = 1.0 + bent * (quantile / math.sqrt(n) - bent / (6.0 * n))
@@ -168,12 +169,13 @@ def geometric_mean(
     """Return the geometric mean over prompts, of ratios or of speeds.
 
     Args:
-        values: Positive, shape [runs]: a ratio of runs paired by prompt, turn and repeat, or a speed. NaN is left out.
-        prompts, repeats: The prompt and the repeat of each run.
+        values: Positive, shape [values]: ratios of generations paired by prompt, turn and repeat, or speeds. NaN is
+            left out.
+        prompts, repeats: The prompt and the repeat of each value.
         confidence: Coverage of the interval.
 
     Returns:
-        The estimate. With a single prompt its interval is that over the repeats, and its basis says so.
+        The estimate. With a single prompt, the interval is over its repeats, and the estimate's basis says so.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         logs = np.log(np.asarray(values, dtype=np.float64))
@@ -192,9 +194,9 @@ def geometric_mean(
 def pooled_rate(
     numerators: ArrayLike, denominators: ArrayLike, prompts: Labels, confidence: float = CONFIDENCE
 ) -> Estimate:
-    """Return sum over sum, such as accepted over drafted tokens, with a jackknife interval over the prompts.
+    """Return a ratio of sums, such as accepted over drafted tokens, with a jackknife interval over the prompts.
 
-    Long outputs weigh more. The ends are not clipped to where the rate can lie.
+    Long outputs weigh more. The ends of the interval are not clipped to the range of the rate.
     """
     sums = _sums_by_prompt(prompts, numerators, denominators)
 
@@ -218,8 +220,8 @@ def pooled_speedup(
 ) -> Estimate:
     """Return all tokens over all seconds relative to the baseline, with a jackknife interval over the prompts.
 
-    It answers what the whole batch of prompts would take: prompts with long outputs and slow decoding weigh more,
-    so it can lie on the other side of 1 than the geometric mean over prompts.
+    It compares the times for all prompts together: prompts with long outputs and slow decoding weigh more, so it can
+    be above 1 when the geometric mean over prompts is below, or the other way around.
     """
     sums = _sums_by_prompt(prompts, tokens, seconds, base_tokens, base_seconds)
 
@@ -231,7 +233,9 @@ def pooled_speedup(
 
 
 def _sums_by_prompt(prompts: Labels, *columns: ArrayLike) -> Floats:
-    """Return sums of each column, shape [columns, prompts], without runs that have a NaN anywhere."""
+    """Return the sum of each column by prompt, shape [columns, prompts],
+    without entries that have a NaN in any column.
+    """
     data = np.array([np.asarray(column, dtype=np.float64) for column in columns])
     keep = ~np.isnan(data).any(axis=0)
     names, prompt = np.unique(np.asarray(prompts)[keep], return_inverse=True)
@@ -240,7 +244,7 @@ def _sums_by_prompt(prompts: Labels, *columns: ArrayLike) -> Floats:
 
 
 def _jackknife(statistic: Any, sums: Floats, confidence: float) -> tuple[float, tuple[float, float] | None]:
-    """Return a statistic of total sums, and the interval of the mean of its pseudo-values (Tukey 1958)."""
+    """Return a statistic of the total sums, and an interval from the mean of its pseudo-values (Tukey 1958)."""
     count = sums.shape[1]
     if not count:
         return math.nan, None
@@ -262,7 +266,7 @@ def _group_means(values: Floats, group: NDArray[np.intp], groups: int) -> Floats
 def _exponential(
     value: float, interval: tuple[float, float] | None, prompts: int, basis: Literal["prompts", "repeats"]
 ) -> Estimate:
-    """Return an estimate given on the log scale."""
+    """Return the estimate whose logarithm and log interval are given."""
     if interval is not None:
         # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
         with np.errstate(over="ignore"):
@@ -273,14 +277,14 @@ def _exponential(
 
 
 def _telling(low: float, high: float) -> bool:
-    """Return whether an interval tells at least the order of magnitude of a positive figure."""
+    """Return whether an interval is narrow enough to give at least the order of magnitude of a positive value."""
     return math.isfinite(high) and high <= WIDEST * low
 
 
 def unseen_text(units: int, what: str = "prompts") -> str:
-    """Return a sentence on how common prompts that gain much can be although none was measured.
+    """Return a sentence on how common prompts with a high speedup can be although none was measured.
 
-    A kind that is a share of all is not among n prompts with a chance of (1 - share)^n, here 5%.
+    A kind of prompts with a given share is missing among n prompts with probability (1 - share)^n, here set to 5%.
     """
     share = 1.0 - 0.05 ** (1.0 / units)
     return (
@@ -293,12 +297,12 @@ def unseen_text(units: int, what: str = "prompts") -> str:
 
 
 def verdict(ratio: Estimate, *, disturbed: bool = False) -> Verdict:
-    """Return the verdict of an interval of a speed ratio; without one over prompts there is none.
+    """Return the verdict on a speed ratio, from its interval; ``None`` without an interval over prompts.
 
     Args:
-        ratio: With its interval.
-        disturbed: Whether others used the machine most of the time: the interval is widened by ``WIDENED``, and the
-            verdict a provisional one.
+        ratio: The ratio with its interval.
+        disturbed: Whether other programs used the machine most of the time: the interval is widened by ``WIDENED``,
+            and the verdict is provisional.
     """
     if ratio.basis != "prompts" or ratio.low is None or ratio.high is None:
         return "cannot tell"
@@ -317,15 +321,15 @@ def compare(
     repeats_b: Labels,
     confidence: float = CONFIDENCE,
 ) -> Comparison:
-    """Compare A with B, paired by prompt: for values not measured side by side, such as those of two runs.
+    """Compare A with B, paired by prompt, for values measured at different times, such as those of two runs.
 
-    Values measured side by side are better paired run by run: divide them and take ``geometric_mean``. Across
-    machines the values have to be speedups, each over the baseline of its own run.
+    Values measured in turns are better paired one by one: divide them and take ``geometric_mean``. Across machines,
+    the values must be speedups, each over the baseline of its own run.
 
     Args:
-        values_a, values_b: Positive speeds or speedups, shapes [runs of A], [runs of B]. Prompts that only one
-            has are left out.
-        prompts_a, prompts_b, repeats_a, repeats_b: Their prompts and repeats.
+        values_a, values_b: Positive speeds or speedups, shapes [values of A], [values of B]. Prompts that only one
+            of them has are left out.
+        prompts_a, prompts_b, repeats_a, repeats_b: The prompts and repeats of these values.
         confidence: Coverage of the interval.
     """
     a, b = np.log(np.asarray(values_a, dtype=np.float64)), np.log(np.asarray(values_b, dtype=np.float64))
@@ -345,7 +349,7 @@ def compare(
 
 
 def decimals(value: float, digits: int = 2) -> str:
-    """Format a figure with this many decimals, fewer from 10, and no exponent."""
+    """Format a number with ``digits`` decimals, or fewer if it is 10 or more, without an exponent."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -358,7 +362,7 @@ def decimals(value: float, digits: int = 2) -> str:
 def ratio_text(ratio: Estimate, times: str = "×") -> str:
     """Format a ratio with its interval, as ``2.10× [1.93, 2.31]``, or as ``2.10× [too few to say]``.
 
-    An end that is not 1 is never shown as 1: on which side it lies is the verdict.
+    An end that is not exactly 1 is never shown as 1, since the verdict depends on which side of 1 it is.
     """
     if math.isnan(ratio.value):
         return "–"

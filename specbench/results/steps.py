@@ -27,11 +27,12 @@ class Steps:
     Attributes:
         row: Index of the generation in ``Results.generations``.
         prompt: A number per prompt.
-        numbers: Tokens, forward passes and seconds, by the names of ``STEP_FIGURES``; also as ``steps[name]``.
+        numbers: Numbers of tokens and forward passes, and seconds, by the names of ``STEP_FIGURES``; ``steps[name]`` is
+            short for ``steps.numbers[name]``.
         alpha_sum: Sum of the step's expected acceptances.
-        alpha_at: Index of the first of them in ``alphas``; there are as many as tested positions.
+        alpha_at: Index of the step's first entry in ``alphas``; it has one for each tested position.
         alphas: Expected acceptances of all steps, shape [tested positions].
-        tree: Index in ``trees``; -1 for a chain.
+        tree: Index of the step's draft tree in ``trees``; -1 for a chain.
         trees: The distinct draft trees of all steps, as the parent of each node, -1 for the context.
     """
 
@@ -100,7 +101,7 @@ class Steps:
         )
 
     def split(self, codes: NDArray[np.intp]) -> dict[int, Steps]:
-        """Group the steps by code, in their order, without a copy per code."""
+        """Return the steps of each code, in their order; they are sorted once, not copied for each code."""
         order = np.argsort(codes, kind="stable")
         ordered = self.take(order)
         found, starts = np.unique(codes[order], return_index=True)
@@ -113,9 +114,10 @@ class Steps:
         return np.asarray(sum(self[f"{part}_s"] for part in PARTS))
 
     def rates(self, longest: int) -> Floats:
-        """Return accepted over tested at positions 1 to ``longest``; NaN where none was tested.
+        """Return accepted over tested at positions 1 to ``longest``; NaN at positions where none was tested.
 
-        The end of a branch that is not a tree's longest counts like a rejection after it: a step keeps no more.
+        If the accepted path ends at the end of a branch that is not the tree's longest, that counts like a rejection,
+        since the step cannot accept more.
         """
         ended = np.minimum(self["accepted"] + 1, self["drafted"])
         tested = np.where(self["nodes"] > self["drafted"], ended, self["tested"])
@@ -123,13 +125,13 @@ class Steps:
         return np.asarray(np.divide(part, whole, out=np.full(longest, _NAN), where=whole > 0))
 
     def alpha_by_position(self, longest: int) -> Floats:
-        """Return the mean expected acceptance at positions 1 to ``longest``; NaN where none was tested."""
+        """Return the mean expected acceptance at positions 1 to ``longest``; NaN at positions where none was tested."""
         at = [self.alpha_at[self["tested"] > i] + i for i in range(longest)]
         return np.array([self.alphas[places].mean() if len(places) else _NAN for places in at])
 
 
 def at_least(lengths: Ints, longest: int) -> Ints:
-    """Count the lengths that reach 1, 2, ..., ``longest``."""
+    """Return how many of the lengths are at least 1, 2, ..., ``longest``."""
     counts = np.bincount(lengths, minlength=longest + 1)
     return np.asarray(counts[::-1].cumsum()[::-1][1 : longest + 1])
 

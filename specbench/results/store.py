@@ -1,4 +1,4 @@
-"""Results on disk: a folder per run that stays readable after a crash at any moment, and its reader.
+"""Results on disk: a folder per run, which stays readable after a crash at any moment.
 
 ``run.json`` describes the run; every finished generation is one line of ``generations.jsonl``, written in one piece and
 synchronized before the next one begins. docs/results-format.md describes the fields.
@@ -39,7 +39,7 @@ class RunStore:
     Attributes:
         path: The folder.
         run: Content of ``run.json``.
-        problems: What was wrong with existing lines, a sentence each; those lines are not used.
+        problems: A sentence for each existing line that is wrong and not used.
     """
 
     def __init__(self, path: Path, lock: Any) -> None:
@@ -52,10 +52,10 @@ class RunStore:
 
     @classmethod
     def create(cls, path: str | Path, run: Run) -> RunStore:
-        """Create a run in a folder that holds none, and the folder if needed.
+        """Create a run in a folder without a run; the folder is made if needed.
 
         Raises:
-            UsageError: There are results already, another process writes there, or the folder is not writable.
+            UsageError: The folder has results already or is not writable, or another process writes there.
             RunError: The disk is full.
         """
         store = cls._locked(Path(path), make=True)
@@ -78,7 +78,8 @@ class RunStore:
         """Open a run to continue it; an unfinished line left by a crash is removed.
 
         Raises:
-            UsageError: There is no run, a newer version wrote it, another process writes there, or it is read-only.
+            UsageError: There is no run, a newer version wrote it, another process writes there, or the folder is
+            read-only.
         """
         run = read_run(path)
         store = cls._locked(Path(path), make=False)
@@ -94,10 +95,10 @@ class RunStore:
 
     @classmethod
     def check_writable(cls, path: str | Path) -> None:
-        """Check before models are loaded that a folder can be written.
+        """Check that a folder can be written, before models are loaded.
 
         Raises:
-            UsageError: It is not writable, or another process writes to it.
+            UsageError: The folder is not writable, or another process writes to it.
         """
         cls._locked(Path(path), make=True).close()
 
@@ -131,7 +132,7 @@ class RunStore:
             sync(self.path)
 
     def append(self, measurement: Measurement) -> None:
-        """Add one line: it has reached the disk on return, and nothing of it has if this raises.
+        """Add one line. It is on the disk when this returns; if this raises an error, nothing of it is.
 
         Raises:
             RunError: The disk is full or fails.
@@ -167,7 +168,7 @@ class RunStore:
         return [parsed for line in lines if (parsed := parse_costs_line(line)) is not None]
 
     def update(self, **fields: Any) -> None:
-        """Change fields of ``run.json``, all or nothing.
+        """Change fields of ``run.json`` atomically: all of them, or none.
 
         Raises:
             RunError: The disk is full or fails; the file is unchanged.
@@ -175,7 +176,7 @@ class RunStore:
         self.replace(msgspec.structs.replace(self.run, **fields))
 
     def replace(self, run: Run) -> None:
-        """Replace ``run.json``, likewise."""
+        """Replace ``run.json`` atomically."""
         self.run = run
         self._write_run()
 
@@ -184,7 +185,7 @@ class RunStore:
             write_text(self.path / RUN, to_json(self.run, indent=1).decode() + "\n")
 
     def done_keys(self, *, retry_failed: bool = False) -> set[Key]:
-        """Return the keys that need no measuring; with ``retry_failed``, failed generations do."""
+        """Return the keys that need not be measured; with ``retry_failed``, failed generations are not among them."""
         return {key for key, status in self._done.items() if status == "ok" or not retry_failed}
 
     def measurements(self) -> Iterator[Measurement]:
@@ -226,7 +227,7 @@ def _append(file: int, data: bytes) -> None:
 
 
 def _end_last_line(file: int, data: bytes, parse: Callable[[bytes], Any]) -> None:
-    """Complete or remove what a crash left after the last line break."""
+    """Complete or remove an unfinished last line, which a crash can leave."""
     start = data.rfind(b"\n") + 1
     if start == len(data):
         return
@@ -238,7 +239,7 @@ def _end_last_line(file: int, data: bytes, parse: Callable[[bytes], Any]) -> Non
 
 
 def _writing(path: Path, *, begun: bool = False) -> AbstractContextManager[None]:
-    """Turn errors of the file system into messages; ``begun``: something was measured before."""
+    """Turn file-system errors into messages; ``begun`` says whether anything was measured before."""
     kept = "What was measured before is kept."
     full = RunError(
         f"The disk is full: {str(path)!r} takes no more results.{f' {kept}' if begun else ''}",
@@ -251,10 +252,10 @@ def _writing(path: Path, *, begun: bool = False) -> AbstractContextManager[None]
 
 
 def write_csv(frame: DataFrame, path: str | Path) -> None:
-    """Write a table as CSV in which a spreadsheet runs no formula.
+    """Write a table as CSV, so that a spreadsheet runs no text of it as a formula.
 
-    Text that looks like a formula gets a quote, also where a spreadsheet of another language would begin a cell: after
-    a semicolon, a tab, a bar or a line break.
+    Text that looks like a formula gets a quote. So does such text after a semicolon, tab, bar or line break, where a
+    spreadsheet set to another language would begin a new cell.
     """
     safe = frame.map(_no_formula).rename(columns=_no_formula)
     write_text(path, safe.to_csv(index=False, lineterminator="\n"))
@@ -277,7 +278,7 @@ def find_runs(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     """Return folders of runs; each path is a run, a file in one, or a folder with runs in it.
 
     Raises:
-        UsageError: A path does not exist, or holds no run.
+        UsageError: A path does not exist, or there is no run in it.
     """
     found: dict[Path, None] = {}
     for given in [paths] if isinstance(paths, str | Path) else paths:
@@ -329,7 +330,7 @@ def read_run(path: str | Path) -> Run:
     """Read ``run.json`` in a folder.
 
     Raises:
-        UsageError: It is missing, damaged, of another program, or of a newer version of specbench.
+        UsageError: The file is missing or damaged, or another program or a newer version of specbench wrote it.
     """
     file = Path(path) / RUN
     try:
@@ -396,7 +397,7 @@ def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
 
 
 def distinct(measurements: Iterable[Measurement], problems: list[str]) -> Iterator[Measurement]:
-    """Yield one measurement per key: the first, or the first success if that failed."""
+    """Yield one measurement per key: the first success, or the first failure if there is no success."""
     waiting: dict[Key, Measurement] = {}  # failures that a later line may replace
     done: set[Key] = set()
     repeated = 0

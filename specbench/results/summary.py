@@ -1,6 +1,6 @@
-"""The figures of every configuration of a run, over all prompts and by category.
+"""The metrics of every configuration of a run, over all prompts and by category.
 
-Definitions of the figures and their pitfalls: docs/metrics.md.
+Definitions of the metrics and their pitfalls: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Acceptance:
     """Acceptance over all steps of a configuration; NaN where nothing was drafted.
 
     Attributes:
-        tokens_per_step: Emitted over steps.
-        acceptance_rate: Accepted over drafted.
-        acceptance_tested: Accepted over tested.
-        alpha: Mean expected acceptance where tested.
+        tokens_per_step: Emitted tokens over steps.
+        acceptance_rate: Accepted over drafted tokens.
+        acceptance_tested: Accepted over tested tokens.
+        alpha: Mean expected acceptance of tested tokens.
         mean_gamma: Tokens drafted per step.
         mean_nodes: Nodes drafted per step.
         step_source: Where a server's tokens per step come from: the ``server``, or ``bursts``, an estimate.
@@ -58,36 +58,39 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """Figures of one configuration over all prompts, NaN where there is no such figure.
+    """Metrics of one configuration over all prompts; NaN if a metric does not exist.
 
-    Of requests side by side ``tokens_per_second`` is the throughput of a group of them, and ``speedup`` the ratio of
-    throughputs, both geometric means over groups.
+    For requests in batches, ``tokens_per_second`` is the throughput of a group of requests, and ``speedup`` the ratio
+    of throughputs, both as geometric means over groups.
 
     Attributes:
         prompts, generations, failures: Numbers of prompts, finished and failed generations.
         verdict: What the interval of ``speedup`` says; ``None`` for a baseline.
         tokens_per_second: Decode speed, geometric mean over prompts.
-        speedup: Over the baseline, geometric mean over prompts of paired ratios, 1 for a baseline.
+        speedup: Speedup over the baseline, geometric mean over prompts of paired ratios; 1 for a baseline.
         speedup_total: The same including the time to first token.
-        pooled_speedup: All tokens over all seconds.
+        pooled_speedup: Speedup from all tokens over all seconds.
         tokens_per_step, acceptance_rate, acceptance_tested, alpha, mean_gamma, mean_nodes, step_source: See
             ``Acceptance``.
-        predicted_speedup: From acceptance by position and the measured costs of forward passes, geometric mean over
-            prompts; none if others used the machine most of the time.
+        predicted_speedup: Prediction from acceptance by position and the measured costs of forward passes, geometric
+            mean over prompts; NaN if other programs used the machine most of the time.
         predicted_speedup_iid: The same from α.
-        speedup_first: Speedup of a server over the first repeat alone.
-        warming: Speed of a server's later repeats, whose prompts it has seen before, over that of its first.
+        speedup_first: Speedup of a server in the first repeat only.
+        warming: Speed of a server in later repeats, whose prompts it has seen before, over its speed in the first
+            repeat.
         c: Cost of a drafter's forward pass relative to a forward pass of the target with one token.
         ttft_s: Time to the first token, geometric mean over prompts.
         ms_per_token: Time of the steps per emitted token.
-        share: Of that time, by part of a step.
-        share_draft_prefill: Of that time, within drafting.
-        peak_memory_bytes: The largest.
-        log_probability: Per token of an answer, mean over prompts, where it was requested.
+        share: Share of that time by part of a step.
+        share_draft_prefill: Share of that time for the drafter's prefill, which is part of drafting.
+        peak_memory_bytes: The largest peak memory of its generations.
+        log_probability: Log-probability per token of an answer, mean over prompts; NaN if it was not requested.
         identical_share: Share of greedy outputs that equal the baseline's.
-        difference: Why the others differ (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none does.
-        cached_share: Share of the prompts' tokens that a server took from its cache, where it reports it.
-        provisional: Whether the verdict is from a wider interval, because others used the machine most of the time.
+        difference: Why other outputs differ (``ties``, ``beyond rounding``, ``not checked``); ``None`` if all are
+            equal.
+        cached_share: Share of the prompts' tokens that a server took from its cache, if it reports that.
+        provisional: Whether a wider interval was used for the verdict, because other programs used the machine most of
+            the time.
     """
 
     config: RunConfig
@@ -128,7 +131,7 @@ class SummaryRow:
 
     @property
     def measured(self) -> bool:
-        """Whether it has a speedup over another configuration."""
+        """Whether a speedup over another configuration was measured."""
         return not self.is_baseline and not math.isnan(self.speedup.value)
 
 
@@ -137,12 +140,14 @@ class Summary:
     """The configurations of a run, in its order.
 
     Attributes:
-        rows: One for each that has generations.
+        rows: One row for each configuration that has generations.
         over: Name of the baseline.
-        dtype: Of the target.
-        disturbance: Why verdicts are provisional: others used the machine most of the time. Empty if they did not.
-        withheld: Why there are no predictions, a sentence; empty if there are.
-        fastest: The leader of `specbench tune` by id, if its speedup is certain; ``None`` for other runs.
+        dtype: Dtype of the target.
+        disturbance: Why verdicts are provisional, in a sentence: other programs used the machine most of the time.
+            Empty if they are not.
+        withheld: Why there are no predictions, in a sentence; empty if there are.
+        fastest: Id of the configuration that `specbench tune` found fastest, if its speedup is certain; ``None`` for
+            other runs.
     """
 
     rows: list[SummaryRow]
@@ -159,7 +164,10 @@ class Summary:
 
     @cached_property
     def winners(self) -> set[str]:
-        """Ids of the fastest configurations over each baseline whose verdict is faster; of `tune` its leader."""
+        """Ids of the configurations with the highest speedup over each baseline, if their verdict is "faster".
+
+        For a run of `specbench tune`, it is the configuration that it found fastest.
+        """
         if self.fastest is not None:
             return set(self.fastest)
         best: dict[str, SummaryRow] = {}
@@ -181,7 +189,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class CategoryRow:
-    """Speedup of a configuration on the prompts of a category; fields as in ``SummaryRow``."""
+    """Speedup of a configuration on the prompts of a category; its fields are those of ``SummaryRow``."""
 
     category: str
     config: RunConfig
@@ -194,7 +202,10 @@ class CategoryRow:
 
 @dataclass(frozen=True)
 class Categories:
-    """A row for each category and configuration except baselines; for the rest see ``Summary``."""
+    """The speedups of a run by category: a row for each category and configuration except baselines.
+
+    For the other attributes see ``Summary``.
+    """
 
     rows: list[CategoryRow]
     over: str
@@ -207,7 +218,7 @@ class Categories:
 
 
 def disturbance(results: Results) -> str:
-    """Return why verdicts are provisional: others used the machine most of the time. Empty if they did not."""
+    """Return why verdicts are provisional, if other programs used the machine most of the time; otherwise empty."""
     warnings = results.generations["warnings"]
     busy = sum(not _OTHERS.isdisjoint(names) for names in warnings)
     if busy <= _MOST_DISTURBED * len(warnings):
@@ -224,7 +235,7 @@ def configs_of(results: Results) -> list[RunConfig]:
 
 
 def summarize(results: Results) -> Summary:
-    """Return the figures of every configuration."""
+    """Return the metrics of every configuration."""
     run, tuning = results.run, results.run.tuning
     pairs = dict(list(paired_generations(results).groupby("config", sort=False)))
     groups = dict(list(paired_groups(results).groupby("config", sort=False)))
@@ -284,7 +295,7 @@ def categorize(results: Results) -> Categories:
 
 
 def baseline_name(run: Run) -> str:
-    """Return the name of what speedups are relative to."""
+    """Return the name of the baseline of speedups."""
     return one_line(run.baseline)
 
 
@@ -346,7 +357,7 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
 def _with_speedups(
     row: SummaryRow, pairs: pd.DataFrame | None, groups: pd.DataFrame | None, differences: Iterable[Mismatch]
 ) -> SummaryRow:
-    """Add the speedups, from the pairs of a configuration's generations and of its groups."""
+    """Return a row with its speedups, from the pairs of a configuration's generations and groups."""
     config = row.config
     if (config.kind == "plain" or row.is_baseline) and row.generations + row.failures:
         one = without_interval(1.0)
@@ -373,7 +384,7 @@ def _with_speedups(
 
 
 def without_interval(value: float) -> Estimate:
-    """Return a figure without an interval."""
+    """Return an estimate without an interval."""
     return Estimate(value, None, None, 0)
 
 
@@ -385,13 +396,13 @@ def _speedups_of(pairs: pd.DataFrame) -> tuple[Estimate, Estimate]:
 
 
 def _cause(differences: Iterable[Mismatch], config: str) -> str:
-    """Return why outputs differ, from what the end of the sweep found at the first differing tokens."""
+    """Return why outputs differ, from the check of their first differing tokens at the end of the sweep."""
     ties = {each.numerical_tie for each in differences if each.config == config}
     return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
 
 
 def speed_of(results: Results, config: RunConfig, done: pd.DataFrame) -> Estimate:
-    """Return decode tokens/s, geometric mean over prompts; of requests side by side throughput, over groups."""
+    """Return decode tokens/s as a geometric mean over prompts; for batches, throughput as one over groups."""
     groups = results.groups[results.groups["config"] == config.id]
     units, name, unit = (
         (groups, "throughput", "group") if len(groups) else (done, "tokens_per_second", "prompt")
@@ -461,7 +472,7 @@ def _cached_share(results: Results, done: pd.DataFrame) -> float:
 
 
 def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str) -> Estimate:
-    """Return the sum of a column over that of another; NaN without rows."""
+    """Return the sum of one column over the sum of another; NaN without rows."""
     if rows.empty:
         return NO_FIGURE
     part, whole = rows[numerator].to_numpy(dtype=float), rows[denominator].to_numpy(dtype=float)
@@ -489,8 +500,8 @@ _CONFIG_FIELDS = (
 def to_frame(rows: Sequence[DataclassInstance], kind: type[DataclassInstance]) -> pd.DataFrame:
     """Return rows of one class as a data frame with a column per field; an empty one has the fields as columns.
 
-    An ``Estimate`` becomes ``<name>``, ``<name>_low`` and ``<name>_high``, one named ``speedup`` also
-    ``speedup_basis``; a configuration its id as ``config`` and its fields; a mapping a column ``<name>_<key>`` each.
+    An ``Estimate`` becomes ``<name>``, ``<name>_low`` and ``<name>_high``, and for ``speedup`` also ``speedup_basis``.
+    A configuration becomes its id as ``config``, and its fields. A mapping becomes a column ``<name>_<key>`` per key.
     """
     names = [field.name for field in fields(kind)]
     cells = [dict(cell for name in names for cell in _cells(name, getattr(row, name))) for row in rows]

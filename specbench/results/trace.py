@@ -1,7 +1,7 @@
 """The step trace: what happened in every step, as events in a file.
 
-A trace is one header, at most one prefill, the steps and an end, written as JSON Lines. ``specbench.show.trace`` shows
-it. Readers need no field with a default: older traces may lack it.
+A trace has a header, at most one prefill, the steps and an end, as JSON Lines. ``specbench.show.trace`` shows it.
+Fields with a default can be missing, since older traces lack some.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class TraceHeader(Record, tag_field="event", tag="header"):
     """The first event.
 
     Attributes:
-        target, drafter: Their names.
+        target, drafter: Names of the target and the drafter.
         dtype: The target's dtype.
         options: JSON-ready options by name, in the order to show them; the view leaves out ``None`` values.
         prompt_tokens: Length of the prompt.
         prompt_tail: The end of its text.
-        greedy: Whether decoding is greedy, so that p and q decide nothing.
-        lossless: False with the residual adjustment off.
+        greedy: Whether decoding is greedy, so that p and q do not affect the verdicts.
+        lossless: Whether outputs have the target's distribution; false if the residual adjustment is off.
     """
 
     trace_version: int = TRACE_VERSION
@@ -84,7 +84,7 @@ class TraceTimes(Record):
 
 
 class TraceVerdict(Record):
-    """A drafted token and what became of it; ``ratio`` is p/q, ``r`` the random number it was compared with."""
+    """A draft token with its verdict; ``ratio`` is p/q, and ``r`` the random number that it was compared with."""
 
     token: int = -1
     text: str
@@ -96,7 +96,7 @@ class TraceVerdict(Record):
 
 
 class TraceSibling(Record):
-    """A token verified in place of the draft at ``place``."""
+    """A sibling: a token verified as an alternative to the draft token at ``place``."""
 
     place: Count
     token: int = -1
@@ -104,7 +104,7 @@ class TraceSibling(Record):
 
 
 class TraceStep(Record, tag_field="event", tag="step"):
-    """A step with everything that its record holds; of a tree also the parent of each node, -1 for the context."""
+    """A step with all fields of its record; for a tree, also the parent of each node, -1 for the context."""
 
     index: Count
     position: Count
@@ -126,9 +126,9 @@ class TraceStep(Record, tag_field="event", tag="step"):
 
 
 class TraceEnd(Record, tag_field="event", tag="end"):
-    """The last event, with figures under the names of ``generate --json``.
+    """The last event, with metrics named as in ``generate --json``.
 
-    ``finish_reason`` is ``None`` for an interrupted run, a rate where there is nothing to divide by.
+    ``finish_reason`` is ``None`` if the generation was interrupted. A rate is ``None`` if its denominator is 0.
     """
 
     finish_reason: _Finish
@@ -206,7 +206,7 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return ``None`` for NaN and infinities, which JSON lacks and a broken model may cause."""
+    """Return ``None`` for NaN and infinities, which JSON does not have and which a broken model can cause."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -223,8 +223,8 @@ def read_trace(path: Path) -> Iterator[Event]:
     """Read the events of a trace file, one by one.
 
     Raises:
-        UsageError: The file cannot be opened, is not a trace, comes from a newer version, or is damaged; the events
-            before a damaged line have been yielded by then.
+        UsageError: The file cannot be opened, is not a trace, comes from a newer version, or is damaged. Events before
+            a damaged line are yielded before the error is raised.
     """
     try:
         with path.open("rb") as file:
@@ -274,7 +274,9 @@ def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
 
 
 def _is_tree(step: TraceStep) -> bool:
-    """Return whether the parents form a tree: one per draft token, each an earlier node or -1; also true without any."""
+    """Return whether the parents form a tree:
+    one per draft token, each an earlier node or -1; also true without any.
+    """
     parents = step.parents or []
     fit = all(-1 <= parent < node for node, parent in enumerate(parents))
     return not parents or (fit and len(parents) == len(step.verdicts))

@@ -1,4 +1,4 @@
-"""Runs that an earlier version stored, as this one stores them: the one place that knows how those were written."""
+"""Upgrades of runs that an earlier version stored: the only module that knows the older formats."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ _DTYPE = re.compile(r" \((\w+)\)")
 def upgraded(run: Run) -> Run:
     """Return a run of any version in its present form.
 
-    In version 1 configurations had no ``recipe`` and no ``drafter_dtype``, which stood in the drafter's name.
+    In version 1, configurations had no ``recipe``, and ``drafter_dtype`` was part of the drafter's name.
     """
     configs = [_with_recipe(each, run) for each in run.configs] if run.schema == 1 else run.configs
     return structs.replace(run, configs=configs, schema=VERSION)
 
 
 def rename_fields(run: Any) -> Any:
-    """Rename the fields of a decoded ``run.json`` as this version names them: until version 2, draft policies were
-    ``policy`` in a configuration and ``rule`` in its recipe."""
+    """Rename the fields of a decoded ``run.json`` to this version's names.
+
+    Until version 2, the draft policy was called ``policy`` in a configuration and ``rule`` in its recipe.
+    """
     configs = run.get("configs") if isinstance(run, dict) else None
     for config in configs if isinstance(configs, list) else ():
         _rename(config, "policy")
@@ -95,7 +97,7 @@ def _recipe(config: RunConfig, run: Run, drafter_dtype: str | None) -> Recipe:
 
 
 def _model(name: str) -> ModelSpec:
-    """A model by the name that version 1 gave it."""
+    """Return the spec of a model from the name that version 1 stored."""
     if name in BUILTIN_MODELS or name in PACKAGED_HEADS:
         return ModelSpec("builtin" if name in BUILTIN_MODELS else "packaged", name)
     if name.lower().endswith(".gguf"):
@@ -105,7 +107,7 @@ def _model(name: str) -> ModelSpec:
 
 
 def _drafter(name: str) -> DrafterSpec:
-    """A drafter by the name that version 1 gave it, whose models need not be here."""
+    """Return the spec of a drafter from the name that version 1 stored; its models need not exist on this machine."""
     bare = _DTYPE.sub("", one_line(name))
     try:
         return with_models(parse_drafter(bare), lambda model: _model(model.name))
