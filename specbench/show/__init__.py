@@ -1,1 +1,1 @@
-"""Renderers: tables, plots, traces, reports. They read records or data frames, never torch."""
+"""Renderers: tables, plots, traces, reports. They read records or data frames and never import torch."""

@@ -39,9 +39,9 @@ class Answer:
 
     Attributes:
         headline: The answer in a sentence.
-        verdict: Of the best configuration, ``None`` if nothing was compared.
-        rivals: Configurations that may be as good as the best, in a sentence; empty if nothing was best of several.
-        command: The command that decodes like it; empty without a verdict.
+        verdict: Verdict on the best configuration; ``None`` if nothing was compared.
+        rivals: A sentence on configurations that can be as good as the best; empty if there was no choice.
+        command: The command that decodes like the best configuration; empty without a verdict.
         details: Sentences that qualify the answer.
     """
 
@@ -63,8 +63,8 @@ def find_answers(
 
     Args:
         results: A run.
-        summary, categories: Of it.
-        recipes: By the ids of their configurations, with paths of models; ``None`` for those that the run stores.
+        summary, categories: The run's metrics, in total and by category.
+        recipes: Recipes with the paths of models, by configuration id; ``None`` for the recipes stored in the run.
         more: Additional options of the commands.
     """
     recipes = {**stored_recipes(results.run), **(recipes or {})}
@@ -90,7 +90,7 @@ def find_answers(
 
 @dataclass(frozen=True)
 class _Answers:
-    """Finds the answer for some rows of a run's summary; for the other attributes see ``find_answers``."""
+    """Finder of the answer for some rows of a run's summary; for the attributes see ``find_answers``."""
 
     results: Results
     summary: Summary
@@ -119,7 +119,7 @@ class _Answers:
         return Answer(one_line(stored.headline), verdict, command=command, details=details)
 
     def of_one_request(self) -> Answer:
-        """Return the answer for requests decoded one after the other."""
+        """Return the answer for prompts decoded one after the other."""
         plain = self._baselines("plain")
         measured = [row for row in self.rows if row.config.kind == "speculative" and row.measured]
         references = [
@@ -150,7 +150,7 @@ class _Answers:
         return Answer(self._provisionally(headline), best.verdict, rivals, self._command_for(best), details)
 
     def of_servers(self) -> Answer:
-        """Return the answer for servers: which is faster than the first one, or up to which batch size."""
+        """Return the answer for servers: which one is faster than the first, or up to which batch size it is."""
         over = self.summary.over
         base = self._baselines("server")
         measured = [row for row in self.rows if row.measured]
@@ -183,7 +183,7 @@ class _Answers:
         return Answer(self._provisionally(headline), best.verdict, rivals, details=details)
 
     def of_batches(self) -> Answer:
-        """Return the answer for requests side by side: up to which batch size the best configuration pays."""
+        """Return the answer for batches: the largest batch size at which the best configuration pays."""
         curves = self._curves()
         details = [*_throughputs(self._baselines("plain")), *self._latencies()]
         if not curves:
@@ -220,7 +220,9 @@ class _Answers:
         return generate_command(self.recipes.get(row.config.id), row.config, self.more, drafts=drafts)
 
     def _command_for(self, row: SummaryRow) -> str:
-        """Return the command that decodes like a row, without drafting if that is slower; empty without a verdict."""
+        """Return the command that decodes like a configuration,
+        or plainly if drafting is slower; empty without a verdict.
+        """
         if row.verdict is None or row.verdict == "cannot tell":
             return ""
         return self._command(row, drafts=row.verdict != "slower")
@@ -233,7 +235,9 @@ class _Answers:
             yield identity_text([row], dtype, self.summary.over)
 
     def _speedups(self, row: SummaryRow, *, by_category: bool = False) -> str:
-        """Say the speedup in a sentence: after the first token, by category if wanted, and including it."""
+        """Return a sentence with the speedup after the first token,
+        if wanted by category, and with that of whole outputs.
+        """
         text = f"{_described(row)}: {stats.ratio_text(row.speedup)} over {self.summary.over}"
         cells = [
             cell
@@ -290,7 +294,9 @@ class _Answers:
             yield f"The best of {len(measured)} on these prompts is slightly flattered: expect a little less on others."
 
     def _latencies(self) -> Iterator[str]:
-        """Say what requests saw that arrived by the clock, or from more clients than the batch."""
+        """Return a sentence on the latencies of requests that arrived at random times,
+        or from more clients than the batch size.
+        """
         temperature = self.rows[0].config.temperature
         rows = [row for row in request_rows(self.results) if row.config.temperature == temperature]
         for plain in rows:
@@ -316,10 +322,10 @@ class _Answers:
 
 
 def where_it_stops(curve: BatchCurve, disturbance: str = "", over: str = PLAIN) -> str:
-    """Say at which batch size speculation stops paying, as far as the intervals tell.
+    """Return a sentence on the batch size at which speculation stops paying, according to the intervals.
 
     Args:
-        curve: A drafter and a draft policy over batch sizes.
+        curve: The speedups of a drafter with a draft policy, by batch size.
         disturbance: Why verdicts are provisional; empty if they are not.
         over: Name of the baseline.
     """
@@ -397,10 +403,10 @@ def generate_command(
     """Return the call of ``specbench generate`` that decodes as a configuration did.
 
     Args:
-        recipe: The configuration's; without one the call is empty.
+        recipe: The configuration's recipe; without one the command is empty.
         config: The configuration.
-        more: Additional options, at the end.
-        drafts: Whether to draft as it did, or decode plainly.
+        more: Additional options, at the end of the command.
+        drafts: Whether to draft like the configuration, or to decode plainly.
     """
     if recipe is None:
         return ""

@@ -38,14 +38,14 @@ def _parts(compared: Compared, *, categories: bool) -> Iterator[Part]:
 
 
 def to_markdown(compared: Compared) -> str:
-    """Return a comparison as a Markdown table with its categories, and notes below."""
+    """Return a comparison in Markdown: a table with a row for each category, and notes below."""
     by_category = any(row.category is not None for row in compared.rows)
     names = ["configuration", *(["category"] if by_category else [])]
     return document_markdown(_sheet(compared, compared.rows, names), Items(compared.notes))
 
 
 def _sheet(compared: Compared, rows: Sequence[Row], names: Sequence[str]) -> Sheet:
-    """Return a table of rows, named by their ``configuration``, their ``category`` or both."""
+    """Return a table of rows; ``names`` says what names a row: ``configuration``, ``category`` or both."""
     unit = "tokens/s" if compared.measure == "speed" else "speedup"
     cells = []
     for row in rows:

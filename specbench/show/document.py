@@ -1,6 +1,6 @@
-"""Documents in parts, with writers for a terminal and for Markdown.
+"""Documents made of parts, with writers for a terminal and for Markdown.
 
-Parts hold plain text. Writers make it safe for its destination: no control characters or markup on a terminal, no
+Parts contain plain text. Writers make it safe where it is shown: no control characters or markup on a terminal, no
 markup, HTML or line breaks in Markdown. The HTML page of a report has its own templates (``show/report``).
 """
 
@@ -57,7 +57,7 @@ Span = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labels, in a column of ``width`` cells on a terminal, with their values."""
+    """Labels with their values; on a terminal, the labels are in a column of ``width`` characters."""
 
     pairs: Sequence[tuple[str, Sequence[Span]]]
     width: int = 11
@@ -78,14 +78,15 @@ class Sheet:
     Attributes:
         headings: One per column; the first column names the rows, the others hold figures.
         rows: Cells, one list per row.
-        values: Values to sort the cells by, shaped like ``rows``: text in the first column, numbers elsewhere or NaN.
-        ranks: Which columns a narrow terminal leaves out: the highest first, 0 never; empty for all 0.
+        values: Values to sort the cells by, shaped like ``rows``: text in the first column, numbers or NaN in others.
+        ranks: A number for each column: a narrow terminal leaves out columns with the highest number first, and columns
+            with 0 never. Empty means 0 for all.
         notes: Sentences below the table.
-        marked: Numbers of highlighted rows.
-        left: Other columns than the first that hold text.
-        styles: Terminal styles of the last cells of rows, by their text.
-        matrix: Whether all columns are equally important, so that further tables show those that do not fit.
-        folded: Whether Markdown shows the number of rows, and the table on demand.
+        marked: Indices of highlighted rows.
+        left: Indices of columns that contain text, in addition to the first; they are aligned left.
+        styles: Terminal styles of the last column's cells, by their text.
+        matrix: Whether all columns are equally important, so that columns that do not fit are shown in further tables.
+        folded: Whether Markdown shows only the number of rows until the reader unfolds the table.
         elsewhere: Where to find the columns that were left out.
     """
 
@@ -109,7 +110,7 @@ Part = Heading | Paragraph | Code | Items | Facts | Image | Sheet
 
 
 def to_markdown(*parts: Part) -> str:
-    """Return a document as Markdown, tables with all of their columns."""
+    """Return a document as Markdown; its tables have all of their columns."""
     return "\n\n".join(filter(None, map(_markdown, parts))) + "\n"
 
 
@@ -164,11 +165,11 @@ _ASCII_WORDS = {
 
 
 def show(console: Console, *parts: Part, wrap: bool = True) -> None:
-    """Print a document, readable from 60 columns, with blank lines between parts that do not belong together.
+    """Print a document, readable in 60 columns or more, with blank lines between parts that do not belong together.
 
     Args:
-        console: Where.
-        *parts: What.
+        console: The console to print on.
+        *parts: The parts of the document.
         wrap: Whether to break paragraphs and lists into lines.
     """
     from rich.text import Text
@@ -208,7 +209,9 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
 
 
 def to_text(*parts: Part, width: int = 80) -> str:
-    """Return a document as ``show`` prints it, with tables of at most ``width`` cells and paragraphs unbroken."""
+    """Return a document as ``show`` prints it,
+    with tables of at most ``width`` characters and paragraphs in one line.
+    """
     from rich.console import Console
 
     out = io.StringIO()
@@ -217,7 +220,7 @@ def to_text(*parts: Part, width: int = 80) -> str:
 
 
 def spelled_out(text: str, encoding: str) -> str:
-    """Return text that is safe for a terminal, with words for symbols that its encoding lacks."""
+    """Return text that is safe for a terminal; symbols that its encoding lacks are replaced by words."""
     if not encoding.lower().startswith("utf"):
         for sign, word in _ASCII_WORDS.items():
             text = text.replace(sign, word)
@@ -264,7 +267,7 @@ def _tables(sheet: Sheet, width: int, encoding: str) -> tuple[list[Table], list[
 
 
 def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of each column; names and verdicts may take several lines."""
+    """Return the width of each column; names and verdicts can be broken into several lines."""
     from rich.cells import cell_len
 
     columns = zip(headings, *rows, strict=True)
@@ -282,7 +285,7 @@ def _in_two_lines(heading: str) -> str:
 
 
 def _most_important(ranks: Sequence[int], widths: Sequence[int], width: int) -> list[int]:
-    """Return the columns to show, in order: the least important are left out until the others fit."""
+    """Return the columns to show, in order; the least important ones are left out until the rest fits."""
     kept = list(range(len(widths)))
     while ranks and sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
         last = max(ranks[i] for i in kept)

@@ -1,4 +1,4 @@
-"""Text for a terminal in the style of where its tokens came from."""
+"""Terminal text with a style that shows where its tokens came from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _TERMINAL: dict[Origin, tuple[str, str]] = {
 
 
 def painted(text: str, origin: Origin, encoding: str = "utf-8", *, color: bool = True) -> str:
-    """Text for a terminal, safe and in the style of its origin; without ``color`` underlined, bold or italic only."""
+    """Return safe terminal text in the style of its origin;
+    without ``color``, it is only underlined, bold or italic.
+    """
     safe = terminal_safe(text, encoding)
     if not safe or origin not in _TERMINAL:
         return safe

@@ -1,4 +1,4 @@
-"""Rows of figures as tables of a document (``specbench.show.document``)."""
+"""Tables of metrics, as parts of a document (``specbench.show.document``)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def _too_few(one: str) -> str:
 
 
 def notes(summary: Summary) -> list[str]:
-    """Return the notes below a summary: what the intervals are over, and every figure that could be misread."""
+    """Return the notes below a summary: over what the intervals are taken,
+    and a note on each number that could be misread.
+    """
     out, rows, over = list[str](), summary.rows, summary.over
     bases = {row.speedup.basis for row in rows}
     unit, one = ("groups of prompts", "group of prompts") if summary.side_by_side else ("prompts", "prompt")
@@ -90,11 +92,11 @@ def notes(summary: Summary) -> list[str]:
 
 
 def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLAIN) -> str:
-    """Say whether the outputs of rows are those of the baseline, and why some are not.
+    """Return a sentence on whether outputs equal those of the baseline, and why some do not.
 
     Args:
-        rows: At least one, each with an ``identical_share``, and with one ``difference``.
-        dtype: Of the target.
+        rows: Rows of the summary, at least one, each with an ``identical_share`` and all with the same ``difference``.
+        dtype: Dtype of the target.
         over: Name of the baseline.
     """
     shares = sorted(row.identical_share for row in rows)
@@ -115,14 +117,16 @@ def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLA
 
 
 def verdict_text(verdict: str | None, provisional: bool) -> str:
-    """Return a verdict for tables, a dash for a baseline's."""
+    """Return a verdict as text for tables; a dash for a baseline."""
     if verdict is None:
         return "–"
     return f"{verdict}, provisional" if provisional else verdict
 
 
 def _means_differ(row: SummaryRow) -> bool:
-    """Return whether the pooled speedup is on the other side of 1, or outside the interval of the speedup."""
+    """Return whether the pooled speedup is on the other side of 1 than
+    the speedup, or outside the speedup's interval.
+    """
     mean, pooled = row.speedup.value, row.pooled_speedup.value
     if not row.measured or math.isnan(pooled) or abs(math.log(pooled / mean)) < 0.02:
         return False
@@ -134,7 +138,9 @@ def _means_differ(row: SummaryRow) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Column(Generic[Row]):
-    """A column of rows of one kind: heading, rank (see ``Sheet.ranks``), text of a cell, and value to sort it by."""
+    """A column of a table: its heading, its rank (see ``Sheet.ranks``),
+    and functions for a cell's text and sort value.
+    """
 
     heading: str
     rank: int
@@ -143,7 +149,7 @@ class _Column(Generic[Row]):
 
 
 def _percent(value: float) -> str:
-    """Format a share; 99.97% is not 100%."""
+    """Format a share as a percentage; 99.97% does not become 100%."""
     if math.isnan(value):
         return "–"
     whole = round(100 * value)
@@ -229,7 +235,7 @@ _SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
 def _percentiles(
     name: str, rank: int, of: Callable[[RequestRow], dict[str, float]], form: Callable[[float], str]
 ) -> list[_Column[RequestRow]]:
-    """Return a column for each percentile of a latency; the median is the last to be left out."""
+    """Return a column for each percentile of a latency; a narrow terminal leaves out the median last."""
 
     def column(number: int, percentile: str) -> _Column[RequestRow]:
         return _number(f"{name} {percentile}", rank + 5 * number, lambda row: of(row)[percentile], form)
@@ -307,7 +313,7 @@ def _sheet(
 
 
 def summary_sheet(summary: Summary) -> Sheet:
-    """Return the summary, without columns that hold no figure or only say that nothing failed."""
+    """Return the table of the summary, without columns that are empty or only say that nothing failed."""
 
     def is_needed(column: _Column[SummaryRow]) -> bool:
         values = [column.value(row) for row in summary.rows]
@@ -325,7 +331,7 @@ def summary_sheet(summary: Summary) -> Sheet:
 
 
 def category_sheet(categories: Categories) -> Sheet:
-    """Return a matrix of configurations and categories."""
+    """Return a table of speedups by configuration and category."""
     names = list(dict.fromkeys(row.category for row in categories.rows))
     configs: dict[str, RunConfig] = {row.config.id: row.config for row in categories.rows}
     speedups = {(row.config.id, row.category): row.speedup for row in categories.rows}
@@ -346,7 +352,7 @@ def category_sheet(categories: Categories) -> Sheet:
 
 
 def request_sheet(rows: Sequence[RequestRow]) -> Sheet:
-    """Return latencies of requests decoded side by side."""
+    """Return a table of the latencies of requests decoded in batches."""
     said = [
         "Percentiles over all requests: ms/token after the first emission; TTFT and total time from a request's"
         " arrival, including its time in the queue. Blocks and pool: the peak of the target's KV cache."
@@ -360,7 +366,7 @@ def request_sheet(rows: Sequence[RequestRow]) -> Sheet:
 
 
 def position_sheet(rows: Sequence[PositionRow]) -> Sheet:
-    """Return acceptance by position."""
+    """Return a table of acceptance by position."""
     least = (
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
@@ -369,7 +375,7 @@ def position_sheet(rows: Sequence[PositionRow]) -> Sheet:
 
 
 def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
-    """Return trained heads by category, with notes on where each configuration loses."""
+    """Return a table of trained heads by category, with notes on the worst category of each configuration."""
     out = [
         "Accepted: of the drafts tested at that position. When trained: tokens per step, greedily and with chains, on"
         " held-out prompts of a category of that name."
@@ -391,7 +397,7 @@ def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
 
 
 def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
-    """Return measurements of heads during training, with a note on which was kept."""
+    """Return a table of measurements of heads during training, with a note on which weights were kept."""
     said = [
         "Measured by the decoder, greedily and with chains, on prompts that were not trained on; accepted: of the"
         " drafts tested at that position."

@@ -1,4 +1,4 @@
-"""The step trace (``specbench.results.trace``) as a view for the terminal, from a run or a file."""
+"""The view of a step trace (``specbench.results.trace``) on a terminal."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ _DIGITS = "₀₁₂₃₄₅₆₇₈₉"
 
 
 class TraceView:
-    """Shows a trace on a console, event by event, in 60 columns or more.
+    """Printer of a trace on a console, event by event, in 60 columns or more.
 
-    In the text so far accepted drafts are plain; correction tokens, bonus tokens and the target's own (of the prefill
-    and of steps without a draft) are in marks that the header explains, and in styles if the console has colors.
+    It also shows the text so far. In it, accepted draft tokens are plain. Correction tokens, bonus tokens and the
+    target's own tokens (of the prefill and of steps without a draft) are in marks that the header explains, and in
+    styles if the console has colors.
     """
 
     def __init__(self, console: Console) -> None:
@@ -160,7 +161,9 @@ class TraceView:
     # Parts of them.
 
     def _drafts(self, verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Sheet:
-        """Return the table of drafts; of a tree with its branches in place of r, which chains compare with p/q."""
+        """Return the table of draft tokens. A tree has a column of branches;
+        a chain has one of r, which p/q is compared with.
+        """
         names = ["q", "p", "p/q"] if parents else ["q", "p", "p/q", "r"]
         least, most = _TOKEN_CELLS
         cells = max(least * (1 + bool(parents)), min(most, self._console.width - 18 - 8 * len(names)))
@@ -197,7 +200,7 @@ class TraceView:
         return kind, [(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind]), (origin, "")]
 
     def _extend(self, kind: str, text: str) -> None:
-        """Add a token to the text so far, and drop what is too far back to be shown."""
+        """Add a token to the text so far, and remove text that is too far back to be shown."""
         if kind in ("accepted", "target") and self._runs and self._runs[-1][1] == kind:
             text = self._runs.pop()[0] + text  # such tokens read better in one run
         self._runs.append((text, kind))
@@ -211,7 +214,9 @@ class TraceView:
                 break
 
     def _marked(self, text: str, kind: str) -> list[Span]:
-        """Return a run of the output in its marks, white space outside; white space alone is made visible."""
+        """Return a part of the output in its marks, with white space outside of them;
+        a part of only white space is made visible.
+        """
         if kind == "accepted":
             return [(text, "")]
         core = text.strip()
@@ -228,7 +233,7 @@ class TraceView:
         return safe.replace("\n", self._visible("\n")).replace("\t", self._visible("\t"))
 
     def _items(self, items: Iterable[str]) -> list[Span]:
-        """Return short items on as few lines as hold them, none broken in two."""
+        """Return short items on as few lines as possible; no item is broken across lines."""
         lines: list[str] = []
         for item in items:
             if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._console.width - _GUTTER - 4:
@@ -239,7 +244,9 @@ class TraceView:
 
 
 def _branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Yield the nodes of a tree depth first, each after its lines; heavy ones lead to accepted nodes."""
+    """Yield the nodes of a tree depth first,
+    each with the lines drawn before it; heavy lines lead to accepted nodes.
+    """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
@@ -275,7 +282,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Format in at most six characters: up to four decimals, or a power of ten."""
+    """Format a number in at most six characters: up to four decimals, or a power of ten."""
     if value is None:
         return "–"
     if value == 0 or 1e-4 <= abs(value) < 1e6:

@@ -1,7 +1,7 @@
 """Figures of one run, each a ``matplotlib.figure.Figure`` of its own, without the state of pyplot or a window.
 
-A function under ``canvas.figure`` draws a ``canvas.PlotData``, and raises ``NoDataError`` with a reason where there is
-nothing to show.
+A function decorated with ``canvas.figure`` draws a ``canvas.PlotData``, or raises ``NoDataError`` with the reason why
+there is nothing to show.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ for _module in sorted(iter_modules(__path__), key=lambda module: (module.name !=
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The figures of a run by name, and why others could not be drawn, by name."""
+    """The figures of a run by name, and, for those that could not be drawn, the reason by name."""
 
     figures: dict[str, Figure]
     skipped: dict[str, str]
@@ -48,7 +48,7 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
     Args:
         results: The run.
         only: Names of ``FIGURES``; ``None`` for all of them.
-        look: Their layout.
+        look: Layout of the figures.
 
     Raises:
         UsageError: There is no figure of such a name, or nothing can be drawn.
@@ -85,9 +85,10 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
 
 
 def _freeze_layout(figure: Figure) -> Figure:
-    """Lay a figure out for good, with its ticks: each saving would change the layout a little, and the ticks.
+    """Compute the layout and ticks of a figure once, so that saving it does not change them.
 
-    matplotlib chooses as many ticks as fit letters of the current size, which is another one at saving.
+    Without this, each saving changes the layout a little. Ticks change too: matplotlib chooses as many as fit the
+    current letter size, which is another one when a figure is saved.
     """
     engine = figure.get_layout_engine()
     assert engine is not None
@@ -105,7 +106,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the file's extension; the same figure gives the same bytes.
 
     Raises:
-        UsageError: There is a symbolic link. RunError: The file cannot be written.
+        UsageError: The path is a symbolic link. RunError: The file cannot be written.
     """
     with file_errors(f"{str(path)!r} cannot be written", "Give another --out."):
         write_bytes(path, figure_bytes(figure, path.suffix[1:]))

@@ -1,4 +1,4 @@
-"""Figures of acceptance: against γ, by position, accepted length, and by rank and depth of draft trees."""
+"""Figures of acceptance: by γ, by position, by accepted length, and by rank and depth in draft trees."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def acceptance(run: PlotData) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class _PositionLine:
-    """A line of the figure of positions: a drafter and a draft policy, or a server."""
+    """A line of the figure "positions": a drafter with a draft policy, or a server."""
 
     name: str
     rows: Sequence[PositionRow]
@@ -198,7 +198,9 @@ def trees(run: PlotData) -> Figure:
 
 
 def _name(row: SummaryRow, run: PlotData) -> str:
-    """Return the beginning of a name, which says which tree, without the drafter in the title."""
+    """Return a name that says which draft tree it is, shortened at the end;
+    a drafter named in the title is left out.
+    """
     label = row.config.label
     if len(run.drafters) == 1:
         label = label.removeprefix(row.config.drafter).strip()

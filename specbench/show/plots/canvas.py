@@ -1,7 +1,7 @@
 """Common parts of all figures: registry, data, names and colors of lines, axes, legends and captions.
 
-Colors are those of Okabe and Ito (2008), with a dark red in place of their yellow, which the color-blind can tell
-apart; markers carry the same distinction again.
+Colors are those of Okabe and Ito (2008), which the color-blind can distinguish, with a dark red in place of their
+yellow. Lines that differ in color differ in their markers too.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Look:
     """Layout of figures.
 
     Attributes:
-        width: In inches; ``None`` for the width that suits each figure.
-        font_size: In points; notes are smaller, titles larger.
-        framed: With a title above and a caption below, which papers write themselves.
+        width: Width in inches; ``None`` for the width that suits each figure.
+        font_size: Font size in points; notes are smaller, titles larger.
+        framed: Whether figures have a title and a caption; in a paper, the text has them.
     """
 
     width: float | None = None
@@ -108,7 +108,7 @@ class FigureKind:
         build: Draws it.
         about: What it shows, in a line.
         table: Heading of the report's table with its numbers; empty without one.
-        of_servers: Whether it can show servers, whose single steps are unknown.
+        of_servers: Whether the figure can show servers, whose single steps are unknown.
     """
 
     build: Callable[[PlotData], Figure]
@@ -124,9 +124,9 @@ FIGURES: dict[str, FigureKind] = {}
 def figure(
     name: str, about: str, *, table: str = "", of_servers: bool = False
 ) -> Callable[[Callable[[PlotData], Figure]], Callable[[PlotData], Figure]]:
-    """Register a function in ``FIGURES``; the arguments are the fields of ``FigureKind``.
+    """Register the decorated function in ``FIGURES``; the arguments are the fields of ``FigureKind``.
 
-    ``specbench plot --help`` finds the name in the source text, so ``@figure("name"`` starts a line.
+    ``specbench plot --help`` finds names by searching the source text for lines that start with ``@figure("name"``.
     """
 
     def register(build: Callable[[PlotData], Figure]) -> Callable[[PlotData], Figure]:
@@ -141,13 +141,13 @@ def figure(
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Configurations that differ in γ only: one line.
+    """Configurations that differ in γ only. A figure shows them as one line.
 
     Attributes:
-        parts: Drafter, draft policy, temperature and load; empty where all series agree.
-        rows: By rising x.
-        x: γ, or the mean draft length of a policy that adapts it.
-        adapts: Whether the draft policy adapts the draft length; its markers are hollow.
+        parts: Drafter, draft policy, temperature and workload; a part that is the same in all series is empty.
+        rows: Rows of the summary, by rising x.
+        x: γ, or the mean draft length if the policy adapts it.
+        adapts: Whether the draft policy adapts the draft length, which hollow markers show.
     """
 
     parts: tuple[str, str, str, str]
@@ -163,12 +163,12 @@ class Series:
         return _joined(self.parts, "" if self.parts[0] else "fixed γ")
 
     def name_at(self, row: SummaryRow) -> str:
-        """Return the name with the γ of one of its rows, if it is fixed."""
+        """Return the series' name, with the γ of a row if γ is fixed."""
         return _joined(self.parts, f"γ = {row.config.gamma}")
 
     @property
     def markers(self) -> dict[str, Any]:
-        """Style of the points."""
+        """Return the style of the markers."""
         face = "white" if self.adapts else self.color
         return {
             "color": self.color,
@@ -180,7 +180,7 @@ class Series:
 
 
 class PlotData:
-    """A run and what several figures need of it."""
+    """A run, with the data that several figures need."""
 
     def __init__(self, results: Results, look: Look) -> None:
         self.results = results
@@ -219,7 +219,7 @@ class PlotData:
 
     @property
     def intervals(self) -> str:
-        """What the intervals of speedups are over."""
+        """A sentence on the intervals of speedups: whether they are over prompts, groups or repeats."""
         bases = {row.speedup.basis for row in self.rows} - {None}
         side_by_side = self.summary.side_by_side
         if bases == {"repeats"}:
@@ -230,7 +230,7 @@ class PlotData:
 
 
 class _Key(NamedTuple):
-    """What the configurations of a series have in common."""
+    """The settings that all configurations of a series share."""
 
     drafter: str
     policy: str
@@ -244,7 +244,9 @@ class _Key(NamedTuple):
 
 
 def _series_of(rows: Sequence[SummaryRow]) -> list[Series]:
-    """Return the lines of a figure, colored by what differs most: drafter, draft policy, temperature or load."""
+    """Return the series of a figure; colors show the most important difference:
+    drafter, policy, temperature or workload.
+    """
     by_key: dict[_Key, list[SummaryRow]] = {}
     for row in rows:
         by_key.setdefault(_Key.of(row), []).append(row)
@@ -270,7 +272,7 @@ def _series_of(rows: Sequence[SummaryRow]) -> list[Series]:
 
 
 def _length(row: SummaryRow) -> float:
-    """Return γ, or the mean draft length of a policy that adapts it."""
+    """Return γ, or the mean draft length if the policy adapts it."""
     return row.mean_gamma if row.config.gamma is None else float(row.config.gamma)
 
 
@@ -280,7 +282,7 @@ def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
 
 
 def _load(config: RunConfig) -> str:
-    """Return the batch size, and the arrivals if not from as many clients; empty without one."""
+    """Return the batch size as text, with the arrivals if there are not as many clients; empty without batches."""
     if config.batch is None:
         return ""
     batch = f"batch {config.batch}"
@@ -288,7 +290,7 @@ def _load(config: RunConfig) -> str:
 
 
 def row_names(rows: Sequence[SummaryRow], run: PlotData) -> list[str]:
-    """Name configurations in a column: a drafter where its rows begin, an only one in the title instead."""
+    """Return row labels: a drafter is named in the first of its rows only, or in the title if it is the only one."""
     names, before = [], None
     several = len({row.config.temperature for row in run.rows}) > 1
     for config in (row.config for row in rows):
@@ -317,7 +319,7 @@ def _machine(environment: Environment, device: str) -> str:
 
 
 def short(text: object, limit: int) -> str:
-    """Shorten a name in its middle: the ends of models' names say most."""
+    """Shorten a name by cutting out its middle, since the ends of models' names say most."""
     name = one_line(text)
     if name.startswith("_"):  # matplotlib leaves such labels out of legends
         name = f" {name}"
@@ -340,7 +342,7 @@ def two_lines(name: str) -> str:
 
 
 def new_figure(run: PlotData, height: float, width: float | None = None) -> SubFigure:
-    """Return what lies between title and caption of a new figure; ``height`` is in inches at 8 points."""
+    """Return the part of a new figure between title and caption; ``height`` is in inches for letters of 8 points."""
     figure = Figure((run.look.width or width or WIDTH, height * font_size(1.0) / 8), layout="constrained")
     FigureCanvasAgg(figure)  # one renderer for all layouts, which caches the size of each text
     engine: Any = figure.get_layout_engine()
@@ -353,15 +355,15 @@ def new_figure(run: PlotData, height: float, width: float | None = None) -> SubF
 def panels(
     run: PlotData, count: int, height: float, ylabel: str = "", narrowest: int = 20, **shared: Any
 ) -> tuple[SubFigure, list[Axes]]:
-    """Return panels of ``height`` inches next to each other, in as many rows as needed.
+    """Return axes next to each other, in as many rows as needed.
 
     Args:
-        run: What is drawn.
-        count: Number of panels.
-        height: Of one, as in ``new_figure``.
-        ylabel: Of the first in every row.
-        narrowest: Minimum width of a panel, in letters.
-        **shared: Which axes they share, as in ``Figure.subplots``.
+        run: The data to draw.
+        count: Number of axes.
+        height: Height of each, as in ``new_figure``.
+        ylabel: Label of the y axis, for the first in every row.
+        narrowest: Minimum width of each, in letters.
+        **shared: Which axes are shared, as in ``Figure.subplots``.
     """
     lines = math.ceil(count / max(1, int(72 * run.width / (narrowest * run.look.font_size))))
     columns = math.ceil(count / lines)
@@ -401,7 +403,7 @@ def finish(body: SubFigure, run: PlotData, title: str, *remarks: str) -> Figure:
 
 
 def _legend(body: SubFigure) -> None:
-    """Name below the axes whatever has a label, each label once, in as many columns as fit."""
+    """Draw a legend below the axes with each label once, in as many columns as fit."""
     found: dict[str, Any] = {}
     for axes in body.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -433,7 +435,7 @@ def share_axis(axes: Axes, top: float | None = 1.02) -> None:
 
 
 def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Make x an axis of whole γ that holds all values."""
+    """Make x an axis of whole γ that includes all values."""
     axes.set_xlabel("γ (tokens drafted per step)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))
     first, last = min(values), max(values)
@@ -451,7 +453,7 @@ def _dodged(series: Sequence[Series]) -> list[Floats]:
 
 
 def estimates(rows: Sequence[SummaryRow], name: str) -> tuple[Floats, Floats, Floats]:
-    """Return a figure of rows and the ends of its intervals; NaN where there is none."""
+    """Return a metric of rows with the ends of its intervals; NaN if a row has none."""
     found: list[Estimate] = [getattr(row, name) for row in rows]
     ends = [(each.value, each.low, each.high) for each in found]
     value, low, high = np.array(ends, dtype=np.float64).reshape(-1, 3).T
@@ -464,14 +466,14 @@ def all_rows(series: Sequence[Series]) -> list[SummaryRow]:
 
 
 def span(rows: Sequence[SummaryRow], name: str) -> tuple[float, float]:
-    """Return the lowest and highest value, with their intervals as far as these are shown."""
+    """Return the lowest and highest value to show, including the shown parts of intervals."""
     y, low, high = estimates(rows, name)
     low, high = np.fmin(np.fmax(low, y / _SHOWN), y), np.fmax(np.fmin(high, y * _SHOWN), y)
     return float(np.nanmin(low)), float(np.nanmax(high))
 
 
 def draw_levels(axes: Axes, levels: Mapping[str, float]) -> None:
-    """Draw horizontal lines to compare with, by name."""
+    """Draw named horizontal lines to compare values with."""
     for number, (name, y) in enumerate(levels.items()):
         dashes = _LEVELS[number % len(_LEVELS)]
         axes.axhline(y, color=GRAY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=name)
@@ -480,14 +482,14 @@ def draw_levels(axes: Axes, levels: Mapping[str, float]) -> None:
 def draw_series(
     axes: Axes, series: Sequence[Series], name: str, include: Sequence[float] | None = None
 ) -> None:
-    """Draw the figure ``name`` of all series with its intervals, in axes whose x is set.
+    """Draw the metric ``name`` of all series with its intervals, in axes whose x limits are set.
 
-    An adaptive draft policy is at its mean draft length, on a dotted line across the figure to compare others with.
+    An adaptive draft policy is drawn at its mean draft length, with a dotted line across the figure for comparison.
 
     Args:
-        axes, series, name: What to draw, and where.
-        include: Values that y must show; ``None`` leaves its limits alone. Intervals far from their values are cut
-            off, with an arrowhead.
+        axes, series, name: The axes to draw in, and the series and metric to draw.
+        include: Values that the y axis must include; ``None`` does not change its limits. Intervals that reach far
+            from their values are cut off, with an arrowhead.
     """
     drawn = list(zip(series, _dodged(series), (estimates(each.rows, name) for each in series), strict=True))
     for each, x, (y, low, high) in drawn:
@@ -515,7 +517,7 @@ def draw_series(
 
 
 def with_gamma(run: PlotData, name: str) -> list[Series]:
-    """Return the series that have a figure."""
+    """Return the series that have a metric, without rows that lack it."""
     found = [each for each in run.series if np.isfinite(estimates(each.rows, name)[0]).any()]
     if not found:
         raise NoDataError(WHY_NOT[name])

@@ -57,7 +57,9 @@ def _acceptance(axes: Axes, training: TrainingMetadata) -> None:
 
 
 def _tokens_per_step(axes: Axes, training: TrainingMetadata, colors: dict[str, int]) -> None:
-    """Draw tokens per step against tokens trained on: all prompts, and the best and the worst category at the end."""
+    """Draw tokens per step by number of training tokens:
+    for all prompts, and for the finally best and worst category.
+    """
     measured = training.measured
     last = sorted(measured[-1].categories, key=lambda name: measured[-1].categories[name])
     _line(axes, [(each.tokens, each.tokens_per_step) for each in measured], _ALL, "all prompts")

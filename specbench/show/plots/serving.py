@@ -1,4 +1,4 @@
-"""Figures of servers and of requests side by side: speed and speedup, also by batch size, and latency."""
+"""Figures of servers and of batches: speed and speedup, also by batch size, and latency."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def latency(run: PlotData) -> Figure:
 
 
 def _lines(run: PlotData, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:
-    """Yield name, rows by rising batch size, color and marker for plain decoding and every drafter and draft policy.
+    """Yield a name, rows by rising batch size, color and marker for plain decoding and for each drafter with a policy.
 
-    Of several γ that with the highest throughput; lines are separate by temperature and arrivals.
+    Of several γ, the one with the highest throughput is taken. Each temperature and arrival process has its own lines.
     """
     alike: dict[tuple[str, _Key, str], dict[int | None, list[RequestRow]]] = {}
     for row in sorted(requests, key=lambda row: row.config.batch or 1):
@@ -154,7 +154,7 @@ def _policy(config: RunConfig) -> str:
 
 
 class _Key(NamedTuple):
-    """What the configurations of a line over the batch sizes have in common."""
+    """The settings that all configurations of a line share, which differ in batch size only."""
 
     drafter: str
     policy: str

@@ -1,4 +1,4 @@
-"""Figures of speed: speedup and tokens/s against γ, predictions against measurements, and categories."""
+"""Figures of speed: speedup and tokens/s by γ, predictions compared with measurements, and categories."""
 
 from __future__ import annotations
 
@@ -172,5 +172,5 @@ def _write_cell(axes: Axes, x: int, y: int, cell: CategoryRow, ink: str) -> None
 
 
 def _end(value: float) -> str:
-    """Format an end of an interval in few digits; what two prompts leave open is not worth more."""
+    """Format an end of an interval in few digits; with few prompts, more digits mean nothing."""
     return "0" if value < 0.005 else ">99" if value > 99 else f"{value:.2f}" if value < 10 else f"{value:.0f}"

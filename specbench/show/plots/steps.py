@@ -1,4 +1,4 @@
-"""Figures of steps: where their time goes, and one generation step by step."""
+"""Figures of steps: the time of each part, and one generation step by step."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def generation(run: PlotData) -> Figure:
 def _one_generation(run: PlotData) -> pd.Series[Any]:
     """Return the generation of one configuration whose tokens per step are the most typical.
 
-    The configuration is one whose policy notes an entropy, or else anything, or else the fastest; γ above 1 is
-    preferred.
+    The configuration is one whose policy records an entropy; if there is none, one whose policy records anything; or
+    else the fastest. γ above 1 is preferred.
     """
     df = run.results.generations
     configs, drafted, policies = (df[name].to_numpy() for name in ("config", "steps_drafted", "steps_policy"))
@@ -129,9 +129,9 @@ def _one_generation(run: PlotData) -> pd.Series[Any]:
 
 
 def _drawable(policy: Mapping[str, Any] | None, steps: int) -> dict[str, Floats]:
-    """Return the notes of a draft policy that are shares or entropies: others have another scale.
+    """Return the values recorded by a draft policy that are shares or entropies; others have another scale.
 
-    What never changes is left out, and so is what repeats another note, such as an average without a memory.
+    Values that never change are left out, and so are values that repeat others.
     """
     others = ("gamma", "γ", "rate", "probe", "drafter_pass_s", "rest_s")
     found: dict[str, Floats] = {}

@@ -1,4 +1,4 @@
-"""A run as a report: one HTML file, and Markdown with its figures next to it."""
+"""The report of a run: one HTML file, and a Markdown file with image files next to it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["write_report"]
 
 
 def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Path]]:
-    """Write ``report.html``, ``report.md`` and the figures that the latter shows, in ``plots/``.
+    """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
 
     Args:
-        folder: Of the run.
-        out: Where to write; ``None`` for the run's folder.
+        folder: The run's folder.
+        out: The folder to write to; ``None`` for the run's folder.
 
     Returns:
         The report, and the paths of ``report.html`` and ``report.md``.
 
     Raises:
-        UsageError: There is no run, no generation of it has finished, or a link stands where something is to be
-            written. RunError: The report cannot be written.
+        UsageError: There is no run, no generation of it has finished, or a file to write is a symbolic link.
+        RunError: The report cannot be written.
     """
     results = load_results(folder)
     out = folder if out is None else out

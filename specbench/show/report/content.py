@@ -1,7 +1,7 @@
-"""The content of a report, not escaped for HTML or Markdown yet.
+"""The content of a report, before it is escaped for HTML or Markdown.
 
-A report opens with the answer in a sentence and what is doubtful about it, shows tables and figures, and ends with how
-and on what everything was measured. Definitions of the figures: docs/metrics.md.
+A report begins with the answer in a sentence and with warnings, then shows tables and figures, and ends with the method
+of measurement and the machine. Definitions of the metrics: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SUMMARY, CATEGORIES = "Summary", "By category"
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure: its name, what it shows, and a PNG; another PNG for narrow screens, if there is one."""
+    """A figure: its name, a description, a PNG, and possibly a second PNG for narrow screens."""
 
     name: str
     about: str
@@ -53,16 +53,16 @@ class Report:
     """The content of a report.
 
     Attributes:
-        name: Of the run.
-        answers: One per temperature.
-        warnings: What is doubtful, the gravest first.
-        summary, categories: Figures of all configurations.
+        name: Name of the run.
+        answers: The answers, one per temperature.
+        warnings: Warnings, the gravest first.
+        summary, categories: Metrics of all configurations.
         tables: Tables by title, in order.
         pictures: Figures.
-        missing: Which figures are missing and why, in sentences.
+        missing: Sentences on which figures are missing and why.
         method: How everything was measured, as titles and texts.
         costs: Times of single forward passes.
-        facts: What everything was measured on: groups of names and values.
+        facts: Machine, versions and models, as groups of names and values.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Report:
 
 
 def make_report(results: Results, name: str, plots: Path) -> Report:
-    """Return everything that a report says about one run.
+    """Return the content of a report about one run.
 
     Args:
         results: The run.
-        name: Of the run.
+        name: Name of the run.
         plots: An existing folder for the figures.
 
     Raises:
@@ -131,7 +131,7 @@ _NARROW, _NARROW_DPI = 3.6, 150  # inches and resolution of a figure for narrow 
 
 
 def _pictures(results: Results, folder: Path) -> tuple[list[Picture], dict[str, str]]:
-    """Draw the figures and say why others are missing, by name."""
+    """Return the figures of a run, and sentences on why others are missing."""
     try:
         drawn = draw_figures(results)
     except UsageError as error:
@@ -154,7 +154,7 @@ def _why_missing(missing: Mapping[str, str]) -> list[str]:
 
 
 def alternative(picture: Picture, renamed: Mapping[str, str] | None = None) -> str:
-    """Return the alternative text of a picture, which names the table with its figures."""
+    """Return the alternative text of a picture, which names the table with its numbers."""
     table = FIGURES[picture.name].table
     table = (renamed or {}).get(table, table)
     return f"Chart: {picture.about}." + (f" Its figures are in the table '{table}'." if table else "")
@@ -305,7 +305,9 @@ def _method_of_batches(done: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
-    """Yield single forward passes: what, seconds, symbol, and relative to a target's pass with one token."""
+    """Yield the costs of forward passes:
+    description, seconds, symbol, and ratio to the target's forward with one token.
+    """
     costs = run.costs
     if costs is not None and 1 in costs.target_s:
         one = costs.target_s[1]
@@ -320,7 +322,7 @@ def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
 
 
 def _shared_costs(costs: SharedCosts) -> Iterator[tuple[str, float, str, float]]:
-    """Yield forward passes that requests share, relative to a target's pass with one token of each of them."""
+    """Yield the costs of shared forward passes, relative to the target's forward with one token of each request."""
     for requests, times in costs.target_s.items():
         if 1 not in times:
             continue

@@ -1,4 +1,4 @@
-"""The report as Markdown with its figures next to it."""
+"""The report as Markdown, with image files next to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_SUMMARY = dict.fromkeys(("Speed", "Acceptance and time"), SUMMARY)
 
 
 def to_markdown(report: Report) -> str:
-    """Return the report as Markdown, with its figures linked as ``plots/<name>.png``."""
+    """Return the report as Markdown, with links to figures as ``plots/<name>.png``."""
     return document.to_markdown(*_parts(report))
 
 

@@ -1,4 +1,4 @@
-"""The report as one HTML page that loads nothing."""
+"""The report as one HTML page, which loads no other file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NO_INTERVAL = "[too few to say]"  # of stats.ratio_text
 
 
 def to_html(report: Report) -> str:
-    """Return the report as one HTML file with pictures, style and script inside."""
+    """Return the report as one HTML file that includes its pictures, style and script."""
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     summary = report.tables[SUMMARY]
     steps = [i for i, heading in enumerate(summary.headings) if heading in _STEP_HEADINGS]
@@ -65,7 +65,7 @@ def to_html(report: Report) -> str:
 
 @cache
 def templates() -> Environment:
-    """Return the templates, which escape whatever they are given and fail on what they are not."""
+    """Return the templates, which escape all values and raise an error for a missing one."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -122,7 +122,9 @@ def _image(png: bytes, share: float) -> Json:
 
 @dataclass(slots=True)
 class _Cell:
-    """A cell: its text, the value to sort it by, ``faster`` or ``slower`` with a sign, and its speedup as a drawing."""
+    """A cell: its text, the value to sort it by,
+    its mark (``faster`` or ``slower`` with a sign), and a bar for a speedup.
+    """
 
     text: str
     value: str | None
@@ -172,7 +174,9 @@ def _sort_value(value: Any) -> str | None:
 
 
 def _speed_table(summary: Summary, sheet: Sheet) -> _Table:
-    """Return the summary without figures of steps: speedups first, each drawn next to its number."""
+    """Return the summary as a table without metrics of steps:
+    speedups come first, each with a bar next to its number.
+    """
     place = {heading: i for i, heading in enumerate(sheet.headings)}
     first = [place[heading] for heading in ("configuration", "speedup", "verdict") if heading in place]
     others = [i for heading, i in place.items() if heading not in _STEP_HEADINGS and i not in first]
@@ -188,7 +192,7 @@ def _speed_table(summary: Summary, sheet: Sheet) -> _Table:
 
 
 def _bars(rows: Sequence[SummaryRow]) -> Callable[[SummaryRow], Json | None]:
-    """Return a function that draws the speedup of each row on a common logarithmic scale."""
+    """Return a function that draws the bar of a row's speedup, all rows on one logarithmic scale."""
     ends = [1.25, 0.8]
     for speedup in (row.speedup for row in rows if row.speedup.value > 0):
         # A very wide interval would squeeze all others; it runs to the edge instead.
@@ -216,7 +220,7 @@ def _bars(rows: Sequence[SummaryRow]) -> Callable[[SummaryRow], Json | None]:
 
 
 def _mark_verdicts(table: _Table, categories: Categories) -> None:
-    """Mark the cells of the matrix of categories whose interval excludes 1."""
+    """Mark the cells of the table of categories whose interval excludes 1."""
     table.notes.append("[–]: too few to say. ▲ ▼: the interval lies wholly above or below 1.")
     if any(row.provisional for row in categories.rows):
         table.notes.append(f"{categories.disturbance} {stats.PROVISIONAL}")
