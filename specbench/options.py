@@ -130,7 +130,12 @@ class ModelOptions:
         bool, _model("--allow-pickle", None, "Load pickled weights where there are no safetensors.")
     ] = False
     any_target: Annotated[
-        bool, _model("--any-target", None, "Let a trained head draft for weights it was not trained for.")
+        bool,
+        _model(
+            "--any-target",
+            None,
+            "Use a trained head with other target weights than those it was trained for.",
+        ),
     ] = False
 
     @property
@@ -153,7 +158,8 @@ class SharedPolicyOptions:
         _policy(
             "--siblings",
             "N",
-            "Most alternatives verified in addition to a draft in greedy decoding (auto: 8, others: 0).",
+            "Maximum number of alternative tokens verified in addition to a draft, in greedy decoding. Default: 8"
+            " with auto, otherwise 0.",
             min=0,
         ),
     ] = None
@@ -162,12 +168,15 @@ class SharedPolicyOptions:
         _policy(
             "--verification",
             "NAME",
-            f"Verification above temperature 0: {', '.join(VERIFICATIONS)}. Default: the one that accepts most.",
+            f"Verification above temperature 0: {', '.join(VERIFICATIONS)}. Default: the one that accepts most"
+            f" draft tokens.",
         ),
     ] = None
     costs: Annotated[
         Path | None,
-        _policy("--costs", "FILE", "Pass times for auto and auto-tree, from a JSON file of an earlier run."),
+        _policy(
+            "--costs", "FILE", "JSON file of an earlier run with forward pass times for auto and auto-tree."
+        ),
     ] = None
 
     @property
@@ -188,7 +197,7 @@ class DecodingOptions:
     """
 
     max_new_tokens: Annotated[
-        int, _decoding("--max-new-tokens -n", "N", "Longest output, in tokens.", min=1)
+        int, _decoding("--max-new-tokens -n", "N", "Maximum length of the output, in tokens.", min=1)
     ] = 256
     min_new_tokens: Annotated[
         int, _decoding("--min-new-tokens", "N", "No end token before N new tokens.", min=0)
@@ -211,7 +220,8 @@ class DecodingOptions:
         _decoding(
             "--residual-adjustment/--no-residual-adjustment",
             None,
-            "NOT LOSSLESS without it, for demonstration: corrected tokens are drawn from p, not the residual.",
+            "Draw correction tokens from the residual distribution. NOT LOSSLESS without it, for demonstration:"
+            " they are drawn from p.",
         ),
     ] = True
     model_defaults: Annotated[
@@ -282,8 +292,8 @@ class CacheOptions:
         _decoding(
             "--bit-exact",
             None,
-            "Logits bitwise equal in every pass, so that greedy outputs agree at ties in any dtype; refused where that"
-            " is not possible. Uses the preallocated cache.",
+            "Make logits bitwise equal in forward passes of any size, so that greedy outputs are those of plain"
+            " decoding even at ties; an error where that is not possible. Uses the preallocated cache.",
         ),
     ] = False
     compiled: Annotated[
@@ -291,8 +301,8 @@ class CacheOptions:
         _decoding(
             "--compile",
             None,
-            "Compile passes of fixed shapes for a GPU (torch.compile), each width at its first use, which takes a"
-            " while. Uses the static cache.",
+            "Compile forward passes of fixed shapes for a GPU (torch.compile), each size at its first use, which"
+            " takes a while. Uses the static cache.",
         ),
     ] = False
 
@@ -315,7 +325,12 @@ class SamplingOptions:
     ] = 0.0
     top_k: Annotated[int, _sampling("--top-k", "K", "Keep the K most probable tokens, 0 for all.", min=0)] = 0
     top_p: Annotated[
-        float, _sampling("--top-p", "P", "Keep the most probable tokens that reach P; above 0 and at most 1.")
+        float,
+        _sampling(
+            "--top-p",
+            "P",
+            "Keep the most probable tokens whose probabilities add up to P; above 0 and at most 1.",
+        ),
     ] = 1.0
     min_p: Annotated[
         float,

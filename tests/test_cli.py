@@ -300,10 +300,10 @@ def test_accepted_drafts_are_colored_and_the_text_stays(tiny, monkeypatch, shown
 
 
 def test_colors_need_a_terminal(tiny, monkeypatch):
-    tiny("the", "--show-accepted").refused(2, "on a terminal", "--debug shows it")
+    tiny("the", "--show-accepted").refused(2, "a terminal with colors", "--debug shows it")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    tiny("the", "--show-accepted").refused(2, "on a terminal")
+    tiny("the", "--show-accepted").refused(2, "a terminal with colors")
 
 
 def test_what_keeps_passes_from_being_native_is_said(tiny, monkeypatch):

@@ -526,7 +526,7 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     assert (
         cli("export", file, "--to", "vllm", "--gamma", 4, "--json").json()["setting"]["drafter"] == "lookup"
     )
-    cli("export", file, "--to", "vllm", "--setting", "x").refused(2, "A configuration holds one setting")
+    cli("export", file, "--to", "vllm", "--setting", "x").refused(2, "A configuration file holds one setting")
     file.write_text("version = 2\n")
     cli("export", file, "--to", "vllm").refused(2, "this specbench reads version 1")
     cli("export", tmp_path / "none.toml", "--to", "vllm").refused(2, "cannot be read")

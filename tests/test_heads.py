@@ -824,12 +824,12 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "a tensor too many": (
         speculators_settings(), changed("layers.1.mlp.up_proj.weight", torch.zeros(1)),
-        "holds what its configuration does not tell of: layers.1.mlp.up_proj.weight.",
+        "has tensors that its config.json does not describe: layers.1.mlp.up_proj.weight.",
     ),
     "a missing bias": (speculators_settings(), changed("layers.0.self_attn.q_proj.bias", torch.ones(3)), "bias"),
     "another shape": (
         speculators_settings(), changed("fc.weight", torch.zeros(32, 64)),
-        "The tensor fc.weight of the head head is 32×64, and its configuration tells of 32×96.",
+        "The tensor fc.weight of the head head is 32×64, but its config.json says 32×96.",
     ),
     "a map of too few": (speculators_settings(), changed("d2t", torch.zeros(3).long()), "d2t of the head head is no"),
     "no map": (
@@ -849,20 +849,20 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "EAGLE-1 of two layers": (
         {"model_type": "eagle", "model": eagle_one_settings(num_hidden_layers=2)}, eagle_one_tensors(),
-        "of a kind that is not read: it has 2 layers.",
+        "of a kind that is not supported: it has 2 layers.",
     ),
     "a window": (
         speculators_settings(transformer_layer_config={**LAYER, "sliding_window": 64}), eagle_tensors(),
-        "it sees 64 tokens only",
+        "a sliding window of 64 tokens",
     ),
     "the last state alone": (
-        eagle_settings(eagle_config={"use_aux_hidden_state": False}), eagle_tensors(), "the last hidden state alone"
+        eagle_settings(eagle_config={"use_aux_hidden_state": False}), eagle_tensors(), "only the last hidden state"
     ),
     "no size": (speculators_settings(transformer_layer_config={}), eagle_tensors(), "vocab_size is no whole number"),
     "no list of layers": (
         speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "no list of whole numbers"
     ),
-    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, {}, "of a kind that is not read: DFlash 2."),
+    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, {}, "of a kind that is not supported: DFlash 2."),
     "DFlash with a projector": (
         speculators_block_settings(projector_type="domino"), block_tensors(drafted=DRAFTED), "it has projector_type."
     ),
@@ -884,15 +884,15 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "P-EAGLE with one state": (
         parallel_settings(), parallel_tensors() | {"mask_hidden": torch.zeros(1, 1, WIDTH)},
-        f"The tensor mask_hidden of the head head is {WIDTH}, and its configuration tells of {3 * WIDTH}.",
+        f"The tensor mask_hidden of the head head is {WIDTH}, but its config.json says {3 * WIDTH}.",
     ),
     "P-EAGLE of no tokens": (
         parallel_settings(speculators_config={"proposal_methods": [{"speculative_tokens": 0}]}), parallel_tensors(),
         "its speculative_tokens is no whole number above 0.",
     ),
-    "an MTP layer": ({"speculators_model_type": "mtp"}, {}, "not read: MTP."),
+    "an MTP layer": ({"speculators_model_type": "mtp"}, {}, "not supported: MTP."),
     "EAGLE-1 with norms": (
-        eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalizes what it reads, as HASS does"
+        eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalizes its inputs, as HASS does"
     ),
     "EAGLE-1 without its layer": (
         eagle_one_settings(), without(eagle_one_tensors(), "layers.0.self_attn.q_proj.weight"),
@@ -918,7 +918,7 @@ def test_a_head_goes_with_its_target_alone(tmp_path):
     folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     target = tiny_target()
     for options in (LoadOptions(device="cpu"), LoadOptions(device_map="auto")):
-        assert "drafts on its target's device" in refusal(
+        assert "always runs on its target's device" in refusal(
             load_drafter, str(folder), target, options, kind=UsageError
         )
     (folder / "model.safetensors").write_bytes(b"nonsense")
@@ -1035,7 +1035,7 @@ def test_heads_on_the_command_line(cli, folder):
     tiny("--drafter", f"{eagle}:vocab=9").refused(
         2, "The head eagle has a vocabulary of its own", "Leave vocab out"
     )
-    tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "drafts on its target's device")
+    tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "always runs on its target's device")
 
 
 def test_heads_in_the_check(cli, folder, tmp_path):

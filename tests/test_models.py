@@ -758,7 +758,7 @@ def test_what_takes_long_behind_the_weights_has_stages_of_its_own(tmp_path):
     assert stages == [
         "loading model",
         "packing model",
-        "trying out passes of model",
+        "testing forward passes of model",
         "quantizing model to int8",
     ]
     behind = seen[max(i for i, (stage, *_) in enumerate(seen) if stage == "loading model") + 1 :]

@@ -86,9 +86,9 @@ def test_batches_are_spelled_as_draft_lengths_are():
     ("options", "fragment"),
     [
         ({"arrivals": ("closed:2",)}, "needs a batch"),
-        ({"batches": (2,), "turns": 2}, "first turns"),
+        ({"batches": (2,), "turns": 2}, "first turn"),
         ({"batches": (2,), "turns": 1, "transformers": True}, "one prompt after the other"),
-        ({"batches": (2,), "turns": 1, "keep_policy_state": True}, "one prompt after the other"),
+        ({"batches": (2,), "turns": 1, "keep_policy_state": True}, "one after the other"),
         ({"batches": (2,), "turns": 1, "arrivals": ("poisson:2", "poisson:2.0")}, "given twice"),
     ],
 )
@@ -100,7 +100,7 @@ def test_what_a_batch_cannot_do(options, fragment):
 def test_more_clients_than_prompts_are_refused():
     options = SweepOptions(batches=(2, 8), turns=1)
     check_batches(options, 8)
-    with pytest.raises(UsageError, match="8 requests at a time are more than the 7 prompts"):
+    with pytest.raises(UsageError, match="There are only 7 prompts for 8 requests at a time"):
         check_batches(options, 7)
     check_batches(SweepOptions(batches=(8,), turns=1, arrivals=("poisson:1",)), 3)
 
@@ -730,9 +730,9 @@ def test_a_dry_run_counts_groups_and_requests(sweep):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (("--batch", "8"), "8 requests at a time are more than the 4 prompts"),
+        (("--batch", "8"), "There are only 4 prompts for 8 requests at a time"),
         (("--batch", "0"), "--batch is 0"),
-        (("--batch", "2", "--turns", "2"), "first turns"),
+        (("--batch", "2", "--turns", "2"), "first turn"),
         (("--batch", "2", "--baseline", "transformers"), "one prompt after the other"),
         (("--batch", "2", "--cache", "static"), "one prompt at a time"),
         (("--arrivals", "closed:2"), "Add --batch"),

@@ -568,9 +568,9 @@ def test_servers_that_are_none(sweep, tmp_path):
     [
         (["--gamma", "3"], "--gamma does not go with --server: it is for models"),
         (["--dtype", "float32"], "--dtype does not go with --server: no model is loaded"),
-        (["--turns", "2"], "first turns"),
+        (["--turns", "2"], "first turn"),
         (["--check-outputs"], "without --target: the model is loaded here"),
-        (["--batch", "8"], "more than the 4 prompts"),
+        (["--batch", "8"], "There are only 4 prompts"),
         (["--server", "nonsense"], "no name or no address"),
     ],
 )

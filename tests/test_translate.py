@@ -286,7 +286,7 @@ def test_a_head_is_cut_once():
     assert first.draftable == again.draftable
     assert model.model.get_output_embeddings().out_features == len(first.draftable or ())
     other = wrap_target(tiny_llama(0, vocab_size=300), other_words("Ġan", "er"))
-    with pytest.raises(UsageError, match="was cut to other tokens"):
+    with pytest.raises(UsageError, match="was already trimmed to another vocabulary"):
         wrap_drafter(model, other)
 
 

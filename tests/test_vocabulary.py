@@ -208,15 +208,15 @@ def test_a_vocabulary_that_cannot_be():
     with pytest.raises(UsageError, match="not counted yet"):
         wrap_drafter(tiny_language_model(1), target, vocab=5)
     counted(target)
-    with pytest.raises(UsageError, match=f"vocab={target.vocab_size} keeps all of them"):
+    with pytest.raises(UsageError, match=f"vocab={target.vocab_size} leaves none out"):
         wrap_drafter(tiny_language_model(1), target, vocab=target.vocab_size)
     quantized = tiny_language_model(1)
     wrap_drafter(quantized, target, int8=True)
-    with pytest.raises(UsageError, match="no plain linear layer"):
+    with pytest.raises(UsageError, match="not an ordinary linear layer"):
         wrap_drafter(quantized, target, vocab=5)
     trimmed = tiny_language_model(1)
     wrap_drafter(trimmed, target, vocab=5)
-    with pytest.raises(UsageError, match="cut to other tokens"):
+    with pytest.raises(UsageError, match="trimmed to another vocabulary"):
         wrap_drafter(trimmed, target)
 
 

@@ -161,20 +161,28 @@ class SweepOptions:
                 "Leave beam out, or add --temperature 0.",
             )
         if self.servers and self.turns != 1:
-            raise UsageError("Servers answer first turns only.", "Leave --turns out, or give 1.")
+            raise UsageError(
+                "Servers are measured on the first turn of a conversation only.",
+                "Leave --turns out, or give 1.",
+            )
         if not self.batches:
             if self.arrivals:
                 raise UsageError("--arrivals needs a batch.", "Add --batch N.")
             return
         if self.turns != 1:
-            raise UsageError("Batches consist of first turns only.", "Leave --turns out, or give 1.")
+            raise UsageError(
+                "With --batch only the first turn of a conversation is decoded.",
+                "Leave --turns out, or give 1.",
+            )
         if self.uses_transformers:
             raise UsageError(
-                "transformers decodes one prompt after the other.", "Leave it out, or leave --batch out."
+                "transformers decodes one prompt after the other.",
+                "Leave out --batch, or --baseline and --assisted.",
             )
         if self.keep_policy_state:
             raise UsageError(
-                "--keep-policy-state needs one prompt after the other.", "Leave it out, or leave --batch out."
+                "--keep-policy-state needs prompts that are decoded one after the other.",
+                "Leave it out, or leave --batch out.",
             )
 
     @property
@@ -387,7 +395,7 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
     clients = max((each.clients for _, each in options.workloads if isinstance(each, Closed)), default=0)
     if clients > prompts:
         raise UsageError(
-            f"{clients} requests at a time are more than the {prompts} prompts.",
+            f"There are only {prompts} prompts for {clients} requests at a time.",
             "Raise --limit, name more --prompts, or lower --batch.",
         )
 

@@ -62,8 +62,9 @@ class _Search:
         _decoding(
             "--vocab",
             "N",
-            "Vocabulary to count instead, for --drafter MODEL:vocab=N: how much of the target's output its N most"
-            " frequent tokens cover. The counts serve every N.",
+            "Draft vocabulary for --drafter MODEL:vocab=N. Instead of a self-drafter, counts how often the target"
+            " writes each token, and shows how much of its output the N most frequent ones cover. One count serves"
+            " every N.",
             min=1,
         ),
     ] = None
@@ -72,16 +73,16 @@ class _Search:
         _decoding(
             "--tree",
             None,
-            "Tree to find instead, for --tree static: the best one for --drafter at --temperature, from how often"
-            " candidates of each rank are kept.",
+            "Draft tree for --tree static. Instead of a self-drafter, finds the best tree for --drafter at"
+            " --temperature, from how often candidates of each rank are accepted.",
         ),
     ] = False
     int8: Annotated[
         bool | None,
-        _decoding("--int8/--no-int8", None, "Int8 layers among the candidates. Default: on a CPU."),
+        _decoding("--int8/--no-int8", None, "Also try int8 layers. On by default on a CPU."),
     ] = None
     minutes: Annotated[
-        float, _decoding("--minutes", "X", "Time of the search; the best found by then is taken.")
+        float, _decoding("--minutes", "X", "Time for the search; the best drafter found by then is kept.")
     ] = 10.0
 
 
@@ -181,8 +182,9 @@ def _count_tokens(vocab: int, effort: _Effort) -> tuple[dict[str, Any], list[str
     lines = [f"{vocab:,} tokens cover {coverage:.1%} of {tested:,} tokens of other answers."]
     if kinds < vocab:
         lines.append(
-            f"Only {kinds:,} different tokens were seen in {found.counted:,} tokens written and their prompts; the"
-            " others have the lowest ids. More prompts (--limit) and longer answers (--tokens) show more."
+            f"Only {kinds:,} different tokens were seen in {found.counted:,} tokens of prompts and answers, so the"
+            f" vocabulary is filled up with the lowest ids. More prompts (--limit) and longer answers (--tokens)"
+            f" show more."
         )
     return figures, [*lines, f"Kept for {found.target}: --drafter MODEL:vocab={vocab}"]
 
@@ -298,7 +300,7 @@ def _closing(
     """
     lines, kept = [], "Kept"
     if missing is not None:
-        lines.append(f"The time was up before {missing}; --minutes gives it more.")
+        lines.append(f"The time was up before {missing}; give more --minutes.")
     if speedup < _WORTH:
         kept = "Kept all the same"
         hardly = "Plain decoding is predicted to be faster" if speedup < 1 else "That is hardly a gain"

@@ -53,7 +53,8 @@ class _Checked:
         _check(
             "--sample",
             None,
-            "Sample outputs too, above temperature 0, and count their tokens against the target's probabilities.",
+            "Also sample outputs above temperature 0, and compare how often tokens occur with the target's"
+            " probabilities.",
         ),
     ] = False
     minutes: Annotated[
@@ -69,7 +70,8 @@ class _Checked:
         _check(
             "--bias",
             "X",
-            "Share of tokens that a bias would shift: --sample ends once it would have found one. Default:"
+            "Smallest bias to find, as the share of tokens that it shifts: --sample ends once it has enough tokens"
+            " for that. Default:"
             f" {_DEFAULT_BIAS}.",
         ),
     ] = None
@@ -106,8 +108,8 @@ def check(
         opt.Fields(
             max_new_tokens=64,
             words={
-                "residual_adjustment": "Residual distribution for correction tokens. NOT LOSSLESS without it: above"
-                " temperature 0 the check has to fail."
+                "residual_adjustment": "Draw correction tokens from the residual distribution. NOT LOSSLESS without"
+                " it: above temperature 0 the check must fail."
             },
         ),
     ],

@@ -41,7 +41,7 @@ def export(
         _option(
             "--setting",
             "NAME",
-            "Setting to export, by table name or id. Default: the fastest one the engine supports.",
+            "Setting to export: its name in the tables or its id. Default: the fastest one the engine supports.",
             autocompletion=complete_configurations,
         ),
     ] = None,
@@ -80,7 +80,7 @@ def _exported(
 
     if source.suffix == ".toml":
         if wanted is not None:
-            raise UsageError("A configuration holds one setting.", "Leave --setting out.")
+            raise UsageError("A configuration file holds one setting.", "Leave --setting out.")
         config = read_config(source)
         if config.provisional:
             say(f"{source.name} {PROVISIONAL}")

@@ -37,7 +37,10 @@ def generate(
     *,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="Prompt, in quotes; - or none reads it from standard input."),
+        typer.Argument(
+            metavar="PROMPT",
+            help="Prompt, in quotes. With -, or without a prompt, it is read from standard input.",
+        ),
     ] = None,
     prompt_file: opt.PromptFile = None,
     many: ManyOptions,
@@ -85,7 +88,9 @@ def generate(
             notes = notes_of(ctx, job, chat)
             notes += loaded.target.language_model.notes if prompts and show.verbose else []
             if longer := sum(len(each.turns) > 1 for each in prompts):
-                notes.append(f"{counted(longer, 'prompt')} of several turns: the first turn is answered.")
+                notes.append(
+                    f"{counted(longer, 'prompt')} of several turns: only the first turn is answered."
+                )
             notes += [loaded.note] if loaded.note else []
             show_notes(notes, spaced=sys.stdout.isatty())
             if paint is not None:
@@ -119,7 +124,7 @@ def _paint() -> Paint:
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
         raise UsageError(
-            "--show-accepted colors the text on a terminal, and the output goes to none that can.",
+            "--show-accepted needs a terminal with colors, and the output does not go to one.",
             "Leave it out: --json counts what was accepted, and --debug shows it.",
         )
     return partial(painted, encoding=console.encoding, color=not console.no_color)

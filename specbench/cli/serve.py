@@ -58,12 +58,14 @@ class _ServerOptions:
         _server(
             "--kv-memory",
             "MB",
-            f"Memory for the target's KV cache. Default: {_KV_MEMORY}, or less if --batch whole contexts need less.",
+            f"Memory for the target's KV cache. Default: {_KV_MEMORY}, or less if --batch requests with full"
+            f" contexts fit in less.",
             min=1,
         ),
     ] = None
     grace: Annotated[
-        float, _server("--grace", "SECONDS", "Time for running requests to end after SIGTERM.", min=0.0)
+        float,
+        _server("--grace", "SECONDS", "Time that running requests get to finish after SIGTERM.", min=0.0),
     ] = 20.0
 
 

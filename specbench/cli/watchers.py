@@ -37,12 +37,17 @@ class ShownOptions:
         output(
             "--compare",
             None,
-            "Decode plainly too, in turn: the speedup with its interval, and any difference.",
+            "Also decode plainly, in turn, and show the speedup with its interval and any difference in the output.",
         ),
     ] = False
     repeats: Annotated[
         int | None,
-        output("--repeats", "N", "Pairs of --compare. Default: 3, and up to 12 within 10 s.", min=1),
+        output(
+            "--repeats",
+            "N",
+            "Number of pairs of generations for --compare. Default: 3, and up to 12 within 10 s.",
+            min=1,
+        ),
     ] = None
     show_accepted: Annotated[
         bool,
@@ -53,7 +58,7 @@ class ShownOptions:
     stream: Annotated[bool, output("--stream/--no-stream", None, "Print text as it is decoded.")] = True
     debug: Annotated[bool, output("--debug", None, "Show every step on stderr.")] = False
     trace_file: Annotated[
-        Path | None, output("--trace-file", "FILE", "File for every step, as JSON Lines.")
+        Path | None, output("--trace-file", "FILE", "File to write every step to, as JSON Lines.")
     ] = None
     json_output: Annotated[
         bool,
@@ -139,7 +144,7 @@ class TraceOutput:
         if self._problem is not None:
             raise RunError(
                 f"The trace file {str(self._path)!r} is not complete: {self._problem}.",
-                "The output above is.",
+                "The output above is complete.",
             )
 
 

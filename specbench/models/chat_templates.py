@@ -65,7 +65,7 @@ class _Renderer:
             self._requests.write(line + b"\n")
             self._requests.flush()
         if not (answer := self._read(SECONDS)):
-            raise TemplateError(f"it takes longer than {SECONDS:g} seconds, or more memory than it may")
+            raise TemplateError(f"rendering took longer than {SECONDS:g} seconds or more memory than allowed")
         return dict(json.loads(answer))
 
     def _read(self, seconds: float) -> bytes:
@@ -221,14 +221,14 @@ def serve_renders(requests: BinaryIO, answers: BinaryIO) -> None:
             text = render_jinja_template(**json.loads(line))[0][0]
             answer = {"text": text} if len(text) <= _LONGEST else {"error": _TOO_LONG}
         except MemoryError:
-            answer = {"error": f"it takes more than {_MEMORY // 2**20} MiB of memory"}
+            answer = {"error": f"rendering took more than {_MEMORY // 2**20} MiB of memory"}
         except Exception as error:  # templates may raise anything
             answer = {"error": str(error)[:_WORDS]}
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
 
-_TOO_LONG = f"it makes more than {_LONGEST:,} characters of it"
+_TOO_LONG = f"the rendered text has more than {_LONGEST:,} characters"
 
 
 def _bound_memory() -> None:

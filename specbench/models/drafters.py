@@ -271,7 +271,7 @@ def wrap_drafter(
     else:
         announce(progress, f"packing {language_model.name}")
         pack_linears(model)
-    announce(progress, f"trying out passes of {language_model.name}")
+    announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(
         model,
         cache,
@@ -297,8 +297,8 @@ def _draftable(
     among = range(min(target.vocab_size, language_model.vocab_size)) if known is None else known
     if vocab >= len(among):
         raise UsageError(
-            f"{language_model.name} drafts {len(among)} tokens, and vocab={vocab} keeps all of them.",
-            "Give less, or leave it out.",
+            f"{language_model.name} has only {len(among)} tokens to draft, so vocab={vocab} leaves none out.",
+            "Give a smaller number, or leave vocab out.",
         )
     counts = COUNTS.require(target.language_model.fingerprint, not_counted(target.name))
     return tuple(counts.most_frequent(vocab, among))
@@ -310,7 +310,7 @@ def _trim_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> N
         return
     if language_model.head_rows is not None:
         raise UsageError(
-            f"The head of {language_model.name} was cut to other tokens, for another drafter.",
+            f"The head of {language_model.name} was already trimmed to another vocabulary, for another drafter.",
             "Load the model once for each.",
         )
     trim_head(language_model.model, torch.tensor(rows, device=language_model.model.device))
@@ -328,7 +328,7 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     check_form(form, target.language_model.model.config)
     if (form.int8 or form.int4) and target.quantization is not None:
         raise UsageError(
-            f"The target is {target.quantization} already: {form} would need the weights that it was made of.",
+            f"The target is {target.quantization} already, and {form} would need the original weights.",
             "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
         )
     model, kept = target.language_model, form.kept(target.language_model.layers)
@@ -369,7 +369,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     options = options or LoadOptions()
     if options.device != "auto" or options.device_map is not None:
         raise UsageError(
-            f"The head {head.name} drafts on its target's device.",
+            f"The head {head.name} always runs on its target's device.",
             "Leave the drafter's device and device map out.",
         )
     model: Any = target.language_model.model
@@ -416,7 +416,7 @@ def _head_of(target: Target) -> torch.Tensor:
         weight = model.get_input_embeddings().weight
     if weight.shape[1] == 0:
         raise UsageError(
-            f"The head takes its last layer from {target.name}, which is {target.dtype}.",
+            f"The head needs the output layer of {target.name}, which is quantized ({target.dtype}).",
             f"Leave out --dtype {target.dtype}.",
         )
     return weight
@@ -436,6 +436,6 @@ def require_states(target: Target, layers: Sequence[int]) -> None:
         scorer.begin()
     if not right:
         raise UsageError(
-            f"{target.name} does not give one hidden state for each token and layer, and a head drafts on these.",
+            f"{target.name} does not give one hidden state per token and layer, which a trained head needs.",
             "Use another drafter.",
         )

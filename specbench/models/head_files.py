@@ -231,18 +231,18 @@ class HeadFiles:
         elif given.get("hidden_act", "silu") not in ("silu", "swish"):
             odd = f"its activation is {given['hidden_act']!r}"
         elif given.get("sliding_window") and given.get("use_sliding_window", True):
-            odd = f"it sees {given['sliding_window']} tokens only"
+            odd = f"its attention has a sliding window of {given['sliding_window']} tokens"
         elif self.is_eagle and (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-            odd = "it takes the last hidden state alone"
+            odd = "it uses only the last hidden state"
         elif self.settings.get("layernorms") or self.settings.get("add_para_norm"):
-            odd = "it normalizes what it reads, as HASS does"
+            odd = "it normalizes its inputs, as HASS does"
         elif self.kind == "dflash":
             plain = (None, False, 1.0, "dflash")
             odd = next(
                 (f"it has {key}" for key in _OF_OTHER_BLOCKS if self._of_block(key) not in plain), None
             )
         if odd is not None:
-            raise UsageError(f"The head {self.name} is of a kind that is not read: {odd}.", _READ)
+            raise UsageError(f"The head {self.name} is of a kind that is not supported: {odd}.", _READ)
 
     def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | DFlashHead:
         """Make a head of decoder layers without weights.
@@ -317,7 +317,7 @@ _OF_OTHER_BLOCKS = (
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
-_READ = "Read are EAGLE, P-EAGLE and DFlash heads with full attention, and Medusa heads."
+_READ = "EAGLE, P-EAGLE and DFlash heads with full attention are supported, and Medusa heads."
 
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
@@ -357,7 +357,7 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
         return None
     if kind not in HEAD_KINDS:
         raise UsageError(
-            f"The head {spec.name} is of a kind that is not read: {_NOT_READ.get(kind, kind)}.", _READ
+            f"The head {spec.name} is of a kind that is not supported: {_NOT_READ.get(kind, kind)}.", _READ
         )
     return HeadFiles(kind, spec.name, folder, settings, hub)
 

@@ -100,14 +100,14 @@ class TrainedHead:
             raise UsageError(f"The head {self.name} lacks the tensor {_listed(missing)}.", other)
         if extra := [name for name in tensors if name not in expected]:
             raise UsageError(
-                f"The head {self.name} holds what its configuration does not tell of: {_listed(extra)}.",
+                f"The head {self.name} has tensors that its config.json does not describe: {_listed(extra)}.",
                 other,
             )
         for name, wanted in expected.items():
             if tensors[name].shape != wanted.shape:
                 raise UsageError(
-                    f"The tensor {name} of the head {self.name} is {shape_text(tensors[name])}, and its configuration"
-                    f" tells of {shape_text(wanted)}.",
+                    f"The tensor {name} of the head {self.name} is {shape_text(tensors[name])}, but its config.json"
+                    f" says {shape_text(wanted)}.",
                     other,
                 )
 
@@ -181,7 +181,7 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
             return load_file(path)
         read = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
-            raise ValueError("it holds no tensors by name")
+            raise ValueError("it has no named tensors")
     except RunError:
         raise
     except Exception as error:  # what unpicklers and parsers raise

@@ -115,7 +115,7 @@ def prepare(
         before_packing(language_model)
     ready = prepare_target(language_model, kind, progress=progress)
     if bit_exact:
-        announce(progress, "trying passes of several widths")
+        announce(progress, "testing forward passes of several sizes")
         ready.scorer.require_bit_exact()
 
     loaded_drafters = prepare_drafters(

@@ -154,7 +154,7 @@ def prepare_target(
         announce(progress, f"packing {language_model.name}")
         pack_linears(model)
     dtype = quantization_of(model) or language_model.dtype
-    announce(progress, f"trying out passes of {language_model.name}")
+    announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None

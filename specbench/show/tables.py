@@ -392,7 +392,9 @@ def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
         if len(known) > 1:
             worst = min(known, key=lambda row: row.first)
             share = _percent(worst.first)
-            out.append(f"{label} drafts worst on {worst.category}: {share} of its first drafts are accepted.")
+            out.append(
+                f"{label} drafts worst on {worst.category}: {share} of the first tokens of its drafts are accepted."
+            )
     return _sheet(rows, _HEAD_COLUMNS, [one_line(note) for note in out])
 
 

@@ -257,7 +257,8 @@ def _bound(race: Race, name: str) -> str:
 
 _HEADINGS = ("raced", "blocks", "× plain", "bound over leader")
 _BOUNDS = (
-    "Bound: the most that a speed may be, as a multiple of the leader's. Bounds hold for all rows together, so they are"
+    "Bound: the upper limit of a configuration's speed, as a multiple of the leader's. Bounds hold for all"
+    " configurations together, so they are"
     " wider than single intervals."
 )
 
@@ -326,7 +327,8 @@ def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | 
         lines.append(f"Deploy:  {own}{first.command}{others}")
     elif exported is not None:
         lines.append(
-            "Deploy:  specbench serve  (other engines support nothing that is faster than plain decoding)"
+            "Deploy:  specbench serve  (other engines support no configuration that measured faster than plain"
+            " decoding)"
         )
     return "".join(f"{line}\n" for line in lines)
 
@@ -442,12 +444,15 @@ def exports(results: Results, folder: Path) -> list[Exported]:
 def exports_text(found: Sequence[Exported]) -> str:
     """Return which commands export which setting, as lines."""
     if not found:
-        return "Other engines support nothing that was faster than plain decoding. Deploy it with `specbench serve`.\n"
+        return (
+            "Other engines support no configuration that measured faster than plain decoding. Deploy it with"
+            " `specbench serve`.\n"
+        )
     lines = ["Deploy it, or the fastest setting that an engine supports:"]
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]
         replaces, low = same[0].setting.replaces, same[0].measured.speedup.low
-        unsure = ", not surely faster than that" if low is None or low <= 1.0 else ""
+        unsure = ", not certain to be faster than that" if low is None or low <= 1.0 else ""
         lines.append(f"  {same[0].measured}{unsure}{'' if replaces is None else f'; {replaces}'}")
         lines += [f"    {each.command}" for each in same]
     without = [name for name in ENGINES if name not in {each.engine for each in found}]
