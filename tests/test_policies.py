@@ -902,8 +902,8 @@ def test_a_file_without_costs_is_refused(tmp_path):
         read_costs(tmp_path / "none.json")
     file = tmp_path / "costs.json"
     for text, message in (
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ('{"costs": null}', "not of the form"),
     ):
         file.write_text(text, encoding="utf-8")

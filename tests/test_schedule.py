@@ -276,7 +276,7 @@ def test_nothing_is_lost_where_memory_is_short(room, drafters_room, monkeypatch)
 
     def counting(scheduler: Scheduler, job: Any, events: Any) -> None:
         assert job is not min(scheduler._active, key=lambda other: other.number)
-        put_back.append(job.asked.scorer is job.request.target)
+        put_back.append(job.pending.scorer is job.request.target)
         honest(scheduler, job, events)
 
     monkeypatch.setattr(Scheduler, "_preempt", counting)
