@@ -85,6 +85,35 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "opt": {"init_std": 0.3},
     "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    **{
+        kind: {
+            "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        }
+        for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    },
+    **{
+        kind: {
+            "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": ..., "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        }
+        for kind in ("kimi_linear", "bailing_hybrid")
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_ssm": 64},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 48,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+        "hybrid_override_pattern": "M*",
+    },
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"layers_block_type": ["mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
@@ -197,6 +226,29 @@ def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
         if not worst < 1e-3:
             said.append(f"the {kind} cache is off by {worst:.2g}")
     return said
+
+
+def one_by_one(model: Any, ids: Sequence[int], prompt: int) -> torch.Tensor:
+    """Return the logits of `transformers`' own decoding, [tokens, vocabulary]: the prompt at first, then single tokens.
+
+    Some recurrent models (Zamba 2, Nemotron-H) bound their time steps in passes of several tokens, but not of one.
+    """
+    cache = transformers.DynamicCache(config=model.config)
+    names = inspect.signature(model.forward).parameters
+    keyword = "cache_params" if "cache_params" in names else "past_key_values"
+    found, past = [], 0
+    with torch.inference_mode():
+        for piece in (ids[:prompt], *([token] for token in ids[prompt:])):
+            arguments: dict[str, Any] = {
+                keyword: cache,
+                "input_ids": torch.tensor([list(piece)]),
+                "use_cache": True,
+            }
+            if "position_ids" in names:
+                arguments["position_ids"] = torch.arange(past, past + len(piece))[None]
+            found.append(model(**arguments).logits[0])
+            past += len(piece)
+    return torch.cat(found)
 
 
 def generated(model: Any, ids: list[int]) -> list[int]:

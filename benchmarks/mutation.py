@@ -61,6 +61,7 @@ ACCEPT = ("tests/test_accept.py",)
 EXACT = ("tests/test_exact.py::test_the_output_distribution_is_the_targets[model-multinomial]",)
 STEP = ("tests/test_properties.py::test_a_step_emits_p_whatever_the_drafter",)
 RANDOM = ("tests/test_properties.py", "-k", "random_number or no_say")
+RECURRENT = ("tests/test_recurrent.py", "-k", "rollback or alone")
 ROLL_BACK = ("tests/test_properties.py", "-k", "roll_back")
 CATCH_UP = (
     "tests/test_properties.py::test_after_any_roll_back_the_logits_are_those_of_the_whole_context[full-dynamic]",
@@ -533,16 +534,30 @@ MUTANTS = (
     Mutant(
         "sliding layers are not cropped when nothing is removed",
         "backends/torch/caches.py:DynamicKVCache._rollback_sliding",
-        "layer.crop(-surplus)",
-        "if surplus:\n    layer.crop(-surplus)",
+        "DynamicSlidingWindowLayer.crop(layer, -surplus)",
+        "if surplus:\n    DynamicSlidingWindowLayer.crop(layer, -surplus)",
         CACHES,
     ),
     Mutant(
-        "convolution states are not rolled back",
+        "recurrent states are not rolled back",
         "backends/torch/caches.py:DynamicKVCache.rollback",
-        "self._rollback_convolution(layer, surplus)",
+        "recurrent.rollback(length)",
         "pass",
-        ROLL_BACK,
+        RECURRENT,
+    ),
+    Mutant(
+        "a recurrent state is handed out and overwritten",
+        "backends/torch/recurrent.py:History.begin",
+        "self.states[-1].clone()",
+        "self.states[-1]",
+        RECURRENT,
+    ),
+    Mutant(
+        "a rollback leaves the inputs of the convolution",
+        "backends/torch/recurrent.py:History.rollback",
+        "end = self.columns.shape[-1] - surplus",
+        "end = self.columns.shape[-1]",
+        RECURRENT,
     ),
     Mutant(
         "the preallocated window lacks a position",

@@ -512,7 +512,7 @@ def test_one_part_of_a_gguf(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "says"),
     [
-        ("mamba", "recurrent state"),
+        ("t5", "encoder-decoder"),
         ("no-such-architecture", "(architecture 'no-such-architecture') cannot be converted"),
     ],
 )

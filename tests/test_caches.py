@@ -25,7 +25,6 @@ from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
-from specbench.models.load import wrap_model
 from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
 from specbench.policies import FixedLength
@@ -294,28 +293,14 @@ def test_a_preallocated_window_takes_the_longest_draft_back(start):
     assert seen.flatten().tolist() == list(range(start + 1 - WINDOW, start + 1))
 
 
-@pytest.mark.parametrize("family", [*SLIDING, "lfm2"])
+@pytest.mark.parametrize("family", SLIDING)
 def test_a_dynamic_layer_says_so_too_while_it_records(family):
     scorer = Scorer(tiny(family), "dynamic")
     walk = Walk(scorer, 40)
     walk.step(0)
-    if family == "lfm2":  # its states are given up at once
-        with pytest.raises(ValueError, match="given up"):
-            scorer.rollback(30)
-        scorer.begin()
-        scorer.logits(walk.context)
-        walk.context.append(1)
     scorer.logits(walk.context, walk.tokens(3))
     with pytest.raises(ValueError, match="given up"):
         scorer.rollback(30)
-
-
-def test_convolution_states_hold_what_the_kernel_needs():
-    scorer = Scorer(tiny("lfm2"), "dynamic")
-    walk = Walk(scorer, 20)
-    for drafts in (0, 6, 0, 3):
-        walk.step(drafts)
-        assert [state.shape[-1] for state in cache_layers(scorer)[0].conv_states.values()] == [3]
 
 
 def dropped(scorer: Scorer) -> int:
@@ -487,35 +472,12 @@ def test_self_drafts_are_those_of_the_cheaper_model():
     assert target.cache.length == 5
 
 
-def test_convolution_models_cannot_exit_early():
-    with pytest.raises(ValueError, match="convolution"):
+def test_recurrent_models_cannot_exit_early():
+    with pytest.raises(ValueError, match="recurrent"):
         first_layers(tiny("lfm2"), 2)
 
 
 # -- what cannot be held --------------------------------------------------------------------------
-
-
-def test_recurrent_models_are_refused():
-    config = hf.MambaConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, **NO_SPECIAL_TOKENS
-    )
-    model: Any = hf.MambaForCausalLM(config)
-    with pytest.raises(UsageError, match="recurrent state") as caught:
-        wrap_model(model, None, "snake")
-    assert "snake" in caught.value.message
-    assert caught.value.hint
-
-
-def test_a_recurrent_state_is_noticed_at_the_first_pass():
-    config = hf.Qwen3NextConfig(
-        **USUAL, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-    )  # fmt: skip
-    model: Any = hf.Qwen3NextForCausalLM(config).eval()
-    with pytest.raises(UsageError, match="recurrent state"):
-        Scorer(model, "dynamic").logits([1, 2, 3])
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from transformers import (
     BartConfig,
     BertConfig,
     LlamaConfig,
-    MambaConfig,
     Olmo3Config,
     PreTrainedConfig,
+    RecurrentGemmaConfig,
     T5Config,
 )
 from transformers.utils import logging as transformers_logging
@@ -331,7 +331,11 @@ def test_a_config_of_no_known_type(folder, kind):
         (BertConfig(), "BertForMaskedLM", "is no causal language model"),
         (BertConfig(), "BertLMHeadModel", "is no causal language model"),
         (LlamaConfig(), "LlamaForSequenceClassification", "is no causal language model"),
-        (MambaConfig(), "MambaForCausalLM", "(type 'mamba') keeps a recurrent state"),
+        (
+            RecurrentGemmaConfig(),
+            "RecurrentGemmaForCausalLM",
+            "(type 'recurrent_gemma') keeps a recurrent state",
+        ),
     ],
 )
 def test_models_that_cannot_be_decoded_speculatively(tmp_path, config, architecture, says):
@@ -340,7 +344,14 @@ def test_models_that_cannot_be_decoded_speculatively(tmp_path, config, architect
 
 
 def test_a_recurrent_model_is_not_wrapped_either():
-    config = MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1)
+    config = RecurrentGemmaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        head_dim=4,
+    )
     model = AutoModelForCausalLM.from_config(config)
     assert "recurrent state" in refusal(wrap_model, model, None, kind=UsageError)
 
@@ -686,7 +697,9 @@ def test_a_sharded_hub_model_that_is_cached(hub_cache, monkeypatch):
 
 
 def test_a_hub_model_is_refused_before_its_weights_are_fetched(hub_cache):
-    write_config(put_into_cache(hub_cache, "org/name", "0" * 40), MambaConfig(), "MambaForCausalLM")
+    write_config(
+        put_into_cache(hub_cache, "org/name", "0" * 40), RecurrentGemmaConfig(), "RecurrentGemmaForCausalLM"
+    )
     assert "recurrent state" in refusal(load_model, "org/name", CPU, kind=UsageError)
 
 

@@ -244,14 +244,8 @@ def test_a_context_that_yarn_has_lengthened(cache):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "mamba": (lambda: hf.MambaConfig(**PLAIN, hidden_size=32, num_hidden_layers=2), "recurrent state"),
     "recurrent-gemma": (
         lambda: hf.RecurrentGemmaConfig(**USUAL | {"num_hidden_layers": 3}),
-        "recurrent state",
-    ),
-    "jamba": (lambda: hf.JambaConfig(**USUAL), "recurrent state"),
-    "qwen3-next": (
-        lambda: hf.Qwen3NextConfig(**USUAL, layer_types=["linear_attention", "full_attention"]),
         "recurrent state",
     ),
     "minimax": (lambda: hf.MiniMaxConfig(**USUAL), "recurrent state in a cache of its own"),

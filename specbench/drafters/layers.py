@@ -52,7 +52,7 @@ def skippable_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the layers that a self-drafter can skip, counted from 0.
 
     The first layer of each kind (full attention, sliding window) determines cache length and masks, so it must see
-    every token. Models with convolution states, or with layers that share keys, can skip none.
+    every token. Models with recurrent layers, or with layers that share keys, can skip none.
     """
     text = config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specbench.backends.torch.kernels.linear import bytes_per_weight
+from specbench.backends.torch.recurrent import can_keep_states
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
@@ -170,6 +171,8 @@ UNSUITABLE = {
     "cpmant": "its cache counts positions of its own",
     "minimax": "it keeps a recurrent state in a cache of its own",
     "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
+    "qwen4_exp": "it keeps states of n-grams, which cannot be rolled back",
+    "qwen4_exp_text": "it keeps states of n-grams, which cannot be rolled back",
     "reformer": "it keeps hash buckets in a cache of its own",
     "xlnet": "it is no causal language model, for a token's logits depend on later tokens",
 }
@@ -190,11 +193,11 @@ def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
             f"The model {name} (type {kind!r}) cannot be decoded speculatively: {UNSUITABLE[kind]}.",
             "Choose a transformer with attention caches.",
         )
-    if getattr(model_class, "_is_stateful", False):
+    if getattr(model_class, "_is_stateful", False) and not can_keep_states(model_class):
         raise UsageError(
             f"The model {name} (type {kind!r}) keeps a recurrent state, which cannot be rolled back when a"
             " draft is rejected.",
-            "Choose a transformer with attention caches.",
+            "Choose a model of a family that docs/models.md lists.",
         )
 
 

@@ -33,6 +33,7 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
+from specbench.backends.torch.recurrent import RecurrentCache
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
 
@@ -160,10 +161,10 @@ class NoKVCache(KVCache):
 class DynamicKVCache(KVCache):
     """``transformers``' DynamicCache with the layer kinds of the model's configuration.
 
-    Native forwards replace its full-attention layers by ``GrowingLayer`` (``LayerGroup``). Layers that drop positions
-    (sliding windows, convolution states) can be rolled back only if they record the past. That begins after the first
-    forward, so that a long prompt is not kept whole; every rollback then crops every such layer, also by 0, which trims
-    it to its window.
+    Native forwards replace its full-attention layers by ``GrowingLayer`` (``LayerGroup``). Layers with sliding windows
+    can be rolled back only if they record the past. That begins after the first forward, so that a long prompt is not
+    kept whole; every rollback then crops every such layer, also by 0, which trims it to its window. Recurrent layers
+    keep their states (``RecurrentCache``); a context from before them is read again.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -171,7 +172,9 @@ class DynamicKVCache(KVCache):
         self.reset()
 
     def reset(self) -> None:
-        self._cache = DynamicCache(config=self._config)
+        self._cache: DynamicCache = RecurrentCache(self._config)
+        if not self._cache.histories:
+            self._cache = DynamicCache(config=self._config)
         self._recording = False
         self.separate_prefill = any(drops_positions(layer) for layer in self._cache.layers)
 
@@ -187,35 +190,31 @@ class DynamicKVCache(KVCache):
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
 
+    def model_kwargs(self) -> dict[str, Any]:
+        attends = any(isinstance(layer, DynamicLayer | GrowingLayer) for layer in self._cache.layers)
+        return {"past_key_values" if attends else "cache_params": self._cache, "use_cache": True}
+
     def after_forward(self) -> None:
-        if self._recording:
-            return
-        if not self._cache.is_croppable:
-            raise UsageError(
-                "This model keeps a recurrent state, which cannot be rolled back after a rejected draft.",
-                "Choose a target and a drafter with attention caches only.",
-            )
-        self._cache.activate_past_recording()
-        self._recording = True
+        if isinstance(self._cache, RecurrentCache):
+            self._cache.end_forward()
+        if not self._recording:
+            self._cache.activate_past_recording()
+            self._recording = True
 
     def rollback(self, length: int) -> None:
-        surplus = max(self.length - length, 0)
-        if length <= 0 or self.length == 0:
+        recurrent = self._cache if isinstance(self._cache, RecurrentCache) else None
+        if length <= 0 or self.length == 0 or (recurrent and not recurrent.can_roll_back(length)):
             self.reset()
             return
+        if recurrent:
+            recurrent.rollback(length)
         for layer in self._cache.layers:
             if isinstance(layer, GrowingLayer):
                 layer.rollback(length)
-            elif isinstance(layer, LinearAttentionCacheLayerMixin):
-                self._rollback_convolution(layer, surplus)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 self._rollback_sliding(layer, length)
-            elif (
-                isinstance(layer, CacheLayerMixin)
-                and layer.is_initialized
-                and layer.get_seq_length() > length
-            ):
-                layer.crop(length - layer.get_seq_length())  # type: ignore[attr-defined]
+            elif isinstance(layer, DynamicLayer) and layer.is_initialized and layer.get_seq_length() > length:
+                DynamicLayer.crop(layer, length - layer.get_seq_length())
 
     def _rollback_sliding(self, layer: DynamicSlidingWindowLayer, length: int) -> None:
         if layer.keys is None:
@@ -223,14 +222,7 @@ class DynamicKVCache(KVCache):
         surplus = max(layer.get_seq_length() - length, 0)
         if surplus and layer.keys.shape[-2] - surplus < min(length, layer.sliding_window - 1):
             raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
-        layer.crop(-surplus)
-
-    def _rollback_convolution(self, layer: Any, surplus: int) -> None:
-        # Such a layer has no length; what it recorded comes after the few positions its kernel needs.
-        for index, state in layer.conv_states.items():
-            if surplus > state.shape[-1] - layer.conv_kernel_size[index]:
-                raise ValueError(f"cannot roll back by {surplus}: the states before have been given up")
-        layer.crop(-surplus)
+        DynamicSlidingWindowLayer.crop(layer, -surplus)
 
 
 class PreallocatedKVCache(KVCache):

@@ -28,6 +28,7 @@ from specbench.backends.torch.kernels.llama_layers import (
 from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import BatchedCache, KVPool
+from specbench.backends.torch.recurrent import keep_states
 from specbench.decoding.protocols import ForwardOutput
 
 if TYPE_CHECKING:
@@ -83,11 +84,15 @@ class HFForward(Forward):
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self._limits_logits = takes_logits_to_keep(model)
+        self._recurrent = keep_states(model)
 
     def _run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         arguments = self._cache.model_kwargs()
+        if positions is None and self._recurrent and "past_key_values" in arguments:
+            past = self._cache.length  # Bamba does not count what its cache holds
+            positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
         if positions is not None:
             arguments["position_ids"] = positions
         if mask is not None:
@@ -164,7 +169,8 @@ class FusedForward(Forward):
         return output
 
     def _hf_cache(self) -> Any:
-        return self._cache.model_kwargs()["past_key_values"]
+        kwargs = self._cache.model_kwargs()
+        return kwargs["past_key_values" if "past_key_values" in kwargs else "cache_params"]
 
 
 NATIVE_KV_DTYPES = (torch.float32, torch.bfloat16)

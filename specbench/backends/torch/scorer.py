@@ -209,7 +209,7 @@ class Scorer:
     def resume(self, cached_tokens: int) -> None:
         """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``.
 
-        Layers that forget (sliding windows, convolutions) and rotations that change with the length start over.
+        Layers that forget (sliding windows, recurrent states) and rotations that change with the length start over.
         """
         if self.reads_trees:
             self.epoch += 1

@@ -249,14 +249,14 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
     Raises:
         ValueError: The list of decoder layers was not found, ``count`` is not between 1 and its length, or layers keep
-            convolution states, which have no length, so that a cache cannot tell that some layers are missing.
+            recurrent states, which have no length, so that a cache cannot tell that some layers are missing.
     """
     config = model.config.get_text_config(decoder=True)
     total = config.num_hidden_layers
     if not 1 <= count <= total:
         raise ValueError(f"{count} layers asked for, the model has {total}")
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers):
-        raise ValueError("some of its layers keep convolution states")
+        raise ValueError("some of its layers are recurrent")
     if getattr(config, "hidden_size_per_layer_input", 0):
         raise ValueError("its layers have embeddings of their own")
     clone = _structural_copy(model)
@@ -386,12 +386,16 @@ def _replace(model: nn.Module, make: _MakeLayer) -> bool:
     return changed
 
 
+_KEPT_LINEAR = "dt_proj"
+"""Name of the linear layers in Mamba 1 whose weight the model multiplies itself, so they keep it."""
+
+
 def _groups(parent: nn.Module) -> list[list[str]]:
     """Return the names of a module's linear layers, those that read the same input together."""
     if isinstance(parent, MergedLinear):
         return []
     # named_children() would skip a layer's second name.
-    names = [name for name, child in parent._modules.items() if _is_linear(child)]
+    names = [name for name, child in parent._modules.items() if _is_linear(child) and name != _KEPT_LINEAR]
     groups = [
         [*group]
         for group in _SAME_INPUT

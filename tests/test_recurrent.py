@@ -1,0 +1,139 @@
+"""Targets and drafters with recurrent layers: rolled back by choosing among states, exact, and read once per step."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from random import Random
+
+import architectures as survey
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from specbench.backends.torch.recurrent import LONGEST_FORWARD
+from specbench.backends.torch.scorer import Scorer
+from specbench.generate import GenerationRun
+from specbench.generate_many import speculative_generate_many
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.load import wrap_model
+from specbench.models.target import wrap_target
+from specbench.policies import FixedLength
+
+FAMILIES = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba",
+    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2",
+)  # fmt: skip
+KINDS = (
+    "mamba",
+    "mamba2",
+    "kimi_linear",
+    "qwen3_next",
+    "zamba",
+)  # one for each function of `transformers`, and groups
+IDS = Random(1).choices(range(3, survey.VOCABULARY), k=24)
+
+
+@lru_cache(maxsize=1)
+def built(kind):
+    """A tiny random model, and what `generate` answers to ``IDS``."""
+    config_class = next(each for each in MODEL_FOR_CAUSAL_LM_MAPPING if each.model_type == kind)
+    config = survey.tiny_config(config_class)
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config).eval().requires_grad_(False)
+    model.generation_config = survey.GenerationConfig()
+    return model, survey.generated(model, IDS)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_greedy_tokens_are_those_of_generate(kind):
+    model, expected = built(kind)
+    target = wrap_target(model, name="tiny", pack=False)
+    for drafter, gamma in (
+        (None, 1),
+        *((survey.Guesses(IDS, expected, gamma), gamma) for gamma in (1, 4, 7)),
+        (load_drafter("lookup", target), 4),
+        (load_drafter("self:int8", target), 4),
+    ):
+        assert survey.decoded(IDS, target, drafter, gamma) == expected
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_pass_after_any_rollback_gives_the_logits_of_decoding_token_by_token(kind):
+    model, expected = built(kind)
+    text, prompt = [*IDS, *expected], len(IDS)
+    whole = survey.one_by_one(model, text, prompt)
+    scorer, random = Scorer(model), Random(3)
+    scorer.logits(IDS)
+    read = prompt
+    for right in (0, 3, 1, 6, 2, 5):
+        wrong = random.choices(range(3, survey.VOCABULARY), k=random.randint(0, 4))
+        context = text[: read + 1]
+        found = scorer.logits(context, [*text[read + 1 : read + 1 + right], *wrong])[: right + 1]
+        torch.testing.assert_close(found, whole[read : read + right + 1], atol=2e-4, rtol=0)
+        read += 1 + random.randint(0, right)
+        scorer.rollback(read)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_target_is_read_once_per_step(kind, monkeypatch):
+    """Neither a rejection nor a step without a draft reads anything again."""
+    model, expected = built(kind)
+    target = wrap_target(model, name="tiny", pack=False)
+    fed = []
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda *a, **k: fed.append(k["input_ids"].shape[1]) or forward(*a, **k)
+    )
+    drafter = survey.Guesses(IDS, expected, 4)
+    run = GenerationRun(IDS, target, drafter, policy=FixedLength(4), max_new_tokens=40, ignore_eos=True)
+    for _ in run:
+        pass
+    result = run.result()
+    assert list(result.token_ids) == expected
+    assert len(fed) == len(result.steps) + 1, "the prompt's pass and one for each step"
+    assert sum(fed) == len(IDS) + sum(1 + len(step.drafted) for step in result.steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_give_what_requests_give_alone(kind):
+    model, _ = built(kind)
+    prompts = [IDS[: 8 + each] for each in range(4)]
+    expected = [survey.generated(model, prompt) for prompt in prompts]
+    target = wrap_target(model, name="tiny", pack=False)
+    outputs = speculative_generate_many(
+        prompts, target, "lookup", max_batch=4, max_new_tokens=survey.NEW, ignore_eos=True
+    )
+    assert [list(output.token_ids) for output in outputs.results()] == expected
+
+
+def test_what_is_no_longer_kept_is_read_again():
+    model, expected = built("qwen3_next")
+    scorer = Scorer(model)
+    first = scorer.logits([*IDS, *expected])
+    scorer.rollback(len(IDS))
+    assert scorer.cached_len == 0, "a first pass keeps its last state alone"
+    scorer.logits(IDS)
+    long = Random(2).choices(range(3, survey.VOCABULARY), k=LONGEST_FORWARD + 5)
+    scorer.logits(IDS, long)
+    scorer.rollback(len(IDS) + 3)
+    assert scorer.cached_len == 0
+    torch.testing.assert_close(scorer.logits([*IDS, *expected]), first)
+
+
+def test_other_caches_of_the_model_are_read_as_before():
+    """The functions of `transformers` are replaced for all models of a class, but act on our caches alone."""
+    model, expected = built("mamba")
+    scorer = Scorer(model)
+    for _ in range(2):
+        scorer.logits(IDS)
+        scorer.logits([*IDS, expected[0]])  # a state has been handed out, and is not to be found by others
+        assert survey.generated(model, IDS) == expected
+        scorer.rollback(0)
+
+
+def test_a_recurrent_model_as_the_drafter():
+    model, expected = built("qwen3_next")
+    target = wrap_target(model, name="tiny", pack=False)
+    drafter = wrap_drafter(wrap_model(copy.deepcopy(model), None, "copy"), target)
+    assert survey.decoded(IDS, target, drafter, 7) == expected
