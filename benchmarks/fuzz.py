@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import transformers
-from architectures import Guesses, tiny_config, whole
+from architectures import Guesses, one_by_one, tiny_config, whole
 from transformers import GenerationConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -59,6 +59,10 @@ LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (
     "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "gpt2", "gpt_neox", "falcon", "cohere", "starcoder2",
     "stablelm", "granite", "bloom", "opt", "glm4", "smollm3", "gpt_oss", "lfm2",
+)  # fmt: skip
+RECURRENT = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba",
+    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2",
 )  # fmt: skip
 RULES = (
     "auto", "auto:siblings=0", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
@@ -122,11 +126,11 @@ class Case:
         return f"case {self.number}: " + ", ".join(f"{key}={value}" for key, value in said.items())
 
 
-def draw(number: int) -> Case:
+def draw(number: int, recurrent: bool = False) -> Case:
     """Return the case of a number."""
     r = random.Random(number)
     case = Case(number)
-    case.kind = r.choice(LLAMAS) if r.random() < 0.75 else r.choice(OTHERS)
+    case.kind = r.choice(RECURRENT if recurrent else LLAMAS if r.random() < 0.75 else OTHERS)
     vocabulary = len(TOKENIZER)
     case.shape = {"vocab_size": vocabulary}
     if case.kind in LLAMAS:
@@ -153,6 +157,8 @@ def draw(number: int) -> Case:
     )
     case.pack = case.dtype != "float32" or r.random() < 0.75
     case.cache = r.choice(("dynamic", "dynamic", "preallocated", "preallocated", "none", "static"))
+    if recurrent:
+        case.cache = r.choice(("dynamic", "dynamic", "dynamic", "none"))
     if case.dtype != "float32":  # what bit-exact passes take
         case.cache, case.shape["max_position_embeddings"] = "preallocated", 1024
     if case.shape.get("sliding_window") is not None and (case.dtype != "float32" or case.cache == "static"):
@@ -467,7 +473,9 @@ def run_distribution(number: int) -> Seen:
 
 def check_sampled(case: Case, reference: Any, prompt: list[int], found: list[int]) -> None:
     """No token may lie outside the support of the target's distribution."""
-    rows = whole(reference, [*prompt, *found])[len(prompt) - 1 : -1] if found else []
+    text = [*prompt, *found]
+    logits = one_by_one(reference, text, len(prompt)) if case.kind in RECURRENT else whole(reference, text)
+    rows = logits[len(prompt) - 1 : -1] if found else []
     sampling = Sampling(temperature=0.0, repetition_penalty=case.penalty)
     for i, (row, token) in enumerate(zip(rows, found, strict=True)):
         scores = sampling.scores(row[None], [*prompt, *found[:i]])[0]
@@ -501,13 +509,13 @@ def prepare(case: Case) -> tuple[Any, Target]:
     return reference, build_target(case)
 
 
-def run_number(number: int, findings: list[str]) -> list[Seen]:
+def run_number(number: int, findings: list[str], recurrent: bool = False) -> list[Seen]:
     """Run a case, every eighth time three cases in three threads, or a distribution."""
-    if number % 8 in (3, 6):
+    if number % 8 in (3, 6) and not recurrent:
         return [attempt(Case(number), lambda: run_distribution(number), findings)]
-    cases = [draw(number)]
+    cases = [draw(number, recurrent)]
     if number % 8 == 7:
-        cases += [draw(1_000_000 + 2 * number), draw(1_000_001 + 2 * number)]
+        cases += [draw(1_000_000 + 2 * number, recurrent), draw(1_000_001 + 2 * number, recurrent)]
     loaded: list[tuple[Case, Any]] = []
     seen = []
     for case in cases:  # models are made in turn, for their weights come from the one global generator
@@ -534,6 +542,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="only this one")
+    parser.add_argument("--recurrent", action="store_true", help="models with recurrent layers only")
     given = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     until = time.monotonic() + 60 * given.minutes
@@ -543,8 +552,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.case is None and time.monotonic() > until:
             break
         if given.case is not None:
-            print(draw(number))
-        for seen in run_number(number, findings):
+            print(draw(number, given.recurrent))
+        for seen in run_number(number, findings, given.recurrent):
             total.update(
                 tokens=seen.tokens, accepted=seen.accepted, ties=seen.ties, batched=seen.batched,
                 enumerated=seen.enumerated,
