@@ -1,4 +1,4 @@
-"""The record of a step, made after the clock was read: α takes work per position and vocabulary entry."""
+"""Makes the record of a step. The clock has stopped by then, because α costs work per position and vocabulary entry."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def step_of(
     Args:
         index, position, times, policy: See ``Step``.
         draft, verdict: The draft and its verdict.
-        emitted: How many of the verdict's tokens are before a stop.
+        emitted: How many of the verdict's tokens are output; fewer than all if a stop came among them.
         finished: Why the output ends here; ``None`` if it continues.
-        logits: The target's, [verified, vocab], for a trace.
+        logits: The target's, [verified, vocab], to record a trace; ``None`` for no trace.
     """
     nodes, chain = len(draft.tokens) - draft.siblings, draft.is_chain
     if not chain:

@@ -1,12 +1,12 @@
-"""Verdicts on several drafts together, each with the way its drafts have to be drawn. Pure functions on distributions.
+"""Verification methods: how the candidates of a draft are drawn, and how they are tested. Pure functions.
 
-At a node of a tree stand candidates for the next token. A *rule* decides between them, given p, the target's
-distribution there: it names the candidate that is kept, or draws another token. Walked from the context on, the output
-has the target's distribution, whichever tokens were drafted, provided that
+A node of a draft tree has candidates for the next token. A *rule* decides between them, given p, the target's
+distribution after the node: it accepts one candidate, or draws another token. The rule is applied from the context on,
+from node to node. The output then has the target's distribution, whatever was drafted, under two conditions:
 
-- candidates were drawn as the method says, and q is what they were drawn from, and
-- whether a candidate exists depends on what was drawn before it alone, and never on its own token (a drawn one that is
-  dropped for its low q makes the output wrong; a *certain* one, which nothing was tossed for, may depend on anything).
+- The candidates were drawn as the method says, and q is the distribution they were drawn from.
+- Whether a drawn candidate exists depends only on what was drawn before it, and not on its own token: removing one for
+  its low q would make the output wrong. A *certain* candidate, one that was not drawn, may depend on anything.
 
 Greedy decoding needs none of this: there every method keeps the child that is the argmax.
 """
@@ -31,7 +31,7 @@ TargetRows: TypeAlias = Callable[[int], torch.Tensor]
 
 
 class Walked(NamedTuple):
-    """The outcome of a walk through a draft.
+    """The outcome of testing a draft from the context on.
 
     Attributes:
         path: The accepted nodes, root to leaf.
@@ -61,7 +61,7 @@ _Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Draws], Randomness], _Ruling
 
 
 def without_replacement(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """Draw in turn from the rest of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
+    """Draw one after the other, each from what is left of q, as Gumbel-top-k sampling does (Kool et al. 2019)."""
     q = left = distribution.q
     tokens: list[int] = []
     for place in range(count):
@@ -75,12 +75,12 @@ def without_replacement(distribution: TokenDistribution, count: int, random: Ran
 
 
 def with_replacement(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """Draw independently; a token may come several times."""
+    """Draw independently; a token can be drawn several times."""
     return [Draws([random.draw(distribution.q)], distribution.q) for _ in range(count)]
 
 
 def top(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
-    """Take the most probable tokens, without a draw."""
+    """Take the most probable tokens, without a random draw."""
     return [Draws(distribution.best(count))]
 
 
@@ -107,7 +107,8 @@ def top_and_tail(distribution: TokenDistribution, count: int, random: Randomness
 def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Draw from p, and accept the token if it is a candidate, however these were chosen (Miao et al. 2024).
 
-    Keeps with the chance p(candidates). What EAGLE-2, Token Recycling and suffix decoding need. Costs a draw.
+    A candidate is accepted with probability p(all candidates). EAGLE-2, Token Recycling and suffix decoding need this
+    method. It costs one draw.
     """
     return match(p, [Draws(tokens) for tokens, _ in candidates], random)
 
@@ -115,9 +116,9 @@ def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
 def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Test a drawn candidate, if any; then draw a token, and accept it if it is a certain candidate.
 
-    With one drawn from q and others next to it, *residual*: rejection sampling (Leviathan et al. 2023) whose corrected
-    token may be a candidate too. With one drawn from the tail, *greedy draft* (Hu et al. 2025). Costs a draw,
-    and a pass over the vocabulary after a rejection.
+    If one candidate is drawn from q and others are added, this is *residual*: rejection sampling (Leviathan et al.
+    2023), where the correction token can be a candidate too. If one is drawn from the tail, it is *greedy draft* (Hu et
+    al. 2025). It costs one draw, and after a rejection work over the vocabulary.
     """
     for token, q in _in_turn(each for each in candidates if each.q is not None):
         if _passes(_ratio(p, q, token), random):
@@ -131,8 +132,8 @@ def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
 def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Test candidates without replacement in turn (Jeon et al. 2024; Chen et al. 2024, Sequoia).
 
-    In the order drawn: kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and q loses the token. Costs a few
-    passes over the vocabulary per rejection.
+    In the order drawn, a candidate is accepted with probability min(1, p/q); otherwise p becomes norm((p - q)₊), and
+    the token is removed from q. A rejection costs work over the vocabulary.
     """
     for token, q in _in_turn(candidates):
         if _passes(_ratio(p, q, token), random):
@@ -144,10 +145,10 @@ def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
 def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Test independent draws in random order (Miao et al. 2024, SpecInfer, Algorithm 2).
 
-    A remaining draw at random is kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and that draw goes. Equal
-    draws stand there as often as they were drawn, each with the q of the drafter it came from. Certain candidates come
-    after all draws, since they may have been chosen by what was drawn: tested before it, they would make the output
-    wrong.
+    One of the remaining draws, chosen at random, is accepted with probability min(1, p/q); otherwise p becomes
+    norm((p - q)₊), and the draw is removed. A token that was drawn twice counts as two draws, each with the q of its
+    drafter. Certain candidates are tested after all draws, because they may have been chosen depending on what was
+    drawn; tested earlier, they would make the output wrong.
     """
     draws = [(token, q) for tokens, q in candidates if q is not None for token in tokens]
     certain = [(token, q) for tokens, q in candidates if q is None for token in tokens]
@@ -161,7 +162,7 @@ def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
 
 
 def _walked(rule: _Rule) -> Walk:
-    """Return a walk from the context to a leaf, or to a node without an accepted candidate."""
+    """Return a function that applies a rule from the context to a leaf, or to a node without an accepted candidate."""
 
     def walk(draft: Draft, p: TargetRows, random: Randomness) -> Walked:
         path: list[int] = []
@@ -187,10 +188,10 @@ def traverse(draft: Draft, p: TargetRows, random: Randomness) -> Walked:
     """Traversal verification of candidates without replacement (Weng et al. 2025); on a chain, block verification
     (Sun et al. 2024).
 
-    From the leaves up: a path is kept with the chance that all of it has together, so a token that p would rather not
-    have may be made up for by those after it. No early end: every node gets a toss of its own. On one path nothing
-    keeps more. Costs about two passes over the vocabulary per node that fails. Different branches need draws that are
-    independent of each other.
+    Nodes are tested one after the other, each leaf before its ancestors, until one passes; then the path to it is
+    accepted. The probability of passing is a joint one of the whole path, so tokens with p > q can make up for an
+    earlier one with p < q. No method keeps more tokens of a chain. A node that fails costs about two passes over the
+    vocabulary. Draws in different branches have to be independent of each other.
     """
 
     def visit(node: int, chance: float) -> Walked | None:
@@ -233,7 +234,7 @@ def _in_turn(candidates: Iterable[Draws]) -> Iterator[tuple[int, torch.Tensor | 
 
 
 def _passes(chance: torch.Tensor, random: Randomness) -> bool:
-    """Return the outcome of a test with this chance, clipped to 1."""
+    """Return whether a test with this probability, clipped to 1, is passed."""
     return random.test(chance.clamp(0.0, 1.0).reshape(1))[0] == 1
 
 
@@ -274,7 +275,7 @@ class Method:
     """A verification method, with what it requires of drafts.
 
     Attributes:
-        walk: Walks through a draft.
+        walk: Tests a draft from the context on.
         drawing: How a node's candidates are drawn.
         chains_only: Whether it verifies chains only.
         several_drafters: Whether a node may have draws of several drafters.
@@ -296,4 +297,4 @@ METHODS: Mapping[str, Method] = {
     "recursive": Method(_walked(recursive), without_replacement, several_drafters=True),
     "specinfer": Method(_walked(specinfer), with_replacement, several_drafters=True),
 }
-"""By their names in ``specbench.specs.verification``."""
+"""Verification methods, by their names in ``specbench.specs.verification``."""
