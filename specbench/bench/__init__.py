@@ -1,1 +1,1 @@
-"""Sweeps: what is compared, in which order, and carrying it out."""
+"""Sweeps: the configurations, the order of measurements, and the measuring itself."""

@@ -16,13 +16,13 @@ _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?
 
 
 def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:
-    """Parse ``transformers`` and ``beam:N``.
+    """Parse additional baselines: ``transformers`` and ``beam:N``.
 
     Returns:
         Whether ``transformers``' own ``generate`` is measured too, and the numbers of beams, ascending.
 
     Raises:
-        UsageError: A name is something else, or there are too few or too many beams.
+        UsageError: A name is neither of these, or a number of beams is too small or too large.
     """
     beams: set[int] = set()
     for name in names:
@@ -41,16 +41,16 @@ def parse_gammas(text: str) -> list[int]:
     """Parse draft lengths: ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture; ascending.
 
     Raises:
-        UsageError: It is none of these, or a length is outside 1 to 256.
+        UsageError: The text has none of these forms, or a length is outside 1 to 256.
     """
     return _parse_range(text, "γ", LONGEST_DRAFT, "plain decoding is always measured.")
 
 
 def parse_batches(text: str) -> list[int]:
-    """Parse batch sizes, spelled as draft lengths are.
+    """Parse batch sizes, in the notation of draft lengths (``parse_gammas``).
 
     Raises:
-        UsageError: It is no range, or a batch is outside 1 to 256.
+        UsageError: The text does not have that form, or a batch size is outside 1 to 256.
     """
     return _parse_range(text, "--batch", MAX_BATCH, "without --batch, one prompt follows the other.")
 

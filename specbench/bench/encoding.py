@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def encode_conversation(target: Target, prompt: Prompt, answers: Sequence[Sequence[int]] = ()) -> list[int]:
     """Return the token ids of a conversation up to the turn after the given answers.
 
-    A system message that the chat template has no role for precedes the first turn; without a template all texts
-    are joined.
+    If the chat template has no role for a system message, that message precedes the first turn. Without a template,
+    all texts are joined.
 
     Raises:
         UsageError: The target has no tokenizer, or its template refuses the conversation.

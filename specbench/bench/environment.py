@@ -43,7 +43,7 @@ def describe_environment() -> Environment:
 
 
 def _system() -> str:
-    """Return name and version of the system, without the kernel's suffix, which may hold anything."""
+    """Return name and version of the system, without the kernel's suffix, which can contain private names."""
     release = re.match(r"\d+(\.\d+)*", platform.release())
     system = f"{platform.system()} {release[0] if release else ''}".strip()
     with suppress(OSError):

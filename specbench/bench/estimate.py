@@ -33,7 +33,7 @@ _REQUEST = 0.25  # about the share by which another request lengthens a forward 
 
 @dataclass(frozen=True, slots=True)
 class TimeEstimate:
-    """Seconds that a sweep takes on a quiet machine, and a phrase that says what they come from."""
+    """Seconds that a sweep takes on a quiet machine, and a phrase on how they were estimated."""
 
     seconds: float
     source: str
@@ -41,7 +41,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Largest number of bytes that a sweep takes, by part, and the available ones."""
+    """The largest number of bytes that a sweep needs, by part, and the number available."""
 
     parts: Mapping[str, int]
     available: int
@@ -67,9 +67,10 @@ def estimate_time(
     *,
     progress: Progress | None = None,
 ) -> TimeEstimate:
-    """Estimate the time from a stored run of the target on this processor, else from reading as many weights once.
+    """Estimate the time of a sweep, from a stored run of the target on this processor if there is one.
 
-    The sweep's configurations name drafters by their specs.
+    Otherwise it is estimated from the time to read as many weights from memory. The sweep's configurations name
+    drafters by their specs.
     """
     stored = _stored_speeds(folder, base.target.name)
     if stored is not None:
@@ -85,7 +86,7 @@ def estimate_time(
 
 
 def slowdown(load_average: float | None, cores: int) -> float:
-    """Return how many times longer work on all cores may take next to ``load_average`` other processes."""
+    """Return how many times longer work on all cores can take while ``load_average`` other processes run."""
     return 1.0 + (load_average or 0.0) / cores
 
 
@@ -130,7 +131,9 @@ def estimate_memory(
 
 
 def _stored_speeds(folder: Path, name: str) -> tuple[dict[str, tuple[float, float]], str] | None:
-    """Return mean TTFT and seconds per token by configuration, from the newest run that fits, and its name."""
+    """Return mean TTFT and seconds per token by configuration,
+    from the newest matching run, and the name of that run.
+    """
     from specbench.bench.environment import describe_environment
     from specbench.results.store import distinct, read_lines, stored_runs
 
@@ -168,12 +171,14 @@ def _from_speeds(sweep: Sweep, config: SweepConfig, speeds: Mapping[str, tuple[f
 
 
 def _share(batch: int) -> float:
-    """Return about the time per request of a batch, as a share of the time of one alone."""
+    """Return roughly the time per request in a batch, as a share of the time of a single request."""
     return (1 + _REQUEST * (batch - 1)) / batch
 
 
 def _generations(sweep: Sweep, batch: int) -> float:
-    """Return the generations per configuration; a warm-up is a whole batch, and counts by its length."""
+    """Return the number of generations per configuration;
+    a warm-up, a whole batch, counts in proportion to its length.
+    """
     longest = sweep.options.decoding.max_new_tokens
     warmups = batch * sweep.options.warmup * min(WARMUP_TOKENS, longest) / longest
     return warmups + sweep.options.repeats * sum(num_turns(prompt, sweep.options) for prompt in sweep.prompts)
@@ -209,7 +214,7 @@ def _from_passes(sweep: Sweep, config: SweepConfig, token_s: float, draft_s: Map
 
 
 def _drafted(config: SweepConfig) -> tuple[int, int]:
-    """Return forward passes of the drafter and drafted tokens per step, about."""
+    """Return roughly the drafter's forward passes per step, and the drafted tokens per step."""
     if config.drafter == "none":
         return 0, 0
     if config.kind == "speculative" and (nodes := config.policy_spec.nodes):
@@ -219,7 +224,7 @@ def _drafted(config: SweepConfig) -> tuple[int, int]:
 
 
 def _bytes_per_second(weights: int) -> float:
-    """Measure how fast a matrix-vector product reads that many bytes of weights, or a sample of them."""
+    """Measure the speed at which a matrix-vector product reads ``weights`` bytes, or a sample of them."""
     import torch
 
     size = max(1_000_000, min(weights, _MAX_SAMPLE_BYTES))
@@ -236,7 +241,7 @@ def _bytes_per_second(weights: int) -> float:
 
 
 def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
-    """Return the size of a model, by its configuration alone."""
+    """Return the size of a model, computed from its configuration only."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -262,7 +267,9 @@ def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
 def _weights(
     size: _Size, options: LoadOptions, *, rounded: QuantizedName | None = None
 ) -> tuple[tuple[int, int], int]:
-    """Return the bytes of weights, in the end and at most while loading, and those of an unquantized number."""
+    """Return the bytes of a model's weights after loading,
+    the peak while loading, and the bytes of an unquantized number.
+    """
     from specbench.models.checkpoints import weight_memory
     from specbench.models.devices import resolve_device
     from specbench.models.load import resolve_dtype
@@ -278,7 +285,7 @@ def _weights(
 def _drafter_weights(
     spec: DrafterSpec, target: _Size, options: LoadOptions, progress: Progress | None
 ) -> tuple[int, int]:
-    """Return the bytes that a drafter adds, in the end and at most while loading."""
+    """Return the bytes that a drafter adds: after loading, and the peak while loading."""
     if len(spec.parts) > 1:
         added = [_drafter_weights(part, target, options, progress) for part in spec.parts]
         kept = sum(end for end, _ in added)
@@ -290,7 +297,7 @@ def _drafter_weights(
 
 
 def _bytes_per_number(options: LoadOptions) -> float:
-    """Return the bytes of a weight; "auto" is half precision on devices that compute in it."""
+    """Return the bytes of one weight; "auto" counts as half precision on devices that compute in it."""
     from specbench.backends.torch.kernels.instructions import has_bfloat16
     from specbench.backends.torch.kernels.linear import bytes_per_weight
     from specbench.models.devices import resolve_device

@@ -1,4 +1,4 @@
-"""What a sweep compares, and in which order: pure functions of the options and the seed."""
+"""The configurations and the order of a sweep, as pure functions of the options and the seed."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class SweepConfig:
     """A configuration: one cell of a sweep.
 
     Attributes:
-        id, label: Names in files, unique within a run, and in tables and figures.
+        id, label: Name in files, unique within a run; name in tables and figures.
         kind: ``plain`` and ``speculative`` for specbench's loop; ``transformers`` for its ``generate``, ``assisted``
             for that with an assistant, ``beam`` for its beam search; ``server``.
-        drafter: Name of the drafter, ``none`` without one; of a server its own name.
+        drafter: Name of the drafter, ``none`` without one; for a server, the server's name.
         gamma: Draft length; ``None`` if the draft policy decides.
         draft_policy: The draft policy with its options (``egag:scale=0.5``); ``none`` without drafts.
         baseline: Id of the plain configuration that it is compared with.
-        drafter_fingerprint, drafter_dtype: Of the drafter's own model, if it has one.
+        drafter_fingerprint, drafter_dtype: Fingerprint and dtype of the drafter's own model, if it has one.
         batch: Batch size; ``None`` for one prompt after the other, without a scheduler.
-        arrivals: How requests arrive, for ``parse_arrivals``; ``None`` without a batch.
+        arrivals: How requests arrive, in the notation of ``parse_arrivals``; ``None`` without a batch.
         recipe: Recipe for specbench's loop; ``None`` for other kinds.
     """
 
@@ -105,17 +105,19 @@ class SweepOptions:
         warmup: Short generations of each configuration that are not counted.
         turns: Turns of a conversation; ``None`` for all.
         seed: Seed of the order of configurations, and of sampling.
-        transformers, assisted: Add ``transformers``' own ``generate``; its assisted generation and prompt lookup.
-        beams: Add its beam search with each number of beams, at temperature 0.
-        costs: Costs for ``auto``, as ``parse_costs`` takes them; ``None`` measures them.
+        transformers, assisted: Whether to add ``transformers``' own ``generate``; its assisted generation and prompt
+            lookup.
+        beams: Numbers of beams: for each, ``transformers``' beam search is added, at temperature 0.
+        costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
         keep_policy_state: Let draft policies keep their state from one prompt to the next.
-        batches: Batch sizes; none for one prompt after the other.
-        arrivals: How requests arrive, for ``parse_arrivals``; none for as many clients as the batch is large.
-        servers: Servers to measure in place of models, each by its name and that of its model.
+        batches: Batch sizes; empty for one prompt after the other.
+        arrivals: How requests arrive, in the notation of ``parse_arrivals``; empty for as many clients as the batch
+            size.
+        servers: Servers to measure in place of models, each as its name and its model's name.
         salt: How prompt caches of servers are avoided.
 
     Raises:
-        UsageError: A value is out of range, or does not go with batches.
+        UsageError: A value is out of range, or not possible with batches.
     """
 
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -187,7 +189,7 @@ class SweepOptions:
 
     @property
     def uses_transformers(self) -> bool:
-        """Whether ``transformers`` decodes with the target, too."""
+        """Whether ``transformers`` decodes with the target in addition to specbench."""
         return self.transformers or self.assisted or bool(self.beams)
 
     @property
@@ -214,16 +216,17 @@ def build_configs(
     base: Recipe | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> list[SweepConfig]:
-    """Build the grid: plain decoding, and drafters × draft policies × draft lengths, at every temperature and batch.
+    """Build the grid: plain decoding, and drafters × draft policies × draft lengths, at every temperature and batch
+    size.
 
-    A policy that reads distributions is left out with drafters that have none.
+    A policy that uses the drafter's distributions is left out for drafters without them.
 
     Args:
         options: Options of the sweep.
         drafters: Drafters by name; plain ones are skipped.
-        fingerprints, dtypes: Of drafter models, by drafter.
-        fitted: Returns a policy calibrated for a drafter, by its name, at a temperature.
-        base: What all recipes share; ``None`` for configurations without recipes.
+        fingerprints, dtypes: Fingerprints and dtypes of drafter models, by drafter.
+        fitted: Returns a policy with its calibration for a drafter (by name) at a temperature.
+        base: A recipe with everything that all configurations share; ``None`` for configurations without recipes.
     """
     drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
     grid = [
@@ -321,7 +324,7 @@ def _configs_at(
 
 
 def _suffixes(temperature: float, workload: BatchArrivals | None) -> tuple[str, str]:
-    """Return the ends of ids and labels at a temperature and workload."""
+    """Return what ids and labels end with at a temperature and workload."""
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
     if workload is None:
         return end, label_end
@@ -333,7 +336,9 @@ def _suffixes(temperature: float, workload: BatchArrivals | None) -> tuple[str, 
 
 
 def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[SweepConfig]:
-    """Build the grid of servers: each at every temperature and batch, the first as baseline of the others."""
+    """Build the grid of servers: each server at every temperature and
+    batch size; the first is the baseline of the others.
+    """
     return [
         SweepConfig(
             id=name + end,
@@ -360,10 +365,10 @@ class PromptGroup:
     """Prompts that are decoded together, and measured together.
 
     Attributes:
-        id: Unique within a run, whatever other groups it may get later.
-        prompts: Ids of the measured prompts, in their order.
-        background: Ids of prompts that clients send after these until all of the group have ended, repeated as needed;
-            not measured.
+        id: Name, unique within a run, also if the run gets more groups later.
+        prompts: Ids of the measured prompts, in order.
+        background: Ids of prompts that clients send afterwards, until the whole group has ended. They are repeated as
+            needed and not measured.
     """
 
     id: str
@@ -387,10 +392,10 @@ def make_groups(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[PromptGro
 
 
 def check_batches(options: SweepOptions, prompts: int) -> None:
-    """Refuse more clients than prompts.
+    """Check that there are at least as many prompts as clients.
 
     Raises:
-        UsageError: A prompt would be decoded twice at the same time.
+        UsageError: There are fewer, so that a prompt would be decoded twice at the same time.
     """
     clients = max((each.clients for _, each in options.workloads if isinstance(each, Closed)), default=0)
     if clients > prompts:
@@ -402,12 +407,12 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One generation to measure, or those of a group.
+    """One measurement to make: a generation, or the generations of a group.
 
     Attributes:
         config, prompt: Ids of the configuration, and of the prompt or group.
-        turn, repeat: From 0.
-        order: Place among the configurations that decode this turn back to back.
+        turn, repeat: Turn and repeat, counted from 0.
+        order: Place among the configurations that decode this turn one after the other.
         seed: Seed of sampling and of arrivals; the same for all configurations of one turn and repeat.
         group: The group; ``None`` for a single prompt.
     """
@@ -442,9 +447,9 @@ class Sweep:
     def plan(self) -> list[Cell]:
         """Return everything to measure, in order; the same sweep has the same plan.
 
-        First come the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations run back
-        to back in a new random order; with servers, every other repeat reverses the order of the one before (ABBA).
-        Batches are measured group by group, in a random order of batches and groups.
+        Warm-ups come first. Then, for each repeat, prompt and turn, all configurations decode one after the other in a
+        new random order; with servers, every second repeat reverses the order of the one before (ABBA). Batches are
+        measured group by group, in a random order of batch sizes and groups.
         """
         return list(self._cells())
 

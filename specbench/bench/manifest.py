@@ -37,7 +37,7 @@ def describe_run(
 ) -> Run:
     """Return the contents of ``run.json`` when a run begins.
 
-    Neither ``sources``, the options that name models and prompts, nor ``command`` (see ``command_line``) has paths.
+    ``sources`` (the options that name models and prompts) and ``command`` (see ``command_line``) must not have paths.
     """
     options = sweep.options
     return Run(
@@ -68,7 +68,7 @@ def describe_run(
 
 
 def stored_options(options: SweepOptions) -> dict[str, Any]:
-    """Return the options of a sweep as JSON has them, those of decoding at the same level."""
+    """Return the options of a sweep as JSON data, with the decoding options at the same level."""
     values = asdict(options)
     stored: dict[str, Any] = json.loads(json.dumps({**values.pop("decoding"), **values}))
     return stored
@@ -80,12 +80,12 @@ def _fingerprint(prompt: Prompt) -> str:
 
 
 def now() -> str:
-    """Return the time as results have it: ISO 8601, UTC."""
+    """Return the current time in the format of results: ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with the last parts of paths, and without addresses of servers."""
+    """Return a command line without addresses of servers, and with only the last part of each path."""
     return [_without_path(argument) for argument in arguments]
 
 
@@ -110,11 +110,11 @@ _SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "trans
 
 
 def changes(old: Run, new: Run) -> list[str]:
-    """Return the differences between a stored run and one that would resume it, each as "what: then → now".
+    """Return the differences between a stored run and a run that would resume it, each as "what: then → now".
 
     Raises:
-        UsageError: Measurements would not be comparable: another target, text of a prompt, option of decoding, or
-            meaning of a configuration's id.
+        UsageError: Measurements would not be comparable: the target, the text of a prompt, a decoding option or the
+            configuration of an id has changed.
     """
     for name, what in (("dtype", "dtype"), ("fingerprint", "model")):
         if getattr(old.target, name) != getattr(new.target, name):
@@ -193,7 +193,7 @@ def _shown(value: Any) -> str:
 
 
 def merge_runs(old: Run, new: Run, differing: Sequence[str]) -> Run:
-    """Return a run that continues although something differs."""
+    """Return the description of a resumed run, with the differences that were accepted."""
     configs = {config.id: config for config in (*old.configs, *new.configs)}
     prompts = {prompt.id: prompt for prompt in (*old.prompts, *new.prompts)}
     change = Change(at=now(), differing=list(differing), environment=old.environment, options=old.options)
@@ -230,10 +230,10 @@ def open_run(
         folder: A folder with or without a run.
         sweep, target, sources, command, heads: See ``describe_run``.
         advice: Hint for a run with other options.
-        accept_changes: Continue such a run, and store what differs.
+        accept_changes: Whether to continue such a run and store its differences.
 
-    Raises:
-        UsageError: The run differs in what cannot be accepted, or is not to be.
+        Raises:
+            UsageError: The run has differences, and these cannot be accepted or ``accept_changes`` is not set.
     """
     from specbench.bench.environment import describe_environment  # which imports torch
 

@@ -1,7 +1,8 @@
-"""One prompt decoded with a drafter and plainly in turns: the speedup, its interval, and what explains it.
+"""Speedup on a single prompt, which is decoded with a drafter and plainly in turns, with an interval and an
+explanation.
 
-The interval is over repeats of this one prompt and says nothing about other prompts; a sweep does. ``predict`` explains
-a single generation without a plain one.
+The interval is over repeats of this prompt and says nothing about other prompts; a sweep does. ``predict`` explains a
+single generation without comparing it with plain decoding.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ _MIN_STEPS = 8
 
 
 class Pairs:
-    """Decodes with the drafter and plainly, in the order ABBA so that drift affects both alike.
+    """Measurement of pairs of generations, with the drafter and plain, in the order ABBA so that drift affects both
+    alike.
 
     Args:
-        decode: Decodes the prompt once, plainly if its argument is true; what it raises is raised.
-        repeats: Number of pairs; ``None`` for 3, and more while they are short.
+        decode: Decodes the prompt once, plainly if its argument is true; its exceptions pass through.
+        repeats: Number of pairs; ``None`` for 3, or more if generations are short.
         snapshot: Reads the machine load before and after each generation.
 
     Attributes:
@@ -82,13 +84,13 @@ class Pairs:
         return pairs >= MIN_PAIRS and (pairs >= MAX_PAIRS or seconds * (pairs + 1) / pairs > ENOUGH_S)
 
     def figures(self) -> Json:
-        """Return the comparison of all whole pairs as data; fields without enough data are ``None``.
+        """Return the comparison of all complete pairs as data; fields without enough data are ``None``.
 
         Returns:
             ``speedup``: geometric mean of the pairs' ratios of decode speeds; ``speedup_interval``: its 95% interval
-            over the pairs; ``speedup_total``: the same of total times; ``speedup_explained``: what the tokens per step
-            allow, and ``explained``, how (``explain``); ``repeats``: the times of each pair; ``warnings``: as in
-            ``run.json``.
+            over the pairs; ``speedup_total``: the same for total times; ``speedup_explained``: the speedup that the
+            tokens per step allow; ``explained``: the parts of this explanation (``explain``); ``repeats``: the times of
+            each pair; ``warnings``: as in ``run.json``.
         """
         pairs = list(zip(self.speculative, self.plain, strict=False))
         repeats: list[Json] = []
@@ -121,16 +123,16 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a speedup can be, given the tokens per step and the usual times of forward passes.
+    """The speedup to expect from the tokens per step and the usual times of forward passes.
 
     Attributes:
-        tokens: Tokens per step. No speedup is higher, since a step has at least one target pass.
-        step: Usual time of a step, in plain steps.
-        drafting: The drafting part of it.
-        usual: ``tokens / step``, E / (γ·c + v) with the measured costs.
+        tokens: Tokens per step. No speedup is higher, since a step has at least one forward pass of the target.
+        step: Usual time of a step, relative to a plain step.
+        drafting: The part of ``step`` that drafting takes.
+        usual: The speedup to expect: ``tokens / step``, that is, E / (γ·c + v) with the measured costs.
         lowest: The speedup if verifying n tokens took as long as n plain steps.
         plain_s: Seconds of a plain step.
-        plain_steps: Number of plain steps timed; with none it is derived from wider passes.
+        plain_steps: Number of plain steps timed; if 0, ``plain_s`` is derived from forward passes over more tokens.
     """
 
     tokens: float
@@ -143,12 +145,13 @@ class Explanation:
 
 
 def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> Explanation | None:
-    """Explain a speedup: each step counts with the median time of those that drafted and verified as much.
+    """Explain a speedup by its usual time per step: a step's time is replaced by the median of steps of its size.
 
-    A disturbance lengthens some steps and not their median. The drafter's prefill counts as measured.
+    Steps have the same size if they drafted and verified equally many tokens. A disturbance lengthens some steps but
+    not the median. For the drafter's prefill, the measured time is used.
 
     Returns:
-        ``None`` if one side has no step.
+        The explanation; ``None`` if one side has no step.
     """
     steps = [step for generation in speculative for step in generation.steps]
     one = [step.times.total_s for generation in plain for step in generation.steps]
@@ -156,13 +159,13 @@ def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> E
 
 
 def predict(generation: Generation) -> Explanation | None:
-    """Explain the speed of a generation without a plain one.
+    """Explain the speed of a generation without comparing it with plain decoding.
 
-    A plain step takes as long as its steps without a draft, apart from drafting; without any, what its wider passes
-    suggest (``MeasuredCosts``).
+    The time of a plain step is taken from the generation's steps without a draft, leaving out the time for drafting. If
+    there are none, it is estimated from forward passes over more tokens (``MeasuredCosts``).
 
     Returns:
-        ``None`` for plain decoding, and with too few steps.
+        The explanation; ``None`` for plain decoding, and with too few steps.
     """
     steps = generation.steps
     if generation.drafter == "none" or len(steps) < _MIN_STEPS:
@@ -209,7 +212,7 @@ def _medians(
 
 
 def unexplained(speedup: float, explanation: Explanation) -> RunWarning | None:
-    """Return a warning if tokens per step and times of passes do not explain a speedup."""
+    """Return a warning if tokens per step and times of forward passes do not explain a speedup."""
     usual = explanation.usual
     brought = f"{explanation.tokens:.2f} tokens per step"
     if speedup > explanation.tokens * _TOLERANCE:

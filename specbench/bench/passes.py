@@ -1,4 +1,4 @@
-"""Times of forward passes: of the target by width, of drafters for one token, and of several requests."""
+"""Times of forward passes: of the target by number of tokens, of drafters for one token, and of several requests."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ Name = TypeVar("Name")
 
 
 def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
-    """Return the median times of single passes in lines of ``costs.jsonl``.
+    """Return the median times of single forward passes in lines of ``costs.jsonl``.
 
-    Of two passes that draft a tree, the second is what the first leaves of both.
+    A line for trees has the time of two forward passes together. The time of the second one is this time minus that of
+    the first one.
     """
     drafters = _medians(lines, DrafterTimes, "drafter")
     rows: dict[str, dict[int, float]] = {}
@@ -54,7 +55,7 @@ def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
 
 
 def shared_costs(lines: Sequence[CostLine]) -> SharedCosts:
-    """Return the median times of passes that several requests share in lines of ``costs.jsonl``."""
+    """Return the median times of shared forward passes in lines of ``costs.jsonl``."""
     target: dict[int, dict[int, float]] = {}
     for (requests, n), seconds in sorted(_medians(lines, SharedTargetTimes, "requests", "tokens").items()):
         target.setdefault(requests, {})[n] = seconds
@@ -65,7 +66,7 @@ def shared_costs(lines: Sequence[CostLine]) -> SharedCosts:
 
 
 def _medians(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> dict[Any, float]:
-    """Return the median time of lines of a kind, by some of their fields."""
+    """Return the median time of lines of a kind, by the fields in ``names``."""
     key = attrgetter(*names)
     times: dict[Any, list[float]] = {}
     for line in lines:
@@ -75,22 +76,24 @@ def _medians(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> di
 
 
 def _context(lines: Sequence[CostLine], *kinds: type[CostLine]) -> int:
-    """Return the tokens of context of the last line of some kinds."""
+    """Return the context length in the last line of these kinds."""
     return next((line.context_tokens for line in reversed(lines) if isinstance(line, kinds)), 0)
 
 
 def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
-    """Return the tokens per request of shared passes to time: one, and n + 1 for every n drafted.
+    """Return the numbers of tokens per request for which to time shared forwards: one, and n + 1 for each draft length
+    n.
 
-    Without any γ they are those of some drafts of up to 8 tokens.
+    Without ``gammas``, some draft lengths up to 8 are used.
     """
     return sorted({1, *(n + 1 for n in (*(gammas or (1, 2, 4, 8)), *nodes))})
 
 
 def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
-    """Return the widths of target passes to time: one token, n + 1 for every n drafted, and small ones in between.
+    """Return the numbers of tokens for which to time the target: one, n + 1 for each draft length n, and small ones
+    between.
 
-    Without any γ they are those of drafts of up to 16 tokens. ``nodes`` are the most nodes of trees.
+    Without ``gammas``, draft lengths up to 16 are used. ``nodes`` are the maximum numbers of nodes of draft trees.
     """
     longest = max((*(gammas or (16,)), *nodes)) + 1
     return sorted({*range(1, min(longest, 17) + 1), *(n + 1 for n in (*gammas, *nodes))})
@@ -108,15 +111,15 @@ def time_passes(
     *,
     tree_nodes: Sequence[int] = (),
 ) -> list[CostLine]:
-    """Time passes of a target and one-token drafts in turn, after the same context. The target's cache is left empty.
+    """Time forwards of a target and one-token drafts in turn, after the same context. The target's cache is left empty.
 
     Args:
         scorer, drafters: The target's scorer, and drafters by name.
         prompt: Tokens, repeated to fill the context.
-        widths: Widths of the target's passes.
+        widths: Numbers of tokens in a forward pass of the target.
         clock: Clock of the target's device.
-        rounds, order: Number of passes of each kind, and what shuffles them.
-        tree_nodes: Numbers of tree nodes in a pass, for drafters that draft trees.
+        rounds, order: Number of forward passes of each kind, and the random generator that shuffles them.
+        tree_nodes: Numbers of tree nodes in a forward pass, for drafters that draft trees.
     """
     from specbench.decoding.protocols import ForwardRequest, run_to_end
     from specbench.decoding.sampling import Greedy, Randomness
@@ -138,7 +141,7 @@ def time_passes(
         return took
 
     def draft(drafter: Drafter, nodes: int = 0) -> float:
-        """Draft one token, or a tree of some nodes with one more after each."""
+        """Draft one token, or a tree with ``nodes`` nodes and one child of each."""
         shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(1)
         began = clock.now()
         run_to_end(drafter.propose(context, 2 if nodes else 1, shape, Greedy(), Randomness(0, device), top))
@@ -188,10 +191,10 @@ def time_shared_passes(
     rounds: int,
     order: Random,
 ) -> list[CostLine]:
-    """Time passes that several requests share, of the target and of one-token drafts in turn.
+    """Time forwards that several requests share, of the target and of one-token drafts in turn.
 
-    The prompt is repeated to fill the context of each request, each from another start. ``widths`` are the tokens of
-    each request in a pass of the target; for other arguments see ``time_passes``.
+    The prompt is repeated to fill each request's context, beginning at another token for each. ``widths`` are numbers
+    of tokens per request in a forward pass of the target; for other arguments see ``time_passes``.
     """
     from specbench.backends.torch.batch import RequestFactory
     from specbench.decoding.protocols import ForwardRequest
@@ -221,7 +224,7 @@ def time_shared_passes(
         return took
 
     def plain_pass() -> float:
-        """Time a pass after another one, as in plain decoding: after a heavier pass it takes longer."""
+        """Time the second of two equal forwards, as in plain decoding: after a larger forward it would take longer."""
         target_pass(scorers, 1)
         return target_pass(scorers, 1)
 
@@ -263,7 +266,7 @@ def time_shared_passes(
 
 
 def _no_tokens(context: Sequence[int], states: torch.Tensor | None = None) -> StepOutcome:
-    """Return the outcome that rolls a timed draft back, so that it can be made again."""
+    """Return an outcome without tokens, which rolls back a timed draft so that it can be repeated."""
     import torch
 
     from specbench.decoding.drafts import StepOutcome
@@ -272,13 +275,13 @@ def _no_tokens(context: Sequence[int], states: torch.Tensor | None = None) -> St
 
 
 def _score_together(passes: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
-    """Score forward requests of one model, in one pass if possible."""
+    """Run forward requests of one model, in a single forward pass if possible."""
     batch = passes[0].scorer.batch
     return [each.scorer.score(each) for each in passes] if batch is None else batch.score(passes)
 
 
 def _run_together(asking: Sequence[Decoding[Any]]) -> None:
-    """Run several to their end, those that wait for the same model by one pass."""
+    """Run several decodings to their end; those that wait for the same model share a forward pass."""
     waiting: dict[int, ForwardRequest] = {}
     for place, each in enumerate(asking):
         with suppress(StopIteration):
@@ -296,9 +299,9 @@ def _run_together(asking: Sequence[Decoding[Any]]) -> None:
 def time_in_turn(
     jobs: Mapping[Name, Callable[[], float]], rounds: int, order: Random, progress: Progress | None = None
 ) -> dict[Name, list[float]]:
-    """Repeat measurements, which return seconds, in rounds of all in a new random order; return their times.
+    """Repeat measurements in rounds, each round with all of them in a new random order; return their times in seconds.
 
-    A disturbance then affects a few times of each and not the median of one.
+    A disturbance then affects a few times of each measurement, and not the median.
     """
     for measure in jobs.values():
         measure()  # every shape of pass once before

@@ -62,9 +62,9 @@ def load_prompts(
     Args:
         sources: Names of built-in sets, ``"all"`` for all of them, ``"training"`` for the training set, or JSON Lines
             files; ``./chat`` or a ``Path`` is a file even if a set has its name. Each is read once.
-        categories: Categories to keep; empty keeps all.
-        limit: Number of prompts, interleaved by category, so that a smaller limit gives the beginning of a larger
-            one. ``None`` keeps all, in the order of the sources.
+        categories: Categories to return; empty for all.
+        limit: Number of prompts, interleaved by category; a smaller limit gives the first prompts of a larger one.
+            ``None`` returns all, in the order of the sources.
 
     Raises:
         UsageError: A source does not exist or breaks the format, two prompts share an id, a category does not exist,
@@ -102,10 +102,10 @@ def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO
     Args:
         prompt: The argument, ``"-"`` for standard input; ``None`` if not given.
         prompt_file: The file; ``None`` if not given.
-        stdin: A text stream over bytes, like ``sys.stdin``; by default not read if a terminal. ``None`` if closed.
+        stdin: A text stream over bytes, like ``sys.stdin``; ``None`` if closed. A terminal is read only for ``"-"``.
 
     Raises:
-        UsageError: Neither or both were given, the file cannot be read, the text is blank or not UTF-8.
+        UsageError: There is no prompt or more than one, the file cannot be read, or the text is blank or not UTF-8.
     """
     if prompt is not None and prompt_file is not None:
         raise UsageError("A prompt and a prompt file were given.", "Leave one of them out.")
@@ -153,7 +153,7 @@ def _built_in() -> dict[str, Traversable]:
 
 
 def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
-    """Return the files of the sources, in order and each once, with the name to show."""
+    """Return the files of the sources, in order and without repetition, each with the name to show."""
     built_in = _built_in()
     files: dict[Traversable, str] = {}
     for source in sources:

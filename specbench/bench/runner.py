@@ -1,6 +1,7 @@
 """Running a sweep: all configurations decode every prompt, interleaved so that drift affects all of them alike.
 
-``Sweep.plan`` gives the order; ``run_sweep`` measures what the store does not hold yet, so resuming is the same call.
+``Sweep.plan`` gives the order. ``run_sweep`` measures everything that is not in the store yet, so the same call resumes
+a sweep.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LATEST = 5
 
 @dataclass(frozen=True, slots=True)
 class SweepStarted:
-    """The plan is known: its measurements that are stored already, and the number of all."""
+    """Event: the plan is known. It gives the number of measurements stored already, and of all."""
 
     measurements: Sequence[Measurement]
     total: int
@@ -53,7 +54,7 @@ class SweepStarted:
 
 @dataclass(frozen=True, slots=True)
 class CellStarted:
-    """A generation begins."""
+    """Event: a generation begins."""
 
     cell: Cell
     config: SweepConfig
@@ -61,7 +62,7 @@ class CellStarted:
 
 @dataclass(frozen=True, slots=True)
 class CellDone:
-    """A generation has ended and is stored; ``done`` of ``total`` have, without warm-ups."""
+    """Event: a generation has ended and is stored; ``done`` of ``total`` have, not counting warm-ups."""
 
     cell: Cell
     config: SweepConfig
@@ -74,7 +75,7 @@ class CellDone:
 
 @dataclass(frozen=True, slots=True)
 class CostsMeasured:
-    """Forward passes have been timed once more; ``costs`` is ``None`` with an ``error`` if they could not be."""
+    """Event: forward passes have been timed again; if that failed, ``costs`` is ``None`` and ``error`` says why."""
 
     costs: Sequence[CostLine] | None
     error: str | None = None
@@ -85,7 +86,7 @@ Event = SweepStarted | CellStarted | CellDone | CostsMeasured
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What ``run_sweep`` did: generations measured, failed ones of these, and those found in the store."""
+    """The outcome of ``run_sweep``: the numbers of generations measured, failed, and found in the store."""
 
     measured: int
     failed: int
@@ -94,10 +95,10 @@ class SweepResult:
 
 
 class TimeLeft:
-    """Estimates the remaining time from the latest generations of each configuration.
+    """Estimate of the remaining time, from the latest generations of each configuration.
 
     Args:
-        remaining: Cells without warm-ups.
+        remaining: Cells still to measure, without warm-ups.
         warmup_factor: Time of a measured generation divided by that of a warm-up.
     """
 
@@ -139,13 +140,15 @@ def run_sweep(
     retry_failed: bool = False,
     snapshot: Callable[[], LoadSnapshot] = load_snapshot,
 ) -> SweepResult:
-    """Measure what the store lacks, one line at a time.
+    """Measure everything that is not in the store yet, one line at a time.
 
     A generation that fails is stored as failed, and the sweep continues. Warm-ups run whenever anything is left to
     measure, since each process has to be warmed up; their lines are stored once.
 
     Args:
-        sweep, store, engine: What to measure, where to (its lines are kept), and what decodes.
+        sweep: What to measure.
+        store: Where to store the measurements; existing lines are not changed.
+        engine: The engine that decodes.
         clock: Clock of the estimated time left.
         on_event: Called between the measurements.
         retry_failed: Measure failed generations again.
@@ -204,7 +207,9 @@ def run_sweep(
 
 
 class CellRunner(Generic[Encoded]):
-    """Measures single cells of a sweep, in any order; ``costs_work`` tells whether passes could be timed so far."""
+    """Runner of single cells of a sweep, in any order;
+    ``costs_work`` is false once forward passes could not be timed.
+    """
 
     def __init__(
         self,
@@ -230,9 +235,10 @@ class CellRunner(Generic[Encoded]):
         return self._answers.setdefault((config, prompt, repeat), {})
 
     def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> Measurement:
-        """Decode a cell, only the first tokens of a warm-up; any failure becomes a failed line.
+        """Decode a cell, and return its line; for a warm-up, only the first tokens. Any failure becomes a failed line.
 
-        A cell during which the process was stopped is decoded once more; if that happens again, its warning stays.
+        If the process was stopped while it decoded, the cell is decoded once more. If that happens again, the line has
+        a warning.
         """
         measured = self._measure_once(cell, warmup_tokens)
         return self._measure_once(cell, warmup_tokens) if "stopped" in measured.line.warnings else measured
@@ -333,7 +339,9 @@ class CellRunner(Generic[Encoded]):
         return BenchRequest(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
 
     def measure_costs(self, batch: int | None = None) -> CostsMeasured:
-        """Time forward passes, or those that ``batch`` requests share; a sweep can do without if that fails."""
+        """Time forward passes, or those that ``batch`` requests share;
+        if that fails, the sweep continues without costs.
+        """
         stops = self._snapshot().stops
         try:
             costs = self._time_passes(batch)
@@ -405,11 +413,11 @@ def find_differences(
     *,
     in_time: Callable[[], bool] = lambda: True,
 ) -> list[Mismatch]:
-    """Find greedy outputs that differ from plain decoding, each with the gap of the target's logits of both tokens.
+    """Find greedy outputs that differ from plain decoding, with the gap between the target's logits of the two tokens.
 
-    Beam search is left out, which looks for other answers, and so are servers with prompts of their own. Only the first
-    difference of a conversation and of all repeats is returned. Each takes a forward pass over the prompt; without
-    time for it, by ``in_time``, only the position is returned.
+    Beam search is left out, since it searches for other answers; so are servers whose prompts differ. Of a conversation
+    and its repeats, only the first difference is returned. Computing a gap takes a forward pass over the prompt; if
+    ``in_time`` says that there is no time for it, only the position is returned.
     """
     if sweep.options.salt == "each":
         return []
@@ -462,7 +470,7 @@ def _judge(
     plain: Sequence[int],
     decoding: DecodingOptions,
 ) -> Difference | None:
-    """Return the target's view of a difference; ``None`` without an engine, or if that fails."""
+    """Return how the target explains a difference; ``None`` without an engine, or if that fails."""
     if engine is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Workloads: when requests are sent, and what each of them and all together got."""
+"""Workloads: when requests are sent, and the times and tokens of each request and of all together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Workload(Generic[Encoded]):
     """Requests, and when they are sent.
 
     Attributes:
-        requests: Measured requests, in their order.
-        clients: Requests active at any time (closed loop); ``None`` for an open loop.
-        background: Requests that clients send after these until the last measured one has ended, repeated as needed;
-            not measured.
-        times: Seconds at which each request is sent (open loop), ascending.
+        requests: Measured requests, in order.
+        clients: Number of requests active at any time (closed loop); ``None`` for an open loop.
+        background: Requests that clients send afterwards, until the last measured request has ended. They are repeated
+            as needed and not measured.
+        times: Time at which each request is sent (open loop), in seconds, ascending.
     """
 
     requests: Sequence[BenchRequest[Encoded]]
@@ -43,7 +43,7 @@ class Workload(Generic[Encoded]):
     times: Sequence[float] = ()
 
     def request(self, number: int) -> BenchRequest[Encoded]:
-        """Return the request that is sent as the ``number``-th, from 0."""
+        """Return the request number ``number`` in the order of sending, counted from 0."""
         own = len(self.requests)
         if number < own:
             return self.requests[number]
@@ -52,13 +52,13 @@ class Workload(Generic[Encoded]):
 
 @dataclass(slots=True)
 class BenchResult:
-    """What one request got. Seconds count from when the first could be sent.
+    """Times and tokens of one request. Times count from when the first request could be sent.
 
     Attributes:
         arrived_s: When it was sent.
-        queued_s, prefill_s: How long it waited for its turn; time of its prefill.
-        first_s, last_s: When its first and last tokens came.
-        first_tokens, tokens: Tokens of the first emission, and of all.
+        queued_s, prefill_s: Its time in the queue, and the time of its prefill.
+        first_s, last_s: When its first and last tokens arrived.
+        first_tokens, tokens: Number of tokens of the first emission, and of all.
     """
 
     run: GenerationRun
@@ -72,7 +72,7 @@ class BenchResult:
     ended: bool = False
 
     def add(self, record: Prefill | Step, now: float) -> int:
-        """Add a record that came at ``now``; return its number of tokens."""
+        """Add a record that arrived at ``now``; return its number of tokens."""
         if isinstance(record, Prefill):
             self.queued_s, self.prefill_s = record.queued_s, record.time_s
             emitted = 0 if record.token is None else 1
@@ -89,7 +89,9 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """The measured requests of a workload, the seconds until the last one ended, and all tokens until then."""
+    """The results of the measured requests, the seconds until the last one ended,
+    and the tokens of all requests until then.
+    """
 
     requests: Sequence[BenchResult]
     seconds: float
@@ -97,7 +99,7 @@ class WorkloadResult:
 
 
 class SkippingClock:
-    """A clock that can skip time in which nothing is requested."""
+    """A clock that can skip the time between requests in which nothing is active."""
 
     def __init__(self, clock: Clock) -> None:
         self._now = clock.now
@@ -107,7 +109,7 @@ class SkippingClock:
         return self._now() + self._skipped
 
     def skip_to(self, time: float) -> None:
-        """Skip to a later time; an earlier one changes nothing."""
+        """Skip to a later time; an earlier time changes nothing."""
         self._skipped += max(0.0, time - self.now())
 
 
@@ -121,11 +123,11 @@ def run_workload(
 
     Args:
         workload: The requests.
-        runs: Decodes them with the same clock; empty, and closed at the end.
-        start: Makes the run of a request.
+        runs: Decodes the requests, with the same clock; must be empty, and is closed at the end.
+        start: Returns the generation of a request.
 
-    Raises:
-        Exception: Whatever one of the requests raises.
+        Raises:
+            Exception: The error of a request that fails.
     """
     began, now, tokens = clock.now(), 0.0, 0
     left = own = len(workload.requests)

@@ -1,1 +1,1 @@
-"""Decoders that a sweep can measure."""
+"""Engines that a sweep can measure: loaded models and servers."""

@@ -1,7 +1,7 @@
-"""A client of servers with the OpenAI API: which text came when, and how many tokens that is.
+"""A client of servers with the OpenAI API, which records when text arrived and counts its tokens.
 
-A chunk of a stream is no token: servers send a step, a word or the content of a buffer. Tokens are counted by what a
-server reports (their ids, or ``usage``), compared with what the target's tokenizer makes of the text.
+A chunk of a stream is not a token: servers send a step, a word or the content of a buffer. The number of tokens is
+what a server reports (token ids, or ``usage``), compared with the target's tokenizer run on the text.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _RETRY_STATUSES = (429, 502, 503, 504)
 
 
 class ServerError(RunError):
-    """A server did not answer as it should.
+    """A server failed, or gave an invalid answer.
 
     Attributes:
         status: HTTP status; ``None`` without a response.
-        retry: Whether the same request may succeed a little later: nothing of an answer has come.
+        retry: Whether the same request can be sent again, since no part of an answer has arrived.
     """
 
     def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
@@ -48,8 +48,9 @@ class ServerError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a stream: when it was read, in seconds since the request was sent, its text, and its token ids
-    (``None`` if not reported)."""
+    """One event of a stream: its time of arrival, in seconds since the request was sent, its text,
+    and its token ids (``None`` if not reported).
+    """
 
     at_s: float
     text: str
@@ -61,9 +62,9 @@ class StreamedAnswer:
     """A whole answer. Counts are ``None`` if the server does not report them.
 
     Attributes:
-        ended_s: When the finish reason came, in seconds since the request was sent.
-        prompt_tokens, used_tokens: Tokens of the prompt and of the output, by ``usage``.
-        steps_by_kept: Numbers of steps with a draft that accepted 0, 1, 2, ... tokens.
+        ended_s: When the finish reason arrived, in seconds since the request was sent.
+        prompt_tokens, used_tokens: Tokens of the prompt and of the output, according to ``usage``.
+        steps_by_kept: Numbers of steps with a draft of which 0, 1, 2, ... tokens were accepted.
     """
 
     pieces: tuple[Chunk, ...]
@@ -83,14 +84,16 @@ class StreamedAnswer:
 
     @property
     def ids(self) -> tuple[int, ...] | None:
-        """All token ids; ``None`` if some are not reported."""
+        """All token ids; ``None`` if a chunk does not report its own."""
         if not self.pieces or any(piece.ids is None and piece.text for piece in self.pieces):
             return None
         return tuple(token for piece in self.pieces for token in piece.ids or ()) or None
 
     @property
     def speculation(self) -> SpeculationCounters | None:
-        """All drafts of the answer, by position too; ``None`` if not reported, or if the counts disagree."""
+        """Return draft counts of the answer, in total and by position;
+        ``None`` if not reported, or if they disagree.
+        """
         if self.drafted is None or self.accepted is None or self.steps_by_kept is None:
             return None
         kept_at = tuple(sum(self.steps_by_kept[place:]) for place in range(1, len(self.steps_by_kept)))
@@ -105,7 +108,9 @@ class StreamedAnswer:
 
     @property
     def bursts(self) -> int:
-        """How many times chunks came, adjacent ones counted once: an estimate of the steps."""
+        """Return the number of bursts of chunks,
+        as an estimate of the number of steps; adjacent chunks are one burst.
+        """
         times = [piece.at_s for piece in self.pieces if piece.text or piece.ids]
         if len(times) < 2:
             return len(times)
@@ -115,7 +120,7 @@ class StreamedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """The number of tokens of an answer, what it was counted by, and a sentence about counts that disagree."""
+    """The number of tokens of an answer, the source of this count, and a sentence about counts that disagree."""
 
     tokens: int | None
     source: Literal["ids", "usage", "tokenizer", "nothing"]
@@ -123,7 +128,7 @@ class TokenCount:
 
 
 def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | None) -> TokenCount:
-    """Count the tokens of an answer by the best source, and compare the others and the target's tokenizer with it."""
+    """Count the tokens of an answer by the best source available, and compare that with all other sources."""
     ids = None if answer.ids is None else len(answer.ids)
     read = None
     if tokenizer is not None:
@@ -145,9 +150,9 @@ def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | No
 
 
 def _disagrees(reported: int, read: int, finish_reason: str) -> bool:
-    """Whether a count disagrees with a text that has ``read`` tokens when it is tokenized again.
+    """Return whether a reported count disagrees with a text that has ``read`` tokens when it is tokenized again.
 
-    A stop string is generated and not shown, so there is no upper limit then.
+    A stop string is generated but not part of the text, so there is no upper limit if the answer ended with one.
     """
     slack = max(1.0, _TOLERANCE * read)
     return reported < read - slack or (finish_reason == "length" and reported > read + slack + 1)
@@ -155,8 +160,10 @@ def _disagrees(reported: int, read: int, finish_reason: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounters:
-    """What a server has drafted, since its start or for an answer: steps that drafted, tokens, accepted ones of these,
-    and accepted ones by position in the draft."""
+    """Draft counts of a server, since its start or for one answer.
+
+    They are: steps that drafted, drafted tokens, accepted tokens, and accepted tokens by position in the draft.
+    """
 
     drafts: int
     drafted: int
@@ -167,7 +174,7 @@ class SpeculationCounters:
         """Return the increase since earlier counters.
 
         Raises:
-            RunError: They have decreased: the server was restarted.
+            RunError: A counter has decreased, which means that the server was restarted.
         """
         found = SpeculationCounters(
             self.drafts - before.drafts,
@@ -184,10 +191,10 @@ _SAMPLE = re.compile(r"[a-z_]*:?spec_decode_num_(\w+?)_total(?:\{([^}]*)\})?\s+(
 
 
 def speculation_counters(metrics: str) -> SpeculationCounters | None:
-    """Parse the speculation counters of `/metrics`; ``None`` without any.
+    """Parse the draft counters of `/metrics`; ``None`` if it has none.
 
-    vLLM, llama.cpp and specbench have the same names after a prefix of their own. Counters of several engines or
-    models of one server are added.
+    vLLM, llama.cpp and specbench name them equally, except for a prefix. If a server has several engines or models,
+    their counters are added.
     """
     found: dict[str, float] = {}
     places: dict[int, float] = {}
@@ -221,8 +228,8 @@ class ServerClient:
     """A client of one server, used and closed within one event loop.
 
     Args:
-        name: Name of the server in messages, which hold neither address nor key.
-        url: Address up to and with ``/v1``.
+        name: Name of the server in messages, which contain neither its address nor its key.
+        url: Address, including ``/v1``.
         timeout_s: Timeout for connecting, and for each chunk.
         transport: Sends requests; ``None`` for the network.
     """
@@ -253,7 +260,7 @@ class ServerClient:
     async def ask(
         self, model: str, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]
     ) -> StreamedAnswer:
-        """Request an answer as a stream. Cancelling it closes the connection, which tells the server to stop.
+        """Request an answer as a stream. Cancelling the call closes the connection, which makes the server stop.
 
         Args:
             model: The server's name of the model.
@@ -261,7 +268,7 @@ class ServerClient:
             settings: Other fields of the request.
 
         Raises:
-            ServerError: It fails, or breaks off.
+            ServerError: The server fails, or the answer breaks off.
         """
         chat = not isinstance(prompt, str)
         path = "chat/completions" if chat else "completions"
@@ -284,7 +291,7 @@ class ServerClient:
         """List the server's models.
 
         Raises:
-            ServerError: It cannot be reached, refuses, or does not speak the OpenAI protocol.
+            ServerError: The server cannot be reached, refuses, or does not speak the OpenAI protocol.
         """
         with self._explaining_errors():
             response = await self._http.get(f"{self._url}/models")
@@ -302,7 +309,7 @@ class ServerClient:
         ]
 
     async def counters(self) -> SpeculationCounters | None:
-        """Return what the server has drafted since its start; ``None`` if it does not report it."""
+        """Return the server's draft counts since its start; ``None`` if it does not report them."""
         try:
             response = await self._http.get(f"{self._url.removesuffix('/v1')}/metrics")
         except (httpx2.HTTPError, httpx2.InvalidURL):
@@ -347,7 +354,7 @@ class ServerClient:
         )
 
     def _message(self, body: Mapping[str, Any]) -> str:
-        """Return the message of an error in a line; some servers repeat the key that they refuse."""
+        """Return the message of an error as one line, without the API key, which some servers repeat."""
         error = body.get("error")
         message = error.get("message") if isinstance(error, dict) else error
         if message is None:
@@ -357,7 +364,7 @@ class ServerClient:
 
     @contextmanager
     def _explaining_errors(self) -> Iterator[None]:
-        """Raise errors of the connection as a ``ServerError``."""
+        """Turn errors of the connection into a ``ServerError``."""
         try:
             yield
         except httpx2.ConnectTimeout as error:
@@ -379,7 +386,7 @@ def _reason(error: Exception) -> str:
 
 
 def _object(text: str) -> Json:
-    """Parse a JSON object; anything else is an empty one."""
+    """Parse a JSON object; return an empty one for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -388,7 +395,7 @@ def _object(text: str) -> Json:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """Return shown and reasoning text: both are generated."""
+    """Return the text of a choice, including reasoning text, since that is generated too."""
     delta = choice.get("delta")
     parts = [choice.get("text")]
     if isinstance(delta, dict):
@@ -406,8 +413,8 @@ def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
     """Return the counts in an event, by the names of ``StreamedAnswer``.
 
-    ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's, under older names and
-    newer ones.
+    llama.cpp reports ``timings``, vLLM ``metrics.speculative_decoding`` and SGLang ``meta_info``, with older and newer
+    names.
     """
     usage, timings = (_inner(body, name) for name in ("usage", "timings"))
     details, cached = (_inner(usage, f"{name}_tokens_details") for name in ("completion", "prompt"))

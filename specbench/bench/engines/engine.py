@@ -1,4 +1,4 @@
-"""The interface between a sweep and what decodes: loaded models, servers, a test's script."""
+"""The interface between a sweep and the engine that decodes for it: loaded models or servers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Outcome:
     """One finished generation.
 
     Attributes:
-        token_ids: The output; of a server as far as its tokens are known.
-        ttft_s, decode_s: Time to the first emission, of a request from when it was sent, and after it.
+        token_ids: The output; for a server, the known part of it.
+        ttft_s, decode_s: Time to the first emission (for a request, from when it was sent), and time after that.
         first_tokens: Tokens of the first emission.
-        steps: Steps; empty if specbench did not decode.
+        steps: Records of the steps; empty if specbench did not decode.
         log_probability: Natural logarithm of the target's probability of the output; ``None`` if not computed.
-        reported_tokens: Tokens of a server's output, where ``token_ids`` may lack some.
-        server: What else a server reported.
-        arrived_s, queued_s: When a request was sent, since the group began; how long it waited for its turn.
+        reported_tokens: Number of tokens of a server's output, since ``token_ids`` can be incomplete.
+        server: Other facts that a server reported.
+        arrived_s, queued_s: When a request was sent, in seconds since the group began, and its time in the queue.
     """
 
     prompt_tokens: int
@@ -61,11 +61,11 @@ class GroupOutcome:
     """Generations that were decoded together.
 
     Attributes:
-        requests: In the order in which they were sent.
-        seconds: From the beginning to the end of the last of them.
-        tokens: Tokens emitted in this time, those of requests that are not measured included.
-        pool: Use of the target's KV cache pool; ``None`` without one.
-        speculation: Drafted tokens of all requests, if a server counts them.
+        requests: The generations, in the order in which they were sent.
+        seconds: Time from the beginning until the last measured request ended.
+        tokens: Tokens emitted in this time, including those of requests that are not measured.
+        pool: Usage of the target's KV cache pool; ``None`` without a pool.
+        speculation: Draft counts of all requests, if a server reports them.
     """
 
     requests: tuple[Outcome, ...]
@@ -77,7 +77,7 @@ class GroupOutcome:
 
 
 class BenchEngine(Protocol[Encoded]):
-    """What decodes for a sweep. Its models stay loaded; calls do not affect later ones."""
+    """Interface of an engine that decodes for a sweep. Its models stay loaded, and calls do not affect later calls."""
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         """Return the field ``target`` of ``run.json``."""
@@ -85,11 +85,11 @@ class BenchEngine(Protocol[Encoded]):
 
     @property
     def heads(self) -> Mapping[str, TrainingMetadata]:
-        """How trained heads came about, by the names of their drafters."""
+        """The training metadata of trained heads, by the names of their drafters."""
         return {}
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:
-        """Return a conversation as the engine takes it, up to the turn after the given answers."""
+        """Return a conversation in the engine's form, up to the turn after the given answers."""
         ...
 
     def generate(
@@ -107,24 +107,27 @@ class BenchEngine(Protocol[Encoded]):
     def measure_costs(
         self, prompt: Encoded, widths: Sequence[int], tree_nodes: Sequence[int] = ()
     ) -> list[CostLine]:
-        """Time forward passes of the target with each width, and of the drafters, also with ``tree_nodes`` of a tree.
+        """Time forward passes of the target with each number of tokens, and of the drafters.
 
-        A sweep repeats this, so that a disturbance affects a few of the times and not their median.
+        For drafters of trees, forward passes with ``tree_nodes`` nodes are timed too. A sweep repeats this call, so
+        that a disturbance affects a few of the times but not their median.
 
         Raises:
-            RunError: They cannot be timed.
+            RunError: The forward passes cannot be timed.
         """
         raise RunError("Forward passes of this engine cannot be timed.")
 
     def measure_shared_costs(
         self, prompt: Encoded, requests: int, widths: Sequence[int], only: Collection[str] | None = None
     ) -> list[CostLine]:
-        """Time forward passes that ``requests`` share: of the target with each width per request, and of the drafters,
-        all or ``only`` some."""
+        """Time forward passes that ``requests`` requests share: of the target and of the drafters.
+
+        ``widths`` are numbers of tokens per request. ``only`` limits the drafters to these names.
+        """
         raise RunError("Forward passes of this engine cannot be timed.")
 
     def difference(
         self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
-        """Return where two greedy outputs differ first, and whether rounding explains it; ``None`` if unknown."""
+        """Return where two greedy outputs first differ, and whether rounding explains this; ``None`` if unknown."""
         ...

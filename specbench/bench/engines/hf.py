@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _EmissionTimes(StoppingCriteria):
-    """A stopping criterion that never stops: ``generate`` calls it after every emission, and it notes the time."""
+    """A stopping criterion that never stops, but records the time: ``generate`` calls it after every emission."""
 
     first_at = last_at = 0.0
     first_length = 0
@@ -46,7 +46,7 @@ def generate_with_transformers(
     seed: int,
     clock: Clock,
 ) -> Outcome:
-    """Call ``generate`` with the settings, end tokens and seed of specbench's own loop, and no others.
+    """Call ``generate`` with exactly the settings, end tokens and seed of specbench's own loop.
 
     ``reference`` and ``assistant`` are target and drafter as ``transformers`` loads them.
 

@@ -55,13 +55,14 @@ class ModelEngine:
     """The engine of loaded models.
 
     Args:
-        drafters, specs: Drafters and their specs by name; an error in a drafter's place is raised when it is needed.
+        drafters, specs: Drafters and their specs by name. If an entry is an error, it is raised when the drafter is
+            used.
         reference, assistants: Target and drafter models as ``transformers`` loads them.
         fingerprints: Fingerprints of drafter models' weights.
-        heads: How trained heads came about.
-        costs: Costs for ``auto``, as ``parse_costs`` takes them; ``None`` measures them.
-        keep_policy_state: Let the draft policy of a configuration keep its state from one call to the next.
-        rate_answers: Compute the log-probability of outputs of greedy plain decoding and of beam search.
+        heads: Training metadata of trained heads.
+        costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
+        keep_policy_state: Whether the draft policy of a configuration keeps its state from one call to the next.
+        rate_answers: Whether to compute the log-probability of outputs of greedy plain decoding and of beam search.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class ModelEngine:
     def calibrated(
         self, policy: PolicySpec, drafter: str, temperature: float
     ) -> tuple[PolicySpec, str | None]:
-        """Return a draft policy as calibrated for a drafter, and a note about it."""
+        """Return a draft policy with its calibration for a drafter, and a note about that."""
         from specbench.models.calibrations import calibrated_tree
 
         loaded = self.drafters[drafter]
@@ -179,7 +180,7 @@ class ModelEngine:
 
     @contextmanager
     def _freeing_memory(self) -> Iterator[None]:
-        """Free memory and raise a ``RunError`` when it runs out."""
+        """Free memory after the block; if memory runs out in it, raise a ``RunError``."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -196,7 +197,7 @@ class ModelEngine:
             raise RunError("There was not enough memory for this configuration.") from None
 
     def _log_probability(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        """Return the natural logarithm of the target's probability of an answer, without any transforms."""
+        """Return the natural logarithm of the target's probability of an answer, without sampling transforms."""
         scorer, text, total = self.target.scorer, [*prompt, *answer], 0.0
         scorer.begin()
         for start in range(len(prompt), len(text), _RATED_ROWS):
@@ -244,7 +245,7 @@ class ModelEngine:
         )
 
     def _policy(self, config: SweepConfig) -> DraftPlan:
-        """Return the draft policy of a configuration, the same one every time if its state is kept."""
+        """Return the draft policy of a configuration; the same object in every call if its state is kept."""
         if config.id in self._policies:
             return self._policies[config.id]
         options: dict[str, Any] = {"gamma": config.gamma}
@@ -297,7 +298,7 @@ class ModelEngine:
         )
 
     def _timed_drafters(self) -> dict[str, Drafter]:
-        """Return the drafters to time: of a cascade its model, since its lookup costs nothing."""
+        """Return the drafters to time; for a cascade, only its model, since its lookup costs nothing."""
         from specbench.drafters.parts import drafting_parts
 
         return {
@@ -347,7 +348,7 @@ def _request_outcome(result: BenchResult) -> Outcome:
 
 
 def _with_costs(steps: Sequence[Step], costs: Mapping[str, Any] | None) -> tuple[Step, ...]:
-    """Return steps with the times that a measuring draft policy took from them, so that it can be replayed."""
+    """Return steps with the times that the draft policy measured, so that its choices can be replayed."""
     samples = (costs or {}).get("steps")
     if samples is None:
         return tuple(steps)
@@ -368,7 +369,7 @@ def check_engine(
 
     Raises:
         UsageError: A drafter does not exist, does not fit, or would learn from its own earlier answers; or the target
-            is int8 or int4 and transformers would decode with the unquantized one.
+            is int8 or int4, and transformers would decode with the unquantized model.
     """
     from specbench.models.drafters import refuse_keep
     from specbench.models.prepare import check_models
@@ -390,7 +391,7 @@ def load_engine(
     options: SweepOptions | None = None,
     progress: Progress | None = None,
 ) -> ModelEngine:
-    """Load target and drafters; a drafter that does not fit into memory fails later, when it is needed.
+    """Load target and drafters. A drafter that does not fit into memory raises its error only when it is used.
 
     Raises:
         UsageError: See ``check_engine``, or a drafter does not fit the target.

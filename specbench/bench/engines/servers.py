@@ -1,7 +1,8 @@
 """The engine of servers: a sweep measures how their answers arrive.
 
-Nothing is known of a server but what it sends. All get the same prompts, one request at a time or as many as there are
-clients. Prompt caches are switched off, by a field of the request or by a first line of the prompt that is always new.
+Nothing is known about a server except what it sends. All servers get the same prompts, one request at a time or as many
+as there are clients. Prompt caches are avoided, by a field of the request or by a first line of the prompt that is
+always new.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """What a kind of server understands in addition to the protocol.
+    """The fields that a kind of server understands in addition to the protocol.
 
     Attributes:
         always: Fields of every request.
-        salt: The field whose value keeps its prompt cache from finding anything.
-        sampled: Fields that keep the model's whole distribution, which the server's defaults would cut.
-        caches: Whether its prompt cache would find something nevertheless.
-        reports_drafts: Whether every answer has its draft counts, missing ones being 0.
+        salt: Name of a field; with a new value in it, the server's prompt cache finds nothing.
+        sampled: Fields that switch off the server's default truncation of the distribution (such as top-k).
+        caches: Whether its prompt cache finds something nevertheless.
+        reports_drafts: Whether every answer reports draft counts, with 0 for missing ones.
     """
 
     always: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +95,7 @@ _UNKNOWN = _Dialect(caches=True)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server that was reached, with its own name of the model, its owner there, and notes for the user."""
+    """A connected server, with the model's name and owner as the server gives them, and notes for the user."""
 
     spec: ServerSpec
     model: str
@@ -104,12 +105,12 @@ class MeasuredServer:
 
     @property
     def described(self) -> str:
-        """Names of the server and its model, without any path."""
+        """Return the names of the server and its model, without any path."""
         return f"{self.spec.name}: {self.model_name}"
 
     @property
     def model_name(self) -> str:
-        """Name of its model; of a path the last part."""
+        """The name of its model; for a path, the last part."""
         path = re.fullmatch(r"(?:[~./\\]|[A-Za-z]:[/\\]).*[/\\]([^/\\]+)[/\\]*", self.model)
         return one_line(path[1] if path else self.model)
 
@@ -118,9 +119,11 @@ class MeasuredServer:
         return _DIALECTS.get(self.owner, _UNKNOWN)
 
     def speculation(self, answer: StreamedAnswer, meanwhile: SpeculationCounters | None) -> Speculation:
-        """Return the drafts of an answer: as it reports them, else as the server counted them.
+        """Return draft counts of an answer: those it reports, or else the increase of the server's counters
+        ``meanwhile``.
 
-        Positions are left out if they do not agree with the answer: another client was served.
+        Counts by position are left out if they do not agree with the answer, since the server then had other clients
+        too.
         """
         drafted, accepted = answer.drafted, answer.accepted
         if drafted is None and self.dialect.reports_drafts:
@@ -136,26 +139,26 @@ class MeasuredServer:
 
 
 class ServerEngine(BenchEngine[ServerPrompt]):
-    """The engine of servers. It connects to them when it is made, and has to be closed.
+    """The engine of servers. It connects to them when it is created, and must be closed.
 
     Args:
         specs: The servers; the first one is the baseline.
         keys: API keys by server.
-        tokenizer: The target's; ``None`` relies on the servers' counts.
-        local: Loads the target here, to judge outputs that differ; ``None`` to leave that out.
+        tokenizer: The target's tokenizer; ``None`` relies on the servers' token counts.
+        local: Loads the target on this machine, to explain outputs that differ; ``None`` leaves that out.
         timeout_s, transport: See ``ServerClient``.
-        decoding, temperature: Options that a first request tries out.
-        clock, pause: Return the time, and wait, in seconds.
+        decoding, temperature: Options that the first request to each server tests.
+        clock, pause: Functions that return the time, and that wait, in seconds.
 
     Attributes:
-        servers: The servers reached, in the order of ``specs``.
+        servers: The connected servers, in the order of ``specs``.
         salt: How their prompt caches are avoided.
-        unjudged: Why outputs that differ were not judged; empty if they were.
+        unjudged: Why outputs that differ were not explained; empty if they were.
 
     Raises:
         RunError: A server cannot be reached, or does not speak the OpenAI protocol.
-        UsageError: It refuses the key or the model, lists several models and none is named, or nothing tells how many
-            tokens its answers have.
+        UsageError: A server refuses the key or the model, or lists several models of which none was chosen; or the
+            number of tokens of its answers cannot be counted.
     """
 
     def __init__(
@@ -216,7 +219,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     async def _connect(
         self, spec: ServerSpec, temperature: float, decoding: DecodingOptions
     ) -> MeasuredServer:
-        """Ask a server for its models, and for a first answer."""
+        """Request a server's list of models, and a first answer."""
         client, listed = self._clients[spec.name], list[ListedModel]()
         try:
             listed = await client.models()
@@ -252,7 +255,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         return found
 
     def _explain(self, error: ServerError, spec: ServerSpec, listed: Sequence[ListedModel]) -> SpecbenchError:
-        """Return an error of the first connection, with what to change."""
+        """Return an error of the first connection, with a hint what to change."""
         variable, status = spec.key_variable, error.status
         if status in (401, 403):
             if spec.name in self._keys:
@@ -292,7 +295,9 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     def difference(
         self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
-        """Ask the local copy of the target, which is loaded for the first difference."""
+        """Return the first difference as the local copy of the target
+        explains it; the copy is loaded when first needed.
+        """
         from specbench.generate import encode_messages, encode_prompt
 
         if self._local is None or self._tokenizer is None or self.unjudged:
@@ -396,7 +401,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     async def _ask(
         self, server: MeasuredServer, prompt: ServerPrompt, settings: Mapping[str, Any]
     ) -> tuple[StreamedAnswer, int]:
-        """Return an answer and the number of attempts; an answer that breaks off is not requested again."""
+        """Return an answer and the number of attempts; a request is not repeated if its answer had begun."""
         client, attempt = self._clients[server.spec.name], 1
         while True:
             try:
@@ -421,7 +426,9 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         }
 
     def _salted(self, config: SweepConfig, request: BenchRequest[ServerPrompt]) -> ServerPrompt:
-        """Return the prompt, after a line that is new to the server if its cache has to be avoided that way."""
+        """Return the prompt, with a first line that is new to the server
+        if its prompt cache has to be avoided that way.
+        """
         if self.salt == "none":
             return request.prompt
         whose = config.drafter if self.salt == "each" else ""
@@ -437,7 +444,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     async def _since(
         self, server: MeasuredServer, before: SpeculationCounters | None
     ) -> SpeculationCounters | None:
-        """Return what was drafted since ``before``; ``None`` if not reported."""
+        """Return draft counts since ``before``; ``None`` if not reported."""
         now = await self._counters(server)
         if now is None or before is None:
             return None
@@ -494,10 +501,10 @@ def _messages(system: str | None, text: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
-    """Return the one model of a server.
+    """Return the only model of a server.
 
     Raises:
-        UsageError: There are several, or none.
+        UsageError: The server has several models, or none.
     """
     if len(listed) == 1:
         return listed[0].name
@@ -509,7 +516,7 @@ def _only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
 
 
 def _salt_for(servers: Sequence[MeasuredServer]) -> Salt:
-    """Return how to avoid the prompt caches of all servers, with the same prompts for all if possible."""
+    """Return how to avoid the prompt caches of all servers; if possible, all servers get the same prompts."""
     caching = [server for server in servers if server.dialect.caches]
     if not caching:
         return "none"
