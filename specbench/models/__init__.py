@@ -1,1 +1,1 @@
-"""From a model spec to a loaded target or drafter."""
+"""Loading of targets and drafters from their specs."""

@@ -1,8 +1,8 @@
 """Built-in models and GGUF files, prepared once and kept as model folders in the cache.
 
-An entry holds `config.json`, safetensors weights, the tokenizer, and a `manifest.json` with the size and sha256 of
-each file. It is built under a lock in a temporary folder and renamed into place when complete, so that no crash, full
-disk or second process leaves half of one.
+An entry contains `config.json`, safetensors weights, the tokenizer, and a `manifest.json` with the size and sha256 of
+each file. It is built under a lock in a temporary folder and renamed when complete, so that a crash, a full disk or a
+second process cannot leave an incomplete entry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ MANIFEST_FORMAT = 1  # 1: first release
 
 
 def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
-    """Return the folder of a built-in model, fetched and converted at its first use; may raise ``RunError``."""
+    """Return the folder of a built-in model,
+    which is fetched and converted at its first use; raise ``RunError`` on failure.
+    """
     model = BUILTIN_MODELS[alias]
 
     def build(folder: Path, work: Path) -> None:
@@ -54,7 +56,7 @@ def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
 
 
 def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
-    """Return the converted copy of a GGUF file, made at its first use and found again by the file's sha256.
+    """Return the converted copy of a GGUF file, which is made at its first use and found again by the file's sha256.
 
     Raises:
         RunError: The file is damaged or does not fit into memory, or the cache cannot be written.
@@ -98,7 +100,7 @@ def _prepare(
     space: Callable[[], int],
     progress: Progress | None,
 ) -> Path:
-    """Return a cache entry; a missing one is filled by ``build(folder, work)``, with ``work`` as scratch."""
+    """Return a cache entry; a missing one is made by ``build(folder, work)``, where ``work`` is a temporary folder."""
     label, parent = source["name"], cache_folder() / "models"
     folder = parent / entry
     if is_intact(folder, MANIFEST_FORMAT, limit=SMALL_FILE):
@@ -149,7 +151,7 @@ def _no_space(detail: str = "") -> RunError:
 
 
 def _hash_note(gguf: Path) -> Path:
-    """Return the file that holds the sha256 of ``gguf`` with its present size and time."""
+    """Return the path of the note with the sha256 of ``gguf``, which is valid for the file's current size and time."""
     state = gguf.stat()
     key = f"{gguf.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
     return cache_folder() / "gguf-hashes" / hashlib.sha256(os.fsencode(key)).hexdigest()

@@ -1,4 +1,4 @@
-"""The cache folder: where it is, what it holds, and how to clear it."""
+"""The cache folder: its place, its contents, and clearing it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def write_manifest(folder: Path, version: int, source: dict[str, str]) -> None:
 
 
 def is_intact(folder: Path, version: int, *, limit: float = math.inf) -> bool:
-    """Whether a folder holds exactly the files of its manifest; files of more than ``limit`` bytes are not hashed."""
+    """Return whether a folder has exactly the files of its manifest;
+    files larger than ``limit`` bytes are not hashed.
+    """
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
         there = {path.name: path for path in folder.iterdir() if path.name != MANIFEST}
@@ -93,7 +95,7 @@ class Entry:
     """One entry of the cache.
 
     Attributes:
-        name: Name of the model or GGUF file it was made for, or the file's own.
+        name: Name of the model or GGUF file that it was made for, or else its own file name.
         path: Its file or folder.
         size: Bytes of all its files.
     """
@@ -105,13 +107,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of entries.
+    """A kind of entries in the cache.
 
     Attributes:
         folder: Subfolder of the cache folder.
-        meaning: Description.
-        entries: Its entries.
-        derived: Whether clearing removes it.
+        meaning: Description of the kind.
+        entries: The entries.
+        derived: Whether ``clear_derived`` removes them.
     """
 
     folder: str
@@ -125,7 +127,7 @@ class Kind:
 
 
 def cached() -> list[Kind]:
-    """Return what the cache folder holds by kind, unknown kinds last."""
+    """Return the contents of the cache folder by kind; unknown kinds come last."""
     folder = cache_folder()
     others = {path.name for path in _listed(folder)} - _KINDS.keys()
     kinds = _KINDS | dict.fromkeys(sorted(others), "not of this version of specbench")
@@ -133,7 +135,7 @@ def cached() -> list[Kind]:
 
 
 def remove_cached(name: str) -> int:
-    """Remove a kind by its folder's name, or the entries of any kind with this name; return the bytes freed.
+    """Remove the kind whose folder has this name, or else all entries with this name; return the bytes freed.
 
     Raises:
         UsageError: There is nothing of that name. RunError: The cache folder cannot be written.
@@ -158,7 +160,7 @@ def remove_cached(name: str) -> int:
 
 
 def clear_derived() -> int:
-    """Remove what is made again in seconds, and return the bytes freed; raise ``RunError`` if that fails."""
+    """Remove entries that can be made again in seconds; return the bytes freed, or raise ``RunError``."""
     freed = 0
     for name in _DERIVED:
         folder = cache_folder() / name
@@ -177,14 +179,14 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> tuple[Entry, ...]:
-    """Return the entries of a kind; a file in place of its folder is its only one."""
+    """Return the entries of a kind; if its folder is a file, this file is the only entry."""
     paths = _listed(folder) if folder.is_dir() and not folder.is_symlink() else [folder]
     sizes = {path: _size(path) for path in paths if os.path.lexists(path) and path.suffix != ".lock"}
     return tuple(Entry(_name(path), path, size) for path, size in sizes.items())
 
 
 def _name(path: Path) -> str:
-    """Return the name a user knows an entry by: the model that its files name."""
+    """Return the name of an entry for users: the model that its files name."""
     if path.name.startswith("."):
         return f"{path.name} (half made)"
     about = path / MANIFEST if path.is_dir() else path

@@ -33,9 +33,9 @@ class Choice:
         layers: Number of the target's decoder layers.
         int8: Whether the drafter's linear layers are quantized.
         skip: The skipped layers, counted from 0, ascending.
-        accepted: Acceptance rate of one-token drafts under greedy decoding, on held-out prompts.
+        accepted: Acceptance rate of one-token drafts in greedy decoding, on held-out prompts.
         tested: Number of those drafts.
-        cost: c, the time of a drafter's forward pass over that of a target's forward pass with one token.
+        cost: c, the time of a drafter's forward pass divided by that of the target with one token.
         gamma: The draft length with the highest predicted speedup.
         speedup: That speedup, over plain decoding.
     """
@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def form(self) -> SelfForm:
-        """As ``--drafter`` takes it."""
+        """The spec of this form, as ``--drafter`` takes it."""
         return SelfForm(int8=self.int8, skip=tuple(sorted(set(self.skip))))
 
 
@@ -75,21 +75,21 @@ def form_key(target: Target) -> str:
 
 
 def calibrated_form(target: Target) -> SelfForm:
-    """Return the form chosen for a target; for the errors see ``JsonStore.require``."""
+    """Return the form that was chosen for a target; for errors see ``JsonStore.require``."""
     missing = f"No calibration is stored for this target in {target.dtype} on {target.scorer.device.type}."
     return FORMS.require(form_key(target), missing).form
 
 
 @dataclass(frozen=True)
 class TreeKey:
-    """What a tree was calibrated for.
+    """The circumstances that a tree was calibrated for.
 
     Attributes:
         fingerprint, dtype, device: The target's weights, dtype and kind of device.
         drafter: The drafter's name.
         weights: Fingerprints of the drafter's models.
-        temperature: 0 for greedy decoding. Other transforms do not count.
-        verification: The verification method; empty in greedy decoding, where all give the same.
+        temperature: The temperature, 0 for greedy decoding. Other sampling transforms are ignored.
+        verification: The verification method; empty in greedy decoding, where all methods give the same.
     """
 
     fingerprint: str
@@ -102,7 +102,7 @@ class TreeKey:
 
     @property
     def name(self) -> str:
-        """The entry's name in ``TREES``."""
+        """The name of the tree's entry in ``TREES``."""
         rest = "\n".join([self.dtype, self.device, self.drafter, self.weights, f"{self.temperature:g}"])
         digest = hashlib.sha256(f"{rest}\n{self.verification}".encode()).hexdigest()[:12]
         return f"{self.fingerprint}-{digest}"
@@ -137,7 +137,7 @@ class TreeChoice:
 
     @property
     def policy(self) -> PolicySpec:
-        """As ``--draft-policy`` takes it."""
+        """The draft policy with this tree, as ``--draft-policy`` takes it."""
         return parse_policy(StaticTree(self.nodes, self.depth, self.ranks).name)
 
     @property
@@ -178,11 +178,13 @@ def tree_key(
 def calibrated_tree(
     policy: PolicySpec, target: Target, drafter: Drafter, weights: str, sampling: Sampling
 ) -> tuple[PolicySpec, str | None]:
-    """Fill in what a ``static-tree`` leaves open from its calibration: ranks, and size if neither is given.
+    """Fill in the options of a ``static-tree`` that are not given, from its calibration.
+
+    These are the acceptance by rank, and the size of the tree if neither nodes nor depth is given.
 
     Args:
-        policy: The draft policy asked for.
-        target, drafter, sampling: What decodes.
+        policy: The requested draft policy.
+        target, drafter, sampling: Target, drafter and sampling to decode with.
         weights: Fingerprints of the drafter's models; empty without any.
 
     Returns:
@@ -236,9 +238,9 @@ class TokenCounts:
     held_out: Annotated[tuple[Token, ...], Meta(min_length=1)]
 
     def most_frequent(self, number: int, among: Collection[int]) -> list[int]:
-        """Return the ``number`` most frequent tokens among these, ascending.
+        """Return the ``number`` most frequent tokens among ``among``, ascending.
 
-        Unseen tokens follow by id: merges are numbered in the order of frequency.
+        Tokens that were not seen rank after all others, by id: tokenizers number their merges by frequency.
         """
         seen = [token for token in dict.fromkeys(self.ranked) if token in among]
         rest = set(among).difference(seen)
@@ -259,5 +261,5 @@ COUNTS = JsonStore(
 
 
 def not_counted(target: str) -> str:
-    """Return the message that a target's tokens were not counted."""
+    """Return the error message for a target whose tokens were not counted."""
     return f"The tokens that {target} writes were not counted yet."

@@ -1,8 +1,8 @@
 """Chat templates are programs by a model's author: a separate process renders them, with limits on memory and time.
 
-Jinja's sandbox keeps a template from files and modules, and bounds neither what `'a' * 10**9` takes nor how long nested
-loops run. The process is started once and renders one conversation after the other. On Linux it is a fork, which takes
-milliseconds; elsewhere a new interpreter, which takes a second and imports no torch.
+Jinja's sandbox keeps a template away from files and modules, but limits neither memory (`'a' * 10**9`) nor time (nested
+loops). The process is started once and renders one conversation after the other. On Linux it is a fork, which takes
+milliseconds; elsewhere it is a new interpreter, which takes a second and does not import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TemplateError(Exception):
 
 
 class _Renderer:
-    """The process and the pipes to it; it ends when its input does."""
+    """The process and the pipes to it. The process ends when its input is closed."""
 
     def __init__(self) -> None:
         try:
@@ -115,7 +115,7 @@ def _forked() -> tuple[int, BinaryIO, BinaryIO]:
 
 
 def _serve_and_exit(requests: int, answers: int) -> NoReturn:
-    """Serve in the fork, with these two pipes alone open and no signal handlers."""
+    """Serve requests in the forked process, with only these two pipes open and without signal handlers."""
     try:
         gc.disable()  # nothing of the parent's is to be ended here
         os.setsid()  # Ctrl-C is for the terminal's program
@@ -133,7 +133,7 @@ def _serve_and_exit(requests: int, answers: int) -> NoReturn:
 
 
 def _spawned() -> tuple[int, BinaryIO, BinaryIO]:
-    """Do the same with a new interpreter."""
+    """Start a new interpreter; return the process id and the pipes for requests and answers."""
     if not sys.executable:
         raise RunError("Python does not know its own program, which renders chat templates.", "Use --raw.")
     process = subprocess.Popen(
@@ -180,9 +180,9 @@ def render_chat(
     """Render a conversation as `tokenizer.apply_chat_template` does.
 
     Args:
-        tokenizer: With a chat template.
-        messages: Of the conversation, with "role" and "content".
-        add_generation_prompt: End where the assistant's next answer begins.
+        tokenizer: A tokenizer with a chat template.
+        messages: The messages of the conversation, with "role" and "content".
+        add_generation_prompt: Whether to append the text that opens the assistant's next answer.
 
     Raises:
         TemplateError: The template refuses, or takes too much time or memory.

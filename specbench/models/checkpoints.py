@@ -1,4 +1,4 @@
-"""Checks of a model before its weights are read: its kind, its files, and whether it fits into memory."""
+"""Checks of a model before its weights are loaded: its kind, its files, and whether it fits into memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Window = Annotated[int, Meta(ge=0, lt=2**31)] | bool
 
 
 class _Facts(Record):
-    """Settings that are read from configurations of any kind, and not checked by all of their classes."""
+    """Settings that configurations of any kind can have; they are checked here, since not all of their classes do."""
 
     architectures: list[str] | None
     num_hidden_layers: Layers | None
@@ -56,7 +56,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the contents of a folder's config.json.
 
     Raises:
-        UsageError: The folder is no model.
+        UsageError: The folder is not a model.
         RunError: Its config.json is damaged.
     """
     path = folder / "config.json"
@@ -80,8 +80,8 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
     """Read and check the configuration in a model folder.
 
     Raises:
-        UsageError: The folder is no model, or holds one that cannot be decoded speculatively.
-        RunError: Its config.json is damaged, or holds what it cannot be.
+        UsageError: The folder is not a model, or the model cannot be decoded speculatively.
+        RunError: Its config.json is damaged, or has impossible values.
     """
     path, raw = folder / "config.json", read_settings(folder, name)
     kind = raw.get("model_type")
@@ -125,7 +125,7 @@ OUTPUTS = ("return_dict", "output_hidden_states", "output_attentions")
 
 
 def _facts_alone(raw: Any, name: str = "") -> Any:
-    """Remove, at all levels, the settings that choose the code a model runs with: `transformers` takes its defaults.
+    """Remove, at all levels, the settings that choose the code of a model, so that `transformers` uses its defaults.
 
     Raises:
         ValueError: A whole number is beyond 64 bits, or there are more layers or labels than any model has.
@@ -283,7 +283,7 @@ def shard_names(index: Path, name: str) -> list[str]:
 
 
 def plain_name(file: str, name: str) -> str:
-    """Return ``file``; raise ``UsageError`` if it leads out of the model's folder."""
+    """Return the file name ``file``; raise ``UsageError`` if it leads out of the model's folder."""
     path = PurePosixPath(file.replace("\\", "/"))
     if not file or path.is_absolute() or ".." in path.parts or ":" in file or "\0" in file:
         raise UsageError(f"The model {name} is refused: it names weights outside its own folder ({file!r}).")
@@ -324,9 +324,9 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
 
 
 def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) -> str:
-    """Hash a model's configuration and its safetensors files' names, sizes and headers, but not their values.
+    """Hash a model's configuration, and the names, sizes and headers of its safetensors files, but not the weights.
 
-    With ``times`` the times of the last change count too. A file that cannot be read raises ``OSError``.
+    With ``times``, the files' modification times are included too. A file that cannot be read raises ``OSError``.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in files:
@@ -341,12 +341,13 @@ def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) 
 def fingerprint(
     facts: str, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
 ) -> str:
-    """Return 16 hex digits over facts and each tensor's name, shape, dtype, first and last 64 values.
+    """Return a hash of 16 hex digits over a configuration and each tensor's name, shape, dtype, first and last 64
+    values.
 
     Args:
         facts: The configuration.
-        tensors: By name; of one without values (meta) the rest counts.
-        dtype: Converts the values first; ``None`` for each tensor's own.
+        tensors: The tensors by name; for tensors without values (meta), only the other facts are hashed.
+        dtype: Dtype to convert values to first; ``None`` keeps each tensor's own.
     """
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
@@ -369,17 +370,17 @@ def weight_memory(
     *,
     quantize: QuantizedName | None,
 ) -> tuple[int, int]:
-    """Return the bytes of a model's weights on a CPU in the end, and at most while they are loaded and packed.
+    """Return the bytes of a model's weights on a CPU: after loading, and the peak while they are loaded and packed.
 
-    Weights that are loaded as they are stored stay in their file's pages until they are packed, and the system takes
-    those back when it needs them; others are all converted first. Layers are packed one after another.
+    Weights that are not converted remain mapped from their file until they are packed, and the system can free these
+    pages when it needs memory. Other weights are all converted first. Layers are packed one after another.
 
     Args:
         config: The model's configuration.
         numbers: Number of weights.
-        stored: Their dtype in the file; ``None`` if there are several, or it is not known.
-        loaded: Their dtype in memory.
-        quantize: The dtype the linear layers are quantized to.
+        stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
+        loaded: Dtype of the weights in memory.
+        quantize: The type that the linear layers are quantized to.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
@@ -394,7 +395,9 @@ def weight_memory(
 def check_memory(
     needed: int, *, name: str, device: torch.device | None = None, available: int | None = None
 ) -> None:
-    """Raise ``RunError`` if loading a model takes more bytes than are available (``None``: on the device)."""
+    """Raise ``RunError`` if a model needs more bytes than are available;
+    ``available`` is ``None`` to query the device.
+    """
     if available is None:
         available = available_memory(device)
     if needed > available:

@@ -21,7 +21,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_options(options: LoadOptions) -> None:
-    """Raise ``UsageError`` for a dtype, device or device map that does not exist, or for both of the latter."""
+    """Raise ``UsageError`` for an unknown dtype, device or device map, or if both device and device map are given."""
     if options.dtype not in DTYPES:
         raise UsageError(f"Unknown dtype {options.dtype!r}.", f"Choose one of {', '.join(DTYPES)}.")
     if options.device_map is None:
@@ -63,7 +63,7 @@ def _has_mps() -> bool:
 
 
 def read_device_map(text: str) -> str | dict[str, Any]:
-    """Return a strategy of accelerate as it is, or read a device map from a JSON file."""
+    """Return a device map read from a JSON file, or the name of a strategy of accelerate unchanged."""
     if text in DEVICE_MAPS:
         return text
     hint = f"Give one of {', '.join(DEVICE_MAPS)}, or a JSON file from module names to devices."
@@ -87,7 +87,7 @@ def read_device_map(text: str) -> str | dict[str, Any]:
 
 
 def available_memory(device: torch.device | None = None) -> int:
-    """Return the bytes free on a device (``None``: the CPU), without swapping and within the container's limit."""
+    """Return the bytes free on a device (``None`` for the CPU), without swapping and within the container's limit."""
     if device is not None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = int(psutil.virtual_memory().available)

@@ -54,7 +54,7 @@ from specbench.specs.models import ModelSpec
 
 
 def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | None = None) -> None:
-    """Raise ``UsageError`` if a drafter cannot draft for the target, by the configurations of both."""
+    """Raise ``UsageError`` if the configurations of drafter and target show that the drafter cannot draft for it."""
     for part in spec.parts:
         form = part.model_part
         if isinstance(form, SmallModel):
@@ -76,7 +76,9 @@ def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None)
 
 
 def refuse_keep(spec: DrafterSpec) -> None:
-    """Raise ``UsageError`` for the option ``keep``, where prompts are decoded again to be timed."""
+    """Raise ``UsageError`` if a drafter has the option ``keep``,
+    for commands that decode prompts repeatedly to time them.
+    """
     if spec.keeps_state:
         raise UsageError(
             f"The drafter {spec} carries counts from one generation to the next, so what is measured would be how"
@@ -102,10 +104,10 @@ def load_drafter(
     Args:
         spec: A drafter name with options after a colon (``ngram:order=3``, ``self:int8``; ``specbench drafters`` lists
             them), a model spec, or two drafters joined by a plus (``lookup+self:int8``).
-        target: What it drafts for.
+        target: The target to draft for.
         options: Dtype, device and device map of a drafter model. On a CPU "auto" means int8; "int4" is coarser, and
             faster where there are native kernels.
-        cache: The kind of cache of a drafter model; self-drafters share the target's.
+        cache: The kind of KV cache of a drafter model; self-drafters share the target's cache.
         progress, allow_pickle: See ``load_target``.
 
     Raises:
@@ -119,14 +121,14 @@ def load_drafter(
 
 
 class DrafterLoader:
-    """Builds the drafters of one target.
+    """Loader of the drafters of one target.
 
-    Each model is loaded once per vocabulary, and each drafter is built once, however many cascades and merged
+    Each model is loaded once per vocabulary, and each drafter is built once, even if several cascades or merged
     drafters use it.
 
     Args:
         target, options, cache, progress, allow_pickle: See ``load_drafter``.
-        loaded: Models that are loaded already; others are added.
+        loaded: Models that are loaded already; newly loaded models are added to it.
     """
 
     def __init__(
@@ -238,16 +240,16 @@ def wrap_drafter(
     vocab: int | None = None,
     progress: Progress | None = None,
 ) -> ModelDrafter:
-    """Make a loaded model a drafter; its linear layers are quantized or packed in place.
+    """Make a drafter of a loaded model; its linear layers are quantized or packed in place.
 
-    With another tokenizer than the target's it drafts the tokens that both have, and its head is trimmed to these.
+    If its tokenizer differs from the target's, it drafts the tokens that both have, and its head is trimmed to these.
 
     Args:
-        language_model: The drafter.
-        target: What it drafts for.
-        cache: The kind of its own cache.
-        int8: Quantize if it is on a CPU. (Always done if the model was loaded with the dtype "int8" or "int4".)
-        vocab: Number of tokens it drafts, those that the target writes most often; ``None`` for all.
+        language_model: The model.
+        target: The target to draft for.
+        cache: The kind of the drafter's own KV cache.
+        int8: Whether to quantize if the model is on a CPU. (A model loaded with the dtype "int8" or "int4" always is.)
+        vocab: Number of tokens that it can draft: the target's most frequent ones; ``None`` for all.
         progress: Receives the stages.
 
     Raises:
@@ -305,7 +307,7 @@ def _draftable(
 
 
 def _trim_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> None:
-    """Keep these logits of a model alone, ``None`` for all."""
+    """Trim a model's head to these logits; ``None`` keeps all."""
     if language_model.head_rows == rows:
         return
     if language_model.head_rows is not None:
@@ -318,7 +320,7 @@ def _trim_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> N
 
 
 def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
-    """Build a drafter that is a cheaper form of the target, on the target's own cache.
+    """Build a drafter that is a cheaper form of the target and uses the target's KV cache.
 
     Raises:
         UsageError: The target cannot take this form, or none was calibrated for it.
@@ -355,16 +357,16 @@ _SCORERS: Mapping[str, type[EagleScorer] | type[DFlashScorer]] = {
 
 
 def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
-    """Make a trained head a drafter, on its target's device.
+    """Make a drafter of a trained head, on its target's device.
 
     Args:
         head: The head.
-        target: What it was trained for.
-        options: Its dtype (on a CPU "auto" means int8), and whether it may draft for any weights.
+        target: The target that the head was trained for.
+        options: Its dtype (on a CPU "auto" means int8), and whether other weights of the target are allowed.
 
     Raises:
-        UsageError: It was trained for another target, its file does not match its configuration, another device is
-            asked for, or the target gives no hidden states.
+        UsageError: The head was trained for another target, its file does not match its configuration, another device
+            is requested, or the target gives no hidden states.
     """
     options = options or LoadOptions()
     if options.device != "auto" or options.device_map is not None:
@@ -409,7 +411,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
 
 
 def _head_of(target: Target) -> torch.Tensor:
-    """Return the weight of a target's language-model head, [vocab, width]."""
+    """Return the weight of a target's output head, [vocab, width]."""
     model: Any = target.language_model.model
     weight: torch.Tensor = model.get_output_embeddings().weight
     if weight.shape[1] == 0 and text_config(model.config).tie_word_embeddings:  # quantized
@@ -423,7 +425,7 @@ def _head_of(target: Target) -> torch.Tensor:
 
 
 def require_states(target: Target, layers: Sequence[int]) -> None:
-    """Raise ``UsageError`` if a target does not give one hidden state of its width for each token and layer."""
+    """Raise ``UsageError`` if a target does not give a hidden state of its hidden size for each token and layer."""
     scorer, width = target.scorer, text_config(target.language_model.model.config).hidden_size
     tokens = [0, 0]
     scorer.begin()

@@ -1,7 +1,7 @@
-"""The dtype a checkpoint is decoded in on a CPU where none is asked for: measured once, and kept in the cache folder.
+"""The default dtype of a checkpoint on a CPU: the fastest one, measured once and stored in the cache folder.
 
-Only dtypes that hold every value of the checkpoint are compared: the stored one and float32. Both give the same model
-up to the rounding of activations; which one is faster depends on the processor's instructions.
+Only dtypes that represent every weight of the checkpoint exactly are compared: the stored one and float32. Both give
+the same model up to the rounding of activations; which one is faster depends on the processor's instructions.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _Ratio = Annotated[float, Meta(gt=0)]
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """A dtype, and the one it was chosen over.
+    """A chosen dtype, with the measurement that it was chosen by.
 
     Attributes:
         target: The model's name.
         dtype, other: The chosen dtype and the other one.
-        speedup: How many times as fast forward passes are in ``dtype``, as the median of rounds.
-        low, high: Its interval.
+        speedup: Speedup of forward passes in ``dtype`` over those in ``other``, median of rounds.
+        low, high: Interval of the speedup.
     """
 
     target: str
@@ -65,7 +65,7 @@ class DtypeChoice:
 
     @property
     def sentence(self) -> str:
-        """A note for the user who waited for it."""
+        """Return a note for the user, who has waited for the measurement."""
         return (
             f"{self.target} runs in {self.dtype}: measured {self.speedup:.2f}× as fast as {self.other} here, and kept"
             " for later starts."
@@ -78,7 +78,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def exact_dtypes(counts: Counter[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that hold every value of a checkpoint; empty if that is not known.
+    """Return the dtypes that represent every weight of a checkpoint exactly; empty if they are not known.
 
     Args:
         counts: Number of weights in each dtype.
@@ -90,7 +90,9 @@ def exact_dtypes(counts: Counter[torch.dtype]) -> tuple[torch.dtype, ...]:
 
 
 def dtype_key(weights: str) -> str:
-    """Return the key of a choice: the weights (``checkpoints.headers_digest``), processor, threads and versions."""
+    """Return the key of a choice, from the weights (``checkpoints.headers_digest``),
+    processor, threads and versions.
+    """
     facts = [
         *cpu_signature(),
         native.why_unavailable(),
@@ -107,13 +109,13 @@ def measure_dtypes(
     """Time a model's first layers in two dtypes, in turn.
 
     Args:
-        model: As ``transformers`` has loaded it; it is left as it is.
+        model: The model as ``transformers`` has loaded it; it is not changed.
         name: The model's name.
         usual: The default dtype.
-        other: Another dtype that holds its values.
+        other: Another dtype that represents its weights exactly.
 
-    Returns:
-        ``None`` if the machine is too busy to tell, or the model is too small or cannot be cut.
+        Returns:
+            The choice; ``None`` if the machine is too busy to decide, or the model is too small or cannot be cut.
     """
     if sum(weight.numel() for weight in model.parameters()) < _WORTH_MEASURING:
         return None
@@ -130,9 +132,9 @@ def measure_dtypes(
 def decide(
     name: str, usual: torch.dtype, other: torch.dtype, times: Sequence[tuple[float, float]]
 ) -> DtypeChoice | None:
-    """Choose the other dtype if it surely pays, the usual one if it surely does not, and otherwise ``None``.
+    """Return the other dtype if it is certain to pay, the usual one if it is certain not to, and otherwise ``None``.
 
-    ``times`` are both dtypes' in each round.
+    ``times`` has the times of both dtypes in each round.
     """
     gains = sorted(mine / its for mine, its in times)
     low, middle, high = gains[_INNER][0], median(gains), gains[_INNER][-1]
@@ -150,7 +152,7 @@ _STORE = JsonStore("dtypes", DtypeChoice, "The stored dtype is", "It is measured
 
 
 def read_dtype(key: str) -> DtypeChoice | None:
-    """Return a stored choice; ``None`` if there is none or it cannot be read, so that it is measured again."""
+    """Return a stored choice; ``None`` if there is none, or if it cannot be read and has to be measured again."""
     with suppress(SpecbenchError):
         return _STORE.read(key)
     return None

@@ -37,9 +37,9 @@ class GgufHeader:
 
     Attributes:
         architecture: llama.cpp's name, such as "llama" or "qwen2".
-        pre_tokenizer: llama.cpp's name for how the text is split; ``None`` if the file does not say.
+        pre_tokenizer: llama.cpp's name for the pre-tokenizer, which splits the text; ``None`` if the file has none.
         elements: Total number of weights.
-        dtype: The converted copy's dtype: the file's own, or bfloat16 for quantized files.
+        dtype: Dtype of the converted copy: the file's own, or bfloat16 for quantized files.
     """
 
     architecture: str
@@ -53,11 +53,11 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read a GGUF file's metadata and tensor table, and check that the tensors are all there.
+    """Read a GGUF file's metadata and tensor table, and check that the file contains all tensors.
 
     Raises:
-        RunError: It cannot be read, is no GGUF, or is damaged or truncated.
-        UsageError: It is one part of several.
+        RunError: The file cannot be read, is not a GGUF, or is damaged or truncated.
+        UsageError: The file is one part of several.
     """
     try:
         with file_errors(f"The file {str(path)!r} cannot be read"), path.open("rb") as file:
@@ -145,8 +145,8 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
 def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | None = None) -> None:
     """Convert a GGUF file into an ordinary model folder: config, safetensors, tokenizer, generation config.
 
-    Quantized weights become bfloat16: its rounding is small compared with that of 4 to 8 bits, and the copy takes half
-    the space of an exact one in float32.
+    Quantized weights become bfloat16: its rounding is small compared with that of 4 to 8 bits, and the copy needs half
+    the space of an exact copy in float32.
 
     Args:
         gguf: The file to read.
@@ -209,7 +209,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Split digits into tokens of their own, as the file asks and `transformers` does not do."""
+    """Make a tokenizer split numbers into single digits, which the file requires and `transformers` does not do."""
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -1,4 +1,4 @@
-"""Trained heads before their weights are read: which kind a folder holds, and whether it fits a target."""
+"""Trained heads before their weights are loaded: the kind of head in a folder, and whether it fits a target."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class HeadFiles:
 
     Attributes:
         kind: One of ``HEAD_KINDS``.
-        name: Its name in results.
-        folder: Where its files are.
-        settings: Its configuration.
-        hub: The repository its weights are fetched from; ``None`` if they are in the folder.
+        name: Name of the head in results.
+        folder: Folder of its files.
+        settings: Contents of its config.json.
+        hub: The repository to fetch its weights from; ``None`` if they are in the folder.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class HeadFiles:
 
     @property
     def training(self) -> TrainingMetadata:
-        """Its training metadata for results; ``specbench train`` calls EAGLE-3 ``eagle``."""
+        """Return its training metadata for results; ``specbench train`` calls EAGLE-3 ``eagle``."""
         form = "speculators" if "speculators_model_type" in self.settings else None
         kind = "eagle-1" if self.kind == "eagle" else self.kind
         return read_metadata(self.folder) or TrainingMetadata(kind=kind, form=form)
@@ -85,7 +85,7 @@ class HeadFiles:
 
     @property
     def layer(self) -> LlamaConfig:
-        """Its decoder layers' configuration; a damaged one raises ``RunError``."""
+        """Return the configuration of its decoder layers; raise ``RunError`` if it is damaged."""
         for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             self.number(key)
         given = {
@@ -99,7 +99,7 @@ class HeadFiles:
 
     @property
     def sizes(self) -> PreTrainedConfig:
-        """A configuration with its sizes, as far as they are known without its weights."""
+        """Return a configuration with the head's sizes, as far as they are known without its weights."""
         known: dict[str, Any] = {
             key: self.number(key, 1) for key in ("vocab_size", "hidden_size", "intermediate_size")
         }
@@ -109,13 +109,13 @@ class HeadFiles:
 
     @property
     def parameters(self) -> int:
-        """Number of its weights, as far as its configuration tells."""
+        """The number of its weights, as far as its configuration gives it."""
         with torch.device("meta"):
             module: nn.Module = self.medusa({}) if self.kind == "medusa" else self.with_layers()
         return sum(parameter.numel() for parameter in module.parameters())
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of its configuration; raise ``RunError`` for anything else."""
+        """Return a whole number from its configuration; raise ``RunError`` if the value is anything else."""
         value = self.settings.get(key)
         value = self.layer_settings.get(key, default) if value is None else value
         if type(value) is not int or value < 1:
@@ -125,9 +125,9 @@ class HeadFiles:
         return value
 
     def layers(self, target: PreTrainedConfig) -> tuple[int, ...]:
-        """Return the target's layers whose input it reads, as ``Pass.layers`` counts them.
+        """Return the target's layers whose input states the head reads, as ``ForwardRequest.layers`` counts them.
 
-        ``speculators`` and vLLM count in the same way; SGLang and SpecForge name the layer that outputs the state.
+        ``speculators`` and vLLM count in the same way; SGLang and SpecForge give the layer that outputs the state.
 
         Raises:
             UsageError: The target has no such layers.
@@ -149,7 +149,9 @@ class HeadFiles:
         return self._there(ids, total - 1)
 
     def _layers_of_block(self, total: int) -> tuple[int, ...]:
-        """Return DFlash's layers; its authors name those that output the state, the last one's after the norm."""
+        """Return DFlash's layers; its authors give the layers that output
+        the states (the last layer's after the norm).
+        """
         ids = self.settings.get("aux_hidden_state_layer_ids")
         if ids is None:
             given = self._of_block("target_layer_ids")
@@ -157,7 +159,7 @@ class HeadFiles:
         return self._there(_whole_numbers(ids, self.name), total)
 
     def _of_block(self, key: str) -> Any:
-        """Return a setting of DFlash, which its authors keep in a part of their configuration."""
+        """Return a setting of DFlash, which its authors store in a section of their configuration."""
         nested = self.settings.get("dflash_config")
         return (nested if isinstance(nested, dict) else {}).get(key, self.settings.get(key))
 
@@ -171,14 +173,14 @@ class HeadFiles:
         return tuple(ids)
 
     def check_weights(self, identity: str, name: str) -> None:
-        """Refuse a head that says it was trained for other weights.
+        """Check that the head was trained for a target's weights, if its metadata says so.
 
         Args:
             identity: The target's ``LanguageModel.identity``.
             name: The target's name.
 
         Raises:
-            UsageError: It was.
+            UsageError: It was trained for other weights.
         """
         made_for = self.settings.get("target_fingerprint")
         if isinstance(made_for, str) and made_for != identity:
@@ -188,10 +190,10 @@ class HeadFiles:
             )
 
     def check(self, target: PreTrainedConfig, name: str) -> None:
-        """Refuse a head for another target, by the configurations of both.
+        """Check that the configurations of head and target fit together.
 
         Raises:
-            UsageError: It is for another target. RunError: Its configuration is damaged.
+            UsageError: The head is for another target. RunError: Its configuration is damaged.
         """
         text = text_config(target)
         if self.is_eagle or self.kind == "dflash":
@@ -283,7 +285,7 @@ class HeadFiles:
         return value
 
     def _ahead(self) -> int:
-        """Return the number of tokens P-EAGLE drafts in a forward pass: its first proposal method's."""
+        """Return the number of tokens that P-EAGLE drafts in a forward pass, from the first proposal method."""
         methods = self._part("speculators_config").get("proposal_methods") or [{}]
         number = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
         if type(number) is not int or number < 1:
@@ -293,7 +295,7 @@ class HeadFiles:
         return number
 
     def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
-        """Make Medusa heads without weights: one per tensor, or as many as the configuration says."""
+        """Make Medusa heads without weights; their number follows from the tensors, or from the configuration."""
         count = self.number("num_heads", self.number("medusa_num_heads", 1))
         heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
         projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
@@ -333,10 +335,10 @@ def _whole_numbers(value: Any, name: str) -> list[int]:
 
 
 def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | None:
-    """Return the head that a folder or a hub id names; ``None`` if it is no head.
+    """Return the head in a folder or on the hub; ``None`` if it is not a head.
 
     Raises:
-        UsageError: There is nothing of that name, or an unsupported kind of head.
+        UsageError: Nothing has that name, or the head's kind is not supported.
         RunError: Its configuration cannot be fetched or is damaged.
     """
     hub = None
@@ -363,7 +365,7 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
 
 
 def _kind(settings: Mapping[str, Any]) -> str | None:
-    """Return the kind of head a configuration describes; ``None`` if it is no head's."""
+    """Return the kind of head that a configuration describes; ``None`` if it does not describe a head."""
     named = settings.get("speculators_model_type")
     if isinstance(named, str):
         return named
@@ -381,13 +383,16 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
 
 
 def _may_be_eagle_one(settings: Mapping[str, Any]) -> bool:
-    """Whether it is a one-layer Llama's configuration, which the authors of EAGLE-1 write for their heads."""
+    """Return whether a configuration is a one-layer Llama's, the form in which EAGLE-1's authors store their heads."""
     return settings.get("model_type") == "llama" and settings.get("num_hidden_layers") == 1
 
 
 def _is_eagle_one(settings: Mapping[str, Any], folder: Path, hub: HubModel | None) -> bool:
-    """Whether such a configuration is a head's: by an option that only heads have, the names of its weights, or, where
-    these are not fetched yet, the lack of a tokenizer."""
+    """Return whether such a configuration belongs to a head.
+
+    It does if it has an option that only heads have, or if the names of the weights say so. If the weights are not
+    fetched yet, it does if there is no tokenizer.
+    """
     if "bias" in settings:
         return True
     if hub is not None:

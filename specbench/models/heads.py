@@ -1,9 +1,9 @@
 """Weights of trained heads, under one naming scheme.
 
-Formats: EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
-(``layers.0.*``), P-EAGLE as the latter two do, EAGLE-1 (and 2) as its authors, vLLM and ``speculators`` write it,
-DFlash as its authors and ``speculators`` do, Medusa as vLLM and its authors do. The configuration says which tensors
-of which shapes a head must have; all others are refused.
+Supported formats, by who writes them. EAGLE-3: its authors, AngelSlim and SpecForge (``midlayer.*``), ``speculators``
+and vLLM (``layers.0.*``). P-EAGLE: ``speculators`` and vLLM. EAGLE-1 (and 2): its authors, vLLM and ``speculators``.
+DFlash: its authors and ``speculators``. Medusa: its authors and vLLM. The configuration determines the tensors that a
+head must have, with their shapes; all others are refused.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TrainedHead:
 
     Attributes:
         files: Its files and configuration.
-        tensors: By their names in its module.
-        target_tokens: The target token of each of its logits; ``None`` if they are the same.
+        tensors: Its tensors, by their names in the module.
+        target_tokens: The target's token for each of the head's logits; ``None`` if both count tokens in the same way.
         fingerprint: Short hash of configuration and weights.
     """
 
@@ -61,7 +61,7 @@ class TrainedHead:
 
         Args:
             target: The target's configuration.
-            own_head: Returns the weight of the target's head, [vocab, width], for a file without one.
+            own_head: Returns the weight of the target's output head, [vocab, width]; used if the file has none.
 
         Raises:
             UsageError: Tensors are missing, unexpected or of another shape.
@@ -84,7 +84,7 @@ class TrainedHead:
         return heads
 
     def _rows(self, head: torch.Tensor, vocab: int) -> torch.Tensor:
-        """Return the rows of the target's head for the tokens it drafts."""
+        """Return the rows of the target's output head for the tokens that this head drafts."""
         return (
             head[:vocab] if self.target_tokens is None else head[:vocab][self.target_tokens.to(head.device)]
         )
@@ -125,8 +125,9 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
     """Read a head's weights.
 
     Raises:
-        UsageError: They are pickled, lack scales, or their draft vocabulary is none.
-        RunError: They are missing or damaged, differ from its ``training.json``, or do not fit into memory.
+        UsageError: The weights are pickled, lack scales, or have an invalid draft vocabulary.
+        RunError: The weights are missing or damaged, differ from the head's ``training.json``, or do not fit into
+        memory.
     """
     if files.hub is not None:
         files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
@@ -151,7 +152,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """Convert int8 weights to float32; ``X_scale`` holds the scale of each row of X."""
+    """Convert int8 weights to float32; the tensor ``X_scale`` has the scale of each row of the weight X."""
     wide = dict(tensors)
     for key, tensor in tensors.items():
         if tensor.dtype != torch.int8:
@@ -164,7 +165,7 @@ def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.
 
 
 def _weight_files(files: HeadFiles, allow_pickle: bool) -> list[Path]:
-    """Return the files of the weights, which Medusa's authors name in their own way."""
+    """Return the files of the weights; Medusa's authors use other file names than the usual ones."""
     named = files.folder / "medusa_lm_head.safetensors"
     if files.kind == "medusa" and named.is_file():
         return [named]
@@ -196,7 +197,7 @@ def _eagle_name(name: str) -> str:
 
 
 def _medusa_name(name: str) -> str:
-    """Map names of Medusa's authors: ``i.j.linear`` are the blocks of head i, and ``i.j`` is its projection."""
+    """Map a tensor name of Medusa's authors: ``i.j.linear`` are the blocks of head i, and ``i.j`` is its projection."""
     name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
     if name == "lm_head.weight":
         return "lm_heads.0.weight"
@@ -205,7 +206,10 @@ def _medusa_name(name: str) -> str:
 
 
 def _eagle_tokens(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Pop the maps of the draft vocabulary: target token = d + d2t[d], and t2d marks these."""
+    """Remove the maps of the draft vocabulary from the tensors, and return the target's tokens.
+
+    The target's token of draft token d is d + d2t[d]; the mask t2d marks all of these tokens.
+    """
     steps, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
     target_tokens = _target_tokens(
         files, "draft_vocab_size", "d2t", steps, torch.arange(0 if steps is None else len(steps))
@@ -219,7 +223,7 @@ def _eagle_tokens(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.T
 
 
 def _medusa_tokens(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Pop the map of the draft vocabulary, and trim projections to all tokens to those it names."""
+    """Remove the map of the draft vocabulary from the tensors, and trim projections to it if they have all tokens."""
     target_tokens = _target_tokens(
         files, "truncated_vocab_size", "token_map", tensors.pop("token_map", None), torch.tensor(0)
     )
@@ -243,7 +247,7 @@ def _target_tokens(
         base: Added to the map.
 
     Raises:
-        UsageError: It is missing, or maps to tokens that do not exist, or to one of them twice.
+        UsageError: The map is missing, maps to a token that does not exist, or maps to a token twice.
     """
     if found is None:
         if files.number(key, 1) != files.number("vocab_size", 1) and key in files.settings:

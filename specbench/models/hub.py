@@ -1,7 +1,7 @@
 """Models on the hub: fetched into the hub's own cache, configuration first, and checked against their hashes.
 
-The hub's cache names every file after its hash. A fetched file is checked against it, and so is every small file each
-time a model is loaded; the header of large cached weights must describe their size. Damaged files are fetched again.
+The hub's cache names every file after its hash. A fetched file is checked against this hash, and small files again each
+time a model is loaded. For large cached weights, the header must match the file size. Damaged files are fetched again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class HubModel:
         progress: Receives the bytes fetched.
 
     Attributes:
-        folder: The files' folder in the cache.
-        revision: The commit they belong to.
+        folder: Folder of the files in the cache.
+        revision: The commit that the files belong to.
 
-    Raises:
-        UsageError: There is no such model or revision, or it has no config.json.
-        RunError: It cannot be reached, or is gated.
+        Raises:
+            UsageError: There is no such model or revision, or it has no config.json.
+            RunError: The hub cannot be reached, or the model is gated.
     """
 
     def __init__(self, repository: str, revision: str | None, name: str, progress: Progress | None) -> None:
@@ -58,9 +58,9 @@ class HubModel:
     def fetch_weights(
         self, config: PreTrainedConfig, *, allow_pickle: bool, check_size: Callable[[int], None]
     ) -> None:
-        """Fetch the weights (pickled ones if allowed and there are no others) and the small files next to them.
+        """Fetch the weights and the small files next to them; pickled weights only if allowed and there are no others.
 
-        ``check_size`` is called with the bytes of all shards before any is fetched, if an index tells.
+        If an index gives the total size of all shards, ``check_size`` is called with it before any shard is fetched.
         """
         not_cached: _NotCachedError | None = None
         for candidate in weight_candidates(config, allow_pickle):
@@ -85,7 +85,7 @@ class HubModel:
         )
 
     def has_tokenizer(self) -> bool:
-        """Whether the repository has a tokenizer, or the cache if the hub is out of reach."""
+        """Whether the repository has a tokenizer; if the hub cannot be reached, whether the cache has one."""
         return any(self._optional_file(file) for file in ("tokenizer.json", "tokenizer_config.json"))
 
     def _fetch_shards(self, index: Path, check_size: Callable[[int], None]) -> None:
@@ -104,7 +104,7 @@ class HubModel:
             return None
 
     def _mend(self) -> None:
-        """Fetch damaged files again that are not read here, such as further ones of the tokenizer."""
+        """Fetch damaged files again, including files that only the tokenizer reads."""
         for path in sorted(self.folder.iterdir()):
             if path.is_file() and not self._is_sound(path):
                 self._file(path.name)
@@ -113,7 +113,7 @@ class HubModel:
         """Return a file in the cache, fetched if missing or damaged; ``None`` if the model has no such file.
 
         Raises:
-            RunError: It cannot be fetched, or is damaged when it was.
+            RunError: The file cannot be fetched, or is damaged after fetching.
         """
         cached = self._cached(file)
         path = self._download(file)
@@ -142,9 +142,9 @@ class HubModel:
         return Path(found) if isinstance(found, str) else None
 
     def _is_sound(self, path: Path, *, everything: bool = False) -> bool:
-        """Whether a cached file, a link to one named after its hash, matches that hash.
+        """Return whether a cached file matches its hash, which is the name of the file that it links to.
 
-        Of large files the header alone is checked, without ``everything``.
+        For large files, only the header is checked, unless ``everything`` is set.
         """
         blob = path.resolve()
         try:
@@ -202,7 +202,7 @@ _HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
 
 
 def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[str, ...]:
-    """Return the names the hub may give to this content: its sha256 (large files), git's hash, or a mirror's sha1."""
+    """Return the names that the hub can give to a file: its sha256 (large files), git's hash, or a mirror's sha1."""
     digests = [hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size), hashlib.sha1()]  # noqa: S324 - git's choice
     if len(file.name) == 64:
         del digests[1:]
@@ -221,7 +221,7 @@ def _discard(path: Path, name: str) -> None:
 
 
 def _reporting_bar(progress: Progress | None, stage: str) -> type[Any]:
-    """A tqdm class for the hub client that draws nothing and reports to ``progress``."""
+    """Return a tqdm class for the hub client that draws nothing and reports to ``progress``."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]

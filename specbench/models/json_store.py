@@ -1,4 +1,4 @@
-"""Results that take long to find, kept as JSON files in the cache folder."""
+"""Results that take long to compute, stored as JSON files in the cache folder."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class JsonStore(Generic[T]):
     Attributes:
         folder: Subfolder of the cache folder.
         entry: Class of the entries, a dataclass; files are checked against its annotations.
-        subject: Start of messages: "The stored counts are".
-        hint: How to make an entry.
+        subject: Beginning of error messages, such as "The stored counts are".
+        hint: Hint of error messages: how to make an entry.
     """
 
     folder: str
@@ -68,7 +68,9 @@ class JsonStore(Generic[T]):
             ) from None
 
     def require(self, name: str, missing: str) -> T:
-        """Return an entry; raise ``UsageError`` (``missing``) if there is none, see ``read``."""
+        """Return an entry; if there is none,
+        raise ``UsageError`` with the message ``missing``. For other errors see ``read``.
+        """
         found = self.read(name)
         if found is None:
             raise UsageError(missing, self.hint)

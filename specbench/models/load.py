@@ -1,7 +1,7 @@
 """Load models and tokenizers from specs: a hub id, a folder, a .gguf file, or a built-in name.
 
-Whatever can be refused is refused before weights are read, from the configuration, the model's class, the files'
-headers and the free memory. Remote code is never run, and pickled weights are not loaded unless asked for.
+A model that cannot be used is refused before its weights are loaded if possible, by its configuration, its class, the
+headers of its files, or the free memory. Remote code is never run. Pickled weights are loaded only on request.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class WeightFiles(NamedTuple):
     """The safetensors files of a model.
 
     Attributes:
-        place: Digest of their folder's path.
-        digest: Digest of their names, sizes, times and headers.
+        place: Digest of the path of their folder.
+        digest: Digest of the files' names, sizes, times and headers.
         numbers: Total number of weights.
     """
 
@@ -73,22 +73,22 @@ class LanguageModel:
     """A causal language model ready to decode with.
 
     Attributes:
-        model: In evaluation mode, without gradients.
-        tokenizer: ``None`` if it was not asked for.
+        model: The model, in evaluation mode, without gradients.
+        tokenizer: Its tokenizer; ``None`` if it was not requested.
         name: Hub id and revision, built-in name, or the folder's or file's own name; never a path.
         fingerprint: Short hash of configuration and weights.
         dtype: Dtype of the weights as loaded, such as "bfloat16".
         device: Device of the input embeddings.
-        vocab_size: Width of the logits, padding included.
-        context_limit: Number of positions the model was made for; ``None`` if its configuration sets no limit.
+        vocab_size: Number of logits, padding included.
+        context_limit: The model's context length; ``None`` if its configuration sets no limit.
         end_ids: Every token id that ends a text, ascending; see ``end_ids_of``.
-        quantize: The dtype that the caller is to quantize the linear layers to.
-        head_rows: The logits the model still computes, in this order; ``None`` for all.
+        quantize: The type that the caller must quantize the linear layers to.
+        head_rows: Token ids of the logits that the trimmed head computes, in this order; ``None`` for all.
         defaults: Generation settings from the model's own file.
-        identity: The fingerprint these weights have in whatever dtype they are loaded.
-        dtype_choice: The measurement of the dtype; ``None`` if there was none.
-        notes: Notes for the user on how it was loaded; a target's include its drafters'.
-        files: The files it was loaded from; ``None`` for a pickle or an object that was wrapped.
+        identity: A fingerprint of the weights that does not depend on the dtype they are loaded in.
+        dtype_choice: The measurement that chose the dtype; ``None`` if there was none.
+        notes: Notes for the user on how it was loaded; a target's include those of its drafters.
+        files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
         tokenizer_files: Digest of the tokenizer's files; ``None`` if they are not known.
     """
 
@@ -128,16 +128,17 @@ def load_model(
     measure: bool = False,
     share_tokenizer_with: LanguageModel | None = None,
 ) -> LanguageModel:
-    """Load a model and its tokenizer, after every check that needs no weights.
+    """Load a model and its tokenizer, after all checks that are possible without weights.
 
     Args:
         spec: The model; a string is read by ``parse_model``.
         options: Dtype, device, device map; ``None`` is ``LoadOptions()``.
-        progress: Receives how far fetching, converting and loading have come.
-        allow_pickle: Load pickled weights if there are no others, with torch's restricted unpickler.
-        tokenizer: Whether to load one.
-        measure: With the dtype "auto" on a CPU: measure which one is fastest unless that was done before.
-        share_tokenizer_with: Use this model's tokenizer if it was made from equal files: making one takes a second.
+        progress: Receives the progress of fetching, converting and loading.
+        allow_pickle: Whether to load pickled weights if there are no others, with torch's restricted unpickler.
+        tokenizer: Whether to load the tokenizer.
+        measure: Whether to measure the fastest dtype, for "auto" on a CPU, if that was not done before.
+        share_tokenizer_with: A model whose tokenizer is used if its files are equal, since making a tokenizer takes a
+            second.
 
     Raises:
         UsageError: There is no such model, device or dtype, or the model cannot be decoded speculatively.
@@ -161,7 +162,9 @@ def load_model(
         config = read_config(hub.folder, spec.name)
 
         def check_size(total: int) -> None:
-            """Roughly, before tens of gigabytes are fetched; ``_load_folder`` knows exactly."""
+            """Check roughly whether a model fits,
+            before tens of gigabytes are fetched; ``_load_folder`` checks exactly.
+            """
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
                 _placement(options, config, total // config.dtype.itemsize, config.dtype, loaded, spec.name)
@@ -179,7 +182,9 @@ def load_model(
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
-    """Read and check a model's configuration alone; a built-in model or GGUF file is prepared if need be."""
+    """Read and check a model's configuration without its weights;
+    a built-in model or GGUF file is prepared if necessary.
+    """
     spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
         return read_config(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)
@@ -221,7 +226,7 @@ def wrap_model(
 
 
 def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer alone, preparing a built-in model or GGUF file; raise ``RunError`` if that fails."""
+    """Load only a model's tokenizer, preparing a built-in model or GGUF file; raise ``RunError`` if that fails."""
     spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
@@ -360,9 +365,9 @@ def _read_weights(
 def resolve_dtype(
     options: LoadOptions, config: PreTrainedConfig, counts: Counter[torch.dtype]
 ) -> torch.dtype:
-    """Return the dtype weights are loaded in where none was measured.
+    """Return the dtype to load weights in if none was measured.
 
-    Without one in the configuration it is the most frequent one in the files (``counts``).
+    If the configuration has no dtype, it is the most frequent one in the files (``counts``).
     """
     if options.dtype != "auto" and quantized(options.dtype) is None:
         chosen: torch.dtype = getattr(torch, options.dtype)
@@ -421,10 +426,11 @@ def _load_tokenizer(
 
 
 def _context_limit(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions a model was made for.
+    """Return a model's context length in tokens.
 
-    YaRN scaling (Peng et al. 2023), often configured in addition to the maximum of the training, as for Qwen2.5,
-    reaches factor × original maximum. For other scalings (Llama 3.1, "longrope") the maximum includes them.
+    With YaRN scaling (Peng et al. 2023), configurations often give the training maximum, as for Qwen2.5; the context
+    length is then factor × original maximum. For other scalings (Llama 3.1, "longrope"), the given maximum includes the
+    scaling.
     """
     text = text_config(config)
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)  # MPT's

@@ -1,4 +1,4 @@
-"""Match a drafter's tokens with a target's: the same, or others that stand for the same bytes."""
+"""Match a drafter's tokens with a target's: equal ids, or different ids for the same bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SPELLINGS = 4096
 
 
 def translation_of(target: LanguageModel, drafter: LanguageModel) -> Translation | None:
-    """Return the translation from the target's tokens to a drafter's; ``None`` if they are the same.
+    """Return the translation from the target's tokens to a drafter's; ``None`` if the tokens are the same.
 
-    Logits padded to different widths do not count. Without both tokenizers only the widths are compared.
+    Padding the logits to different sizes makes no difference. If a tokenizer is missing, only the sizes are compared.
 
     Raises:
-        UsageError: The two share too few tokens, or their bytes are not known.
+        UsageError: The two have too few tokens in common, or the bytes of their tokens are not known.
     """
     if target.tokenizer is None or drafter.tokenizer is None:
         if target.vocab_size != drafter.vocab_size:
@@ -87,7 +87,7 @@ def _translation(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """Return the bytes of all tokens but special ones, by id; empty if they are not known.
+    """Return the bytes of all tokens except special ones, by id; empty if they are not known.
 
     Supported are byte-level vocabularies (GPT-2's alphabet, with Ġ for a blank) and SentencePiece's (with ▁ for a
     blank). SentencePiece's tokens of single bytes come last, so that other tokens are preferred to them.
@@ -157,7 +157,9 @@ def _first(tokenizer: Any) -> int | None:
 
 
 def _speller(tokenizer: Any, tokens: Mapping[int, bytes]) -> Callable[[bytes], list[int]]:
-    """Return a function that tokenizes bytes, by longest matches where the tokenizer would change them."""
+    """Return a function that tokenizes bytes;
+    if the tokenizer would change the text, it takes longest matches instead.
+    """
     vocabulary = _by_bytes(tokens)
 
     @lru_cache(_SPELLINGS)

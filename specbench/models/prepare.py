@@ -1,4 +1,4 @@
-"""Load a target with its drafters; what cannot work together is refused before weights are loaded."""
+"""Load a target with its drafters; combinations that cannot work are refused before weights are loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoadedDrafter:
 
     Attributes:
         name: Its name in results.
-        spec: What was asked for.
+        spec: Its requested spec.
         outcome: The drafter, or the error that loading it raised.
         models: The models loaded for it.
     """
@@ -64,7 +64,7 @@ def check_models(
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Raise ``UsageError`` for a device, dtype or drafter that will not do, before any weights are loaded."""
+    """Raise ``UsageError`` for an unusable device, dtype or drafter, before any weights are loaded."""
     check_options(options.target)
     check_options(options.drafter)
     for spec in drafters:
@@ -84,17 +84,17 @@ def prepare(
     """Load a target and its drafters. Each model is loaded once per vocabulary.
 
     Args:
-        target, drafters: What is asked for.
-        options: How their weights are loaded.
+        target, drafters: The requested target and drafters.
+        options: How to load their weights.
         cache: Kind of KV cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
-        bit_exact: Refuse a target whose logits depend on the width of the forward pass.
+        bit_exact: Whether to refuse a target whose logits depend on the number of tokens in the forward pass.
         progress: Receives the stages.
-        before_packing: Called with the target as ``transformers`` has loaded it, before its layers change. As it may
+        before_packing: Called with the target as ``transformers`` has loaded it, before its layers change. Since it can
             take long, the drafters' models are loaded and checked first.
 
     Raises:
         UsageError: See ``check_models``, or two drafters have the same name.
-        RunError: The target could not be loaded. A drafter's error is raised when the drafter is asked for.
+        RunError: The target could not be loaded. A drafter's error is raised when its ``drafter`` is used.
     """
     check_models(target, drafters, options, progress=progress)
 

@@ -1,9 +1,9 @@
 """Quantized layers of models, kept in the cache folder so that int8 and int4 models start sooner.
 
-They are stored as this machine's kernels read them: in panels for the native ones, in rows of bytes elsewhere (int4
-in panels only). A model has one entry for each kind, layout, dtype and trimmed head. An entry is valid for the
-checkpoint's files as they were (names, sizes, times and headers), this processor and these versions, and all of its
-files are checked against their hashes before any is used. A damaged or outdated entry is replaced.
+They are stored in the layout that this machine's kernels use: panels for native kernels, otherwise rows of bytes (int4
+in panels only). A model has one entry for each kind, layout, dtype and trimmed head. An entry is valid for one state of
+the checkpoint's files (names, sizes, times and headers), this processor and these versions. All of its files are
+checked against their hashes before any is used. A damaged or outdated entry is replaced.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _ABANDONED_S = 86_400
 def quantized_layers(
     model: LanguageModel, kind: QuantizedName, progress: Progress | None = None
 ) -> Iterator[QuantizedLayers | None]:
-    """Yield the store of a model's quantized weights, read or being written; ``None`` where they cannot be kept.
+    """Yield the store of a model's quantized weights, existing or new; ``None`` if they cannot be stored.
 
-    The model gets a note about an entry that is replaced.
+    If an entry is replaced, a note about it is added to the model.
     """
     files, panels = model.files, native.is_available()
     if (
@@ -106,7 +106,7 @@ def quantized_layers(
 
 
 def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
-    """Return digests of the model and layout, and of what the entry is valid for."""
+    """Return two digests: of model and layout, and of the circumstances that the entry is valid for."""
     cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
     versions = [_FORMAT, native.LAYOUT, __version__, torch.__version__, processor_name(), has_vnni()]
     named = [files.place, model.dtype, cut, form], [files.digest, *versions]
@@ -115,7 +115,7 @@ def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, st
 
 
 def _file(place: str) -> str:
-    """Return the file name of a layer; its path may hold characters that no file name may."""
+    """Return the file name for a layer, whose path can contain characters that are not allowed in file names."""
     return hashlib.sha256(place.encode()).hexdigest()[:32] + ".safetensors"
 
 
@@ -126,7 +126,7 @@ def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
 
 
 class _Found:
-    """A sound entry, read."""
+    """An existing, valid entry."""
 
     def __init__(self, entry: Path) -> None:
         self.entry = entry
@@ -142,11 +142,11 @@ class _Found:
         return native.Panels.from_data(bits, outputs, inputs, tensors["panels"])
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
-        """A layer that the entry lacks stays out of it."""
+        """Do nothing: an existing entry is not extended."""
 
 
 class _Made:
-    """An entry being written, file by file; given up where it does not fit."""
+    """An entry that is being written, file by file; writing is abandoned if the disk is too small."""
 
     def __init__(self, work: Path, parent: Path, name: str) -> None:
         self.work, self.parent, self.name = work, parent, name
@@ -175,7 +175,7 @@ class _Made:
 
 
 def _evict(parent: Path, newest: Path) -> None:
-    """Remove the least recently used entries until the rest fits, and abandoned unfinished ones."""
+    """Remove abandoned unfinished entries, and the least recently used ones until the rest is within the limit."""
     now, entries = time.time(), []
     for path in parent.iterdir():
         with suppress(OSError):

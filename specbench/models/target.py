@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 class Target:
     """The model whose output distribution is kept, ready to decode.
 
-    Targets with drafters of their own may decode in parallel threads; one target serves one generation at a time.
+    A target serves one generation at a time. Several targets, each with its own drafters, can decode in parallel
+    threads.
 
     Attributes:
         language_model: The loaded model with its tokenizer.
-        scorer: The same model with its cache.
-        dtype: "int8" or "int4" when that model is the target, else the weights' dtype.
+        scorer: The same model with its KV cache.
+        dtype: "int8" or "int4" if the target is quantized, else the weights' dtype.
         packed: Whether its linear layers are packed for the CPU.
-        bit_exact: Whether every forward pass gives the same logits to the bit. Tried where layers round activations to
-            bytes, else false.
-        widths_differ: Why forward passes of different widths differ, if that was tried and found.
+        bit_exact: Whether logits are bitwise equal in forward passes of any size. Only tested for models that round
+            activations to bytes, else false.
+        widths_differ: Why logits depend on the number of tokens in a forward pass, if that was tested and found.
     """
 
     language_model: LanguageModel
@@ -61,7 +62,7 @@ class Target:
 
     @property
     def quantization(self) -> QuantizedName | None:
-        """The dtype its linear layers are quantized to; ``None`` if they are not."""
+        """The type that its linear layers are quantized to; ``None`` if they are not."""
         return quantized(self.dtype)
 
     @property
@@ -90,10 +91,10 @@ def load_target(
     Args:
         spec: Hub id (with ``@revision``), model folder, ``.gguf`` file or built-in name.
         options: Dtype, device, device map. On a CPU the linear layers are packed, or quantized for "int8" and
-            "int4": then that model is the target and exactness refers to it.
+            "int4"; the quantized model is then the target that outputs are lossless for.
         cache: The kind of KV cache; ``None`` for ``default_cache``.
-        progress: Receives how far fetching and loading have come.
-        allow_pickle: Load pickled weights if there are no others.
+        progress: Receives the progress of fetching and loading.
+        allow_pickle: Whether to load pickled weights if there are no others.
 
     Raises:
         UsageError, RunError: See ``specbench.models.load.load_model``.
@@ -104,10 +105,10 @@ def load_target(
 
 
 def default_cache(config: PretrainedConfig, *, quantized: bool) -> CacheKind:
-    """Return the kind of a target's cache where none is asked for: "dynamic", or "preallocated" if quantized.
+    """Return the default kind of a target's KV cache: "dynamic", or "preallocated" if the target is quantized.
 
-    Rounding activations to bytes amplifies a last bit, so a quantized target needs bit-exact forward passes, and these
-    need the preallocated kind. A model which that cannot hold gets the dynamic kind.
+    Rounding activations to bytes amplifies a difference in the last bit, so a quantized target needs bit-exact forward
+    passes, and these need the preallocated cache. A model that cannot have a preallocated cache gets a dynamic one.
     """
     if quantized:
         with suppress(UsageError):
@@ -131,8 +132,8 @@ def wrap_target(
         tokenizer: Its tokenizer; ``None`` if prompts are token ids.
         name: Its name in results.
         cache: The kind of KV cache.
-        pack: Make its layers fast, in place. It keeps working with ``transformers``, hooks included, and
-            ``save_pretrained`` writes the original weights.
+        pack: Whether to pack its layers in place for speed. The model still works with ``transformers``, including
+            hooks, and ``save_pretrained`` writes the original weights.
 
     Raises:
         UsageError: The model cannot be decoded speculatively, or not with this cache.
@@ -143,7 +144,7 @@ def wrap_target(
 def prepare_target(
     language_model: LanguageModel, cache: CacheKind, *, pack: bool = True, progress: Progress | None = None
 ) -> Target:
-    """Pack or quantize a loaded model in place, and try its fast forward passes."""
+    """Pack or quantize a loaded model in place, and run the trials of its fast forward passes."""
     model = language_model.model
     if pack:
         fold_attention(model)
@@ -169,6 +170,8 @@ def quantize(
     row_invariant: bool = True,
     progress: Progress | None,
 ) -> None:
-    """Quantize a model's linear layers in place, or use the stored ones; for ``row_invariant`` see ``Int8Linear``."""
+    """Quantize a model's linear layers in place, or load stored quantized layers;
+    for ``row_invariant`` see ``Int8Linear``.
+    """
     with quantized_layers(language_model, dtype, progress) as layers:
         quantize_linears(language_model.model, dtype, row_invariant=row_invariant, layers=layers)

@@ -31,7 +31,9 @@ _TOKENIZER_SETTINGS = ("model_type", "tokenizer_class")
 
 
 def tokenizer_digest(folder: Path) -> str | None:
-    """Return a digest of all files a tokenizer may be made of, without its template; ``None`` if one is unreadable."""
+    """Return a digest of all files that a tokenizer can consist of,
+    except its template; ``None`` if one is unreadable.
+    """
     digest = hashlib.sha256()
     if (folder / "additional_chat_templates").exists():
         return None
@@ -81,7 +83,7 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     the chat template closes an assistant's turn.
 
     Raises:
-        UsageError: A configuration names something else than token ids.
+        UsageError: An end token of a configuration is not a token id.
     """
     named: list[Any] = [
         getattr(getattr(model, "generation_config", None), "eos_token_id", None),

@@ -1,6 +1,6 @@
 """The training metadata of heads: the ``training.json`` next to a head, which ``specbench train`` writes.
 
-Results show it, and it holds the hash of the head's weights.
+Results show it, and it contains the hash of the head's weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGED = Path(__file__).with_name("packaged")
 
 
 class TrainingMeasurement(Record):
-    """What was measured of a head while it was trained."""
+    """A measurement of a head during its training."""
 
     tokens: Annotated[Count, doc("trained on so far")]
     tokens_per_step: Number
@@ -29,7 +29,7 @@ class TrainingMeasurement(Record):
 
 
 class TrainingMetadata(Record):
-    """How a head was trained; for one that was trained elsewhere its kind alone, and its form."""
+    """How a head was trained; for a head trained by other programs, only its kind and form."""
 
     kind: str
     form: Annotated[str | None, doc("`speculators` if it is written as that library writes heads")] = None
@@ -63,7 +63,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def _read(folder: Path, kind: type[AnyRecord]) -> AnyRecord | None:
-    """Read the file; ``None`` if there is none, or another tool's or a damaged one."""
+    """Read the file; return ``None`` if it is missing, damaged, or written by another tool."""
     try:
         return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=kind)
     except (OSError, ValueError, RecursionError):
@@ -104,7 +104,7 @@ def check_weights(folder: Path, name: str) -> None:
 
 
 def is_packaged(alias: str) -> bool:
-    """Whether this specbench comes with the head."""
+    """Return whether the head comes with specbench."""
     return (_PACKAGED / alias / TRAINING_FILE).is_file()
 
 
@@ -112,7 +112,7 @@ def packaged_folder(alias: str) -> Path:
     """Return the folder of a head that comes with specbench.
 
     Raises:
-        UsageError: It is not there. RunError: Its ``training.json`` is damaged.
+        UsageError: The head is missing. RunError: Its ``training.json`` is damaged.
     """
     if not is_packaged(alias):
         raise UsageError(

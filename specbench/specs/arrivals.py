@@ -1,4 +1,4 @@
-"""Arrivals of requests at a server: closed loop (clients wait for answers) or open loop (at random times)."""
+"""Arrivals of requests: a closed loop (clients wait for answers) or an open loop (requests arrive at random times)."""
 
 from __future__ import annotations
 

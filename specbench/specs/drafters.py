@@ -1,7 +1,7 @@
 """Specs of drafters: a word with options, a model, or two drafters joined by a plus.
 
-``parse_drafter`` reads a spec and ``str`` writes it as results show it. A class declares everything about its kind: its
-options (``specbench.specs.notation.option``) and the class that drafts.
+``parse_drafter`` parses a spec, and ``str`` writes it as results show it. A class declares everything about a kind of
+drafter: its options (``specbench.specs.notation.option``) and the class that drafts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class DrafterSpec:
     """A drafter as ``--drafter`` takes it.
 
     Attributes:
-        word: The word it begins with.
-        summary: What it does, in a sentence.
-        probabilities: The distributions its tokens are drawn from.
-        drafter: ``module:Class`` in ``specbench.drafters``, for a drafter without a model; made from the spec alone.
-        has_logits: Whether a draft policy can read its distributions.
+        word: The word that the spec begins with.
+        summary: Description in a sentence.
+        probabilities: A phrase on the distributions that its tokens are drawn from.
+        drafter: ``module:Class`` in ``specbench.drafters``, for a drafter that needs no model; made from the spec only.
+        has_logits: Whether a draft policy can use its distributions.
         is_plain: Whether it proposes nothing, so that decoding is plain.
         trees: Whether it can draft trees.
 
@@ -73,12 +73,12 @@ class DrafterSpec:
 
     @property
     def model_part(self) -> DrafterSpec:
-        """The part that makes forward passes: a cascade's second drafter, or all of it."""
+        """The part that runs forward passes: the second drafter of a cascade, otherwise the drafter itself."""
         return self
 
     @property
     def model_spec(self) -> ModelSpec | None:
-        """The model loaded for it; ``None`` if it needs none or uses the target's weights."""
+        """The model to load for it; ``None`` if it needs no model or uses the target's weights."""
         return None
 
     @property
@@ -92,12 +92,12 @@ class DrafterSpec:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it carries what it learns into the next generation."""
+        """Whether it still uses in the next generation what it has learned."""
         return bool(getattr(self, "keep", False))
 
     @classmethod
     def read(cls, given: Mapping[str, str | bool], text: str) -> Self:  # noqa: ARG003
-        """Parse its options; ``text`` is the whole spec, for messages.
+        """Parse the options of a spec; ``text`` is the whole spec, for messages.
 
         Raises:
             UsageError: There is no such option, or a value is of another kind or outside its range.
@@ -107,7 +107,7 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class Plain(DrafterSpec):
-    """Nothing is drafted."""
+    """No drafter: plain decoding."""
 
     word = "none"
     summary = "Proposes nothing: plain decoding, the baseline of every comparison."
@@ -118,10 +118,10 @@ class Plain(DrafterSpec):
 
 @dataclass(frozen=True)
 class FreeSpec(DrafterSpec):
-    """A drafter without a model, which may be the first of a cascade.
+    """A drafter without a model, which can be the first of a cascade.
 
     Attributes:
-        before_model: Whether it is, which changes some defaults.
+        before_model: Whether it is the first of a cascade, which changes some defaults.
     """
 
     probabilities = "certain (one-hot)"
@@ -135,7 +135,7 @@ class FreeSpec(DrafterSpec):
 
 @dataclass(frozen=True)
 class Lookup(FreeSpec):
-    """Prompt lookup. Before a model a match may be of any length and has to have two tokens."""
+    """Prompt lookup. Before a model, a match has to have at least two tokens, and its length is not limited."""
 
     word = "lookup"
     summary = "Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed."
@@ -166,19 +166,20 @@ class Lookup(FreeSpec):
 
 @dataclass(frozen=True)
 class NGram(FreeSpec):
-    """Counts of what followed the last tokens.
+    """A drafter that counts n-grams: which tokens followed the last ones before.
 
     Attributes:
         order: Length of the longest n-gram counted, context and continuation together: 2 (bigrams) to 16.
-        max: Most tokens drafted in a step; ``None`` leaves that to the draft policy.
-        window: Forget counts of tokens before the last N read; ``None`` forgets nothing before the next prompt.
+        max: Maximum number of tokens drafted in a step; ``None`` leaves that to the draft policy.
+        window: Count only the last N tokens of the text; ``None`` counts all until the next prompt.
         keep: Keep the counts between prompts (no n-gram spans two). Without a window they grow forever.
-        top_k: With k > 1, each emitted token also adds 1 to the counts of the k tokens that the target's untransformed
-            logits prefer in its place; the emitted one counts once and is the last seen, the others earlier the less
-            probable they are. The window forgets them together.
-        sample: Draw from the normalized counts of the longest known context, which become q; sampling transforms do not
-            apply. In greedy decoding, and before the vocabulary's size is known, the most frequent token is taken.
-        min: Shortest context that counts, in tokens: 1 to ``order - 1``; by default 2 before a model.
+        top_k: With k > 1, each emitted token also adds 1 to the counts of the k tokens with the largest untransformed
+            logits of the target at its place. The emitted token counts once, as the most recent; the others count as
+            seen before it, in the order of their probability. The window forgets them together.
+        sample: Draw from the normalized counts after the longest known context, which are then q; sampling transforms
+            do not apply. In greedy decoding, and before the vocabulary's size is known, the most frequent token is
+            taken.
+        min: Length of the shortest context that is used, in tokens: 1 to ``order - 1``; by default 2 before a model.
     """
 
     word = "ngram"
@@ -209,7 +210,7 @@ class NGram(FreeSpec):
 
 @dataclass(frozen=True)
 class Suffix(FreeSpec):
-    """Counts of what followed the longest match."""
+    """A drafter that counts which tokens followed the longest match of the end of the text."""
 
     word = "suffix"
     summary = "SuffixDecoding: what most often followed the longest match of the last tokens; also as a tree."
@@ -299,7 +300,7 @@ class SmallModel(DrafterSpec):
     """A model of its own.
 
     Attributes:
-        vocab: Number of tokens it drafts, those that the target writes most often; ``None`` for all.
+        vocab: Number of tokens that it can draft: the target's most frequent ones; ``None`` for all.
     """
 
     word = "MODEL"
@@ -330,12 +331,12 @@ class SmallModel(DrafterSpec):
 
 @dataclass(frozen=True)
 class Cascade(DrafterSpec):
-    """Token by token, a free drafter where it has a candidate, and one with forward passes elsewhere.
+    """A cascade: each token is drafted by a free drafter if it has a candidate, otherwise by a model.
 
     Attributes:
         front: The free drafter.
         back: A small model, or the target in a cheaper form.
-        passes: Most forward passes of ``back`` in a step; ``None`` leaves that to the draft policy.
+        passes: Maximum number of forward passes of ``back`` in a step; ``None`` leaves that to the draft policy.
     """
 
     word = "A+B"
@@ -423,18 +424,18 @@ _WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in DRAFTERS 
 
 
 def parse_drafter(text: str) -> DrafterSpec:
-    """Parse a ``--drafter``. What starts with none of the words is a model, whose name may contain a plus.
+    """Parse a ``--drafter``. A spec that starts with none of the words is a model, whose name can contain a plus.
 
-    A model's options follow its last colon; an existing path is a path, whatever characters it has.
+    A model's options follow its last colon. An existing path is taken as a path, whatever characters it has.
 
     Raises:
-        UsageError: There is no such drafter or option, a value is outside its range, or it cannot be a model.
+        UsageError: There is no such drafter or option, a value is outside its range, or the text cannot be a model.
     """
     return _parse(text, _WORDS)
 
 
 def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
-    """Parse a drafter; a mistyped word may stand for one of ``offered``."""
+    """Parse a drafter; for a mistyped word, an error suggests one of ``offered``."""
     if "|" in text and not Path(text).exists():
         return Several(tuple(_parse(part.strip(), offered) for part in text.split("|")))
     first, plus, second = text.partition("+")
@@ -464,7 +465,7 @@ def _model_options(text: str) -> tuple[str, dict[str, str | bool]]:
 
 
 def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
-    """Parse a cascade, whose ``passes`` is among the options of its first drafter."""
+    """Parse a cascade; its option ``passes`` is written among the options of its first drafter."""
     values = read_options(kind.word, split_spec(first)[1], (*kind.options(), *Cascade.options()))
     passes = values.pop("passes", None)
     front = kind(**with_defaults(values, kind.options(), before_model=True), before_model=True)
@@ -478,9 +479,9 @@ def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
 
 
 def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None:
-    """Return the drafter or folder that a mistyped spec nearly names, before the hub is asked.
+    """Return the drafter or folder whose name is close to a mistyped spec; called before the hub is queried.
 
-    A name with an organization and an existing path are taken as they are.
+    A name with an organization and an existing path count as correct.
     """
     name, colon, options = text.partition(":")
     if "/" in text or text in BUILTIN_MODELS or text in PACKAGED_HEADS or Path(text).exists():

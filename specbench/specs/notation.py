@@ -20,7 +20,7 @@ _OPTION = "option"
 
 
 class Dashed(tuple[int, ...]):
-    """Whole numbers, written with dashes between them."""
+    """Whole numbers that are written with dashes between them."""
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -40,10 +40,10 @@ class Option:
         help: Its help.
         default: Its default value.
         parse: Converts text to its value; raises ``ValueError``.
-        expected: What ``parse`` takes, for messages.
+        expected: A phrase on the values that ``parse`` accepts, for messages.
         words: Words for special values.
-        least, most: Its range; a function is called with all values of the spec.
-        before_model: Its default before a model in a cascade; ``...`` for the same.
+        least, most: Its range; a function computes the limit from all values of the spec.
+        before_model: Its default before a model in a cascade; ``...`` if that is the same.
         name: The field's name.
     """
 
@@ -140,7 +140,7 @@ def read_options(word: str, given: Mapping[str, str | bool], options: Sequence[O
 def with_defaults(
     values: Mapping[str, Any], options: Sequence[Option], *, before_model: bool = False
 ) -> dict[str, Any]:
-    """Return values with defaults for missing ones, none of them above its range."""
+    """Return values with defaults for missing ones; a default above the option's range is reduced to its maximum."""
     found = {}
     for each in options:
         special = before_model and each.before_model is not ...

@@ -22,13 +22,13 @@ class PolicyKind:
 
     Attributes:
         word: Its name.
-        summary: What it does, in a sentence.
+        summary: Description in a sentence.
         policy: Its class in ``specbench.policies``, as ``module:Class``.
         own: Its own options, named as the class's arguments.
-        needs_logits: Whether it reads the drafter's distributions, which n-gram and lookup lack.
+        needs_logits: Whether it uses the drafter's distributions, which n-gram and lookup lack.
         siblings: The default number of siblings.
         tree: Whether it drafts trees rather than chains.
-        timed: Whether it uses times of forward passes, which a file may give (``costs``).
+        timed: Whether it uses times of forward passes, which can be given as a file (``costs``).
     """
 
     word: str
@@ -216,17 +216,17 @@ class PolicySpec:
 
     @property
     def siblings(self) -> int:
-        """The most alternatives verified next to a draft."""
+        """The maximum number of siblings of a draft."""
         return int(self.options.get("siblings", self.kind.siblings))
 
     @property
     def nodes(self) -> int:
-        """The most nodes of its trees; 0 where it drafts chains."""
+        """The maximum number of nodes of its trees; 0 for chains."""
         return self._value("nodes") or 0
 
     @property
     def depth(self) -> int | None:
-        """The deepest branch of its trees; ``None`` for no limit, and for chains."""
+        """The maximum depth of its trees; ``None`` for no limit, and for chains."""
         depth = self._value("depth")
         return None if depth is None else min(depth, self.nodes)
 
@@ -250,10 +250,11 @@ class PolicySpec:
             )
 
     def with_options(self, options: Mapping[str, Any]) -> PolicySpec:
-        """Return the policy with more options, ignoring ``None`` and False; its own options win.
+        """Return the policy with additional options; those already given are not replaced. ``None`` and False are
+        ignored.
 
         Raises:
-            UsageError: It has no such option.
+            UsageError: The policy has no such option.
         """
         given = {name: value for name, value in options.items() if value is not None and value is not False}
         for name in given:
@@ -294,7 +295,7 @@ def policy_words() -> tuple[str, ...]:
 def default_policy(*, greedy: bool, gamma: int | None = None) -> PolicySpec:
     """Return the default policy: ``auto``, or ``fixed`` with a γ or above temperature 0.
 
-    ``auto`` depends on clocks, which changes no greedy output, but the outputs of a seed.
+    ``auto`` depends on measured times. This does not change greedy outputs, but it changes the outputs of a seed.
     """
     return parse_policy("auto" if greedy and gamma is None else "fixed")
 

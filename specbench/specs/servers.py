@@ -1,4 +1,4 @@
-"""Specs of the servers to measure, and where the API key of each comes from."""
+"""Specs of the servers to measure, and the environment variables with their API keys."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ServerSpec:
 
     Attributes:
         name: Its name in tables and files.
-        url: The base URL, including ``/v1``; it holds no key.
-        model: The server's name of the model; ``None`` for the one it lists.
+        url: The base URL, including ``/v1``; it contains no key.
+        model: The server's name of the model; ``None`` for the only model that it lists.
     """
 
     name: str
@@ -41,7 +41,7 @@ def parse_server(text: str) -> ServerSpec:
     """Parse ``NAME=URL`` or ``NAME=URL#MODEL``.
 
     Raises:
-        UsageError: It is neither, or the address holds a password or a query, where keys hide.
+        UsageError: The text has neither form, or the address has a password or a query, which can contain keys.
     """
     name, equals, address = text.strip().partition("=")
     url, _, model = address.partition("#")

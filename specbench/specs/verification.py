@@ -1,4 +1,4 @@
-"""How drafts are verified, in the notation of the command line. What they do: ``specbench.decoding.verdicts``."""
+"""Names of verification methods on the command line. ``specbench.decoding.verdicts`` implements them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERIFICATIONS: Mapping[VerificationName, str] = {
 
 
 def verification_name(text: str) -> VerificationName:
-    """Return the name, typed; raise ``ValueError`` if there is no such verification."""
+    """Return a name as a verification method; raise ``ValueError`` if there is no such method."""
     if text not in VERIFICATIONS:
         raise ValueError(f"no verification: {text}")
     return cast("VerificationName", text)
