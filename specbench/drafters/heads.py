@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts with a trained head, and nothing before the target's first forward pass; see ``ModelDrafter``."""
+    """Drafts with a trained head, see ``ModelDrafter``. It drafts nothing before the target's first forward pass."""
 
     scorer: AnyHeadScorer  # type: ignore[assignment]
 
@@ -33,7 +33,7 @@ class HeadDrafter(ModelDrafter):
         return budget if longest is None else min(budget, longest)
 
     def update(self, outcome: StepOutcome) -> None:
-        """Drop what was read of drafts; accepted tokens are read again, with the target's states."""
+        """Drop all entries of drafts; the head reads accepted tokens again, with the target's states."""
         length = len(outcome.context) - 1
         if outcome.states is not None:
             self.scorer.take_states(length, outcome.states)

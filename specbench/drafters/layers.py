@@ -1,4 +1,4 @@
-"""Self-drafters: cheaper forms of the target, of some layers or quantized ones."""
+"""Self-drafters: cheaper forms of the target, with fewer layers or quantized ones."""
 
 from __future__ import annotations
 

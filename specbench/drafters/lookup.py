@@ -39,7 +39,7 @@ def _token_at(place: int, context: Sequence[int], drafted: Sequence[int]) -> int
 
 
 class LookupDrafter(FreeDrafter):
-    """Copies what followed the longest suffix of the context that occurred before, the most recent one of equals.
+    """Copies what followed the longest suffix of the context that occurred before, at its latest place.
 
     A copy may run past the end of the context into the draft, which continues a period. Work per token does not depend
     on the context's length. Matches of up to 4 tokens are always found, longer ones at the 32 most recent places of the

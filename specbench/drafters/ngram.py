@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Continuations:
-    """Counts of the tokens after one context, and the most frequent one (of equals the last seen)."""
+    """Counts of the tokens after one context, and the most frequent one (the last seen of equally frequent ones)."""
 
     __slots__ = ("_best", "counts", "total")
 
@@ -51,7 +51,7 @@ class _Continuations:
         return self._best
 
     def match_confidence(self) -> float:
-        """Return the most frequent token's share of the counts plus one of something else."""
+        """Return the most frequent token's count over the sum of all counts plus one."""
         return self.counts[self.most_frequent()] / (self.total + 1)
 
 

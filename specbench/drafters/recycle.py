@@ -20,8 +20,8 @@ _CHANCES = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.01)
 class RecycleDrafter(CandidateDrafter):
     """Drafts from a table of each token's most probable successors (Luo et al. 2024, Token Recycling).
 
-    Every verified row of the target's logits, of rejected draft tokens too, replaces its token's entry. Until then a
-    token has its successors in the prompt, the latest first.
+    The target's logits after a verified token, accepted or rejected, replace the entry of this token. Until then the
+    entry has the token's successors in the prompt, the latest first.
 
     Args:
         spec: The number of successors per token.

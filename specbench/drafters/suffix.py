@@ -26,7 +26,7 @@ class _Node:
         count: Its occurrences.
         next: By following token the longer string's node, or that token's place if it followed once.
         total: Occurrences with a following token.
-        best: The most frequent following tokens, of equals the last seen first; at most ``_BEST``.
+        best: The most frequent following tokens, the last seen first where equally frequent; at most ``_BEST``.
     """
 
     __slots__ = ("best", "count", "next", "total")
@@ -68,8 +68,8 @@ _Place: TypeAlias = "_Node | int"
 class SuffixTrie:
     """Counts of what followed every string of up to ``longest`` tokens, for one text or several.
 
-    A string that occurred once is only a place in the text, and gets a node when it repeats, so memory grows by what
-    repeats.
+    A string that occurred once is only a place in the text, and gets a node when it occurs again, so memory grows with
+    repetitions only.
     """
 
     def __init__(self, longest: int) -> None:

@@ -2,11 +2,12 @@
 
 Token-level intersection (TLI; Timor et al. 2025, arXiv 2502.05202): with I the tokens that stand for the same bytes in
 both vocabularies, the drafter draws from q'(x) = q(x) / sum over I of q on I, and from nothing elsewhere. That is a
-distribution over the target's tokens like any other, so the usual verdict keeps the target's own at any temperature.
+distribution over the target's tokens like any other, so the usual verification keeps the target's distribution at any
+temperature.
 
-The drafter reads the context in its own tokens. Those in I are exchanged one for one. What stands between them is
-spelled anew, as bytes, by the drafter's tokenizer. As such a stretch grows its spelling may change, so after every step
-the drafter's cache is rolled back to the last token in I.
+The drafter reads the context in its own tokens. Those in I are exchanged one for one. The text between them is
+tokenized as bytes by the drafter's tokenizer. As such a stretch grows, its tokens may change, so after every step the
+drafter's cache is rolled back to the last token in I.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Translation:
     """From a target's token ids to a drafter's.
 
     Attributes:
-        shared: The drafter's id by the target's, for the tokens both have; no id of either stands there twice.
+        shared: The drafter's id by the target's, for the tokens that both have; one to one.
         spelled: The bytes of the target's other tokens by their ids; those that are not named stand for nothing.
         spell: The drafter's ids for bytes.
         first: What the drafter's texts begin with; ``None`` for nothing.
@@ -127,7 +128,7 @@ class TranslatingDrafter(ModelDrafter):
         return ForwardRequest(self.scorer, ids, rows=1)
 
     def _common(self, ids: Sequence[int]) -> int:
-        """How many of the first of these ids are those that were fed."""
+        """Return how many leading ids are the same as those that were fed."""
         length = min(len(ids), len(self._fed))
         start = min(self._agreed, length)
         return next((i for i in range(start, length) if ids[i] != self._fed[i]), length)

@@ -24,11 +24,11 @@ def log_odds(probability: float) -> float:
 
 
 class OnlineLogistic:
-    """Chance = 1 / (1 + exp(-(intercept + slope·x))), both adapted to one outcome after the other.
+    """The chance 1 / (1 + exp(-(intercept + slope·x))), whose two numbers are learned from one outcome after the other.
 
     Logistic regression by an extended Kalman filter: the pair has a normal prior; an outcome moves its mean by a Newton
     step and narrows its covariance, to which drift adds a little, up to the prior's. When outcomes differ from the
-    expected by more than chance, the prior's covariance comes back.
+    prediction by more than chance, the covariance is set back to the prior's.
 
     Args:
         mean: Initial intercept and slope.

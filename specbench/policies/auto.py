@@ -1,4 +1,4 @@
-"""``auto``: one more draft as long as it is likely to pay for its time; nothing to tune (docs/draft-policies.md)."""
+"""``auto``: drafts another token as long as it is likely to pay for its time (docs/draft-policies.md)."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _PRIOR_STEPS = 3.0
 
 
 class AutoLength(ChainPolicy):
-    """Drafts the next token iff its expected tokens are worth more than its time.
+    """Drafts the next token iff the output tokens expected from it are worth more than its time.
 
-    With R the tokens per second that this policy reaches, P the chance that all drafts so far are accepted, a the
-    chance that a draft is if those before it are, d the time of a drafter's pass and v(n) that of the rest of a step
-    with n tokens to verify, k tokens are followed by another iff for some j ≥ 1
+    Let R be the tokens per second that this policy reaches, P the chance that all k draft tokens so far are accepted, a
+    the chance that the next one is accepted if they are, d the time of a drafter's pass, and v(n) the time of the rest
+    of a step in which n tokens are verified. Another token is drafted iff for some j ≥ 1
 
         P·(a + a² + ... + a^j)  >  R·(j·d + v(k+1+j) - v(k+1))
 
-    which maximizes the rate (Dinkelbach 1967): at the optimum a longer draft earns just R per second. P and a are
-    learned from the drafter's confidence and what was accepted, d and v from recorded times, unless costs are given. If
-    a first token does not pay, nothing is drafted, except while too little is known, and for tests now and then at a
-    bounded loss. A drafter without a model needs no tests: it is asked in every step, and its token is compared even if
-    it was not drafted. In a cascade a token without a forward pass is weighed against the model's pass in the same way.
+    This maximizes R (Dinkelbach 1967): at the optimum, a longer draft earns exactly R per second. P and a are learned
+    from the drafter's confidence and what was accepted, d and v from recorded times, unless costs are given. If a first
+    token does not pay, nothing is drafted, except while too little is known, and for tests now and then at a bounded
+    loss. A drafter without a model needs no tests: it is asked in every step, and its token is compared even if it was
+    not drafted. In a cascade a token without a forward pass is weighed against the model's pass in the same way.
 
     Args:
         gamma_max: The most tokens drafted in a step.
@@ -131,9 +131,10 @@ class AutoLength(ChainPolicy):
         return self._limit
 
     def _pays(self, chance: float, budget: int, draft_s: float) -> bool:
-        """Return whether a draft earns its time; if the drafter must catch up first, whether all drafts together do.
+        """Return whether the next draft token earns its time.
 
-        Catching up is paid at once, so the gain must also hold at the lower chance of acceptance.
+        If the drafter must catch up first, the whole draft must earn that time too. All of it is paid now, so the gain
+        must also hold at the lower chance of acceptance.
         """
         if self._promise(0, chance, draft_s, chance, draft_s) <= 0.0:
             return False

@@ -1,4 +1,4 @@
-"""``auto-tree``: a node more as long as it is likely to pay for its row, and a depth for its forward pass."""
+"""``auto-tree``: adds nodes that are likely to pay for their verification, and depths that pay for a forward pass."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ABREAST = 8
 class AutoTree(TreePolicy, AutoLength):
     """Grows a tree best-first, with the rate, costs and pauses of ``auto`` (``AutoLength``).
 
-    A candidate joins iff its chance to be kept is worth its row's time, P·c > R·(v(n+1) - v(n)). The drafter reads the
-    next depth iff its nodes promise more than the pass costs, and each node but the first iff it pays for prolonging
-    the pass. The chance of a node's b-th candidate is learned from the drafter's b-th highest probability there, before
-    anything is drawn: no node depends on its own token, so any verification may be used.
+    A candidate is added iff its chance of acceptance is worth the time to verify it: P·c > R·(v(n+1) - v(n)). The
+    drafter reads the next depth iff its nodes promise more than the pass costs, and each node but the first iff it pays
+    for prolonging the pass. The chance of a node's b-th candidate is learned from the drafter's b-th highest
+    probability there, before anything is drawn: no node depends on its own token, so any verification may be used.
 
     Args:
         nodes: The most nodes.

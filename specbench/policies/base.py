@@ -1,9 +1,9 @@
-"""What draft policies have in common, what they can read off a draft, and the simplest one.
+"""Base classes of draft policies, what a policy can learn from a draft, and the policy of fixed length.
 
 A policy keeps the output's distribution as long as whether token i+1 is drafted depends only on what is known before
 that token is drawn: earlier steps, clocks, the drafts so far and the drafter's distributions up to q_{i+1} (Leviathan
-et al. 2023, section 2; docs/draft-policies.md). So a policy is asked *before* a forward pass is spent on a token, and
-again before the token is drawn: it can stop after a token, but not take it back.
+et al. 2023, section 2; docs/draft-policies.md). So the drafter asks its policy *before* the forward pass for a token,
+and again before the token is drawn: a policy can end the draft, but not remove its last token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ChainPolicy(DraftPolicy):
 
 
 class TreePolicy(DraftPolicy):
-    """Drafts trees; subclasses choose by ``next_frontier`` among the nodes drafted last."""
+    """Drafts trees; subclasses override ``next_frontier``, which chooses among the latest nodes."""
 
     branches = True
     _grown = 0  # nodes of the draft seen so far

@@ -40,16 +40,16 @@ _INSTANT = 1e-9
 
 
 class CostSource:
-    """The seconds of forward passes that a policy decides by; only their ratios matter."""
+    """Seconds of forward passes, from which a policy decides; only their ratios matter."""
 
     @property
     def catching_up_s(self) -> float:
-        """How long the drafter reads missing context before it can draft; 0 where that is not counted."""
+        """Seconds in which the drafter reads missing context before it can draft; 0 where that is not counted."""
         return 0.0
 
     @property
     def draft_s(self) -> float:
-        """A drafter's pass, with the draw of a token."""
+        """The time of a drafter's pass, including the draw of a token."""
         raise NotImplementedError
 
     @property
@@ -67,7 +67,7 @@ class CostSource:
         raise NotImplementedError
 
     def verify_s(self, widest: int) -> Sequence[float]:
-        """Return the time of a step without its draft; item n is with n tokens verified, up to ``widest``."""
+        """Return the times of a step without its draft: item n is for n verified tokens, up to ``widest``."""
         raise NotImplementedError
 
     def reset(self) -> None:

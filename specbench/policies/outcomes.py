@@ -1,4 +1,4 @@
-"""The policies of `transformers`: a confidence threshold, and two more or one less by what was accepted."""
+"""The policies of `transformers`: a confidence threshold, and a draft length that changes by what was accepted."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ConfidenceLength(ChainPolicy):
 
 
 def best_threshold(accepted: Sequence[float], rejected: Sequence[float]) -> float:
-    """Return the confidence with the least ``FPR + 3·(1 - TPR)``; of equally good ones the highest.
+    """Return the confidence with the least ``FPR + 3·(1 - TPR)``; the highest of equally good ones.
 
     A draft counts as confident from the threshold upwards; TPR is the share of such among the accepted, FPR among the
     rejected.
