@@ -62,7 +62,7 @@ def encode_prompt(
         )
     if system is not None and not chat:
         raise UsageError(
-            "A system message is part of the chat template, which --raw does without.",
+            "A system message needs the chat template, which --raw leaves out.",
             "Leave out --system or --raw.",
         )
     if not text.strip():
@@ -82,7 +82,10 @@ def as_tokens(
 ) -> Sequence[int]:
     """Return a prompt's token ids; text is encoded by ``encode_prompt``."""
     if isinstance(target, str):
-        raise UsageError(f"The target {target!r} is a name.", f"Load it first: load_target({target!r}).")
+        raise UsageError(
+            f"The target {target!r} is a name, not a loaded model.",
+            f"Load it first: load_target({target!r}).",
+        )
     if not isinstance(prompt, str):
         return prompt
     if target.tokenizer is None:
@@ -122,7 +125,7 @@ def _check_tokens(prompt: Sequence[int], target: Target) -> None:
     for token in prompt:
         if known is not None and not 0 <= token < known:
             raise UsageError(
-                f"The prompt holds the token {token}, and the target has those from 0 to {known - 1}.",
+                f"The prompt holds the token {token}, but the target's tokens are 0 to {known - 1}.",
                 "Encode it with the target's own tokenizer.",
             )
 
@@ -131,7 +134,7 @@ def _check_drafter(drafter: Drafter, target: Target) -> None:
     for model in models_of(drafter):
         if isinstance(model, SelfDrafter) and model.scorer.cache is not target.scorer.cache:
             raise UsageError(
-                f"The drafter {drafter.name} belongs to the target it was made for, which is another one.",
+                f"The drafter {drafter.name} was made for another target.",
                 "Make one for this target with load_drafter.",
             )
         if model.scorer.vocab_size not in (None, target.vocab_size):

@@ -74,7 +74,7 @@ class GenerationRuns:
     ) -> None:
         if disable_by_batch_size is not None and disable_by_batch_size < 1:
             raise UsageError(
-                f"Drafts are to be made up to a batch of {disable_by_batch_size} requests.",
+                f"disable_by_batch_size is {disable_by_batch_size}.",
                 "Give at least 1, or the drafter 'none' for plain decoding.",
             )
         self.runs: list[GenerationRun | Exception] = []
@@ -83,7 +83,8 @@ class GenerationRuns:
         begun = [run for run in (*runs, *later) if isinstance(run, GenerationRun)]
         if any(run.target.scorer is not begun[0].target.scorer for run in begun):
             raise UsageError(
-                "The generations have several targets.", "Decode those of each target by themselves."
+                "The generations have several targets.",
+                "Decode the generations of each target in a call of their own.",
             )
         if clock is None and begun:
             clock = clock_for(str(begun[0].target.scorer.device))

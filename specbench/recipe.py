@@ -153,4 +153,4 @@ def options_of(kind: Any, data: Mapping[str, Any]) -> Any:
     try:
         return msgspec.convert(known, kind)
     except ValueError as error:
-        raise UsageError(f"{wrong_field(error)} holds what it cannot be.") from None
+        raise UsageError(f"{wrong_field(error)} has an invalid value.") from None

@@ -188,7 +188,7 @@ def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, cache, mon
     assert loaded.name == "tiny"
     assert progress.stages == [
         "fetching tiny",
-        "converting tiny, which later starts need not",
+        "converting tiny (the result is kept)",
         "dequantizing tiny",
         "filling the layers of tiny",
         "writing the copy of tiny",

@@ -198,7 +198,7 @@ def test_what_is_damaged_is_made_anew_with_a_sentence(folder, harm, roundings):
     target = load_target(str(folder), INT8)
     assert len(roundings) == 2 * made
     (note,) = target.language_model.notes
-    assert note == "The int8 layers kept of m are damaged: they are made again."
+    assert note == "The int8 layers stored for m are damaged, so they are made again."
     assert torch.equal(int8_logits(folder), expected)
     assert len(roundings) == 2 * made
     assert entries() == [entry]
@@ -216,7 +216,8 @@ def test_files_that_have_changed_and_another_version_make_it_anew(folder, roundi
     target = load_target(str(folder), INT8)
     assert len(roundings) == 2 * made
     assert target.language_model.notes == [
-        "The int8 layers kept of m were of other files or another version: they are made again."
+        "The int8 layers stored for m are from other model files or another version of specbench, so they are made"
+        " again."
     ]
     (new,) = entries()
     assert new != old
@@ -233,7 +234,9 @@ def test_notes_of_drafters_stand_with_the_target(folder, tmp_path):
     (entry,) = entries()
     damage_a_byte(entry)
     ready, _ = prepare(*asked)
-    assert ready.language_model.notes == ["The int8 layers kept of small are damaged: they are made again."]
+    assert ready.language_model.notes == [
+        "The int8 layers stored for small are damaged, so they are made again."
+    ]
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):

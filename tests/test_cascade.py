@@ -713,7 +713,7 @@ def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path):
         ("ngram:min=4+self:int8", "The option 'min' of ngram is 4."),
         ("lookup:passes=2", "lookup has no option 'passes'."),
         ("lookup+self", "'self' does not say how the target drafts for itself."),
-        ("lookup+not a model", "'not a model' names no model."),
+        ("lookup+not a model", "'not a model' is not a model name."),
         ("self:int8+lookup", "self has no option 'int8+lookup'."),
     ],
 )

@@ -102,7 +102,7 @@ def test_lines_are_messages_and_commands(chat, folder, capsys):
     assert len(told.out) > len(first) + len(last), "the second answer is between them"
     assert "Nothing has been answered yet." in told.err
     assert "in 1 answer" in told.err
-    assert "There is no /what; /help lists what there is." in told.err
+    assert "There is no command /what; /help lists the commands." in told.err
     assert "/system TEXT" in told.err
     speeds = re.findall(r"^speed .*\d+ tokens, .* tokens/s", told.err, flags=re.MULTILINE)
     assert len(speeds) == 3

@@ -500,7 +500,8 @@ def test_a_full_disk_under_the_trace_costs_no_text(tiny):
     assert result.out == whole.out
     assert result.code == 1
     assert result.err == (
-        "specbench: The trace file '/dev/full' is not complete: No space left on device. The output above is.\n"
+        "specbench: The trace file '/dev/full' is not complete: No space left on device. The output above is"
+        " complete.\n"
     )
 
 
@@ -631,7 +632,7 @@ def test_errors_quote_text_without_its_power(cli):
         (("--drafter", "ngram:bogus=1"), "ngram has no option 'bogus'."),
         (("--drafter", "self"), "does not say how the target drafts for itself."),
         (("--drafter", "/no/such/drafter"), "There is no such file or folder: '/no/such/drafter'."),
-        (("--drafter", "not a model"), "'not a model' names no model."),
+        (("--drafter", "not a model"), "'not a model' is not a model name."),
         (("--target", "/no/such/model"), "There is no such file or folder: '/no/such/model'."),
         (("--target", "missing.gguf"), "There is no such file or folder: 'missing.gguf'."),
         (("--prompt-file", "/no/such/prompt"), "A prompt and a prompt file were given."),
@@ -671,7 +672,7 @@ def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_load
     for module in LOADING:
         monkeypatch.setattr(module, "load_model", load_model)
     tiny("hi", "--drafter", "self:layers=99").refused(
-        2, "asks for 99 layers, the target has 2.", "Give 1 to 1."
+        2, "uses 99 layers, but the target has 2.", "Give 1 to 1."
     )
 
 
@@ -712,7 +713,7 @@ def test_what_advises_about_chat_templates_works(cli, tiny, base):
     assert done.code == 0
     assert "note    The model has no chat template: the prompt is continued as raw text.\n" in done.err
     assert "chat template" not in cli(*generate, "--raw").err
-    tiny("hi", "--raw", "--system", "x").refused(2, "--raw does without", "Leave out --system or --raw")
+    tiny("hi", "--raw", "--system", "x").refused(2, "--raw leaves out", "Leave out --system or --raw")
     for left in (("--raw",), ("--system", "x")):
         done = tiny("hi", "-n", 3, *left)
         assert done.code == 0
@@ -782,9 +783,7 @@ def test_tokenizers_that_share_nothing(tiny, tmp_path):
     tiny_llama(1, vocab_size=8).save_pretrained(tmp_path)
     words = Tokenizer(WordLevel({word: number for number, word in enumerate(("the", "and", "<end>"))}))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    tiny("hi", "--drafter", tmp_path).refused(
-        2, "it is not known what bytes", "Choose a drafter with the target's"
-    )
+    tiny("hi", "--drafter", tmp_path).refused(2, "tokens are unknown", "Choose a drafter with the target's")
 
 
 def test_another_tokenizer(tiny, tmp_path):
@@ -934,7 +933,7 @@ def test_a_broken_model_is_one_sentence(cli, tmp_path, temperature):
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     cli("generate", "hi", "-t", temperature, "--json", "--target", tmp_path).refused(
-        1, "logits are no numbers"
+        1, "logits are not numbers"
     )
 
 

@@ -33,10 +33,10 @@ table: Any = importlib.import_module("distributions")
 
 REFUSALS = (
     "verifies chains only, and the draft is a tree.",
-    "which {verification} must not be given.",
+    "with which {verification} is not lossless.",
     "does not verify the drafts of several drafters.",
-    "drafts chains only",
-    "Several drafters draft chains of one length",
+    "drafts only chains",
+    "Several drafters draft chains of one fixed length",
     "reads the drafter's distribution, and",
 )
 

@@ -179,7 +179,7 @@ def test_the_context_limit_holds_for_all(engine):
         outcome = run(engine, config)
         assert len(outcome.token_ids) == 4, config.id
         assert outcome.finish_reason == "context-limit"
-        with pytest.raises(UsageError, match="the target's context holds 11"):
+        with pytest.raises(UsageError, match="the target's context holds only 11"):
             run(engine, config, prompt=PROMPT * 2)
 
 

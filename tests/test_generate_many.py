@@ -154,9 +154,9 @@ def test_one_wrong_prompt_ends_alone():
     found = many.results()
     assert [str(each) for each in found if not isinstance(each, Generation)] == [
         "The prompt is empty. Give some text.",
-        f"The prompt holds the token 1000000, and the target has those from 0 to {target().vocab_size - 1}."
+        f"The prompt holds the token 1000000, but the target's tokens are 0 to {target().vocab_size - 1}."
         " Encode it with the target's own tokenizer.",
-        "The prompt has 600 tokens, the target's context holds 512. Shorten the prompt.",
+        "The prompt has 600 tokens, but the target's context holds only 512. Shorten the prompt.",
     ]
     for number, prompt in ((1, [1, 2, 3]), (4, [4, 5])):
         assert told(found[number]) == told(speculative_generate(prompt, target(), None, max_new_tokens=3))
@@ -167,7 +167,7 @@ def test_settings_that_are_wrong_for_all_are_refused_at_once():
         ({"stop": [""]}, "stop string"),
         ({"gamma": 0}, "gamma"),
         ({"max_batch": 0}, "batch"),
-        ({"disable_by_batch_size": 0}, "batch of 0"),
+        ({"disable_by_batch_size": 0}, "disable_by_batch_size is 0"),
     ):
         with pytest.raises(UsageError, match=reason):
             speculative_generate_many([[1]], target(), None, **settings)
@@ -369,5 +369,7 @@ def test_a_drafter_may_be_given_by_its_spec():
     assert beside.token_ids == alone.token_ids
     assert beside.drafter == "lookup"
     name: Any = "smollm2-135m"
-    with pytest.raises(UsageError, match=r"is a name\. Load it first: load_target\('smollm2-135m'\)"):
+    with pytest.raises(
+        UsageError, match=r"is a name, not a loaded model\. Load it first: load_target\('smollm2-135m'\)"
+    ):
         speculative_generate("Hello", name, "lookup")

@@ -804,7 +804,7 @@ LAST = torch.arange(VOCAB - DRAFTED, VOCAB) - torch.arange(DRAFTED)
 WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "layers that the target lacks": (
         speculators_settings((0, 1, 3)), eagle_tensors(),
-        "The head head takes what the layers 0, 1, 3 read, and the target's are 0 to 2.",
+        "The head head uses the inputs of layers 0, 1, 3, but the target's layers are 0 to 2.",
     ),
     "another width": (
         speculators_settings(target_hidden_size=64), eagle_tensors(),
@@ -831,10 +831,12 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         speculators_settings(), changed("fc.weight", torch.zeros(32, 64)),
         "The tensor fc.weight of the head head is 32×64, but its config.json says 32×96.",
     ),
-    "a map of too few": (speculators_settings(), changed("d2t", torch.zeros(3).long()), "d2t of the head head is no"),
+    "a map of too few": (
+        speculators_settings(), changed("d2t", torch.zeros(3).long()), "d2t of the head head does not describe",
+    ),
     "no map": (
         speculators_settings(), without(eagle_tensors(), "d2t", "t2d"),
-        f"drafts {DRAFTED} tokens and does not tell which: it lacks the tensor d2t.",
+        f"drafts {DRAFTED} tokens, but lacks the tensor d2t that lists them.",
     ),
     "tokens beyond the target's": (
         speculators_settings(), changed("d2t", LAST + 1), f"drafts tokens beyond the {VOCAB} of its target"
@@ -871,7 +873,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "DFlash of a larger target": (
         block_settings(dflash_config={"target_layer_ids": [0, 3], "mask_token_id": 7}), block_tensors(),
-        "takes what the layers 1, 4 read, and the target's are 0 to 3.",
+        "uses the inputs of layers 1, 4, but the target's layers are 0 to 3.",
     ),
     "P-EAGLE without a mask": (
         parallel_settings(mask_token_id=None), parallel_tensors(), "its mask_token_id is no token."
@@ -945,7 +947,7 @@ def test_a_target_whose_hidden_states_have_another_shape_takes_no_head(tmp_path,
         "dflash": (block_tensors(vocab=9), block_settings(9)),
     }[kind]
     files = write_head(tmp_path / kind, settings, tensors)
-    with pytest.raises(UsageError, match="gemma does not give one hidden state for each token and layer"):
+    with pytest.raises(UsageError, match="gemma does not give one hidden state per token and layer"):
         load_drafter(str(files), target, PLAIN)
 
 

@@ -231,7 +231,7 @@ def test_a_prompt_that_is_refused_takes_nothing_away():
     loaded_drafter = load_drafter("lookup", own)
     first = run(tokens(1, 40), own, loaded_drafter)
     expected = output(first)
-    with pytest.raises(UsageError, match="context holds 512"):
+    with pytest.raises(UsageError, match="context holds only 512"):
         output(run([1] * 600, own, loaded_drafter, after=first))
     again = run(tokens(1, 40), own, loaded_drafter, after=first)
     assert output(again) == expected

@@ -63,7 +63,7 @@ def test_weights_that_are_not_its_own_are_refused(packaged):
     whole = (packaged / WEIGHTS).read_bytes()
     (packaged / WEIGHTS).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     message = refusal(load_drafter, ALIAS, tiny_target(), PLAIN, kind=RunError)
-    assert "are not those that its training.json tells of" in message
+    assert "are not those that its training.json describes" in message
     (packaged / TRAINING_FILE).write_text("{}")
     assert "is damaged" in refusal(load_drafter, ALIAS, tiny_target(), PLAIN, kind=RunError)
 
@@ -79,7 +79,7 @@ def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path):
 
 def test_where_it_is_missing_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(training_metadata, "_PACKAGED", tmp_path)
-    assert "does not come with this specbench" in refusal(load_drafter, ALIAS, tiny_target(), kind=UsageError)
+    assert "is not part of this specbench" in refusal(load_drafter, ALIAS, tiny_target(), kind=UsageError)
     assert "only drafts for smollm2-135m" in refusal(load_config, ALIAS, kind=UsageError)
 
 

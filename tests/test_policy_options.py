@@ -201,7 +201,7 @@ def test_siblings_are_a_dimension_of_the_grid():
     ]
     assert build_policy("fixed:siblings=4", gamma=2).name == "fixed:gamma=2,siblings=4"
     assert names(["auto", "svip"], siblings=3) == ("auto:siblings=3", "svip:siblings=3")
-    with pytest.raises(UsageError, match="siblings of a draft are -2"):
+    with pytest.raises(UsageError, match="number of siblings is -2"):
         parse_policies(["fixed:siblings=-2"])
 
 

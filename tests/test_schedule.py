@@ -525,12 +525,12 @@ PLACES = (
     "random.test",
     "sampling.at",
     "stops.cut",
-    "policy.policy.reset",
-    "policy.policy.begin",
-    "policy.policy.observe",
-    "policy.policy.should_continue",
+    "plan.policy.reset",
+    "plan.policy.begin",
+    "plan.policy.observe",
+    "plan.policy.should_continue",
 )
-ONCE = ("target.begin", "drafter.begin", "sampling.at", "policy.policy.reset")  # called once for a request
+ONCE = ("target.begin", "drafter.begin", "sampling.at", "plan.policy.reset")  # called once for a request
 
 
 @pytest.mark.parametrize("room", [10**6, 70], ids=["room for all", "little room"])
@@ -622,7 +622,7 @@ def test_memory_that_others_hold_is_a_reason_too():
     house = House(Room(40))
     house.room.reserved[ScriptedCache()] = 30
     found = run(Scheduler(), [Case((1,) * 20)], house)
-    assert "no room" in str(found[0][0])
+    assert "too small for this request" in str(found[0][0])
 
 
 def test_cancelling_frees_the_place():

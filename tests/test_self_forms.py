@@ -272,14 +272,14 @@ def test_the_layers_that_are_used():
             )
             for text in ("1-x", "1--2")
         ),
-        ("self:layers=3,skip=1", "'self:layers=3,skip=1' names the first layers and some to be skipped."),
-        ("self:calibrated,int8", "'self:calibrated,int8' asks for the calibrated form and for another one."),
-        ("self:layers=9", "The drafter self:layers=9 asks for 9 layers, the target has 5."),
-        ("self:int8,layers=0", "The drafter self:int8,layers=0 asks for 0 layers, the target has 5."),
-        ("self:skip=2-5", "The drafter self:skip=2-5 skips layer 5, the target has 5."),
+        ("self:layers=3,skip=1", "'self:layers=3,skip=1' has both layers to use and layers to skip."),
+        ("self:calibrated,int8", "'self:calibrated,int8' has both the calibrated form and another one."),
+        ("self:layers=9", "The drafter self:layers=9 uses 9 layers, but the target has 5."),
+        ("self:int8,layers=0", "The drafter self:int8,layers=0 uses 0 layers, but the target has 5."),
+        ("self:skip=2-5", "The drafter self:skip=2-5 skips layer 5, but the target has 5 layers."),
         (
             "self:int8,skip=0-2",
-            "Layer 0 cannot be skipped: the first one of each kind tells how long the cache is.",
+            "Layer 0 cannot be skipped: the length of the cache is read from the first layer of each kind.",
         ),
     ],
 )
@@ -325,7 +325,7 @@ def test_layers_whose_keys_others_read_are_not_skipped():
         activation_sparsity_pattern=[0.0] * 5, sliding_window=6,
     )  # fmt: skip
     assert skippable_layers(config) == ()
-    with pytest.raises(UsageError, match="go by the states of others"):
+    with pytest.raises(UsageError, match="use the states of others"):
         check_form(SelfForm(skip=(2,)), config)
 
 

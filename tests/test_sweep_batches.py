@@ -58,12 +58,12 @@ def test_ways_for_requests_to_come():
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ("closed", "names no arrivals"),
-        ("closed:-1", "names no arrivals"),
-        ("closed:1.5", "names no arrivals"),
-        ("poisson:nan", "names no arrivals"),
-        ("poisson:1e3", "names no arrivals"),
-        ("uniform:3", "names no arrivals"),
+        ("closed", "is not a workload"),
+        ("closed:-1", "is not a workload"),
+        ("closed:1.5", "is not a workload"),
+        ("poisson:nan", "is not a workload"),
+        ("poisson:1e3", "is not a workload"),
+        ("uniform:3", "is not a workload"),
         ("closed:0", "0 clients"),
         ("closed:100000", "100000 clients"),
         ("poisson:0", "0 requests per second"),

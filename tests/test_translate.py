@@ -150,7 +150,7 @@ def test_too_little_in_common():
     large = other_words(*WORDS, *many)
     small = sentence_piece()
     few = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"the": 0})))
-    with pytest.raises(UsageError, match="not known what bytes other's stand for"):
+    with pytest.raises(UsageError, match="the bytes of other's tokens are unknown"):
         between(large, few)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specbench.models.pairing._LEAST_SHARED", 0.9)

@@ -167,7 +167,7 @@ def test_several_on_caches_of_their_own_decode_greedily():
     assert found == expected
     assert all(step.accepted == 3 for step in steps[:-1])
     assert any(len(step.drafted) > step.gamma for step in steps)
-    with pytest.raises(UsageError, match="chains of one length"):
+    with pytest.raises(UsageError, match="chains of one fixed length"):
         greedy(build_policy("auto"), target, SeveralDrafters(drafters), Greedy())
     for method in ("rejection", "traversal"):
         policy = build_policy(f"fixed:gamma=2,verification={method}")
@@ -183,7 +183,7 @@ def test_several_are_written_with_a_bar():
     for text, message in (
         ("lookup|none", "The drafter none drafts nothing."),
         ("lookup|lookup", "twice"),
-        ("lookup|", "names no model"),
+        ("lookup|", "is not a model name"),
     ):
         with pytest.raises(UsageError, match=message):
             parse_drafter(text)
@@ -412,17 +412,17 @@ def test_what_cannot_be_a_tree_is_refused():
         ("dynamic-tree:depth=0", "depth of the dynamic tree is 0"),
         ("static-tree:ranks=70-40", "no list of percentages"),
         ("static-tree:verification=rejection", "verifies chains only"),
-        ("dynamic-tree:verification=traversal", "by their own probabilities"),
-        ("fixed:verification=guess", "no way to verify"),
+        ("dynamic-tree:verification=traversal", "by their probability"),
+        ("fixed:verification=guess", "no verification method"),
     ):
         with pytest.raises(UsageError, match=message):
             start(spec)
-    with pytest.raises(UsageError, match="drafts chains only"):
+    with pytest.raises(UsageError, match="drafts only chains"):
         start("auto-tree", LookupDrafter())
     with pytest.raises(UsageError, match="no residual adjustment"):
         start("auto-tree", residual_adjustment=False)
     target.takes_trees = False
-    with pytest.raises(UsageError, match="takes no trees"):
+    with pytest.raises(UsageError, match="cannot verify draft trees"):
         start("auto-tree")
 
 

@@ -58,8 +58,8 @@ def test_options_follow_the_last_colon(tmp_path, monkeypatch):
         ("org/name:vocab=", "An option is empty"),
         ("org/name:vocab=0", "The option 'vocab' of MODEL is 0"),
         ("org/name:vocab=1,vocab=2", "given twice"),
-        ("org/name:words=3", "names no model"),
-        ("org/name:vocab", "names no model"),
+        ("org/name:words=3", "is not a model name"),
+        ("org/name:vocab", "is not a model name"),
     ],
 )
 def test_options_that_are_none(text, message):

@@ -163,7 +163,7 @@ class _Chat:
             for command, meaning in _COMMANDS.items():
                 _say(f"{command:13} {meaning}")
         else:
-            _say(f"There is no {name}; /help lists what there is.")
+            _say(f"There is no command {name}; /help lists the commands.")
 
     def _answer(self, text: str) -> None:
         """Ask, print the answer, and add both to the conversation."""

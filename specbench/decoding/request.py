@@ -122,7 +122,7 @@ class Request:
         limit = self.target.context_limit
         if limit is not None and len(self.prompt) > limit:
             raise UsageError(
-                f"The prompt has {len(self.prompt)} tokens, the target's context holds {limit}.",
+                f"The prompt has {len(self.prompt)} tokens, but the target's context holds only {limit}.",
                 "Shorten the prompt.",
             )
         self._check_tree()
@@ -138,12 +138,14 @@ class Request:
             return
         if not self.target.takes_trees:
             raise UsageError(
-                "This target takes no trees with this cache: a pass over one does not give what separate passes give.",
+                "The target cannot verify draft trees with this cache: a forward pass over a tree gives other"
+                " logits than separate ones.",
                 "Leave the tree out, or use another --cache.",
             )
         if policy.branches and not self.drafter.takes_trees:
             raise UsageError(
-                f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
+                f"The drafter {self.drafter.name} drafts only chains with these models and options.",
+                "Leave the tree out.",
             )
         if self.sampling.greedy:
             return
@@ -159,7 +161,7 @@ class Request:
             )
         if policy.branches and policy.certain_only and method != "naive":
             raise UsageError(
-                f"{policy.name} keeps drafts by their own probabilities, which {method} must not be given.",
+                f"{policy.name} selects draft tokens by their probability, with which {method} is not lossless.",
                 "Verify it with naive.",
             )
 

@@ -93,7 +93,7 @@ class Sampling:
             )
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise UsageError(
-                f"The temperature is {self.temperature:g}: logits divided by it are no numbers any more.",
+                f"The temperature is {self.temperature:g}, so small that logits divided by it overflow.",
                 f"Give 0 for greedy decoding, or at least {_LEAST_TEMPERATURE:g}.",
             )
         if not self.top_k >= 0:
@@ -299,7 +299,7 @@ def _float32(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Ten
 
 def _not_numbers() -> RunError:
     return RunError(
-        "The model's logits are no numbers (NaN).", "Use another dtype, such as bfloat16 or float32."
+        "The model's logits are not numbers (NaN).", "Use another dtype, such as bfloat16 or float32."
     )
 
 

@@ -132,9 +132,11 @@ class Scheduler:
         watch: Callable[[SharedPass], None] | None = None,
     ) -> None:
         if max_batch < 1:
-            raise UsageError(f"The batch is of {max_batch} requests.", "Give at least 1.")
+            raise UsageError(f"The batch size is {max_batch}.", "Give at least 1.")
         if max_tokens_per_pass < 1:
-            raise UsageError(f"A pass may read {max_tokens_per_pass} tokens.", "Give at least 1.")
+            raise UsageError(
+                f"The limit of tokens per forward pass is {max_tokens_per_pass}.", "Give at least 1."
+            )
         self.max_batch, self.max_tokens_per_pass = max_batch, max_tokens_per_pass
         self._clock = PausedClock(clock)
         self._watch = watch
@@ -318,8 +320,8 @@ class Scheduler:
                 while job in self._active and not job.due.scorer.reserve(job.due):
                     if self._active == [job]:
                         raise UsageError(
-                            "There is no room for this request, although no other is active.",
-                            "Give more memory.",
+                            "The KV cache is too small for this request, although no other request is active.",
+                            "Give the KV cache more memory.",
                         )
                     self._preempt(self._active[-1], events)
             except Exception as error:

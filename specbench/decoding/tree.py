@@ -46,7 +46,7 @@ class Siblings:
 
     def __init__(self, most: int, price: Callable[[int], float]) -> None:
         if most < 0:
-            raise UsageError(f"The most siblings of a draft are {most}.", "Give 0 or more.")
+            raise UsageError(f"The maximum number of siblings is {most}.", "Give 0 or more.")
         self.max_count, self._price = most, price
 
     def widen(self, draft: Draft) -> Draft:

@@ -24,7 +24,7 @@ def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
     total = text.num_hidden_layers
     if form.layers is not None and not 1 <= form.layers <= total:
         raise UsageError(
-            f"The drafter {form} asks for {form.layers} layers, the target has {total}.",
+            f"The drafter {form} uses {form.layers} layers, but the target has {total}.",
             f"Give 1 to {total - 1}.",
         )
     if not form.skip:
@@ -32,18 +32,18 @@ def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
     possible = skippable_layers(config)
     if not possible:
         raise UsageError(
-            "This target cannot skip layers: some of them go by the states of others.",
+            "This target cannot skip layers: some of its layers use the states of others.",
             "Use self:int8, or a drafter model.",
         )
     for layer in form.skip:
         if not 0 <= layer < total:
             raise UsageError(
-                f"The drafter {form} skips layer {layer}, the target has {total}.",
-                f"They are counted from 0 to {total - 1}.",
+                f"The drafter {form} skips layer {layer}, but the target has {total} layers.",
+                f"Layers are counted from 0 to {total - 1}.",
             )
         if layer not in possible:
             raise UsageError(
-                f"Layer {layer} cannot be skipped: the first one of each kind tells how long the cache is.",
+                f"Layer {layer} cannot be skipped: the length of the cache is read from the first layer of each kind.",
                 "Leave it out of skip.",
             )
 

@@ -62,7 +62,8 @@ class SeveralDrafters(Drafter):
         """Draft chain after chain; raise ``UsageError`` for a policy that depends on the draft."""
         if not policy.unconditional:
             raise UsageError(
-                f"Several drafters draft chains of one length, and {policy.name} decides as a chain goes.",
+                f"Several drafters draft chains of one fixed length, but {policy.name} decides the length while"
+                f" drafting.",
                 "Give --gamma N.",
             )
         tree = GrowingTree()

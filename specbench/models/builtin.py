@@ -138,7 +138,7 @@ def _prepare(
 def _cache_errors() -> AbstractContextManager[None]:
     return file_errors(
         f"The cache folder {str(cache_folder())!r} cannot be written",
-        f"Set {CACHE_VARIABLE} to a folder that can.",
+        f"Set {CACHE_VARIABLE} to a folder that can be written.",
         full=_no_space(),
     )
 

@@ -148,7 +148,7 @@ def remove_cached(name: str) -> int:
     ]
     if not entries:
         raise UsageError(
-            f"The cache folder holds nothing called {name!r}.", "`specbench cache` lists what there is."
+            f"The cache folder holds nothing called {name!r}.", "`specbench cache` lists the entries."
         )
     with file_errors(f"The cache folder {str(cache_folder())!r} cannot be cleared"):
         for entry in entries:

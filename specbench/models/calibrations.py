@@ -209,8 +209,8 @@ def calibrated_tree(
             if (other := TREES.read(name)) is not None:
                 end = "" if name in same_target else f" with {other.target}"
                 return policy, (
-                    f"A tree is calibrated for {other.circumstances}{end}, and none for {_circumstances(key)}, so that"
-                    f" {policy} goes by usual figures; `specbench calibrate --tree` finds a better one."
+                    f"A tree is calibrated for {other.circumstances}{end}, and none for {_circumstances(key)}, so"
+                    f" {policy} assumes typical acceptance rates; `specbench calibrate --tree` finds a better tree."
                 )
     return policy, None
 

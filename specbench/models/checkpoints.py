@@ -92,7 +92,7 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
             raise custom_code(f"The model {name} (type {kind!r})")
         raise UsageError(
             f"The model {name} is of a type that the installed transformers does not know: {kind!r}.",
-            "A newer version of transformers may.",
+            "Try a newer version of transformers.",
         )
     with quiet_transformers(), tempfile.TemporaryDirectory(prefix="specbench-") as copy:
         try:
@@ -110,7 +110,7 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
         msgspec.convert(read, _Facts)
     except ValueError as error:
         wrong = wrong_field(error)
-        raise RunError(f"The file {str(path)!r} is damaged: {wrong} holds what it cannot be.") from None
+        raise RunError(f"The file {str(path)!r} is damaged: {wrong} has an invalid value.") from None
     config.name_or_path = str(folder)
     check_config(config, name)
     return config
@@ -317,7 +317,7 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
     if 8 + length + end != size:
         what = "truncated" if 8 + length + end > size else "damaged"
         raise RunError(
-            f"The file {str(path)!r} is {what}: it has {size} bytes, its header tells of {8 + length + end}.",
+            f"The file {str(path)!r} is {what}: it has {size} bytes, but its header describes {8 + length + end}.",
             "Fetch it again.",
         )
     return counts

@@ -159,7 +159,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
         UsageError: The model cannot be decoded speculatively, or `transformers` cannot read its kind of GGUF.
     """
     header = read_gguf_header(gguf)
-    announce(progress, f"converting {name}, which later starts need not")
+    announce(progress, f"converting {name} (the result is kept)")
     # An empty folder as the model's, so that other files beside the GGUF are not read.
     with (
         tempfile.TemporaryDirectory(dir=folder.parent) as empty,

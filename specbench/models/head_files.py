@@ -166,8 +166,8 @@ class HeadFiles:
     def _there(self, ids: Sequence[int], last: int) -> tuple[int, ...]:
         if not ids or not all(0 <= each <= last for each in ids):
             raise UsageError(
-                f"The head {self.name} takes what the layers {', '.join(map(str, ids))} read, and the target's are 0 to"
-                f" {last}.",
+                f"The head {self.name} uses the inputs of layers {', '.join(map(str, ids))}, but the target's"
+                f" layers are 0 to {last}.",
                 "Use it with the target it was trained for.",
             )
         return tuple(ids)

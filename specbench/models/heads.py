@@ -252,15 +252,16 @@ def _target_tokens(
     if found is None:
         if files.number(key, 1) != files.number("vocab_size", 1) and key in files.settings:
             raise UsageError(
-                f"The head {files.name} drafts {files.settings[key]} tokens and does not tell which: it lacks the"
-                f" tensor {name}.",
+                f"The head {files.name} drafts {files.settings[key]} tokens, but lacks the tensor {name} that lists"
+                f" them.",
                 _FETCH_AGAIN,
             )
         return None
     vocab = files.number("vocab_size")
     if found.shape != (files.number(key, vocab),) or found.is_floating_point():
         raise UsageError(
-            f"The tensor {name} of the head {files.name} is no map of its draft vocabulary.", _FETCH_AGAIN
+            f"The tensor {name} of the head {files.name} does not describe its draft vocabulary.",
+            _FETCH_AGAIN,
         )
     target_tokens = base + found.long()
     if (

@@ -81,7 +81,7 @@ class JsonStore(Generic[T]):
         text = json.dumps({"format": 1, **asdict(value)}) + "\n"
         with file_errors(
             f"The cache folder {str(cache_folder())!r} cannot be written",
-            f"Set {CACHE_VARIABLE} to a folder that can.",
+            f"Set {CACHE_VARIABLE} to a folder that can be written.",
         ):
             self._path.mkdir(parents=True, exist_ok=True)
             write_text(self._path / f"{name}.json", text)

@@ -294,7 +294,7 @@ def _load_folder(
     notes = []
     if others and choice is None and measure and _fits(place, others[0]):
         both = f"{dtype_name(usual)} and {dtype_name(others[0])}"
-        announce(progress, f"timing {name} in {both}, which later starts need not")
+        announce(progress, f"timing {name} in {both} (the result is kept)")
         choice = measure_dtypes(model, name, usual, others[0])
         if choice is not None:
             write_dtype(key, choice)

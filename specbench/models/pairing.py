@@ -66,7 +66,7 @@ def _translation(
             raise _incompatible(
                 target,
                 drafter,
-                f"the tokenizers differ, and it is not known what bytes {model.name}'s stand for",
+                f"the tokenizers differ, and the bytes of {model.name}'s tokens are unknown",
             )
     specials, first = _special_pairs(ours, theirs), _by_bytes(other)
     shared = specials | {token: first[text] for text, token in _by_bytes(own).items() if text in first}

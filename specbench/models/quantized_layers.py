@@ -84,8 +84,10 @@ def quantized_layers(
         yield _Found(entry)
         return
     if entry.exists() or others:
-        reason = "are damaged" if entry.exists() else "were of other files or another version"
-        model.notes.append(f"The {kind} layers kept of {model.name} {reason}: they are made again.")
+        reason = (
+            "are damaged" if entry.exists() else "are from other model files or another version of specbench"
+        )
+        model.notes.append(f"The {kind} layers stored for {model.name} {reason}, so they are made again.")
     for path in (entry, *others):
         shutil.rmtree(path, ignore_errors=True)
     try:
@@ -96,7 +98,7 @@ def quantized_layers(
         yield None
         return
     try:
-        announce(progress, f"quantizing {model.name} to {kind}, which later starts need not")
+        announce(progress, f"quantizing {model.name} to {kind} (the result is kept)")
         made = _Made(work, parent, f"{model.name} in {kind}")
         yield made
         made.finish(entry)

@@ -98,7 +98,7 @@ def check_weights(folder: Path, name: str) -> None:
         found = sha256(folder / WEIGHTS)
     if found != expected:
         raise RunError(
-            f"The weights of {name} are not those that its {TRAINING_FILE} tells of.",
+            f"The weights of {name} are not those that its {TRAINING_FILE} describes.",
             "Copy the whole folder again, or continue its training.",
         )
 
@@ -116,7 +116,7 @@ def packaged_folder(alias: str) -> Path:
     """
     if not is_packaged(alias):
         raise UsageError(
-            f"The head {alias} does not come with this specbench.",
+            f"The head {alias} is not part of this specbench.",
             "Name another drafter, or train one with `specbench train`.",
         )
     folder = _PACKAGED / alias

@@ -59,4 +59,4 @@ def parse_arrivals(text: str) -> Arrivals:
                 f"The rate of {text!r} is {rate:g} requests per second.", f"Give {SLOWEST:g} to {FASTEST:g}."
             )
         return Poisson(rate)
-    raise UsageError(f"{text!r} names no arrivals.", _FORMS)
+    raise UsageError(f"{text!r} is not a workload.", _FORMS)

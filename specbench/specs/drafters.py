@@ -191,8 +191,8 @@ class NGram(FreeSpec):
     order: int = option(
         4, "order=N", "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less", least=2, most=16
     )
-    max: int | None = option(None, "max=TOKENS", "most tokens drafted in a step", least=1)
-    window: int | None = option(None, "window=TOKENS", "forget tokens before the last TOKENS read", least=1)
+    max: int | None = option(None, "max=TOKENS", "maximum number of tokens drafted in a step", least=1)
+    window: int | None = option(None, "window=TOKENS", "count only the last TOKENS tokens", least=1)
     keep: bool = option(False, "keep", "keep the counts between prompts")
     top_k: int = option(
         1, "top-k=K", "also count the target's K most probable tokens at each verified position", least=1
@@ -222,7 +222,9 @@ class Suffix(FreeSpec):
         1, "min=TOKENS", "shortest match that counts", least=1, most=lambda spec: spec.n, before_model=2
     )
     keep: bool = option(
-        False, "keep", "look in the outputs of earlier prompts too: warm, and refused where runs are compared"
+        False,
+        "keep",
+        "also search the outputs of earlier prompts; an error where configurations are compared",
     )
 
 
@@ -279,14 +281,14 @@ class SelfForm(DrafterSpec):
                 "Write self:int8, self:int4, self:layers=N, self:skip=3-7-11, or self:calibrated.",
             )
         if form.int8 and form.int4:
-            raise UsageError(f"{text!r} asks for int8 and for int4.", "Write one of them.")
+            raise UsageError(f"{text!r} has both int8 and int4.", "Write one of them.")
         if form.calibrated and form != cls(calibrated=True):
             raise UsageError(
-                f"{text!r} asks for the calibrated form and for another one.", "Write self:calibrated alone."
+                f"{text!r} has both the calibrated form and another one.", "Write self:calibrated alone."
             )
         if form.layers is not None and form.skip:
             raise UsageError(
-                f"{text!r} names the first layers and some to be skipped.",
+                f"{text!r} has both layers to use and layers to skip.",
                 "Write either layers=N or skip=..., with all that are to be left out.",
             )
         return form
@@ -341,15 +343,19 @@ class Cascade(DrafterSpec):
 
     word = "A+B"
     summary = (
-        "A cascade, such as lookup+self:int8. Token by token, lookup, ngram or suffix drafts where it has a match of"
-        " two tokens or more (min=N), or recycle where it knows the last one; and B, self or a MODEL, elsewhere."
+        "A cascade, such as lookup+self:int8. For each token, A drafts if it can, otherwise B. A is lookup, ngram or"
+        " suffix, with a match of at least two tokens (min=N), or recycle, if it knows the last token. B is self or a"
+        " MODEL."
     )
     probabilities = "A's and B's, token by token"
 
     front: FreeSpec
     back: SelfForm | SmallModel
     passes: int | None = option(
-        None, "passes=N", "an option of A then: most passes of B in a step, while A may continue", least=1
+        None,
+        "passes=N",
+        "option of A: maximum number of forward passes of B in a step; A can still continue",
+        least=1,
     )
 
     def __str__(self) -> str:

@@ -90,7 +90,7 @@ def parse_model(text: str) -> ModelSpec:
     if is_gguf or text.startswith((".", "~", "/", os.sep)) or identifier.replace(os.sep, "/").count("/") > 1:
         raise UsageError(f"There is no such file or folder: {text!r}.", _known_kinds())
     if not _is_hub_id(identifier) or ("@" in text and not re.fullmatch(r"[\w./-]+", revision)):
-        raise UsageError(f"{text!r} names no model.", _known_kinds())
+        raise UsageError(f"{text!r} is not a model name.", _known_kinds())
     return ModelSpec("hub", identifier, revision or None)
 
 

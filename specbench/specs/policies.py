@@ -53,14 +53,14 @@ class PolicyKind:
 
 _SIBLINGS = Option(
     "siblings=N",
-    "most alternatives verified next to a draft in greedy decoding (auto: 8, others: 0)",
+    "maximum number of alternative tokens verified in addition to a draft, in greedy decoding (auto: 8, others: 0)",
     name="siblings",
 )
 _VERIFICATION = Option(
     "verification=NAME",
-    "how drafts are verified above temperature 0 (what applies and keeps most)",
+    "verification method above temperature 0 (the one that accepts most draft tokens)",
     parse=verification_name,
-    expected="way to verify",
+    expected="verification method",
     name="verification",
 )
 
@@ -82,7 +82,7 @@ def _number(name: str, written: str, default: float, meaning: str) -> Option:
 
 
 def _most(default: int) -> Option:
-    return _whole("gamma_max", "max=N", default, "most tokens drafted in a step")
+    return _whole("gamma_max", "max=N", default, "maximum number of tokens drafted in a step")
 
 
 def _nodes(default: int) -> Option:
@@ -94,7 +94,8 @@ _DEPTH = _whole("depth", "depth=N", 6, "deepest branch")
 POLICIES: tuple[PolicyKind, ...] = (
     PolicyKind(
         "auto",
-        "Goes on as long as one more draft is likely to pay for its time, measured as the run goes. Nothing to tune.",
+        "Continues while one more draft token is expected to save more time than it costs, both measured while"
+        " decoding. Nothing to tune.",
         "auto:AutoLength",
         (_most(16),),
         siblings=8,
@@ -126,13 +127,14 @@ POLICIES: tuple[PolicyKind, ...] = (
         "outcomes:ConfidenceLength",
         (
             _number("threshold", "threshold=P", 0.4, "the threshold"),
-            Option("adapt", "move the threshold by what was accepted (no)", False, name="adapt"),
+            Option("adapt", "adapt the threshold to acceptance (no)", False, name="adapt"),
             _most(20),
         ),
     ),
     PolicyKind(
         "entropy-bound",
-        "AdaEDL: stops where a bound on the chance of acceptance, from the entropy, falls below a moving threshold.",
+        "AdaEDL: stops where a lower bound on the acceptance probability, computed from the entropy, is below a"
+        " moving threshold.",
         "entropies:EntropyBoundLength",
         (_number("threshold", "lambda=L", 0.6, "the threshold at the beginning"), _most(20)),
         needs_logits=True,
@@ -156,7 +158,7 @@ POLICIES: tuple[PolicyKind, ...] = (
     ),
     PolicyKind(
         "auto-tree",
-        "A tree that grows as long as one more node is likely to pay for its row, and a depth for its pass.",
+        "A tree that grows while one more node, or one more level, is expected to save more time than it costs.",
         "auto_tree:AutoTree",
         (_nodes(16),),
         needs_logits=True,
@@ -165,14 +167,14 @@ POLICIES: tuple[PolicyKind, ...] = (
     ),
     PolicyKind(
         "static-tree",
-        "One tree in every step: the best for what calibration measured of this drafter (Sequoia).",
+        "The same tree in every step: the best one for this drafter's acceptance as measured by calibration (Sequoia).",
         "trees:StaticTree",
         (
             _nodes(12),
             _DEPTH,
             Option(
                 "ranks=N-N-...",
-                "by rank, the percentage of nodes at which that candidate is kept (70-12-5-3)",
+                "percentage of nodes at which the candidate of each rank is accepted (70-12-5-3)",
                 Dashed((70, 12, 5, 3)),
                 parse=rank_shares,
                 expected="list of percentages such as 70-12-5-3",
@@ -184,9 +186,13 @@ POLICIES: tuple[PolicyKind, ...] = (
     ),
     PolicyKind(
         "dynamic-tree",
-        "The drafter's likeliest tokens at every depth, and the best of all verified (EAGLE-2).",
+        "Expands the drafter's most probable tokens at every depth, and verifies the best of all nodes (EAGLE-2).",
         "trees:DynamicTree",
-        (_whole("top_k", "top-k=K", 4, "nodes read at every depth, tokens after each"), _nodes(12), _DEPTH),
+        (
+            _whole("top_k", "top-k=K", 4, "nodes expanded at every depth, and tokens drafted after each"),
+            _nodes(12),
+            _DEPTH,
+        ),
         needs_logits=True,
         tree=True,
     ),
@@ -271,12 +277,13 @@ class PolicySpec:
         """Raise ``UsageError`` for a drafter it does not work with."""
         if len(drafter.parts) > 1 and not self.applies(drafter):
             raise UsageError(
-                f"Several drafters draft chains of one length, and {self.word} decides as a draft goes.",
+                f"Several drafters draft chains of one fixed length, but {self.word} decides the length while"
+                f" drafting.",
                 "Give --gamma N.",
             )
         if self.kind.tree and not drafter.trees:
             raise UsageError(
-                f"The drafter {drafter} drafts chains only, and {self.word} asks for trees.",
+                f"The drafter {drafter} drafts only chains, but {self.word} needs trees.",
                 "Choose suffix, recycle, self:... or a model, or another draft policy.",
             )
         if not self.applies(drafter):

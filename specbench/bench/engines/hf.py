@@ -57,7 +57,8 @@ def generate_with_transformers(
     budget = longest if limit is None else min(longest, limit - len(prompt))
     if budget < 1:
         raise UsageError(
-            f"The prompt has {len(prompt)} tokens, the target's context holds {limit}.", "Shorten the prompt."
+            f"The prompt has {len(prompt)} tokens, but the target's context holds only {limit}.",
+            "Shorten the prompt.",
         )
     end_ids = decoding.end_ids(target.end_ids)
     extra: dict[str, Any] = {}
