@@ -116,7 +116,7 @@ def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Co
     try:
         return replace(config, target=target), ""
     except UsageError:
-        note = f"It says nothing of the target, which is named by a path: add --target {shlex.quote(target)}."
+        note = f"The target is not in it, because it is named by a path: add --target {shlex.quote(target)}."
         return config, note
 
 
@@ -135,7 +135,7 @@ def read_config(path: Path) -> Config:
     except ValueError as error:  # invalid TOML or UTF-8 as well
         raise UsageError(
             f"{shown} is no configuration: {one_line(error).rstrip('.')}.",
-            "Mend or remove it, or add --no-config.",
+            "Correct or remove it, or add --no-config.",
         ) from None
     try:
         return _config(values)
@@ -150,18 +150,18 @@ def write_config(path: Path, config: Config) -> None:
 
 def _config(values: Mapping[str, Any]) -> Config:
     if (version := values.get("version")) != VERSION:
-        what = "It says no version" if version is None else f"Its version is {one_line(version)}"
+        what = "It has no version" if version is None else f"Its version is {one_line(version)}"
         raise UsageError(
             f"{what}, and this specbench reads version {VERSION}.", f"Write version = {VERSION}."
         )
     names = {_key(field.name): field.name for field in fields(Config)}
     for key, value in values.items():
         if key != "version" and key not in names:
-            raise UsageError(f"It holds {key!r}, which it may not.", f"It may hold {', '.join(names)}.")
+            raise UsageError(f"It has the unknown key {key!r}.", f"The keys are {', '.join(names)}.")
         if key == "provisional" and not isinstance(value, bool):
             raise UsageError(f"{key} is {one_line(value)}.", "Write true or false.")
         if key not in ("version", "provisional") and not isinstance(value, str):
-            raise UsageError(f"{key} is {one_line(value)}, which is no text.", "Put it in quotes.")
+            raise UsageError(f"{key} is {one_line(value)}, which is not a string.", "Put it in quotes.")
     return Config(**{names[key]: value for key, value in values.items() if key != "version"})
 
 

@@ -373,7 +373,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(sweep, tmp_path, model
     assert "small γ=3" in lines[0]
     assert lines[1] == "2 prompts: chat 1, talk 1"
     assert lines[2].startswith("24 generations of up to 6 tokens (1 repeats), stored in results/")
-    assert "as if no draft were accepted" in lines[3]
+    assert "as if no draft token were accepted" in lines[3]
     assert re.fullmatch(r"memory: 0\.7 GB \(program 0\.7, target 0\.0, .*\); [\d.]+ GB are free", lines[4])
     assert "more while loading 0.0" in lines[4]
     assert not (tmp_path / "results").exists()

@@ -426,15 +426,16 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     monkeypatch.setattr(
         specbench.tune.answer,
         "disturbance",
-        lambda _: "Verdicts are provisional: others used the processor during 9 of 9 generations.",
+        lambda _: "Verdicts are provisional: other programs used the processor during 9 of 9 generations.",
     )
     said = tune("-v")
     assert said.code == 0, said.err
     headline, *details = said.out.split("\n\n")[0].splitlines()
     assert headline.startswith("lookup with auto, ")
     assert "over plain decoding: the best so far (provisional)" in headline
-    assert "Others used the processor during 9 of 9 generations. A quiet machine needs less time" in " ".join(
-        details
+    assert (
+        "Other programs used the processor during 9 of 9 generations. A quiet machine needs less time"
+        in " ".join(details)
     )
     assert "Saved: specbench.toml (provisional)" in said.err
     assert "specbench export" not in said.out

@@ -104,7 +104,7 @@ def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys, disturbed):
     compared = compare_configs(df, "d@1", "plain")
     assert {(row.verdict, row.provisional) for row in compared.rows} == {("slower", True)}
     assert compared.notes[:2] == [
-        "Verdicts are provisional: others used the processor during 24 of 24 generations.",
+        "Verdicts are provisional: other programs used the processor during 24 of 24 generations.",
         stats.PROVISIONAL,
     ]
     assert "slower,\n" in re.sub(" +\n", "\n", shown(compared))
@@ -483,7 +483,7 @@ def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(
         (run,) = named_runs([tmp_path], having)
         said = capsys.readouterr().err
         assert f" is {run}." in said
-        skipped = [name for name in runs if str(tmp_path / name) in said.partition("Newer, without")[2]]
+        skipped = [name for name in runs if str(tmp_path / name) in said.partition("Newer runs without")[2]]
         return f"{run.name} {' '.join(skipped)}".strip()
 
     assert taken() == "other failed"

@@ -60,11 +60,11 @@ def test_its_rule_has_all_that_is_said():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("allow-pickle = true", "It holds 'allow-pickle', which it may not. It may hold target, drafter,"),
+        ("allow-pickle = true", "It has the unknown key 'allow-pickle'. The keys are target, drafter,"),
         ('out = "results"', "'out'"),
         ('costs = "costs.json"', "'costs'"),
         ('"a\\u001bb" = "x"', "'a\\x1bb'"),
-        ("cache = 3", "cache is 3, which is no text"),
+        ("cache = 3", "cache is 3, which is not a string"),
         ('cache = "huge"', "There is no cache 'huge'. Choose dynamic"),
         ('dtype = "int3"', "There is no dtype 'int3'"),
         ('target = "/models/qwen"', "is no name of a model"),
@@ -102,7 +102,7 @@ def test_files_that_are_none(here):
         path.write_bytes(content)
         assert "is no configuration: " in refusal(read_config, path, kind=UsageError)
     path.write_text("")
-    assert "It says no version" in refusal(read_config, path, kind=UsageError)
+    assert "It has no version" in refusal(read_config, path, kind=UsageError)
     assert "cannot be read" in refusal(read_config, here / "none.toml", kind=UsageError)
 
 

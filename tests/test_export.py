@@ -430,7 +430,7 @@ def test_a_configuration_tells_of_a_head_that_is_here(cli, tmp_path, monkeypatch
     assert (options["method"], options["num_speculative_tokens"]) == ("eagle3", 3)
     cli("export", file, "--to", "sglang").refused(
         2,
-        "SGLang 0.5.23 cannot load the head in head: it does not read heads in the `speculators` format",
+        "SGLang 0.5.23 cannot load the head in head: it does not support heads in the `speculators` format",
         "`specbench serve` supports it",
     )
 

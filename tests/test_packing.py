@@ -482,7 +482,7 @@ def test_the_first_layers_are_a_model_with_that_many(family, config, count):
 
 @pytest.mark.parametrize("count", [0, -1, 4])
 def test_counts_that_cannot_be(count):
-    with pytest.raises(ValueError, match=f"{count} layers asked for, the model has 3"):
+    with pytest.raises(ValueError, match=f"{count} layers were requested, but the model has 3"):
         first_layers(llama(), count)
 
 

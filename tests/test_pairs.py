@@ -187,10 +187,10 @@ def test_little_is_predicted_from_nothing():
         (2.0, None),
         (2.4, None),
         (1.7, None),
-        (3.2, "3.20× is more than 3.00 tokens per step can bring"),
-        (2.6, "explain 2.00×, not 2.60×"),
-        (1.3, "explain 2.00×, not 1.30×"),
-        (0.34, "0.34× is less than 3.00 tokens per step bring"),
+        (3.2, "3.20× is more than 3.00 tokens per step can give"),
+        (2.6, "2.60× is not the 2.00× expected"),
+        (1.3, "1.30× is not the 2.00× expected"),
+        (0.34, "0.34× is less than 3.00 tokens per step give"),
     ],
 )
 def test_a_speedup_that_nothing_explains_is_questioned(speedup, said):

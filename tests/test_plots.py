@@ -399,7 +399,7 @@ class TestLooks:
             assert max(text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()) <= 7.0
 
     def test_letters_without_room_are_told(self, rules):
-        with pytest.raises(UsageError, match="nothing to plot: its letters do not fit"):
+        with pytest.raises(UsageError, match="nothing to plot: its text does not fit"):
             plots.draw_figures(rules, ["time"], plots.Look(1.0, 30.0))
 
     def test_no_state_of_pyplot(self, big):
@@ -612,7 +612,7 @@ class TestCommand:
         monkeypatch.setenv("DISPLAY", ":0")
         monkeypatch.setattr("typer.launch", lambda path: 1)
         assert command(["plot", str(tiny), "--only", "speedup", "--show"]) == 1
-        assert "Nothing here opens png files" in capsys.readouterr().err
+        assert "No program was found that opens png files" in capsys.readouterr().err
 
     def test_a_place_that_is_a_file(self, tiny, capsys):
         (tiny / "plots").write_text("")

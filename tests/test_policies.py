@@ -893,7 +893,7 @@ def test_the_costs_of_a_sweep_are_told_apart_by_drafter():
     ],
 )
 def test_costs_of_another_form_are_refused(data):
-    with pytest.raises(UsageError, match="The costs are not of the form expected"):
+    with pytest.raises(UsageError, match="The costs do not have the expected form"):
         parse_costs(data)
 
 
@@ -904,7 +904,7 @@ def test_a_file_without_costs_is_refused(tmp_path):
     for text, message in (
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ('{"costs": null}', "not of the form"),
+        ('{"costs": null}', "do not have the expected form"),
     ):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(UsageError, match=message):

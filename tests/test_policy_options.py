@@ -348,7 +348,7 @@ def test_given_costs_are_those_of_the_drafter(engine):
 @pytest.mark.parametrize("found", [{}, {"steps": {}}, {"steps": {"policy": {}}}, {"steps": 3}, [1]])
 def test_a_line_without_costs_has_none(tmp_path, found):
     (tmp_path / "line.json").write_text(json.dumps(found))
-    with pytest.raises(UsageError, match="not of the form expected"):
+    with pytest.raises(UsageError, match="do not have the expected form"):
         read_costs(tmp_path / "line.json")
 
 
@@ -447,7 +447,7 @@ def test_a_sampled_output_hangs_on_no_clock_by_default(call):
         (("--draft-policy", "best"), ("no draft policy 'best'", "Choose auto, fixed, egag")),
         (("--draft-policy", "heuristic", "--costs", "x.json"), ("heuristic has no option --costs", "belongs to auto")),
         (("--draft-policy", "auto", "--costs", "x.json"), ("The costs cannot be read",)),
-        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
+        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("do not have the expected form",)),
         (("--draft-policy", "confidence:threshold=1.5"), ("The confidence threshold is 1.5",)),
     ],
 )  # fmt: skip
@@ -557,7 +557,7 @@ def test_the_costs_of_a_sweep_are_those_of_another(call, tmp_path, models):
         (("--draft-policy", "auto", "--draft-policy", "auto:max=16"), ("policy auto is given twice",)),
         (("--draft-policy", "egag"), ("policy egag reads the drafter's distribution, and lookup has none",)),
         (("-t", 0.8, "--costs", "mine.jsonl"), ("--costs is for the policy auto", "Add --draft-policy auto")),
-        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
+        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("do not have the expected form",)),
         (("--draft-policy", "auto", "--costs", "none.json"), ("The costs cannot be read",)),
     ],
 )  # fmt: skip

@@ -326,5 +326,5 @@ def test_a_server_that_counts_steps_for_tokens_is_noticed(transformers_serve, fo
         assert used < NEW - 4
         assert count.source == "tokenizer"
         assert count.problem == (
-            f"The server reports {used} tokens, and its text has {count.tokens} by the target's tokenizer."
+            f"The server reports {used} tokens, but its text has {count.tokens} according to the target's tokenizer."
         )

@@ -121,13 +121,13 @@ class TestAnswer:
 
     def test_a_busy_machine_gets_a_provisional_verdict(self, tmp_path):
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}, disturbed=("machine-busy",))
-        said = "Verdicts are provisional: others used the processor during 24 of 24 generations."
+        said = "Verdicts are provisional: other programs used the processor during 24 of 24 generations."
         assert headline(report).startswith(f"{said} d with γ = 2: 2.00× [")
         (answer,) = report.answers
         assert (answer.verdict, answer.command != "") == ("faster", True)
         assert "| fastest measured, provisional |" in to_markdown(report)
         assert "▲ ▼" in to_html(report)
-        assert to_html(report).count("Provisional: also an interval") == 2  # below summary and categories
+        assert to_html(report).count("Provisional: the verdict") == 2  # below summary and categories
         # A quiet machine's would be faster: 1.03 [1.01, 1.06].
         speeds = {"plain": PLAIN, "d@2": times(1.025)}
         assert reported(tmp_path / "quiet", speeds).answers[0].verdict == "faster"

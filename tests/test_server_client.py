@@ -174,7 +174,7 @@ READ = len(tiny_tokenizer()(TEXT)["input_ids"])
             True,
             READ,
             "tokenizer",
-            f"The server reports {READ // 2} tokens, and its",
+            f"The server reports {READ // 2} tokens, but its",
         ),
         (answer_of(TEXT, 3 * READ), True, READ, "tokenizer", "The server reports"),
         (

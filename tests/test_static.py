@@ -165,7 +165,7 @@ def test_models_it_cannot_hold_are_refused():
             "partial_rotary_factor": 1.0,
         },
     )  # fmt: skip
-    with pytest.raises(UsageError, match="another position rotation"):
+    with pytest.raises(UsageError, match="change their position rotation"):
         Scorer(hf.Phi3ForCausalLM(changing).eval(), "static")
 
 

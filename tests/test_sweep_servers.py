@@ -228,7 +228,7 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
     with ScriptedServer() as one, ScriptedServer() as two:
         result = sweep(a=one, b=two)
         assert result.code == 0
-        assert "first line of its own" in result.err
+        assert "unique first line" in result.err
         prompts = [
             [prompt_of(body) for body in each.asked if "Question" in prompt_of(body)] for each in (one, two)
         ]
@@ -429,7 +429,9 @@ def test_wrong_counts_are_noticed(sweep, models, tmp_path):
     with ScriptedServer(Manner(per_piece=2, usage="events")) as server:
         result = sweep("--target", models / "target", a=server)
     assert result.code == 0
-    problem = f"The server reports {NEW // 2} tokens, and its text has {NEW} by the target's tokenizer."
+    problem = (
+        f"The server reports {NEW // 2} tokens, but its text has {NEW} according to the target's tokenizer."
+    )
     for row in stored(tmp_path):
         assert (row["new_tokens"], row["server"]["counted_by"]) == (NEW, "tokenizer")
         assert row["server"]["problem"] == problem

@@ -502,7 +502,7 @@ class TestRendering:
         assert not isinstance(one(frame, "plain")["verdict"], str)
         assert not one(frame, "plain")["provisional"]
         assert set(categorize(frame_of(*rows)).frame["verdict"]) == {"cannot tell"}
-        said = "Verdicts are provisional: others used the processor during 5 of 8 generations."
+        said = "Verdicts are provisional: other programs used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
         assert ("fastest measured, provisional" in document.to_markdown(sheet(frame))) == (busy == 5)
 
@@ -525,7 +525,8 @@ class TestRendering:
         names = [name for name in quiet.frame.columns if name.startswith("predicted_speedup")]
         assert quiet.frame[names].notna().any(axis=None)
         assert busy.frame[names].isna().all(axis=None)
-        said = f"Predicted speedups are left out: others used the processor during {count} of {count} generations."
+        why = f"other programs used the processor during {count} of {count} generations."
+        said = f"Predicted speedups are left out: {why}"
         assert any(note.startswith(said) for note in tables.notes(busy))
         assert not any(note.startswith("Predicted") for note in tables.notes(quiet))
         assert "predicted" not in shown(busy, 300)

@@ -233,7 +233,7 @@ def test_states_are_no_use_where_a_head_does_more_than_a_product(model, target, 
         )
     finally:
         hook.remove()
-    assert "are more than a product of its hidden states" in said
+    assert "are not a plain matrix product of its hidden states" in said
 
 
 # -- texts and batches -----------------------------------------------------------------------------

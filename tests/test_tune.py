@@ -769,6 +769,6 @@ def test_a_configuration_says_dtypes_and_no_paths():
     recipe = recipe_of("suffix", "auto", dtype="float32", drafter_dtype="bfloat16")
     config, note = config_from_recipe(replace(recipe, target=ModelSpec("folder", "/home/me/big")))
     assert (config.target, config.dtype, config.drafter_dtype) == (None, "float32", "bfloat16")
-    assert note == "It says nothing of the target, which is named by a path: add --target /home/me/big."
+    assert note == "The target is not in it, because it is named by a path: add --target /home/me/big."
     with pytest.raises(UsageError, match="is no name of a model"):
         config_from_recipe(replace(RECIPE, drafter=SmallModel(ModelSpec("folder", "/home/me/small"))))

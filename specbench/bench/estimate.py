@@ -81,7 +81,7 @@ def estimate_time(
     seconds = sum(_from_passes(sweep, config, token_s, draft_s) for config in sweep.configs)
     return TimeEstimate(
         seconds,
-        "roughly, from the speed at which this machine reads as many weights, as if no draft were accepted",
+        "roughly, from the speed at which this machine reads that many weights, as if no draft token were accepted",
     )
 
 

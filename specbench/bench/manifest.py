@@ -126,7 +126,7 @@ def changes(old: Run, new: Run) -> list[str]:
     if applied[0] != applied[1]:
         then, now = (", ".join(each) or "none" for each in applied)
         raise UsageError(
-            f"The applied settings of the model are others now ({now}) than in this run ({then}).",
+            f"The applied generation settings of the model are different now ({now}) than in this run ({then}).",
             "Give another --out, or the same --no-model-defaults as then.",
         )
     texts = {prompt.id: prompt.fingerprint for prompt in old.prompts}

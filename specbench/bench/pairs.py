@@ -216,16 +216,18 @@ def unexplained(speedup: float, explanation: Explanation) -> RunWarning | None:
     usual = explanation.usual
     brought = f"{explanation.tokens:.2f} tokens per step"
     if speedup > explanation.tokens * _TOLERANCE:
-        message = f"{speedup:.2f}× is more than {brought} can bring: plain decoding was disturbed."
+        message = (
+            f"The speedup of {speedup:.2f}× is more than {brought} can give: plain decoding was disturbed."
+        )
     elif speedup * _TOLERANCE < explanation.lowest:
         message = (
-            f"{speedup:.2f}× is less than {brought} bring however slow a pass over several tokens is: decoding with"
-            " the drafter was disturbed."
+            f"The speedup of {speedup:.2f}× is less than {brought} give even if verifying n tokens took as long as n"
+            " plain steps: decoding with the drafter was disturbed."
         )
     elif not 1 / _UNUSUAL < speedup / usual < _UNUSUAL:
         message = (
-            f"{brought} and the usual times of the passes explain {usual:.2f}×, not {speedup:.2f}×: some steps took"
-            " much longer than others like them."
+            f"The speedup of {speedup:.2f}× is not the {usual:.2f}× expected from {brought} and the usual times of"
+            " forward passes: some steps took much longer than others like them."
         )
     else:
         return None

@@ -32,7 +32,7 @@ _MOST_TOKENS = 1024
 _COMMANDS = {
     "/reset": "begin a new conversation with the same system message",
     "/system TEXT": "set the system message; without TEXT remove it",
-    "/stats": "figures of all answers so far",
+    "/stats": "statistics of all answers so far",
     "/help": "show this list (Ctrl-C stops an answer)",
     "/exit": "leave, like Ctrl-D",
 }
@@ -48,7 +48,7 @@ def chat(
     decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes, no figures.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes, no statistics.")] = False,
 ) -> None:
     """Chat with a model. Answers go to stdout, everything else to stderr; /help lists commands."""
     from specbench.base.progress import quiet_transformers

@@ -42,8 +42,8 @@ def compare(
         _option(
             "--measure",
             "WHAT",
-            "Quantity to compare: speed (tokens/s), speedup (over the baseline of the same run), or auto: speed if both"
-            " runs are of one kind of machine.",
+            "Quantity to compare: speed (tokens/s), speedup (over the baseline of the same run), or auto: speed if"
+            " both runs are from the same kind of machine.",
         ),
     ] = "auto",
     other_target: Annotated[
@@ -54,8 +54,9 @@ def compare(
         _option(
             "--fail-below",
             "RATIO",
-            "Exit code 1 if A / B of any configuration has a 95% interval wholly below RATIO, over all prompts. Ratios"
-            " without an interval pass, and so do all if others used the processor most of the time.",
+            "Exit with code 1 if the 95% interval of A / B, over all prompts, is wholly below RATIO for any"
+            " configuration. Ratios without an interval pass; so do all if other programs used the processor most"
+            " of the time.",
         ),
     ] = None,
     categories: Annotated[
@@ -63,7 +64,7 @@ def compare(
         output(
             "--categories/--no-categories",
             None,
-            f"Rows for each category. Default: with at most {_FEW} configurations.",
+            f"Show a row for each category. On by default with at most {_FEW} configurations.",
             show_default=False,
         ),
     ] = None,

@@ -75,7 +75,7 @@ def refuse_for_many(recipe: Recipe) -> None:
         )
     if recipe.drafter.keeps_state:
         raise UsageError(
-            f"The drafter {recipe.drafter} keeps counts from one prompt to the next, and here they share a batch.",
+            f"The drafter {recipe.drafter} keeps counts from one prompt to the next, which is not possible in a batch.",
             "Leave keep out.",
         )
 

@@ -99,7 +99,7 @@ def _newest(path: Path, readable: Sequence[tuple[Path, Run]], having: Sequence[s
     message = f"{path}: {len(readable)} runs, {which} is {chosen}."
     if passed:
         what = "of it" if wanted else "of more than the baseline"
-        message += f" Newer, without a finished measurement {what}: {', '.join(map(str, passed))}."
+        message += f" Newer runs without a finished measurement {what}: {', '.join(map(str, passed))}."
     say(f"{message} Name a folder of a run to take another one.")
     return chosen
 

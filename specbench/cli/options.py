@@ -278,7 +278,7 @@ class PoliciesOptions:
         policy_option(
             "--gamma -g",
             "RANGE",
-            f"Draft lengths γ of fixed (5), and of the first step of heuristic: {_RANGE}.",
+            f"Draft lengths γ of the policy fixed (default: 5), and of the first step of heuristic: {_RANGE}.",
         ),
     ] = None
     draft_policy: Annotated[
@@ -328,12 +328,12 @@ ChatOption = Annotated[
     prompt_option(
         "--chat/--raw",
         None,
-        "Apply the chat template, or continue the raw text. Default: chat if there is one.",
+        "Apply the chat template, or continue the raw text. Default: chat if the model has one.",
     ),
 ]
 SystemOption = Annotated[str | None, prompt_option("--system", "TEXT", "System message.")]
 JsonOption = Annotated[bool, output("--json", None, "Print one JSON object.")]
-VerboseOption = Annotated[bool, output("--verbose -v", None, "Print all figures and notes.")]
+VerboseOption = Annotated[bool, output("--verbose -v", None, "Print all numbers and notes.")]
 
 
 @dataclass(frozen=True)

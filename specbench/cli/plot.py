@@ -76,7 +76,9 @@ def plot(
     if show:
         for path in written:
             if typer.launch(str(path)):
-                raise RunError(f"Nothing here opens {path.suffix[1:]} files.", "Leave --show out.")
+                raise RunError(
+                    f"No program was found that opens {path.suffix[1:]} files.", "Leave --show out."
+                )
 
 
 _UNITS = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72, "": 1.0}

@@ -216,6 +216,6 @@ def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) ->
             names = ", ".join(map(str, blind))
             why = "it reads the drafter's distribution, and there is none"
             if policy.kind.tree:
-                why = "it asks for trees, and there are chains only"
+                why = "it drafts trees, and only chains can be drafted"
             notes.append(f"{policy} is left out with {names}: {why}.")
     return notes

@@ -17,7 +17,9 @@ def report(
     out: Annotated[
         Path | None,
         output(
-            "--out", "DIR", "Output folder. Default: the run's own. Several runs get a folder each in there."
+            "--out",
+            "DIR",
+            "Output folder. Default: the run's own folder. With several runs, each gets a subfolder.",
         ),
     ] = None,
 ) -> None:

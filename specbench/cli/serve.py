@@ -118,7 +118,7 @@ def serve(
                 *([setting.note] if setting.note else []),
             ]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
-                notes.append(f"Every request has passes of its own: {engine.factory.why_not_batched}")
+                notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")
             if not ipaddress.ip_address(address).is_loopback:
                 notes.append(
                     "The server is open to everybody who reaches this machine: no keys, no encryption."

@@ -38,8 +38,8 @@ class ComparedOptions:
         _what(
             "--baseline",
             "NAME",
-            "Other baselines: transformers, its own generate; beam:N, its beam search with N beams, which gives other"
-            " outputs. Repeatable.",
+            "Other baseline; repeatable: transformers (its own generate) or beam:N (its beam search with N beams,"
+            " which gives other outputs).",
         ),
     ] = ()
     assisted: Annotated[
@@ -94,7 +94,9 @@ class ServerOptions:
     check_outputs: Annotated[
         bool,
         _servers(
-            "--check-outputs", None, "Load --target at the end and judge outputs that differ by its logits."
+            "--check-outputs",
+            None,
+            "At the end, load --target and use its logits to judge outputs that differ.",
         ),
     ] = False
 
@@ -118,11 +120,12 @@ class ExperimentOptions:
         ),
     ] = None
     turns: Annotated[
-        int | None, _experiment("--turns", "N", "Turns of each conversation at most. Default: all.", min=1)
+        int | None,
+        _experiment("--turns", "N", "Maximum number of turns of each conversation. Default: all.", min=1),
     ] = None
     repeats: Annotated[int, _experiment("--repeats -r", "N", "Repeats of each generation.")] = 2
     warmup: Annotated[
-        int, _experiment("--warmup", "N", "Short uncounted generations of each configuration.")
+        int, _experiment("--warmup", "N", "Warm-up generations of each configuration, short and not counted.")
     ] = 1
     seed: Annotated[int, _experiment("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
 
@@ -161,9 +164,9 @@ class ResultsOptions:
     retry_failed: Annotated[
         bool, _results("--retry-failed", None, "Measure failed generations again (--resume).")
     ] = False
-    dry_run: Annotated[bool, _results("--dry-run", None, "Show the plan, its time and memory, and stop.")] = (
-        False
-    )
+    dry_run: Annotated[
+        bool, _results("--dry-run", None, "Show the plan with its time and memory, then exit.")
+    ] = False
 
 
 _decoding, _option = panel(DECODING), panel("Options")
@@ -173,7 +176,7 @@ _decoding, _option = panel(DECODING), panel("Options")
 class TuneResultsOptions:
     """Where the answer and the measurements go."""
 
-    out: Annotated[Path, output("--out -o", "FILE", "File for the configuration found.")] = Path(
+    out: Annotated[Path, output("--out -o", "FILE", "File to write the configuration found to.")] = Path(
         "specbench.toml"
     )
     overwrite: Annotated[bool, output("--overwrite", None, "Overwrite --out.")] = False
@@ -218,7 +221,9 @@ class SearchOptions:
             " with it.",
         ),
     ] = None
-    minutes: Annotated[float, _option("--minutes", "X", "Time for everything; it may end sooner.")] = 6.0
+    minutes: Annotated[
+        float, _option("--minutes", "X", "Time limit for everything; the search can end sooner.")
+    ] = 6.0
     seed: Annotated[int, _option("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
 
 

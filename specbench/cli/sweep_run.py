@@ -136,7 +136,7 @@ def show_dry_run(
         f"memory: {memory.total / 1e9:.1f} GB ({parts}); {memory.available / 1e9:.1f} GB are free",
     ]
     if memory.total > memory.available:
-        lines.append("This does not fit: choose a smaller model or a narrower dtype.")
+        lines.append("The models do not fit into memory: choose a smaller model or a narrower dtype.")
     show_plan(sweep, folder, *lines)
 
 
@@ -223,7 +223,7 @@ class SweepJob(RunJob):
         verbose: Print the notes of tables.
     """
 
-    advice = "Restore that, give another --out, or add --accept-changes to continue anyway."
+    advice = "Restore what changed, give another --out, or add --accept-changes to continue anyway."
 
     def __init__(
         self,

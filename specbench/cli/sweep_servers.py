@@ -122,7 +122,8 @@ def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
         key = found.get(spec.name, "-")
         if not key or not key.isascii() or not key.isprintable():
             raise UsageError(
-                f"The environment variable {spec.key_variable} holds no key.", "Put it there, or unset it."
+                f"The environment variable {spec.key_variable} holds no key.",
+                "Put the key there, or unset the variable.",
             )
     return found
 
@@ -132,7 +133,7 @@ def _server_notes(engine: ServerEngine) -> list[str]:
     if engine.salt != "none":
         whose = ", so outputs cannot be compared" if engine.salt == "each" else ""
         notes.append(
-            "Every prompt gets a first line of its own, for a cache of prompts that cannot be switched off"
+            "Every prompt gets a unique first line, because a server has a prompt cache that cannot be switched off"
             f"{whose}."
         )
     return notes

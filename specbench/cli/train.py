@@ -39,13 +39,15 @@ class _Training:
         _training(
             "--minutes",
             "X",
-            "Time after the target is loaded, over all starts together, instead of --tokens; the current step or"
-            " measurement is finished.",
+            "Training time instead of --tokens, counted from when the target is loaded and including the time"
+            " before --resume; the current step or measurement is finished.",
         ),
     ] = None
     epochs: Annotated[
         int | None,
-        _training("--epochs", "N", "Epochs at most. Default: 4, or as many as --minutes allows.", min=1),
+        _training(
+            "--epochs", "N", "Maximum number of epochs. Default: 4, or as many as --minutes allows.", min=1
+        ),
     ] = None
     depth: Annotated[int, _training("--depth", "N", "Tokens that the head learns to draft.", min=1)] = 4
     layers: Annotated[
@@ -69,7 +71,7 @@ class _Training:
         _training(
             "--held-out",
             "N",
-            "Prompts that are not trained on but measure the head; at most a third of all.",
+            "Number of held-out prompts to measure the head on; at most a third of all.",
             min=1,
         ),
     ] = 24
@@ -78,8 +80,8 @@ class _Training:
         _training(
             "--store-states",
             None,
-            "Store hidden states while the target writes, so that it need not read its answers again: faster where that"
-            " takes long, as on a CPU, for 4 to 32 KiB of disk per token until the training ends.",
+            "Store hidden states on disk while the target writes, so that its forward passes are not repeated for"
+            " training. Faster where they are slow, as on a CPU; takes 4 to 32 KiB per token until the training ends.",
         ),
     ] = False
     seed: Annotated[int, _training("--seed", "N", "Seed of everything random.", min=0)] = 0
@@ -98,7 +100,7 @@ class _Lessons:
         ),
     ] = ()
     max_new_tokens: Annotated[
-        int, opt.prompt_option("--max-new-tokens -n", "N", "Tokens of an answer at most.", min=2)
+        int, opt.prompt_option("--max-new-tokens -n", "N", "Maximum length of an answer, in tokens.", min=2)
     ] = 256
 
 
@@ -116,11 +118,15 @@ def train(
             "Trained head of this target to start from, with its draft vocabulary: a folder or hub id.",
         ),
     ] = None,
-    out: Annotated[Path, opt.output("--out -o", "FOLDER", "Folder for the head, which --drafter takes.")],
+    out: Annotated[
+        Path, opt.output("--out -o", "FOLDER", "Output folder of the head; --drafter FOLDER drafts with it.")
+    ],
     compact: Annotated[
         bool,
         opt.output(
-            "--compact", None, "Save it in bytes, without the target's own rows; only specbench reads that."
+            "--compact",
+            None,
+            "Save the head in int8, without weights that the target has too. Only specbench can load such a head.",
         ),
     ] = False,
     resume: Annotated[

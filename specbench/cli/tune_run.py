@@ -166,7 +166,7 @@ def _wrapped(text: str) -> str:
 class _TuneJob(RunJob):
     """A search with its models loaded."""
 
-    advice = "Restore that, or give other --results."
+    advice = "Restore what changed, or give other --results."
 
     def __init__(self, sweep: Sweep, loaded: LoadedCandidates, folder: Path, quiet: bool) -> None:
         super().__init__(sweep, loaded.engine, folder, quiet)
@@ -237,7 +237,7 @@ class _TuneJob(RunJob):
             lead += f" {decimals(race.ratio(race.leader, race.plain).value)} × plain"
         left = f"at most {duration(max(0.0, left_s))} left"
         if race.decided:
-            return f"{race.blocks} blocks, decided for {lead}; its speedup is measured on, {left}"
+            return f"{race.blocks} blocks, decided for {lead}; its speedup is still being measured, {left}"
         others = [labels[name] for name in race.running if name not in (race.leader, race.plain)]
         names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         among = f"with {names}" if others else "nobody else"

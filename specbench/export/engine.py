@@ -28,8 +28,8 @@ HEAD_KINDS: Mapping[str, str] = {
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
 
-NO_SPECULATORS = "it does not read heads in the `speculators` format, which `specbench train` writes"
-NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it has"
+NO_SPECULATORS = "it does not support heads in the `speculators` format, which `specbench train` writes"
+NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it supports"
 
 
 def in_format_of_authors(kind: str) -> str:

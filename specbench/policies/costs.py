@@ -401,7 +401,7 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
         UsageError: The costs have another form, or are not this drafter's.
     """
     if not isinstance(data, Mapping):
-        raise _bad("they are no object")
+        raise _bad("they are not an object")
     target = data.get("target_pass_s")
     if not isinstance(target, Mapping):
         raise _bad("target_pass_s does not map numbers of tokens to seconds")
@@ -445,6 +445,6 @@ def _is_sample(sample: object) -> bool:
 
 def _bad(what: str) -> UsageError:
     return UsageError(
-        f"The costs are not of the form expected: {what}.",
+        f"The costs do not have the expected form: {what}.",
         'Give {"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}}.',
     )

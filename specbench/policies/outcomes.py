@@ -33,7 +33,7 @@ class HeuristicLength(ChainPolicy):
         super().__init__("heuristic", gamma_max, gamma=gamma, gamma_min=gamma_min)
         if not 1 <= gamma_min <= gamma <= gamma_max:
             raise UsageError(
-                f"The heuristic begins with {gamma} tokens, at least {gamma_min} and at most {gamma_max}.",
+                f"The draft lengths of heuristic are {gamma_min} (minimum), {gamma} (first) and {gamma_max} (maximum).",
                 "Give 1 or more, in ascending order.",
             )
         self.first, self.gamma_min = gamma, gamma_min

@@ -137,8 +137,8 @@ def wide_intervals(speedups: Mapping[str, Estimate]) -> RunWarning | None:
         "warning",
         f"{len(wide)} of {len(speedups)} intervals are wider than ±{WIDE:.0%}; the widest is ±{wide[widest]:.0%}"
         f" ({widest}).",
-        "Raise --repeats where runs of one prompt scatter, the number of prompts where prompts differ, with"
-        " --resume --accept-changes.",
+        "Raise --repeats if repeats of one prompt differ, or the number of prompts if prompts differ; add --resume"
+        " --accept-changes.",
         {"half_widths": wide},
     )
 
@@ -255,7 +255,7 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
                 "one-piece",
                 "warning",
                 f"{name}: each answer comes in one piece, so times to the first token and per token are unknown.",
-                "Make it stream its answers; figures with TTFT hold either way.",
+                "Make it stream its answers; results that include TTFT are right either way.",
             )
     for row in summary.rows:
         if row.cached_share > CACHED:
@@ -263,7 +263,7 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
                 "prompt-cache",
                 "warning",
                 f"{row.config.label}: {row.cached_share:.0%} of the prompts' tokens came from a cache that could not be"
-                " switched off, so its time to the first token is too good.",
+                " switched off, so its time to the first token is too short.",
                 "Start it without a prompt cache.",
                 {"share": row.cached_share},
             )
@@ -274,7 +274,7 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
                 "warning",
                 f"{row.config.label}: {warming.value:.2f} × as fast with prompts that it has answered before: it drafts"
                 " from what it remembers.",
-                "Use the speedup of the first time, or restart the server between repeats.",
+                "Use the speedup of the first repeat, or restart the server between repeats.",
                 {"ratio": warming.value, "low": warming.low, "high": warming.high},
             )
 

@@ -425,8 +425,8 @@ def _baseline_notes(rows: Sequence[Row], run_a: Run) -> Iterator[str]:
         if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
             name = _baseline_title(baselines[row.config_a])
             yield (
-                f"{name} itself is {row.verdict} in A, {stats.ratio_text(row.ratio)}, and so may all others"
-                " be."
+                f"{name} itself is {row.verdict} in A, {stats.ratio_text(row.ratio)}, which can be part of all"
+                f" other ratios."
             )
 
 

@@ -36,8 +36,8 @@ WIDENED = 1.5
 """Factor by which intervals are widened, on the logarithmic scale, for provisional verdicts."""
 
 PROVISIONAL = (
-    "Provisional: also an interval that reaches 1.5 times as far from the figure, on the logarithmic scale, lies wholly"
-    " above or below 1. Measure again on a quiet machine."
+    "Provisional: the verdict holds even with an interval 1.5 times as wide (on the logarithmic scale), but the machine"
+    " was busy. Measure again on a quiet machine."
 )
 """Explanation of these."""
 
@@ -289,7 +289,7 @@ def unseen_text(units: int, what: str = "prompts") -> str:
     share = 1.0 - 0.05 ** (1.0 / units)
     return (
         f"Slower: on {what} like the {units} measured. A kind that gains much and makes up less than {share:.0%} of all"
-        " may be missing among them, and is in no interval then."
+        " can be missing among them; no interval includes it."
     )
 
 

@@ -223,9 +223,7 @@ def disturbance(results: Results) -> str:
     busy = sum(not _OTHERS.isdisjoint(names) for names in warnings)
     if busy <= _MOST_DISTURBED * len(warnings):
         return ""
-    return (
-        f"Verdicts are provisional: others used the processor during {busy} of {len(warnings)} generations."
-    )
+    return f"Verdicts are provisional: other programs used the processor during {busy} of {len(warnings)} generations."
 
 
 def configs_of(results: Results) -> list[RunConfig]:

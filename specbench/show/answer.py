@@ -159,7 +159,9 @@ class _Answers:
                 _speed(row) + ("" if row.config.batch is None else f" at batch {row.config.batch}")
                 for row in base
             ]
-            headline = f"{over} runs at {', '.join(speeds)}." if base else f"Nothing of {over} has finished."
+            headline = (
+                f"{over} runs at {', '.join(speeds)}." if base else f"No generation of {over} has finished."
+            )
             return Answer(headline, None)
         curves, details = self._curves(), [*_throughputs(base)]
         if curves:
@@ -280,7 +282,7 @@ class _Answers:
         if basis == "repeats":
             yield "Only one prompt was measured: the interval is over its repeats and says nothing about others."
         elif basis != "prompts":
-            yield "Too few prompts or repeats for an interval: other runs may give something else altogether."
+            yield "Too few prompts or repeats for an interval: another run could give a very different result."
         if plain:
             yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain[0])}."
         if not math.isnan(best.acceptance_rate.value):

@@ -139,7 +139,7 @@ class Training:
         require_states(target, (layers,))
         if settings.store_states and not has_plain_head(self._model):
             raise UsageError(
-                f"Logits of {target.name} are more than a product of its hidden states.",
+                f"Logits of {target.name} are not a plain matrix product of its hidden states.",
                 "Leave --store-states out.",
             )
         if start is not None:

@@ -364,7 +364,7 @@ class StaticKVCache(KVCache):
             )
         if change_of_rotation(config) is not None:
             raise UsageError(
-                "The static cache does not support models with another position rotation in long contexts.",
+                "The static cache does not support models that change their position rotation (RoPE) in long contexts.",
                 "Use --cache dynamic for this model.",
             )
         self._cache = Cache(

@@ -225,7 +225,7 @@ class PooledCache(KVCache):
         if not self.reserve(end):
             raise UsageError(
                 f"The pool is full: {self.pool.blocks.free} of its {self.pool.blocks.count} blocks are free.",
-                "Give it more memory, or fewer requests at a time.",
+                "Give it more memory, or decode fewer requests at a time.",
             )
 
     def advance(self, layer: int, count: int) -> None:

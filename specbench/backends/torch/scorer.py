@@ -186,7 +186,7 @@ class Scorer:
         """Reserve memory for a forward pass; raise ``UsageError`` if there is none."""
         if not self.reserve(request):
             raise UsageError(
-                "The memory for keys and values is full.", "Give it more, or fewer requests at a time."
+                "The KV cache is full.", "Give it more memory, or decode fewer requests at a time."
             )
 
     def mark_read(self, request: ForwardRequest) -> None:

@@ -141,10 +141,10 @@ def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | No
         ids is not None and answer.used_tokens is not None and abs(ids - answer.used_tokens) > 1
     ):  # an end token
         return TokenCount(
-            ids, "ids", f"The stream has {ids} token ids, and usage reports {answer.used_tokens}."
+            ids, "ids", f"The stream has {ids} token ids, but its usage field reports {answer.used_tokens}."
         )
     if read is not None and _disagrees(reported, read, answer.finish_reason):
-        problem = f"The server reports {reported} tokens, and its text has {read} by the target's tokenizer."
+        problem = f"The server reports {reported} tokens, but its text has {read} according to the target's tokenizer."
         return TokenCount(read, "tokenizer", problem)
     return TokenCount(reported, "usage" if ids is None else "ids")
 

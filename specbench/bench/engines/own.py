@@ -379,7 +379,7 @@ def check_engine(
     if rounded is not None and options is not None and options.uses_transformers:
         raise UsageError(
             f"The target is {rounded}, and transformers would decode with the unquantized model.",
-            f"Leave out --dtype {rounded}, or the rows of transformers.",
+            f"Leave out --dtype {rounded}, or --baseline and --assisted transformers.",
         )
     for spec in drafters:
         refuse_keep(spec)
@@ -452,4 +452,7 @@ def _check_assistant(drafter: Drafter | SpecbenchError) -> None:
     if isinstance(drafter, HeadDrafter):
         raise RunError("transformers cannot draft with a trained head.")
     if isinstance(drafter, TranslatingDrafter):
-        raise RunError("transformers gets no drafter with another tokenizer than the target's.")
+        raise RunError(
+            "Assisted generation of transformers is not measured with a drafter whose tokenizer differs from the"
+            " target's."
+        )

@@ -251,7 +251,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         elif self._tokenizer is None:
             found.append(f"{spec.name}: token counts are the server's own; --target MODEL checks them.")
         if len(answer.pieces) == 1 and count.tokens > 2:
-            found.append(f"{spec.name}: an answer comes in one chunk, so only its whole time is known.")
+            found.append(f"{spec.name}: an answer comes in one chunk, so only its total time is known.")
         return found
 
     def _explain(self, error: ServerError, spec: ServerSpec, listed: Sequence[ListedModel]) -> SpecbenchError:
@@ -260,7 +260,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         if status in (401, 403):
             if spec.name in self._keys:
                 what = f"The server {spec.name} refuses the key in {variable} (status {status})."
-                return UsageError(what, "Put another one there.")
+                return UsageError(what, "Put a valid key there.")
             what = f"The server {spec.name} needs a key (status {status})."
             return UsageError(what, f"Put it into the environment variable {variable}.")
         if status is not None and 300 <= status < 400:
@@ -303,7 +303,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         if self._local is None or self._tokenizer is None or self.unjudged:
             return None
         if self.salt != "none":
-            self.unjudged = "Prompts began with lines of their own."
+            self.unjudged = "Every prompt got a unique first line, so that no prompt cache had it."
             return None
         try:
             self._judge = self._judge or self._local()

@@ -76,7 +76,7 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
                     unknown_steps = run.servers and not kind.of_servers
                     skipped[name] = "servers do not report their steps" if unknown_steps else str(reason)
                 except UserWarning:
-                    skipped[name] = "its letters do not fit into its width"
+                    skipped[name] = "its text does not fit into its width"
     if not figures:
         raise UsageError(
             f"There is nothing to plot: {'; '.join(dict.fromkeys(skipped.values()))}.", "Measure more."

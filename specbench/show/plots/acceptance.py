@@ -81,7 +81,7 @@ def positions(run: PlotData) -> Figure:
         unknown = "no server reports acceptance by position"
         raise NoDataError(unknown if run.servers else "nothing was drafted")
     if all(row.tested < _TOO_FEW for row in rows):
-        raise NoDataError(f"at no position {_TOO_FEW} drafts were tested")
+        raise NoDataError(f"fewer than {_TOO_FEW} drafts were tested at every position")
     lines = _position_lines(run, rows)
     body, both = canvas.panels(run, 2, 2.45, "share of tokens", sharey=True)
     few = False
@@ -214,7 +214,7 @@ def rank_rates(run: PlotData) -> Figure:
         if row.tested >= _LEAST_TESTED and row.rank < _MOST_RANKS:
             lines.setdefault(row.config.id, {}).setdefault(row.rank, []).append(row)
     if not lines:
-        raise NoDataError(f"of no tree {_LEAST_TESTED} nodes were tested")
+        raise NoDataError(f"fewer than {_LEAST_TESTED} nodes were tested of every tree")
     body, grid = canvas.panels(run, len(lines), 2.1, "accepted, of those tested", narrowest=13, sharey=True)
     for axes, (config, by_rank) in zip(grid, lines.items(), strict=True):
         for rank, line in sorted(by_rank.items()):

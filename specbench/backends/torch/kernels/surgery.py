@@ -254,7 +254,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     config = model.config.get_text_config(decoder=True)
     total = config.num_hidden_layers
     if not 1 <= count <= total:
-        raise ValueError(f"{count} layers asked for, the model has {total}")
+        raise ValueError(f"{count} layers were requested, but the model has {total}")
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers):
         raise ValueError("some of its layers are recurrent")
     if getattr(config, "hidden_size_per_layer_input", 0):
@@ -316,7 +316,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
             if "forward" in vars(module):
                 raise UsageError(
                     "The target cannot draft for itself: a device map or a compiler has wrapped its layers.",
-                    "Leave that out, or use a drafter model.",
+                    "Leave out --device-map and --compile, or use a drafter model.",
                 )
             copied = copy.copy(module)
             clones[id(module)] = copied
