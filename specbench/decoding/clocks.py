@@ -59,7 +59,7 @@ class PausedClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock meanwhile."""
+        """Stop the clock inside the ``with`` block."""
         began = self._now()
         try:
             yield
@@ -68,7 +68,7 @@ class PausedClock:
 
 
 class Stopwatch:
-    """Times the parts of a step. The loop's caller provides it, and the loop calls it.
+    """Times the parts of a step. The caller of the loop provides it, and the loop calls its methods.
 
     Args:
         clock: Tells the time; ``None`` for the machine's.

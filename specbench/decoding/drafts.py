@@ -18,7 +18,8 @@ class Draws(NamedTuple):
 
     Attributes:
         tokens: In the order drawn. Independent draws are separate ``Draws``.
-        q: The distribution of the first one, float32 [vocab]; ``None`` if the tokens are certain, not drawn.
+        q: The distribution that the first one was drawn from, float32 [vocab]; ``None`` if the tokens are certain, that
+            is, chosen without a random draw.
     """
 
     tokens: Sequence[int]
@@ -35,9 +36,9 @@ class Draft:
             were certain (q would be one-hot). Valid until the drafter's next proposal, which may reuse the memory.
         logits: The drafter's untransformed logits, γ of them (``Logits.certain`` for a cascade's certain tokens);
             ``None`` from a drafter without logits.
-        match_confidence: For a drafter without logits: by token a number from 0 to 1 that rises with the probability
-            that the token is right, if those before it are. It may have an entry for the next token. NaN for a token
-            from a cascade's model; ``None`` from other drafters.
+        match_confidence: For a drafter without logits: for each token a number from 0 to 1 that rises with the
+            probability that the token is right, if those before it are. There may be one entry more, for a next token
+            that was found and is not drafted yet. NaN for a token from a cascade's model; ``None`` from other drafters.
         prefill_s: Seconds in which the drafter first read the prompt, or caught up with more than a few tokens.
         passes: Forward passes of the draft so far; a token with a match confidence took none. ``None`` where they are
             not counted: one per token.
@@ -113,7 +114,7 @@ class StepOutcome:
         emitted: The number of new tokens; 0 for a draft that was never verified.
         logits: The target's.
         tokens: The verified draft tokens; all nodes of a tree.
-        path: The accepted ones, root to leaf; a stop may have cut the output earlier.
+        path: The accepted nodes, root to leaf; a stop may have cut the output earlier.
         states: The target's hidden states at the drafter's ``layers``, [positions, layers, width], up to the last token
             but one, and without a gap to those of the previous step. ``None`` if the drafter needs none.
         rows: By draft token its row of the logits, row 0 being the context's; ``None`` for the usual order.

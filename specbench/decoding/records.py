@@ -43,7 +43,7 @@ def depth_of(tokens: int, parents: Sequence[int] | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A step's time, in seconds; ``draft_prefill_s`` is the part of ``draft_s`` that a drafter read a prompt."""
+    """A step's time, in seconds. In ``draft_prefill_s``, a part of ``draft_s``, the drafter read a prompt."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -79,7 +79,7 @@ class DraftVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The target's forward pass over the prompt.
+    """The target's forward pass over the prompt; empty if the first step reads the prompt (no first-target pass).
 
     Attributes:
         prompt_tokens: Length of the prompt in tokens.
@@ -108,18 +108,18 @@ class Step:
     """One round: draft, verify, accept, roll back.
 
     Attributes:
-        index: 0 for the first step.
+        index: The step's number, 0 for the first one.
         position: Length of the context, in tokens, when the step began.
         drafted: The drafted tokens; all nodes of a tree.
-        accepted: How many were accepted, before a stop.
+        accepted: How many draft tokens were accepted and are output; those after a stop do not count.
         tested: How many were tested; in a tree, the number of nodes at which a candidate was accepted or all failed.
         tokens: The emitted tokens: accepted ones, the closing one unless a stop came before it, and the target's next
             one if the closing token was among the siblings.
         closing: The source of the token after the accepted ones; ``None`` if a stop came before it.
         expected_acceptance: By tested position ``sum_x min(p(x), q(x))`` of the deciding distributions (0 or 1 in
             greedy decoding, p of the token for a drafter without probabilities).
-        times: Its times.
-        finish_reason: Set in the last step.
+        times: Seconds of its parts.
+        finish_reason: Why the output ends; set in the last step only.
         policy: The draft policy's notes, by name.
         verdicts: One per drafted token in a trace, else ``None``.
         closing_probability: The closing token's probability under its distribution in a trace, else ``None``.

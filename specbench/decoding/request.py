@@ -25,15 +25,15 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft policy with what a request adds to it.
+    """A draft policy, with siblings, the verification method and the conditions under which a request drafts.
 
     Attributes:
         policy: Decides how many tokens are drafted, and in which shape.
-        siblings: Verified in addition to a chain, where possible.
-        usual_siblings: How many siblings the policy has if its name does not say.
+        siblings: Adds candidates to a chain, where they can be verified.
+        usual_siblings: How many siblings the policy has by default, so that its name does not say.
         keeps_state: Whether the policy keeps what it has learned for the next prompt.
-        verification: How drafts are verified above temperature 0; ``None`` for the method that fits.
-        allowed: Returns whether a step drafts at all.
+        verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
+        allowed: Returns whether a step can have a draft.
     """
 
     policy: DraftPolicy
@@ -58,7 +58,7 @@ class DraftPlan:
         return f"{name}, kept" if self.keeps_state else name
 
     def method(self, drafter: Drafter) -> VerificationName:
-        """Return how the drafts of a drafter are verified."""
+        """Return the method that verifies the drafts of a drafter."""
         if self.verification is not None:
             return self.verification
         if drafter.several_drafters:

@@ -71,11 +71,12 @@ def read_by_depth(parents: Sequence[int]) -> list[int]:
 def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) -> float:
     """Return ``E / (k·c + v)``, the speedup over plain decoding by the costs of forward passes alone.
 
-    Leviathan et al. 2023, theorem 3.8, with v in place of their assumption that a wide pass costs as much as a narrow.
+    Leviathan et al. 2023, theorem 3.8; v replaces their assumption that a pass over many tokens costs as much as one
+    over a single token.
 
     Args:
-        tokens: Expected tokens of a step, or their sum over the steps of a run, as all that follows but ``c``.
-        passes: Passes of the drafter: γ where each gives a token.
+        tokens: E, expected tokens of a step. It can be a sum over the steps of a run, with ``passes`` and ``v``.
+        passes: k, passes of the drafter: γ if each gives one token.
         c: Time of one drafter pass over that of a target pass with one token.
         v: Time of the target pass over that of one with one token.
     """
@@ -87,7 +88,7 @@ def predicted_throughput_ratio(
     plain_s: float,
     step_s: float,
     first_s: float,
-    behind: float,
+    later_tokens: float,
     more_s: float = 0.0,
     readings: tuple[float, float] = (1.0, 1.0),
 ) -> float:
@@ -98,15 +99,17 @@ def predicted_throughput_ratio(
     Args:
         tokens: E, expected tokens of a request's step.
         plain_s: t, time of the target's pass with one token of every request.
-        step_s: s, time of a step of all: the passes of the drafter, and the target's with the drafts of every request.
-        first_s: f, time in which the prompts of as many requests are read.
-        behind: n, tokens of an output behind the first.
-        more_s: m, what the drafter takes to read them.
-        readings: q and r, how often prompts of as many are read while a request is under way, plainly and with the
-            drafter: see ``prompt_readings``.
+        step_s: s, time of a step of all requests: the passes of the drafter, and the target's over all their drafts.
+        first_s: f, time in which the target reads the prompts of a batch.
+        later_tokens: n, tokens of an output after the first one.
+        more_s: m, time in which the drafter reads them.
+        readings: q and r, how often the prompts of a batch are read while a request is active, in plain decoding and
+            with the drafter; see ``prompt_readings``.
     """
     plain, drafted = readings
-    return (plain * first_s + behind * plain_s) / (drafted * (first_s + more_s) + behind * step_s / tokens)
+    return (plain * first_s + later_tokens * plain_s) / (
+        drafted * (first_s + more_s) + later_tokens * step_s / tokens
+    )
 
 
 def prompt_readings(steps: Sequence[float], clients: int) -> float:
@@ -116,8 +119,8 @@ def prompt_readings(steps: Sequence[float], clients: int) -> float:
     S_i steps of request i, and S on average, (S_i - S_j) / S, rounded up, in place of j until i ends.
 
     Args:
-        steps: Of the requests that are measured, at least one, above 0.
-        clients: Of the closed loop.
+        steps: The steps of each measured request, above 0; at least one request.
+        clients: The number of clients of the closed loop.
     """
     usual = sum(steps) / len(steps)
     later = [max(0, math.ceil((own - other) / usual)) for own, other in permutations(steps, 2)]
@@ -125,13 +128,13 @@ def prompt_readings(steps: Sequence[float], clients: int) -> float:
 
 
 def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[float], least: int = 0) -> int:
-    """Return the draft length with the most tokens per second, ``E(γ) / (γ·d + v(γ+1))``; of equals the shortest.
+    """Return the draft length with the most tokens per second, ``E(γ) / (γ·d + v(γ+1))``; the shortest of equal ones.
 
     Args:
         tokens: Expected tokens of a step with γ drafts as item γ.
         draft_s: d, time of a drafter's pass.
         verify_s: v(n), time of the rest of a step that verifies n tokens, as item n, in the same unit.
-        least: The shortest that is asked about.
+        least: The shortest draft length to consider.
     """
     return max(
         range(least, len(tokens)),
@@ -159,8 +162,8 @@ class PassCosts(
     Attributes:
         target_s: Of the target, by number of tokens, ascending.
         drafter_s: Of drafting one token, by drafter.
-        context: Tokens of context they were timed at; ``None`` where nobody says.
-        rows_s: Of drafting behind so many nodes of a tree at once, by drafter and their number, ascending.
+        context: Tokens of context they were timed at; ``None`` if unknown.
+        rows_s: Of one pass that drafts after several nodes of a tree, by drafter and number of nodes, ascending.
     """
 
     target_s: PassSeconds
@@ -188,8 +191,8 @@ class PassCosts(
 
         Args:
             drafter: Its name.
-            nodes: Of a tree, how many it drafts behind; between and beyond the numbers timed as ``target_pass_s`` has
-                it. 0: behind the context, or in a chain.
+            nodes: After how many nodes of a tree it drafts; 0 for the context, or in a chain. Between and beyond the
+                timed numbers as in ``target_pass_s``.
         """
         timed = self.rows_s.get(drafter)
         seconds = _prolonged(timed, nodes) if nodes and timed else self.drafter_s[drafter]
@@ -220,18 +223,18 @@ class SharedCosts(
         force_setattr(self, "drafter_s", {name: _ascending(times) for name, times in self.drafter_s.items()})
 
     def target_pass_s(self, requests: int, tokens: float) -> float:
-        """Of a pass to which each of so many requests brings ``tokens`` on average; see ``PassCosts.target_pass_s``."""
+        """Return the seconds of a pass over ``tokens`` of each request on average, see ``PassCosts.target_pass_s``."""
         return _prolonged(self.target_s[requests], tokens)
 
     def draft_s(self, drafter: str, requests: int, passes: Sequence[int]) -> float:
-        """Of the passes of a drafter in a step of so many requests, which go on as long as one of them drafts.
+        """Return the seconds of a drafter's passes in a step of several requests, until none of these drafts.
 
-        A pass that each takes part in with probability s is made with 1 - (1 - s)^requests, for those who do.
+        If each request takes part in a pass with probability s, the pass is run with probability 1 - (1 - s)^requests.
 
         Args:
             drafter: One that was timed.
-            requests: How many.
-            passes: How many passes requests make in their steps, of all steps; at least one.
+            requests: The number of requests.
+            passes: The number of passes in each recorded step; at least one step.
         """
         times, seconds = self.drafter_s[drafter], 0.0
         for j in range(1, max(passes) + 1):

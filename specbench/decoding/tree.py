@@ -1,8 +1,8 @@
 """Draft trees: siblings, growing, and the positions and masks of forward passes over trees.
 
-Siblings are alternatives to a chain's tokens, from the same distributions of the drafter. If the target's choice in
-place of the first wrong token is among them, its logits are there already, and the step emits one token more (Miao et
-al. 2024), without a forward pass of the drafter.
+Siblings are alternatives to a chain's tokens, from the same distributions of the drafter. If the token that the target
+chooses in place of the first rejected one is a sibling, the logits after it are known already, and the step emits one
+more token (Miao et al. 2024). The drafter runs no forward pass for that.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Siblings:
     """Adds the likeliest alternatives to a chain's tokens, as leaves.
 
     Args:
-        most: The most siblings of a step, 0 or more.
-        price: Returns the smallest acceptance probability at which one more row, on top of that many, pays.
+        most: The maximum number of siblings in a step, 0 or more.
+        price: Returns, for a number of rows, the smallest acceptance probability at which verifying one more row pays.
 
     Raises:
         UsageError: ``most`` is negative.
@@ -75,10 +75,10 @@ def choose_siblings(draft: Draft, most: int, price: float) -> tuple[tuple[int, i
     Args:
         draft: A draft with logits.
         most: The most alternatives.
-        price: Their smallest chance.
+        price: The smallest chance of an alternative.
 
     Returns:
-        Pairs of place, from 0, and token, by falling chance.
+        Pairs of a place, from 0, and a token, the likeliest first.
     """
     if not draft.tokens or draft.logits is None or most < 1:
         return ()
@@ -103,12 +103,12 @@ def grow_tree(
     drawing: Drawing,
     random: Randomness,
 ) -> bool:
-    """Add as many candidates after nodes as a policy wants; return whether there are any.
+    """Add candidates after nodes, as many as a policy wants; return whether any were added.
 
     Args:
         tree: The tree, which grows.
         policy, drawing, random: See ``Drafter.propose``.
-        distributions: The drafter's distributions, by node.
+        distributions: The drafter's distribution after each of these nodes.
     """
     before = len(tree.tokens)
     counts = policy.num_children(tree, [*distributions], [*distributions.values()])
@@ -131,7 +131,7 @@ def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> t
 
 
 def tree_mask(past: int, parents: Sequence[int], keys: int, device: torch.device) -> torch.Tensor:
-    """Return the attention mask of such a pass: a token attends to its ancestors and itself.
+    """Return the attention mask of a forward pass over a tree: a token attends to its ancestors and itself.
 
     Args:
         past, parents, device: See ``tree_positions``.

@@ -167,8 +167,8 @@ class RejectionVerification:
         sibling = None if draft.parents is None else draft.child(accepted - 1, tokens[-1])
         if sibling is not None and sibling >= gamma:
             path = [*path, sibling]
-            behind = sampling.probabilities(logits[sibling + 1 : sibling + 2], [*context, *tokens])
-            tokens.append(random.draw(behind[0]))
+            after_sibling = sampling.probabilities(logits[sibling + 1 : sibling + 2], [*context, *tokens])
+            tokens.append(random.draw(after_sibling[0]))
         return Verdict(path, tokens, p, distribution, r)
 
 
@@ -190,8 +190,8 @@ class TreeVerification:
 
         def p(node: int) -> torch.Tensor:
             if node not in rows:
-                behind = [*context, *draft.branch(node)] if sampling.context_dependent else context
-                rows[node] = sampling.probabilities(logits[node + 1 : node + 2], behind)[0]
+                node_context = [*context, *draft.branch(node)] if sampling.context_dependent else context
+                rows[node] = sampling.probabilities(logits[node + 1 : node + 2], node_context)[0]
             return rows[node]
 
         walked = self._walk(draft, p, random)

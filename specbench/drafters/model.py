@@ -178,13 +178,13 @@ class ModelDrafter(Drafter):
             return dict(zip(nodes, Scores.of(rows, normalized=False, vocabulary=vocabulary), strict=True))
         ruled_out = set[int]()
         for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
-            behind = [*context, *tree.branch(node)] if sampling.context_dependent else context
-            if sampling.rules_out_all(row, behind):
+            node_context = [*context, *tree.branch(node)] if sampling.context_dependent else context
+            if sampling.rules_out_all(row, node_context):
                 ruled_out.add(node)
             elif sampling.greedy:
-                into.copy_(sampling.scores(row, behind))
+                into.copy_(sampling.scores(row, node_context))
             else:
-                sampling.probabilities(row, behind, out=into)
+                sampling.probabilities(row, node_context, out=into)
         every = Scores.of(rows, normalized=not sampling.greedy, vocabulary=vocabulary)
         return {node: each for node, each in zip(nodes, every, strict=True) if node not in ruled_out}
 

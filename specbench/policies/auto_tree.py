@@ -128,16 +128,16 @@ class AutoTree(TreePolicy, AutoLength):
     def _learn(self, step: Step) -> None:
         if step.parents is None:
             return
-        behind: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for node, parent in enumerate(step.parents):
-            behind.setdefault(parent, []).append(node)
+            children.setdefault(parent, []).append(node)
         for level, node in enumerate((-1, *step.path)[: step.tested]):
             kept = step.path[level] if level < len(step.path) else None
             self._upcoming.learn(self._odds[node] if node >= 0 else self._last, kept is not None)
-            for rank, candidate in enumerate(behind[node]):
+            for rank, candidate in enumerate(children[node]):
                 self._slots[rank > 0].learn(self._before[node][rank], candidate == kept)
                 self._known[rank > 0].learn(self._odds[candidate], candidate == kept)
             if node < 0 or level == step.tested - 1:
-                last = self._odds[behind[node][0]]
+                last = self._odds[children[node][0]]
         if step.tested:
             self._last = last

@@ -130,7 +130,7 @@ def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: 
                     plain_s=timed.target_pass_s(batch, 1),
                     step_s=step_s + timed.target_pass_s(batch, verified),
                     first_s=float(first[name]),
-                    behind=float(mine["emitted"].sum()) / requests,
+                    later_tokens=float(mine["emitted"].sum()) / requests,
                     more_s=more_s,
                     readings=readings,
                 )

@@ -222,7 +222,7 @@ def batch_ratio(batch: int, generations: Sequence[StepLists], drafter: str, cost
         plain_s=costs.target_pass_s(batch, 1),
         step_s=passes * costs.drafter_s[drafter][batch] + costs.target_pass_s(batch, mean_rows(generations)),
         first_s=0.0,
-        behind=1.0,
+        later_tokens=1.0,
     )
 
 

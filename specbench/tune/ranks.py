@@ -191,7 +191,7 @@ def best_tree(ranks: Sequence[int], costs: PassCosts, drafter: str = _NAME) -> P
                 continue  # more nodes gain nothing
             tokens = expected_tokens_of_tree(parents, rates)
             read = read_by_depth(parents) if len(ranks) > 1 else [0] * (len(parents) - 1)
-            passes = sum(costs.c(drafter, behind) for behind in (0, *read))
+            passes = sum(costs.c(drafter, nodes) for nodes in (0, *read))
             speedup = predicted_speedup(tokens, 1, passes, costs.v(len(parents) + 1))
             if best is None or speedup > best.speedup:
                 best = PlannedTree(nodes, depth, tokens, speedup)
