@@ -90,8 +90,8 @@ def exact_dtypes(counts: Counter[torch.dtype]) -> tuple[torch.dtype, ...]:
 
 
 def dtype_key(weights: str) -> str:
-    """Return the key of a choice, from the weights (``checkpoints.headers_digest``),
-    processor, threads and versions.
+    """Return the key of a choice, from the weights
+    (``checkpoints.headers_digest``), processor, threads and versions.
     """
     facts = [
         *cpu_signature(),

@@ -1,1 +1,1 @@
-"""Training heads on what a target writes itself."""
+"""Training of heads on texts that the target itself writes."""

@@ -1,7 +1,7 @@
-"""Store the target's hidden states while it writes, so that it need not read its own answers again.
+"""Storage of the target's hidden states while it writes answers, so that no second forward over the answers is needed.
 
-Writing a token takes a forward of the target, which computes everything that a head learns from. The states stay in the
-folder of the training until it ends.
+Each written token takes a forward of the target, which computes all hidden states that a head learns from. They stay in
+the folder of the training until it ends.
 """
 
 from __future__ import annotations
@@ -54,17 +54,19 @@ class StateRecorder(NoDraft):
         self._recorded += fresh
 
     def take(self) -> torch.Tensor:
-        """Return those of all tokens but the last, [positions, layers, width], and forget them."""
+        """Return the states of all tokens except the last, [positions, layers,
+        width], and remove them from the recorder.
+        """
         parts, self._parts = self._parts, []
         return torch.cat(parts)
 
 
 class HiddenStates:
-    """Hidden states of texts in a folder, a file for each, by the text's key.
+    """Hidden states of texts in a folder, one file per text, named by the text's key.
 
     Args:
-        folder: Created when the first states are added.
-        layers: The layers, the last of them the input of the target's head.
+        folder: The folder; created when the first states are added.
+        layers: The layers whose states are stored; the last one is the input of the target's output head.
     """
 
     def __init__(self, folder: Path, layers: Sequence[int], width: int, dtype: torch.dtype) -> None:
@@ -72,11 +74,11 @@ class HiddenStates:
         self._position_bytes = len(self.layers) * width * dtype.itemsize
 
     def recorder(self) -> StateRecorder:
-        """Return what records the states of one request."""
+        """Return a recorder for the states of one request."""
         return StateRecorder(self.layers, self._dtype)
 
     def check_space(self, tokens: int) -> None:
-        """Check the disk space for the states of that many tokens, prompts included."""
+        """Check that the disk has space for the states of ``tokens`` tokens, including prompts."""
         there = next(each for each in (self._folder, *self._folder.parents) if each.is_dir())
         if shutil.disk_usage(there).free < tokens * self._position_bytes + _MIN_FREE:
             raise self._full()
@@ -94,7 +96,9 @@ class HiddenStates:
             write_bytes(self._path(key), save(content))
 
     def find(self, key: tuple[int, int], tokens: Sequence[int]) -> torch.Tensor | None:
-        """Return the states of a text, which may be shorter than the stored one; ``None`` if it differs."""
+        """Return the states of a text, which can be the beginning of the
+        stored one; ``None`` if the stored text differs.
+        """
         try:
             found = load_file(self._path(key))
             known, states = found["tokens"].tolist(), found["states"]

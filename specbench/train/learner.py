@@ -46,23 +46,23 @@ _MAX_GRADIENT = 1.0
 
 
 class Learner:
-    """Trains a head on texts.
+    """Trainer of a head on texts.
 
-    The order of the texts follows from the seed, batch by batch; processes take turns. The target's forward over a
-    batch takes longer than a training step, so several batches are read together and each is used for several turns
-    before others are read.
+    The seed determines the order of the batches, which processes take in turn. The target's forward over a batch takes
+    longer than a training step. So several batches are run through the target together, and each is trained on several
+    times before the next ones are run.
 
     Args:
-        target: Whose texts they are.
+        target: The target that wrote the texts.
         start: A head to continue from; ``None`` to begin from scratch.
-        states: Stored hidden states, to which missing ones are added; ``None`` to have the target read the texts.
+        states: Stored hidden states, to which missing ones are added; ``None`` to run the target over the texts.
 
     Attributes:
         student: The head.
-        head: The rows of the target's head that it drafts with.
+        head: The rows of the target's output head that it drafts with.
         draft_vocab: The tokens of these rows, ascending; ``None`` for all.
         epoch_steps: Steps of an epoch.
-        turns: How often a batch is used before others are read.
+        turns: How often a batch is trained on before the next batches are run through the target.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Learner:
         self._chunk, self._outputs = (0, 0), dict[int, TargetOutput]()
 
     def plan(self, steps: int) -> None:
-        """Set ``turns`` for about that many steps, such that all texts are used about equally often."""
+        """Set ``turns`` so that in about ``steps`` steps all texts are used about equally often."""
         limit = 1 if self._states is not None else _MAX_TURNS
         epochs = max(1, round(steps / self.epoch_steps))
         self.turns = round(epochs / -(-epochs // limit))
@@ -121,14 +121,14 @@ class Learner:
         return make_batches(self._texts, self._settings.batch_tokens, self._settings.seed, epoch)
 
     def _place(self, step: int) -> tuple[int, int, int]:
-        """Return a step's round over all texts, its chunk of batches that are read together, and its batch."""
+        """Return a step's epoch, its chunk of batches that are run through the target together, and its batch."""
         whole, rest = divmod(step, self.epoch_steps * self.turns)
         chunk, rest = divmod(rest, self._chunk_size * self.turns)
         first = chunk * self._chunk_size
         return whole, chunk, first + rest % min(self._chunk_size, self.epoch_steps - first)
 
     def _batch(self, epoch: int, place: int) -> Sequence[Text]:
-        """Return the texts of this process."""
+        """Return this process's texts of a batch."""
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._batches(epoch)
         place = place * self._group.num_processes + self._group.process_index
@@ -169,7 +169,7 @@ class Learner:
         return StepResult(int(counts), tuple(losses), tuple(shares))
 
     def time_step(self, number: int) -> tuple[float, float]:
-        """Return the seconds to read a batch and to compute its gradients, which are discarded."""
+        """Return the seconds to run the target over a batch, and to compute gradients, which are discarded."""
         began = time.monotonic()
         output = self._read(self._batch(0, number))
         read = time.monotonic()
@@ -187,7 +187,7 @@ class Learner:
         return metrics
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all that is needed to continue: parameters and the optimizer's averages."""
+        """Return all tensors needed to continue: parameters and the optimizer's averages."""
         own = {f"own/{name}": parameter.detach() for name, parameter in self._parameters.items()}
         return own | stored_optimizer(self._optimizer, self._parameters)
 
@@ -201,7 +201,7 @@ class Learner:
 
 
 def _rate_factor(number: int, steps: int) -> float:
-    """Return a step's learning rate over the largest: linear warm-up, then a cosine."""
+    """Return a step's learning rate relative to the largest one: linear warm-up, then a cosine."""
     rise = min(1.0, (number + 1) / max(1.0, _WARM_UP * steps))
     return rise * (_MIN_RATE + (1 - _MIN_RATE) * 0.5 * (1 + math.cos(math.pi * number / steps)))
 
@@ -247,7 +247,7 @@ def _student_from(
 
 
 def _find_difference(found: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> str | None:
-    """Return how a head's tensors differ from a student's, apart from the target's rows; ``None`` if they do not."""
+    """Return how a head's tensors differ from a student's, ignoring rows of the target; ``None`` if they do not."""
     for name, wanted in own.items():
         if name not in found:
             return f"it lacks the tensor {name}, {shape_text(wanted)}"

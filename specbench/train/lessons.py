@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """Texts padded at their ends, which causal attention never reads.
+    """Texts of different lengths, padded at their ends, where causal attention does not see the padding.
 
     Attributes:
-        ids: [texts, longest].
-        wanted: Bool [texts, longest]: positions before a token of an answer that has to be drafted; the first token of
-            an answer never has to be.
+        ids: Token ids, [texts, longest].
+        wanted: Bool [texts, longest]: positions before a token that the head must learn to draft. These are all tokens
+            of an answer but the first.
     """
 
     ids: torch.Tensor
@@ -65,14 +65,14 @@ def pad_batch(texts: Sequence[Text], device: torch.device) -> Batch:
 
 
 class TargetOutput(NamedTuple):
-    """What is kept of the target's forward over a batch; small enough to keep several.
+    """The part of the target's forward over a batch that training needs; small enough to store several.
 
     Attributes:
         ids: See ``Batch``.
         states: Hidden states of the requested layers, [texts, longest, layers, width].
         places: Index of each position among the wanted ones, -1 for the others, [texts, longest].
-        last: At the wanted positions, the inputs of the target's head, [n, width]; or, for a head that is more than a
-            product, the logits over the draft vocabulary, [n, vocab].
+        last: The values that the loss needs at the wanted positions: the inputs of the target's output head, [n,
+            width], or, if that head is more than a matrix product, its logits over the draft vocabulary, [n, vocab].
     """
 
     ids: torch.Tensor
@@ -82,7 +82,7 @@ class TargetOutput(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What a head learns from a batch.
+    """The inputs and training targets of a head for a batch.
 
     Attributes:
         ids, states, places: See ``TargetOutput``.
@@ -107,7 +107,7 @@ class Teacher:
         draft_vocab: Token ids of the draft vocabulary, ascending; ``None`` for all tokens.
 
     Attributes:
-        head: The rows of its head for the draft vocabulary, [vocab, width], in its dtype.
+        head: The rows of the target's output head for the draft vocabulary, [vocab, width], in its dtype.
     """
 
     def __init__(self, model: PreTrainedModel, draft_vocab: torch.Tensor | None = None) -> None:
@@ -127,7 +127,7 @@ class Teacher:
         """Run the target's forward over a batch.
 
         Args:
-            layers: Whose hidden states are returned, see ``ForwardRequest``.
+            layers: Layers whose hidden states are returned, see ``ForwardRequest``.
         """
         wanted = self._wanted(batch)
         output = self._forward(batch.ids, layers, 1 if self._plain else 0)
@@ -148,11 +148,11 @@ class Teacher:
         return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
 
     def from_states(self, batch: Batch, states: Sequence[torch.Tensor]) -> TargetOutput:
-        """Return what ``read`` returns, from stored states and without a forward; for a plain head only.
+        """Return the result of ``read`` from stored states, without a forward; for a plain output head only.
 
         Args:
-            states: For each text, of the requested layers and the last one, [positions, layers + 1, width]; only
-                positions that are not wanted may be missing at its end.
+            states: For each text, states of the requested layers and the last one, [positions, layers + 1, width]. At
+                the end, positions that are not wanted can be missing.
         """
         ids, (_, layers, width) = batch.ids, states[0].shape
         known = torch.zeros(*ids.shape, layers, width, dtype=states[0].dtype, device=self.device)
@@ -187,7 +187,7 @@ class Teacher:
 
 @torch.no_grad()
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether logits are the last hidden states times the head, without a scale or a cap."""
+    """Return whether logits are just the last hidden states times the output head, without a scale or a cap."""
     untyped: Any = model
     output = untyped(
         input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device),

@@ -1,4 +1,4 @@
-"""Choose the prompts that a head is trained on, and those that it is measured on."""
+"""Choice of the prompts that a head is trained on, and of those that it is measured on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
 
 
 def refuse_measured(prompts: Sequence[Prompt]) -> None:
-    """Check that no prompt is in the built-in benchmark sets, up to case, spaces and punctuation."""
+    """Check that no prompt is in the built-in benchmark sets; case, spaces and punctuation are ignored."""
     measured = {_words(turn): prompt.id for prompt in load_prompts([ALL_SETS]) for turn in prompt.turns}
     for prompt in prompts:
         for turn in prompt.turns:
@@ -43,7 +43,7 @@ def _words(text: str) -> str:
 
 
 def held_out_prompts(prompts: Sequence[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts into those to train on and those to measure on: the last of each category, in turn.
+    """Split prompts into those to train on and those to measure on, which are the last of each category, in turn.
 
     Args:
         number: Number of held-out prompts, at most a third.

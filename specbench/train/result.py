@@ -31,12 +31,12 @@ def write_head(
     *,
     compact: bool,
 ) -> None:
-    """Write a head, each file whole or not at all.
+    """Write a head's files, each of them atomically.
 
     Args:
-        head: The rows of the target's head that it drafts with, [vocab, width].
+        head: The rows of the target's output head that it drafts with, [vocab, width].
         draft_vocab: The tokens of these rows, ascending; ``None`` for all.
-        compact: Leave these rows out and round weights to bytes; for specbench alone, since other engines need them.
+        compact: Whether to leave these rows out and to round weights to int8. Only specbench can load such a head.
     """
     tensors = student.tensors()
     if student.kind == "eagle":
@@ -92,7 +92,9 @@ def _eagle_maps(draft_vocab: torch.Tensor, vocab: int) -> dict[str, torch.Tensor
 
 
 def _narrowed(name: str, tensor: torch.Tensor, *, compact: bool) -> dict[str, torch.Tensor]:
-    """Return a tensor as stored: integers as they are, matrices of a compact head in int8, all else in bfloat16."""
+    """Return a tensor in its stored dtype:
+    integers unchanged, matrices of a compact head in int8, all others in bfloat16.
+    """
     if not tensor.is_floating_point():
         return {name: tensor.contiguous()}
     if not compact or tensor.dim() != 2 or name == "ahead":

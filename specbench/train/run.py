@@ -1,7 +1,7 @@
-"""Run a training: the target writes texts, a head is trained on them, and the real decoder measures it.
+"""Run a training: the target writes texts, a head is trained on them, and real decoding measures it.
 
-A step follows from the settings, the texts and its number alone, so a training that is interrupted anywhere and resumed
-gives the same result as an uninterrupted one.
+A step depends only on the settings, the texts and its number. So a training that is interrupted and resumed gives the
+same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _SAVE_INTERVAL_S = 10.0
 def processes(*, cpu: bool) -> Accelerator:
     """Return the processes of a training, as started by ``accelerate launch``; a single one without it.
 
-    On CUDA each gets its own device, so this has to be called before the target is loaded.
+    On CUDA each process gets its own device, so this must be called before the target is loaded.
     """
     return Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
 
@@ -90,14 +90,14 @@ class Training:
     """The training of one head, from its beginning or from where it was interrupted.
 
     Args:
-        target: The target; no int8 or int4 model.
-        prompts: At least 3; some are held out.
-        out: The folder of the result, which always has the best head so far.
+        target: The target, which must not be int8 or int4.
+        prompts: At least 3 prompts, some of which are held out.
+        out: The folder of the result, which always contains the best head so far.
         source: Name of the prompts in the training metadata.
         resume: Continue an interrupted training.
         start: The head of ``settings.start`` to continue from.
         progress: Receives the progress.
-        save_interval_s: Seconds of work that may be lost.
+        save_interval_s: Seconds between checkpoints, the most work that an interruption loses.
 
     Raises:
         UsageError: The target or head cannot be trained, the folder is not empty, or the training was begun
@@ -172,7 +172,7 @@ class Training:
         """Train to the end.
 
         Returns:
-            The best measurement; the folder has the head that it is of.
+            The best measurement; the folder contains the head that it belongs to.
 
         Raises:
             UsageError: No prompt fits the target's context, or the texts are too short.
@@ -215,7 +215,7 @@ class Training:
     # -- begin or resume -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Store what is begun, or compare it with what was."""
+        """Store the settings of the training; for a resumed one, compare them with the stored ones."""
         digest = hashlib.sha256(json.dumps([self._prompts, [ids for _, ids in self._held_out]]).encode())
         begun = {
             "target": self._target.language_model.identity,
@@ -263,7 +263,7 @@ class Training:
         return HiddenStates(self._out / STATE / "states", layers, config.hidden_size, self._model.dtype)
 
     def _write_texts(self, states: HiddenStates | None) -> list[Text]:
-        """Return the texts to train on, written now unless they are stored."""
+        """Return the texts to train on; texts that are not stored yet are written now."""
         settings, rank = self._settings, self._group.process_index
         store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed, rank)
         folder = f"folder {str(self._out)!r}"
@@ -303,7 +303,7 @@ class Training:
         return texts
 
     def _enough_written(self) -> Callable[[int, int], bool]:
-        """Return a function that reports the progress of writing and tells when there is enough."""
+        """Return a function that reports the progress of writing, and returns whether there is enough text."""
         settings, group_size = self._settings, int(self._group.num_processes)
         first: tuple[int, float] | None = None
         saved = self._seconds
@@ -341,7 +341,7 @@ class Training:
     # -- training --------------------------------------------------------------------------------------
 
     def _train(self, learner: Learner) -> Measured:
-        """Train to the last step, or until nothing is gained."""
+        """Train to the last step, or until measurements no longer improve."""
         path, state = self._out / STATE / "checkpoint.safetensors", TrainerState()
         if path.is_file():
             tensors, fields = read_state(path)
@@ -381,7 +381,7 @@ class Training:
         return max(measurements, key=lambda each: each.tokens_per_step)
 
     def _time_is_up(self, state: TrainerState) -> bool:
-        """Return whether the time suffices for a measurement at most."""
+        """Return whether the time left is at most enough for a measurement."""
         minutes = self._settings.minutes
         return minutes is not None and self._seconds + state.measure_s >= 60 * minutes
 
@@ -398,12 +398,12 @@ class Training:
 
     @property
     def _measuring_s(self) -> float:
-        """Seconds for all measurements together, without that of the untrained head, and limit of each."""
+        """Seconds for all measurements together, without that of the untrained head, and the limit for each."""
         minutes = self._settings.minutes
         return math.inf if minutes is None else _MEASURING * (1 - _WRITING) * 60 * minutes
 
     def _plan(self, learner: Learner, state: TrainerState) -> None:
-        """Settle the number of steps, which the learning rate depends on; stored before the first step."""
+        """Decide the number of steps, which the learning rate depends on; it is stored before the first step."""
         if self._begun["steps"] is None:
             if self._settings.minutes is None:
                 steps = (self._settings.epochs or _EPOCHS) * learner.epoch_steps
@@ -423,8 +423,10 @@ class Training:
             state.plan(first, self._measures(state))
 
     def _plan_again(self, learner: Learner, state: TrainerState, pace: Pace) -> None:
-        """With minutes, adapt the number of steps to the pace of the last ones, so that the learning rate reaches its
-        end however slow the machine becomes."""
+        """Adapt the number of steps to the latest pace, if the time in minutes is given.
+
+        The learning rate then reaches its end even if the machine becomes slower.
+        """
         steps = state.steps
         if self._settings.minutes is not None and state.step < steps:
             step_s = pace.seconds_per_step(state.step, state.measure_s)
@@ -432,7 +434,7 @@ class Training:
         state.plan(steps, self._measures(state))
 
     def _steps_in_time(self, learner: Learner, state: TrainerState, step_s: float) -> int:
-        """Return the total number of steps, of ``step_s`` seconds each, that the time suffices for."""
+        """Return the total number of steps of ``step_s`` seconds that the time is enough for."""
         settings = self._settings
         assert settings.minutes is not None
         measurements = state.measurements_left(self._measures(state))
@@ -443,7 +445,7 @@ class Training:
     # -- measurements ----------------------------------------------------------------------------------
 
     def _measure(self, learner: Learner, state: TrainerState) -> None:
-        """Decode the held-out prompts in a batch with the present head, and keep it if it is the best."""
+        """Decode the held-out prompts in a batch with the current head, and keep the head if it is the best."""
         if self._main:
             began = time.monotonic()
             drafter = self._load_candidate(learner)
@@ -472,7 +474,7 @@ class Training:
         self._group.wait_for_everyone()
 
     def _load_candidate(self, learner: Learner) -> Drafter:
-        """Write the present head, and load it from its files."""
+        """Write the current head, and load it from its files."""
         candidate = (self._out / STATE / "candidate").resolve()
         self._write_head(learner, candidate)
         head = find_head(parse_model(str(candidate)))
@@ -484,7 +486,7 @@ class Training:
         return GenerationRun(ids, self._target, drafter, policy=policy, max_new_tokens=tokens, **more)
 
     def _decode_held_out(self, drafter: Drafter, state: TrainerState) -> dict[str, list[Step]]:
-        """Return the steps of the held-out prompts by category, as far as the first measurement decoded them."""
+        """Return the steps of the held-out prompts by category, for as many tokens as the first measurement decoded."""
         limits = state.measured_tokens or [self._settings.measured_tokens] * len(self._held_out)
         places = [place for place, tokens in enumerate(limits) if tokens > 1]
         runs = [self._run(self._held_out[place][1], drafter, limits[place]) for place in places]
@@ -558,7 +560,7 @@ class Training:
 
 
 def _start_metadata(start: TrainedHead) -> Json:
-    """Return what is known of a head to continue from, with its own training metadata if it was trained here."""
+    """Return the known facts about a head to continue from, with its training metadata if specbench trained it."""
     path = start.files.folder / TRAINING_FILE
     with file_errors(f"The file {str(path)!r} cannot be read"):
         training = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -31,10 +31,10 @@ class TrainingSettings:
         vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, at least 8192.
         learning_rate: Its maximum; ``None`` for the kind's default.
         batch_tokens: Tokens of a step, padding included; longer texts are cut.
-        held_out: Prompts for measuring only.
-        measured_tokens: Tokens decoded for each of these.
+        held_out: Number of prompts that are used for measuring only.
+        measured_tokens: Tokens decoded for each of these prompts.
         measures: Number of measurements.
-        patience: Measurements in a row without a gain that end the training.
+        patience: Number of consecutive measurements without improvement that ends the training.
         store_states: Whether the target's hidden states are stored until the end, see ``HiddenStates``.
         compact: See ``write_head``.
         start: Fingerprint of the head to continue from; ``None`` to begin from scratch.
@@ -87,10 +87,10 @@ class TrainingSettings:
         return self.learning_rate or _RATES[self.kind] / wide
 
     def draft_vocab(self, whole: int) -> int:
-        """Return the size of the draft vocabulary, given that of the target's.
+        """Return the size of the draft vocabulary, given the size of the target's.
 
         Raises:
-            UsageError: It is larger.
+            UsageError: The requested size is larger than the target's.
         """
         if self.vocab is None:
             return min(whole, max(_MIN_VOCAB, whole // 4))
@@ -102,10 +102,10 @@ class TrainingSettings:
         return self.vocab
 
     def head_layers(self, whole: int) -> int:
-        """Return the number of decoder layers of an EAGLE head, given that of the target.
+        """Return the number of decoder layers of an EAGLE head, given the target's.
 
         Raises:
-            UsageError: It is larger.
+            UsageError: The requested number is larger than the target's.
         """
         if self.layers is None:
             return min(whole, _LAYERS)
@@ -145,8 +145,8 @@ class Measured:
     def speedup(self, kind: str) -> float | None:
         """Return the predicted speedup over plain decoding at the best draft length; ``None`` if nothing was timed.
 
-        A draft of γ tokens gives 1 + a₁ + a₁·a₂ + … tokens. An EAGLE head needs a pass for each drafted token, heads of
-        other kinds one pass for all.
+        A draft of γ tokens gives 1 + a₁ + a₁·a₂ + … tokens, where aᵢ is the acceptance rate at position i. An EAGLE
+        head needs a forward pass for each drafted token, heads of other kinds one for all.
         """
         if self.step_cost is None:
             return None
@@ -165,13 +165,13 @@ class Measured:
 
 
 class TrainingProgress:
-    """Receives the progress of a training; this one ignores it."""
+    """Interface that receives the progress of a training; this base class ignores it."""
 
     def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        """The target has written some of the wanted tokens, and needs ``left_s`` more seconds."""
+        """Report that the target has written some of the wanted tokens, and needs ``left_s`` more seconds."""
 
     def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        """A step is done; the rest takes ``left_s`` seconds, measurements included."""
+        """Report that a step is done; the rest takes ``left_s`` seconds, including measurements."""
 
     def report_measurement(self, measured: Measured, *, best: bool) -> None:
-        """The head was measured; ``best``: better than ever before."""
+        """Report a measurement of the head; ``best`` is true if it is the best so far."""

@@ -1,6 +1,6 @@
-"""The state of a training, in its folder: what it was begun with, its progress, and its checkpoint.
+"""The state of a training in its folder: its settings, its progress, and its checkpoint.
 
-A checkpoint is one file of safetensors, with tensors and, in its header, JSON. It is written whole or not at all.
+A checkpoint is one safetensors file, with tensors and, in its header, JSON. It is written atomically.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
     Attributes:
         tokens: Answer tokens.
         losses: Mean cross-entropy by position in the draft.
-        right: Share of most probable tokens that were the target's, by position.
+        right: Share of drafts whose most probable token was also the target's, by position.
     """
 
     tokens: int
@@ -48,23 +48,23 @@ class StepResult(NamedTuple):
 
 @dataclass
 class TrainerState:
-    """The progress of a training; stored whole.
+    """The progress of a training, stored in each checkpoint.
 
     Attributes:
-        step, tokens: Steps made, and tokens trained on.
-        steps: Steps to make; 0 before that is settled.
+        step, tokens: Number of steps made, and of tokens trained on.
+        steps: Number of steps to make; 0 before it is decided.
         next_measurement: Step after which the head is measured again.
         since: Losses and shares of right tokens by position, for each step since the last point of the curve.
-        loss_count, loss_sum: Of losses at the first position since the last measurement.
+        loss_count, loss_sum: Number and sum of losses at the first position since the last measurement.
         curve: Points of the loss curve.
         num_measured: Number of measurements, that of the untrained head included.
-        measurements: As ``Measured``; in the main process only.
-        stale: Measurements since the best one.
+        measurements: The measurements, see ``Measured``; in the main process only.
+        stale: Number of measurements since the best one.
         ended: Whether to stop.
         measure_s, first_measure_s: Durations of the last and first measurement.
         measured_tokens: Tokens decoded for each held-out prompt: those of the first measurement.
         step_cost: See ``Measured``.
-        seconds: Duration so far.
+        seconds: Duration of the training so far.
     """
 
     step: int = 0
@@ -96,7 +96,7 @@ class TrainerState:
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     def measurements_left(self, measures: int) -> int:
-        """Return how many of that many measurements are left without that of the untrained head."""
+        """Return how many of ``measures`` measurements are left, not counting that of the untrained head."""
         return max(0, measures + 1 - self.num_measured)
 
     def plan(self, steps: int, measures: int) -> None:
@@ -106,7 +106,7 @@ class TrainerState:
         self.next_measurement = self.step + -(-(steps - self.step) // rest)
 
     def record_step(self, result: StepResult) -> None:
-        """Add a step, and a point of the curve if it is due."""
+        """Record a step, and add a point to the curve when one is due."""
         self.step += 1
         self.tokens += result.tokens
         self.loss_count, self.loss_sum = self.loss_count + 1, self.loss_sum + result.losses[0]
@@ -131,13 +131,13 @@ class TrainerState:
 
 
 class Pace:
-    """Seconds per step, from some step on."""
+    """The pace of a training in seconds per step, measured from a given step on."""
 
     def __init__(self, first: int) -> None:
         self._first, self._began = first, time.monotonic()
 
     def seconds_per_step(self, step: int, other_s: float = 0.0) -> float:
-        """Return the pace up to a step, without ``other_s`` seconds that were no steps."""
+        """Return the pace up to a step; ``other_s`` seconds that were not spent on steps are subtracted."""
         return max(0.0, time.monotonic() - self._began - other_s) / max(1, step - self._first)
 
 
@@ -202,7 +202,7 @@ def restore_optimizer(
     names: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Restore the averages of an AdamW that has made no step."""
+    """Restore the averages of a new AdamW optimizer."""
     for name, parameter in names.items():
         keys = [each.partition("/")[0] for each in tensors if each.partition("/")[2] == name]
         optimizer.state[parameter] = {

@@ -1,7 +1,7 @@
-"""Heads in training: what each kind drafts from a lesson, its losses, and its files.
+"""Heads in training: the drafts of each kind of head for a lesson, their losses, and their files.
 
-Place i of a draft is the token i + 2 positions after the last one with known hidden states: the token between them is
-the target's own, and the context ends with it.
+Place i of a draft is the token i + 2 positions after the last one with known hidden states. The token in between is the
+target's own, with which the context ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EVERY = 4
 
 
 class Metrics(NamedTuple):
-    """Results of a head by place in the draft, over the drafts that get there.
+    """Results of a head by place in the draft, over the drafts that reach this place.
 
     Attributes:
         losses: Mean cross-entropy with the target's distributions over the draft vocabulary, [depth]; differentiable.
@@ -82,14 +82,16 @@ class Student(nn.Module):
 
 
 def read_layers(kind: str, total: int) -> tuple[int, ...]:
-    """Return the layers whose states a head of a kind reads, given their number."""
+    """Return the target's layers whose states a kind of head uses, given the target's number of layers."""
     if kind == "medusa":
         return (total,)
     return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """The sum over rows of -Σ p log q, with logits and gradients computed in parts."""
+    """An autograd function: the sum over rows of -Σ p log q,
+    with logits and gradients computed in parts to save memory.
+    """
 
     @staticmethod
     def forward(
@@ -125,10 +127,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def soft_cross_entropy(
     hidden: torch.Tensor, head: torch.Tensor, p: torch.Tensor, rows: torch.Tensor, choices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy of a head with the target, and where their most probable tokens agree, [n].
+    """Return the summed cross-entropy of a head with the target, and whether their most probable tokens agree, [n].
 
     Args:
-        hidden: Inputs of the head, [n, width]; only they get a gradient.
+        hidden: Inputs of the output head, [n, width]; only they get a gradient.
         p: The target's distributions, [any, vocab].
         rows: Index into ``p`` of each row, [n].
         choices: The most probable token of each row of ``p``.
@@ -139,7 +141,7 @@ def soft_cross_entropy(
 
 
 class _MetricsBuilder:
-    """Collects metrics, place by place in order."""
+    """Collector of metrics, for one place of the draft after the other."""
 
     def __init__(self, lesson: Lesson, head: torch.Tensor) -> None:
         self._lesson, self._head = lesson, head
@@ -149,7 +151,7 @@ class _MetricsBuilder:
         self._counted: list[int] = []
 
     def rows(self, place: int) -> torch.Tensor:
-        """Return after which positions a draft gets to this place, bool [texts, longest - 1]."""
+        """Return the positions after which a draft reaches this place, bool [texts, longest - 1]."""
         self._reached = self._reached & (self._wanted(place) >= 0)
         return self._reached
 
@@ -163,9 +165,9 @@ class _MetricsBuilder:
         """Add drafts at a place.
 
         Args:
-            hidden: Inputs of the target's head, [n, width].
-            place: In the draft.
-            rows: The result of ``rows`` or a part of it, as a mask or as texts and positions.
+            hidden: Inputs of the target's output head, [n, width].
+            place: Place in the draft.
+            rows: The result of ``rows`` or a part of it, as a mask or as indices of texts and positions.
 
         Returns:
             Which of them drafted the target's most probable token, [n].
@@ -196,9 +198,9 @@ def shift_left(x: torch.Tensor, by: int, fill: float = 0) -> torch.Tensor:
 class DraftAttention:
     """Attention of drafts after many positions together (EAGLE-3's training-time test).
 
-    The first forward is over the context itself, causal. Afterwards a row is the next token of a draft that began after
-    one of its positions: it attends to the context up to there, and to the draft's own earlier tokens. See ``Attend``
-    of ``specbench.backends.torch.heads``.
+    The first forward is causal attention over the context. In each later forward, a row is the next token of one draft,
+    and each draft begins after another position of the context. The row attends to the context up to that position, and
+    to the earlier tokens of its draft. See ``Attend`` of ``specbench.backends.torch.heads``.
     """
 
     def __init__(self) -> None:
@@ -210,7 +212,7 @@ class DraftAttention:
         """Continue with some of the drafts.
 
         Args:
-            starts: The positions after which they began, [texts, drafts].
+            starts: The positions after which these drafts began, [texts, drafts].
         """
         self._later = torch.arange(self._keys[0].shape[2], device=starts.device) > starts[:, None, :, None]
         for kept in (self._keys, self._values):
@@ -235,14 +237,14 @@ class DraftAttention:
 
 
 def _group_by_text(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return drafts by their texts, padded with 0.
+    """Return the drafts of each text, padded with 0.
 
     Args:
-        text: Of each draft, ascending, [n].
-        draft: Its index in the text, [n].
+        text: Index of each draft's text, ascending, [n].
+        draft: Index of each draft within its text, [n].
 
     Returns:
-        Indices, and a mask of those that are no padding, both [texts, most drafts of a text].
+        Indices, and a mask of those that are not padding, both [texts, most drafts of a text].
     """
     counts = text.bincount(minlength=texts)
     column = torch.arange(len(text), device=text.device) - (counts.cumsum(0) - counts)[text]
@@ -266,7 +268,7 @@ class EagleStudent(Student):
         model: The target; if it is of the Llama family, the head starts with its last layers.
 
     Attributes:
-        every: Of the drafts whose last token was wrong, which the decoder would reject, one in ``every`` continues.
+        every: One in ``every`` drafts continues after a wrong token; decoding would reject all of them there.
     """
 
     kind = "eagle"
@@ -356,7 +358,7 @@ _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 def _init_from_target(head: EagleHead, model: PreTrainedModel) -> str | None:
     """Initialize a head with the target's last layers if they fit; its features begin as the highest hidden state.
 
-    Layers that read the embedding and the feature side by side begin as if they read their sum.
+    The first layer's input is the embedding concatenated with the feature; it begins as if it were their sum.
     """
     untyped: Any = model
     config = text_config(model.config)

@@ -1,7 +1,7 @@
 """Texts that a target writes to the training prompts: stored in the cache folder, one line of JSON for each.
 
-A head learns its target's choices far better from them than from other texts. Lines are only appended, so a killed
-process loses unfinished texts only, and the next training with the same target, prompts and length reuses all others.
+A head learns its target's choices far better from these texts than from others. Lines are only appended, so a killed
+process loses only unfinished texts, and the next training with the same target, prompts and length reuses all others.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Text:
     """A prompt with the target's answer.
 
     Attributes:
-        round: Number of answers to all prompts before.
-        prompt: Index of the prompt among those that are trained on.
-        tokens: Ids of both; none for a prompt that does not fit the context.
+        round: Index of the round, in each of which all prompts are answered once.
+        prompt: Index of the prompt among the training prompts.
+        tokens: Token ids of prompt and answer; empty for a prompt that does not fit the context.
     """
 
     round: Count
@@ -72,12 +72,12 @@ class Text:
 
 
 class TextStore:
-    """Texts in a folder. Each process of a training writes its own file and reads those of all.
+    """Texts in a folder. Each process of a training writes its own file and reads the files of all.
 
     Args:
-        folder: Created when the first text is added.
-        within: The folder as errors name it.
-        advice: Hint of errors.
+        folder: The folder; created when the first text is added.
+        within: Name of the folder in error messages.
+        advice: Hint of error messages.
     """
 
     def __init__(self, folder: Path, rank: int = 0, *, within: str | None = None, advice: str = "") -> None:
@@ -110,7 +110,7 @@ class TextStore:
                 file.flush()
 
     def check_space(self, tokens: int) -> None:
-        """Check the disk space for that many tokens."""
+        """Check that the disk has space for ``tokens`` tokens."""
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
@@ -156,15 +156,15 @@ def write_texts(
     cut: TextStore | None = None,
     states: HiddenStates | None = None,
 ) -> None:
-    """Let a target answer the prompts, greedily and then at temperatures above 0, until there is enough.
+    """Let a target answer the prompts, first greedily and then at temperatures above 0, until there is enough text.
 
     Args:
         target: Writes several texts in a batch.
-        store: Its texts are not written again.
-        enough: Called with the tokens of the answers before the first missing one, and of all answers, unfinished ones
-            included; tells whether to stop.
-        share: Which of a round's prompts are for this process.
-        cut: Store for unfinished answers; ``None`` to drop them.
+        store: Store of the texts; texts already in it are not written again.
+        enough: Called with two numbers of tokens: in all answers before the first missing one, and in all answers
+            including unfinished ones. Returns whether to stop.
+        share: The prompts of a round that this process answers.
+        cut: Store for unfinished answers; ``None`` to discard them.
         states: Store for the target's hidden states; ``None`` for none.
 
     Raises:
@@ -220,7 +220,7 @@ def count_complete(known: Mapping[tuple[int, int], Text], places: Sequence[int])
 
 
 def _text(number: int, place: int, prompt: Sequence[int], answer: Sequence[int]) -> Text:
-    """Return a text; an empty one without an answer, as for a prompt that does not fit."""
+    """Return a text; without an answer, it is empty, as for a prompt that does not fit."""
     return Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
 
 
@@ -245,7 +245,9 @@ def _run(
 
 
 def _write_answers(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Sequence[int], bool]]:
-    """Yield, as the answers grow, the index of the prompt, new tokens, and whether these are the last."""
+    """Yield new tokens of the answers as they are decoded:
+    index of the prompt, tokens, and whether they are the last.
+    """
     places = [*runs]
     for i, event in GenerationRuns([*runs.values()], max_batch=BATCH):
         if isinstance(event, UsageError):

@@ -1,1 +1,1 @@
-"""Finding settings for a target on this machine, and handing them on."""
+"""Finding the fastest settings for a target on this machine."""

@@ -1,4 +1,4 @@
-"""Write down the outcome of a search: as sentences, a table, JSON, and commands that use and export the winner."""
+"""The answer of a search: as sentences, a table, JSON, and commands that use and export the winner."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Tried:
     """The outcome of one configuration.
 
     Attributes:
-        blocks: Blocks that it was measured in; ``None`` if it was not raced.
-        speedup: Over plain decoding in these.
-        outcome: In words; for what was raced, with the bound that decides.
+        blocks: Number of blocks that it was measured in; ``None`` if it was not raced.
+        speedup: Speedup over plain decoding in these blocks.
+        outcome: The outcome in words; if it was raced, with the bound that decides.
     """
 
     config: str
@@ -54,9 +54,9 @@ class TuneAnswer:
 
     Attributes:
         details: Sentences that qualify it, the most important first.
-        winner: The configuration to use; plain decoding where speculation does not pay.
-        provisional: Whether it is not known yet that speculation pays.
-        speedup: Of the leader; ``NO_FIGURE`` where nothing was compared.
+        winner: The configuration to use; plain decoding if speculation does not pay.
+        provisional: Whether it is not certain yet that speculation pays.
+        speedup: Speedup of the leader; ``NO_FIGURE`` if nothing was compared.
         tried: Everything that was tried, the leader first.
     """
 
@@ -113,7 +113,7 @@ def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) 
 def _predicted_answer(
     found: Found, by_id: Mapping[str, SweepConfig], disturbed: str, tried: tuple[Tried, ...]
 ) -> TuneAnswer:
-    """Return the answer where the time was up before the first block was complete."""
+    """Return the answer of a search whose time was over before the first block was complete."""
     race = found.race
     best = next(iter(race.names[1:]), race.plain)
     if found.predicted.get(best, 0.0) > 1.0:
@@ -139,14 +139,14 @@ def _capitalized(text: str) -> str:
 
 
 def _best_drafting(race: Race) -> str | None:
-    """Return the fastest candidate that drafts, not eliminated if possible."""
+    """Return the fastest candidate that drafts; eliminated ones only if there is no other."""
     drafting = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     drafting = [name for name in drafting if name not in race.eliminated] or drafting
     return max(drafting, key=lambda name: race.ratio(name, race.plain).value, default=None)
 
 
 def _near_leader(race: Race) -> list[str]:
-    """Return the drafting candidates that measure within the margin of the leader."""
+    """Return the drafting candidates whose measured speed is within the margin of the leader's."""
     others = [name for name in race.names if name not in (race.leader, race.plain) and race.num_blocks(name)]
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
@@ -197,7 +197,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _batches_detail(batches: Mapping[int, float]) -> str:
-    """Return the largest batch that drafting is predicted to pay for."""
+    """Return a sentence on the largest batch size at which drafting is predicted to pay."""
     last = max(batches)
     if batches[last] >= 1.0:
         return f"In a batch, drafting is predicted to pay up to at least {last} requests."
@@ -264,7 +264,7 @@ _BOUNDS = (
 
 
 def _table(answer: TuneAnswer) -> Sheet:
-    """Return everything that was raced, a row each."""
+    """Return the table of the raced configurations."""
     rows = [
         [each.label, str(each.blocks), _speedup_cell(each), each.outcome]
         for each in answer.tried
@@ -309,8 +309,8 @@ def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | 
     """Return the answer in at most four lines: headline, most important detail, how to decode, how to deploy.
 
     Args:
-        command: What decodes with the winner; empty for none.
-        exported: For engines, see ``exports``; ``None`` where nothing is faster than plain decoding.
+        command: The command that decodes with the winner; empty for none.
+        exported: Exports for other engines, see ``exports``; ``None`` if nothing is faster than plain decoding.
     """
     lines = [answer.headline, *answer.details[:1]]
     lines += [f"Decode:  {command}"] if command else []
@@ -374,7 +374,7 @@ def stored_answer(answer: TuneAnswer, found: Found) -> TuningAnswer:
 
 
 def as_json(answer: TuneAnswer, found: Found) -> Json:
-    """Return the answer as data; ``None`` where there is no figure."""
+    """Return the answer as JSON data; missing numbers are ``None``."""
     return {
         "headline": answer.headline,
         "details": list(answer.details),
@@ -411,12 +411,12 @@ def _estimate(ratio: Estimate | None) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Exported:
-    """What an engine can be given.
+    """A setting that can be exported to an engine.
 
     Attributes:
-        command: Exports the setting.
-        setting: The fastest that the engine supports.
-        measured: Its figures in the run.
+        command: The command that exports it.
+        setting: The fastest setting that the engine supports.
+        measured: Its measurements in the run.
     """
 
     engine: str
@@ -426,7 +426,7 @@ class Exported:
 
 
 def exports(results: Results, folder: Path) -> list[Exported]:
-    """Return the fastest setting that each engine supports, where it measured faster than plain decoding."""
+    """Return the fastest setting that each engine supports, if it measured faster than plain decoding."""
     settings = RunSettings(results).all()
     found = []
     for name, engine in load_engines().items():
@@ -464,7 +464,9 @@ def exports_text(found: Sequence[Exported]) -> str:
 
 
 def exports_json(found: Sequence[Exported]) -> list[Json]:
-    """Return the same as data, an object for each engine; ``share`` is its part of the fastest setting's speed."""
+    """Return the exports as JSON data, an object for each engine;
+    ``share`` is the setting's speed over the fastest one's.
+    """
     return [
         {
             "engine": each.engine,

@@ -1,14 +1,14 @@
-"""Calibrate self-drafting: find the form of itself that a target drafts with fastest on this machine, in minutes.
+"""Calibration of self-drafting: find the cheaper form of the target that drafts fastest on this machine, in minutes.
 
 The predicted speedup of a form follows from how often its one-token drafts are the target's own choice and from the
-cost of its passes (``theory.predicted_speedup``). The search leaves out one decoder layer after the other, each time
-the one without which the distributions stay closest to the target's, until the predicted speedup falls. Skipping whole
-layers without training is the idea of self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168); the greedy
-search replaces their Bayesian one.
+cost of its forward passes (``theory.predicted_speedup``). The search leaves out one decoder layer after the other, each
+time the layer without which the distributions stay closest to the target's, until the predicted speedup decreases.
+Skipping whole layers without training is the idea of self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168);
+the greedy search replaces their Bayesian one.
 
-Acceptance is measured at all positions of an answer in one pass. The target's keys and values of the whole text are in
-the cache; the form gets the answer's tokens together, and a mask lets each see the target's entries of the tokens
-before it and its own: exactly what a drafter on the target's cache sees when it drafts its first token.
+Acceptance is measured at all positions of an answer in one forward pass. The target's keys and values of the whole text
+are in the cache. The form gets all tokens of the answer, and a mask lets each token see the target's entries of the
+tokens before it and its own entry. A drafter on the target's cache sees exactly this when it drafts its first token.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Agreement:
     """How well one-token drafts agree with the target.
 
     Attributes:
-        accepted: Share that was the target's greedy choice.
-        overlap: Mean of ``sum_x min(p(x), q(x))`` at temperature 1. A hundred matches say little; the distributions say
-            more, and layers chosen by them do better on other prompts (docs/drafters.md).
+        accepted: Share of drafts that were the target's greedy choice.
+        overlap: Mean of ``sum_x min(p(x), q(x))`` at temperature 1. It is less noisy than ``accepted``, and layers
+            chosen by it do better on other prompts (docs/drafters.md).
     """
 
     accepted: float
@@ -71,7 +71,7 @@ class FormCosts:
     """Times of passes of the target and of some of its forms.
 
     Attributes:
-        passes: Of the target, and of two forms of each precision by name.
+        passes: Times of the target's forward passes, and by name those of two forms of each precision.
         layers: Number of layers of these forms, by (name, int8).
     """
 
@@ -79,7 +79,7 @@ class FormCosts:
     layers: dict[tuple[str, bool], int]
 
     def c(self, layers: int, int8: bool) -> float:
-        """Return the time of a drafter's pass over the target's of 1 token: linear in the number of layers."""
+        """Return the time of a drafter's forward over the target's with one token, linear in the number of layers."""
         (few, at_few), (all_, at_all) = sorted(
             (count, self.passes.c(name)) for (name, kind), count in self.layers.items() if kind == int8
         )
@@ -114,8 +114,8 @@ class Calibration:
 
     Attributes:
         path: The best form with 0, 1, 2, ... layers left out, in the order of the search.
-        best: The one with the highest predicted speedup.
-        choice: The same with its figures on the held-out prompts, to store.
+        best: The form with the highest predicted speedup.
+        choice: This form with its results on the held-out prompts, to store.
         complete: Whether the search ended before its time limit.
     """
 
@@ -138,16 +138,16 @@ def calibrate(
     """Search for the form of itself that a target drafts with fastest. Nothing is stored.
 
     Args:
-        target: As it will decode: on a CPU packed, int8 or int4.
+        target: The target in the state in which it will decode: on a CPU packed, int8 or int4.
         prompts: Token ids of typical prompts, at least 2. Every third only checks the choice.
         tokens: Length of the answers whose tokens are drafted.
         int8: Whether int8 layers are considered; ``None`` on a CPU, unless the target is int8 or int4 itself.
         seconds: Time limit of the search, which then returns the best form so far.
-        clock: ``None`` for that of the target's device.
+        clock: A function that returns the time; ``None`` for the clock of the target's device.
 
-    Raises:
-        UsageError: The model cannot skip layers and has no int8 form, the prompts are unsuitable, or a value is out of
-            its range.
+        Raises:
+            UsageError: The model cannot skip layers and has no int8 form, the prompts are unsuitable, or a value is out
+            of its range.
     """
     if tokens < _SHORTEST_ANSWER:
         raise UsageError(
@@ -227,9 +227,9 @@ class _Text:
     """A prompt with the target's answer, prefilled.
 
     Attributes:
-        tokens: Both; all tokens of the answer but the first are drafted.
-        drafted: Number of these.
-        cache: The target's keys and values of all tokens but the last.
+        tokens: Tokens of prompt and answer; all tokens of the answer except the first are drafted.
+        drafted: Number of drafted tokens.
+        cache: The target's keys and values of all tokens except the last.
         chosen: The target's choices for the drafted tokens, [drafted].
         p: Its distributions there, [drafted, vocab].
     """
@@ -301,7 +301,9 @@ def _agreement(model: Any, texts: Sequence[_Text]) -> Agreement:
 
 @torch.inference_mode()
 def _drafting_logits(model: Any, text: _Text) -> torch.Tensor:
-    """Return the logits that a drafter on the target's cache drafts each token from, [drafted, vocab], in one pass."""
+    """Return the logits from which a drafter on the target's cache drafts each token, [drafted,
+    vocab], in one forward.
+    """
     cached_len, count = len(text.tokens) - 1, text.drafted
     first = cached_len - count  # position of the token that the first draft follows
     embeddings = model.get_input_embeddings().weight
@@ -328,7 +330,7 @@ def _drafting_logits(model: Any, text: _Text) -> torch.Tensor:
 
 
 class _Forms:
-    """The models of a target's forms, which share the target's weights and one int8 copy of them."""
+    """Models of all forms of a target, which share the target's weights and one int8 copy of them."""
 
     def __init__(self, target: Target, kinds: Sequence[bool]) -> None:
         self.target, self.kinds = target, kinds
@@ -376,9 +378,9 @@ def _search(
 ) -> tuple[list[Candidate], bool]:
     """Leave out one layer after the other: each time the one whose removal keeps the largest overlap.
 
-    The first round tries every layer, later rounds only those that kept most when last tried: a layer that was
-    expensive to remove is seldom cheap with others gone. Layers are tried in the first precision; the others are judged
-    on what was found.
+    The first round tries every layer. Later rounds try only the layers whose removal kept the largest overlap when last
+    tried: removing a layer that was expensive before is seldom cheap after others are gone. The first precision is used
+    for the search; the others are measured on the forms that it finds.
 
     Args:
         kinds: Precisions to consider, the one to search with first.

@@ -1,7 +1,7 @@
 """Choose what `specbench tune` races: configurations of a sweep's grid, their predicted speedups, and a selection.
 
-A few short generations with each drafter, of ``PROBED`` tokens a step or of trees, tell how many drafted tokens are
-accepted; the times of single passes tell what they cost. Together they predict the speedup of every configuration
+A few short generations with each drafter, with ``PROBED`` tokens a step or with trees, show how many draft tokens are
+accepted; times of single forward passes give their cost. Together they predict the speedup of every configuration
 (``theory.predicted_speedup``), and configurations far below the best prediction are not raced. All functions are pure.
 """
 
@@ -64,7 +64,7 @@ def drafters_to_try(given: Sequence[DrafterSpec], forms: Sequence[SelfForm]) -> 
     """Return drafters without a model, forms of the target, the given drafters, and cascades of these.
 
     Args:
-        given: Drafters that the user names; plain decoding is left out.
+        given: Drafters that the user gives; plain decoding is ignored.
         forms: Self-drafting forms of the target.
     """
     given = [spec for spec in given if not spec.is_plain]
@@ -83,8 +83,8 @@ def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
     """Return the draft policies to try.
 
     Args:
-        greedy: Whether the temperature is 0; above it block verification is tried too, on chains without siblings.
-        chained: Whether passes have to be equal bit for bit, so that only chains can be drafted.
+        greedy: Whether the temperature is 0; otherwise block verification is tried too, on chains without siblings.
+        chained: Whether forward passes must be bit-exact, so that only chains can be drafted.
     """
     block = () if greedy else (_BLOCK_CHAIN,)
     if chained:
@@ -119,8 +119,8 @@ class Probe:
     """The steps of short generations with one configuration, one number per step.
 
     Attributes:
-        drafted: Drafted tokens; in a tree, along its longest branch.
-        emitted: Emitted tokens, the closing one included.
+        drafted: Number of drafted tokens; for a tree, along its longest branch.
+        emitted: Number of emitted tokens, including the bonus or correction token.
     """
 
     drafted: list[int]
@@ -142,9 +142,9 @@ class Probe:
         return found
 
     def chain_speedup(self, gamma: int, c: float, costs: PassCosts) -> float:
-        """Return the speedup of a shorter chain, from what these steps would have accepted of their first γ tokens.
+        """Return the speedup of a shorter chain, from the number of tokens accepted among the first γ of each step.
 
-        Steps would then begin elsewhere, which this neglects.
+        This ignores that the steps of shorter chains would begin at other tokens.
         """
         share = sum(self.passes) / max(1, sum(self.drafted))  # a cascade's free tokens need no pass
         lengths = [min(gamma, drafted) for drafted in self.drafted]
@@ -152,7 +152,7 @@ class Probe:
         return _speedup(tokens, share * sum(lengths), c, lengths, costs)
 
     def tree_speedup(self, c: float, costs: PassCosts) -> float:
-        """Return the speedup of these very steps at the usual times of their passes."""
+        """Return the speedup of exactly these steps, with the usual times of their forward passes."""
         return _speedup(sum(self.emitted), sum(self.passes), c, self.nodes, costs)
 
 
@@ -167,7 +167,7 @@ def predict(
 ) -> dict[str, float]:
     """Return predicted speedups over plain decoding by id, for configurations whose drafter was probed.
 
-    ``auto`` counts as the best draft length, ``auto-tree`` as the better of that and the probed tree.
+    ``auto`` gets the prediction of the best draft length, ``auto-tree`` the better one of that and the probed tree.
     """
     costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
     chains: dict[str, dict[int, float]] = {}
@@ -201,7 +201,7 @@ def predict(
 
 
 def mean_rows(generations: Iterable[StepLists]) -> float:
-    """Return the mean number of rows that a request's step adds to the target's pass."""
+    """Return the mean number of tokens that a step of a request adds to the target's forward."""
     return 1.0 + mean(
         sum(pair) for steps in generations for pair in zip(steps.nodes, steps.siblings, strict=True)
     )
@@ -211,9 +211,9 @@ def batch_ratio(batch: int, generations: Sequence[StepLists], drafter: str, cost
     """Return the predicted throughput over plain decoding's at the same batch size, without prefill.
 
     Args:
-        generations: Steps of generations with one configuration. A policy that looks at costs would draft less in a
-            batch; this is about the drafts that were made.
-        costs: Of passes shared by ``batch`` requests.
+        generations: Steps of generations with one configuration. The prediction is for exactly these drafts; a policy
+            that uses costs would draft less in a batch.
+        costs: Costs of forward passes that ``batch`` requests share.
     """
     emitted = mean(n for steps in generations for n in steps.emitted)
     passes = mean(n for steps in generations for n in steps.passes)
@@ -231,11 +231,11 @@ def batch_ratio(batch: int, generations: Sequence[StepLists], drafter: str, cost
 
 @dataclass(frozen=True)
 class Selection:
-    """What is raced.
+    """The configurations to race.
 
     Attributes:
-        raced: Ids, the best prediction first.
-        left_out: Why others are not raced, by id; among fixed draft lengths only the best is considered.
+        raced: Their ids, the best prediction first.
+        left_out: Why others are not raced, by id; of fixed draft lengths, only the best one is considered.
     """
 
     raced: tuple[str, ...]
@@ -253,14 +253,17 @@ def select(
     failed: Mapping[str, str],
     kept: Iterable[Collection[str]] = (),
 ) -> Selection:
-    """Select what to race: each drafter's best fixed length, nothing below ``MIN_SHARE``, as much as the time allows.
+    """Select the configurations to race: as many as the time allows, by prediction.
+
+    Of fixed draft lengths, only each drafter's best is raced; configurations predicted below ``MIN_SHARE`` of the best
+    are not.
 
     Args:
         plain_s: Time of plain decoding for a whole output.
         first_s: Time to the first token, equal for all.
-        blocks: Number of blocks that the time should suffice for.
-        kept: From each of these groups the best fixed length is raced too if it is predicted to pay, whatever its
-            share, and before all but the best where time is short.
+        blocks: Number of blocks that the time should be enough for.
+        kept: Groups of ids. The best fixed length of each group is raced too if it is predicted to pay, even below
+            ``MIN_SHARE``; if time is short, only the best prediction goes before it.
     """
     left_out: dict[str, str] = {}
     ranked = sorted(predicted, key=lambda name: -predicted[name])

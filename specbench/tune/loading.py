@@ -47,7 +47,7 @@ _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
 
 @dataclass(frozen=True)
 class LoadedCandidates:
-    """What can be raced."""
+    """The loaded target and drafters that can be raced."""
 
     engine: ModelEngine
     cache: CacheKind
@@ -66,8 +66,8 @@ def load_candidates(
     """Load the target and all drafters to try.
 
     Args:
-        given: Drafters that the user names, checked before (``check_engine``).
-        sweep: Prompts and options, to estimate memory; its configurations are not read.
+        given: Drafters that the user gives, already checked (``check_engine``).
+        sweep: Prompts and options for estimating memory; its configurations are not used.
 
     Raises:
         UsageError: A given drafter does not fit the target, for example.
@@ -180,7 +180,7 @@ def _calibrated(spec: DrafterSpec, target: Target) -> DrafterSpec:
 
 
 def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
-    """Return the grid of everything that is loaded; static trees only where one is calibrated."""
+    """Return the grid of all loaded drafters; static trees only for drafters with a calibrated tree."""
 
     def fitted(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
         return engine.calibrated(policy, drafter, temperature)[0]
@@ -210,12 +210,12 @@ def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[
 def fastest_cache(
     target: Target, usual: CacheKind, prompt: Sequence[int]
 ) -> tuple[Target, CacheKind, str | None]:
-    """Return the target with the preallocated cache if its passes are surely faster, otherwise as it is.
+    """Return the target with the preallocated KV cache if that is certain to be faster, otherwise unchanged.
 
-    Passes of one token and of several are timed in turn after the same context.
+    Forward passes of one token and of several are timed in turn after the same context.
 
     Args:
-        prompt: Tokens that are repeated to fill the context; empty for any.
+        prompt: Tokens that are repeated to fill the context; empty for arbitrary tokens.
 
     Returns:
         The target, its kind of cache, and a note if that is not the usual one.

@@ -2,20 +2,21 @@
 
 In a block, every candidate that is still running decodes one prompt back to back, in random order, so that slow drifts
 of the machine affect all alike. Disturbances of a single generation show in the time of its target passes and are
-corrected for (``noise_correction``). At some blocks there is a look: the mean difference of log speeds over prompts has
-an upper bound (Student's t), and a candidate that is surely not ``MARGIN`` faster than the leader is eliminated; it
-returns if it may be faster than a later leader. The race is decided when no candidate may be faster: the leader is then
-the best, up to the margin (an indifference zone: Bechhofer 1954). Measuring the leader and those whose bounds exceed it
-is LUCB (Kalyanakrishnan et al. 2012).
+corrected for (``noise_correction``). After some blocks the results are evaluated (a look): the mean difference of log
+speeds over prompts gets an upper bound (Student's t). A candidate whose bound shows that it is not ``MARGIN`` faster
+than the leader is eliminated; it returns if it could be faster than a later leader. The race is decided when no
+candidate can
+be faster: the leader is then the best, up to the margin (an indifference zone: Bechhofer 1954). Measuring the leader
+and the candidates whose bounds exceed it is LUCB (Kalyanakrishnan et al. 2012).
 
 The leader is chosen from measurements and predictions, weighted by their precision: on a busy machine and in a short
 time, measurements alone often put the wrong candidate ahead.
 
-Error control: a race chooses wrongly only if the bound of the truly fastest candidate over the choice is too low at one
-of the looks. The choice might be any of the others, so the level of a look is divided among them (Bonferroni, as in
-Hsu's 1981 comparisons with the best; the leader's own comparisons need no share, since all of them have to hold). Half
-of the total error is divided equally among the looks, whose number follows from the number of blocks; the other half is
-for the last look, when the time is up.
+Error control: the choice is wrong only if the bound of the truly fastest candidate over the chosen one is too low at
+one of the looks. Any other candidate could be chosen, so the error probability of a look is divided among them
+(Bonferroni, as in Hsu's 1981 comparisons with the best; the leader's own comparisons need no share, since all of them
+have to hold). Half of the total error is divided equally among the looks, whose number follows from the number of
+blocks; the other half is for the last look, when the time is over.
 
 Nothing here decodes or knows a model: ``run_race`` calls ``measure`` for the time of one candidate on one block.
 """
@@ -95,8 +96,8 @@ class Timing:
     """One candidate's result on a block.
 
     Attributes:
-        tokens: Emitted after the first emission.
-        slowdown: See ``relative_slowdown``; only compared with that of other generations.
+        tokens: Number of tokens after the first emission.
+        slowdown: See ``relative_slowdown``; only compared with the slowdown of other generations.
     """
 
     tokens: int
@@ -119,7 +120,7 @@ class Elimination:
 
 
 class _Pair(NamedTuple):
-    """Two candidates on the prompts that both were measured on.
+    """A comparison of two candidates, on the prompts that both were measured on.
 
     Attributes:
         means: Mean difference of log speeds for each prompt, shape [prompts].
@@ -135,20 +136,20 @@ class Race:
     """The state of a race.
 
     Args:
-        candidates: The most promising first.
-        plain: Plain decoding, which is always measured: it is the baseline of all speedups.
+        candidates: The candidates, the most promising first.
+        plain: Plain decoding, which is always measured, since it is the baseline of all speedups.
         limit: Largest number of blocks.
         expected: Predicted speedups of all candidates; without them, measurements alone decide who leads.
         error: See ``ERROR``.
 
     Attributes:
         leader: The candidate that is ahead, see ``_lead``.
-        running: Those that decode the next block, plain decoding first.
-        eliminated: Those that are no longer measured.
+        running: Candidates that decode the next block, plain decoding first.
+        eliminated: Candidates that are no longer measured.
         level: Probability that a bound is too low, as of the latest look.
-        verdict: Of the leader against plain decoding, as of the latest look.
-        open: Candidates that kept the race from being decided at the latest look.
-        decided: Whether nothing is left to tell apart; once true, the leader stays.
+        verdict: Verdict on the leader against plain decoding, as of the latest look.
+        open: Candidates that prevented a decision at the latest look.
+        decided: Whether the race is decided; once true, the leader stays.
     """
 
     def __init__(
@@ -181,9 +182,9 @@ class Race:
         """Add the timings of a block.
 
         Args:
-            block: Which.
-            timings: Of all that are running; ``None`` for a failure, which eliminates the candidate. A block does not
-                count if plain decoding fails or any candidate emits nothing after the first token.
+            block: The block.
+            timings: Timings of all running candidates; ``None`` for a failure, which eliminates the candidate. A block
+                does not count if plain decoding fails or any candidate emits nothing after the first token.
         """
         if timings[self.plain] is None:
             return
@@ -208,14 +209,14 @@ class Race:
 
     @property
     def look_due(self) -> bool:
-        """Whether to look now: after 6, 8, 12, 16, 24, 32, ... blocks."""
+        """Return whether a look is due: after 6, 8, 12, 16, 24, 32, ... blocks."""
         return _is_due(self.blocks)
 
     def look(self, *, last: bool = False) -> None:
-        """Update the verdict, and who is eliminated.
+        """Evaluate the results: update the verdict and eliminate candidates.
 
         Args:
-            last: Whether the time is up or there are no more blocks.
+            last: Whether the time is over or there are no more blocks.
         """
         if self.decided:
             return
@@ -237,9 +238,9 @@ class Race:
         self._choose_running()
 
     def _choose_running(self) -> None:
-        """Choose who decodes the next block: plain decoding, the leader, and the challengers likeliest to be ahead.
+        """Choose the candidates for the next block: plain decoding, the leader, and challengers.
 
-        In addition the challenger about which least is known, by the level that all bounds have to reach.
+        The challengers are those likeliest to be ahead, and the one with the least certain bound.
         """
         both = (self.plain, self.leader)
         others = [name for name in self.names if name not in self.eliminated and name not in both]
@@ -258,7 +259,7 @@ class Race:
         return "plain" if self.leader == self.plain else "equal"
 
     def _keeps_open(self, name: str) -> bool:
-        """Return whether a candidate may be faster, by more than the margin, than what would be chosen."""
+        """Return whether a candidate can be faster than the choice by more than the margin."""
         if self.verdict == "open":
             return name == self.plain or self._may_beat(name, self.leader) or self._may_beat(name, self.plain)
         return self.verdict == "faster" and self._may_beat(name, self.leader)
@@ -268,7 +269,7 @@ class Race:
 
     @property
     def rivals(self) -> list[str]:
-        """Candidates other than plain decoding that may be more than ``MARGIN`` faster than the leader."""
+        """Return the candidates other than plain decoding that can be more than ``MARGIN`` faster than the leader."""
         return [name for name in self.open if name != self.plain and self._may_beat(name, self.leader)]
 
     def verdict_of(self, name: str) -> stats.Verdict:
@@ -298,7 +299,7 @@ class Race:
         return sorted({block.category for block in self._logs[name]} - {""})
 
     def _differences(self, name: str, over: str) -> tuple[list[Block], stats.Floats, float]:
-        """Return the shared blocks, their corrected differences of log speed, and the correction's doubt."""
+        """Return the shared blocks, their corrected differences of log speed, and the uncertainty of the correction."""
         mine, others = self._logs[name], self._logs[over]
         blocks = [block for block in mine if block in others]
         ours, theirs = (np.array([each[block] for block in blocks]).reshape(-1, 2) for each in (mine, others))
@@ -336,7 +337,9 @@ class Race:
 
     @property
     def ranking(self) -> list[str]:
-        """All that were measured: the leader first, the others by their speed over its in shared blocks."""
+        """Return all measured candidates:
+        the leader first, the others by their speed relative to it in shared blocks.
+        """
         rest = [name for name in self.names if name != self.leader and self.num_blocks(name)]
         return [self.leader, *sorted(rest, key=lambda name: -self._log_ratio(name, self.leader))]
 
@@ -346,7 +349,7 @@ class Race:
 
     @property
     def speedup_is_known(self) -> bool:
-        """Whether the interval of the leader's speedup is narrow enough."""
+        """Return whether the interval of the leader's speedup is narrow enough."""
         if self.leader == self.plain:
             return True
         speedup = self.ratio(self.leader, self.plain)
@@ -355,10 +358,10 @@ class Race:
         return (speedup.high - speedup.low) / 2 / speedup.value <= NARROW
 
     def blocks_needed(self) -> int | None:
-        """Return about how many more blocks would decide the race; ``None`` if that cannot be told yet.
+        """Return roughly how many more blocks would decide the race; ``None`` if that cannot be estimated yet.
 
-        The distance of a bound from its mean falls with the root of the number of blocks. It has to fall to the margin
-        plus what the candidate is behind; for plain decoding, to what that is behind, if that is more.
+        The distance of a bound from its mean decreases with the square root of the number of blocks. It has to reach
+        the margin plus the candidate's distance from the leader; for plain decoding, that distance if it is larger.
         """
         needed = self.blocks
         for name in self.open:
@@ -388,7 +391,7 @@ def _logs(timing: Timing | None) -> tuple[float, float] | None:
 def relative_slowdown(
     nodes: Iterable[int], siblings: Iterable[int], verify_s: Iterable[float], costs: PassCosts
 ) -> float:
-    """Return the time of a generation's target passes over that of the same passes alone; 1 where it is unknown."""
+    """Return the time of the target's forwards in a generation over the time of equal forwards alone; 1 if unknown."""
     if not costs.target_s:
         return 1.0
     widths = zip(nodes, siblings, strict=True)
@@ -398,19 +401,20 @@ def relative_slowdown(
 
 
 def noise_correction(slowdown: stats.Floats) -> tuple[stats.Floats, float]:
-    """Return what disturbed one of two candidates and not the other, by block, as differences of log seconds.
+    """Return the disturbance by block of one of two candidates relative to the other, as differences of log seconds.
 
-    Two candidates differ in how slow their passes are by chance, and always by how much longer passes take within their
-    steps than alone. The latter is no disturbance. It is small (``_OWN_SCALE``) and is estimated from that prior and
-    from all blocks, each weighted by its precision. The estimate from the blocks is Huber's (1964) mean, which no few
-    of them can move far, in one step from the median (Bickel 1975), with the scale of the quarter of the blocks nearest
-    to it, since most may be disturbed.
+    The slowdown of two candidates differs for two reasons. One is chance disturbances. The other is constant: forwards
+    take longer within steps than alone, and by different amounts. This constant is not a disturbance. It is small
+    (``_OWN_SCALE``) and is estimated from that prior and from all blocks, each weighted by its precision. The estimate
+    from the blocks is Huber's (1964) mean, which is robust to a few outliers, in one step from the median (Bickel
+    1975). Its scale is that of the quarter of the blocks nearest to the median, since most blocks can be disturbed.
 
     Args:
         slowdown: Differences of the log slowdown of two candidates by block, shape [blocks].
 
     Returns:
-        What to add to differences of log speed, of the same shape, and the standard deviation of its common part.
+        The correction to add to differences of log speed, of the same shape, and the standard deviation of its
+        constant.
     """
     count = len(slowdown)
     if count < 2:
@@ -437,10 +441,10 @@ def run_race(
     """Run a race to its end. The same timings and seed, without a time limit, give the same race.
 
     Args:
-        blocks: In order, at most the race's limit.
+        blocks: The blocks in order, at most the race's limit.
         measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
         until: When to stop, on that clock. A block that would probably end later is not begun.
-        is_stored: Whether the timing of a candidate on a block is stored; blocks of these alone need no time.
+        is_stored: Returns whether the timing of a candidate on a block is stored; such timings need no time.
     """
     durations: dict[str, float] = {}
     ending: Ending = "blocks"
@@ -472,7 +476,7 @@ def _measure_block(
     until: float,
     seed: int,
 ) -> dict[str, Timing | None] | None:
-    """Return the timings of all that are running; ``None`` if the time is up before."""
+    """Return the timings of all running candidates; ``None`` if the time is over before they are complete."""
     if clock.now() + sum(durations.get(name, 0.0) for name in race.running) > until:
         return None
     order = list(race.running)

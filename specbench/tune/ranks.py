@@ -1,8 +1,9 @@
 """Calibrate the static tree of a drafter: count accepted candidates by rank on a few prompts, and choose a tree.
 
-The target decodes with trees that have several children at each node of their first branch, verified as they will be
-in use. From how often the child of each rank is accepted, Sequoia's dynamic program gives the best tree for every
-number of nodes and depth (Chen et al. 2024, arXiv 2402.12374); the measured times of passes tell which is fastest.
+The target decodes with trees that have several children at each node of their first branch, with the verification
+method that will be used. From how often the child of each rank is accepted, Sequoia's dynamic program gives the best
+tree for every number of nodes and depth (Chen et al. 2024, arXiv 2402.12374); measured times of forward passes show
+which one is fastest.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _NAME = "drafter"
 
 @dataclass(frozen=True)
 class PlannedTree:
-    """The best tree for some counts."""
+    """The best tree for some acceptance counts."""
 
     nodes: int
     depth: int
@@ -58,10 +59,10 @@ class TreeCalibration:
     """The result of a calibration.
 
     Attributes:
-        counts: By (depth from 1, rank from 0): at how many nodes a candidate was tested, and how often accepted.
+        counts: By (depth from 1, rank from 0): how often a candidate was tested, and how often it was accepted.
         shares: By rank, the share of nodes at which that candidate was accepted.
-        tree: The same tree with its prediction.
-        chain: The best chain by the same figures.
+        tree: The chosen tree with its prediction.
+        chain: The best chain according to the same counts and times.
         complete: Whether all prompts were decoded in time.
     """
 
@@ -89,8 +90,8 @@ def calibrate_tree(
     """Count accepted candidates by rank, time passes, and choose a tree. Nothing is stored.
 
     Args:
-        key: What the tree is for.
-        clock: ``None`` for that of the target's device.
+        key: The circumstances that the tree is calibrated for.
+        clock: A function that returns the time; ``None`` for the clock of the target's device.
 
     Raises:
         UsageError: The drafter drafts no trees, the verification takes none, or nothing could be counted.

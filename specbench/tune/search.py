@@ -1,8 +1,8 @@
-"""Run the search of `specbench tune`: short tries, a selection, and a race over real generations, stored as it goes.
+"""The search of `specbench tune`: short tries of all drafters, a selection, and a race over real generations.
 
-Measurements go to a run folder like a sweep's (``results.store``): tries are stored as warm-ups, races as ordinary
-generations. Stored results are never measured again, so resuming is the same call: the race is replayed over the stored
-timings, which takes no time, and continues from there.
+Measurements are stored immediately, in a run folder like a sweep's (``results.store``): tries as warm-ups, races as
+ordinary generations. Stored results are never measured again, so the same call resumes a search: the race is replayed
+over the stored timings, which takes no time, and continues from there.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Found:
         left_out: Why configurations were not raced, by id.
         batches: Predicted throughput of the leader over plain decoding by batch size, ascending, up to the first below
             1; empty where nothing was timed.
-        block_s: Duration of a block with the remaining candidates, by their latest times.
-        overhead_s: Time for everything but the race, such as loading.
+        block_s: Duration of a block with the remaining candidates, according to their latest times.
+        overhead_s: Time for everything except the race, such as loading.
     """
 
     race: Race
@@ -92,14 +92,15 @@ class Found:
 
 
 class Search:
-    """Finds the fastest configuration of a grid.
+    """Search for the fastest configuration of a grid.
 
     Args:
-        sweep: The grid, plain decoding first, its prompts in the order of the race, and options; their ``repeats``
-            limit the race.
+        sweep: The grid (plain decoding first), prompts in the order of the race, and options; ``repeats`` limits the
+            race.
         seconds: Total time.
-        until: When that is over, on the clock. Stored results take none of it.
-        kept: Groups of ids, such as those that an engine supports; the best of each is raced, see ``select``.
+        until: When the time is over, on the clock. Stored results take no time.
+        kept: Groups of ids, such as the configurations that an engine supports; the best of each is raced, see
+            ``select``.
         snapshot: Reads the machine load before and after each generation.
     """
 
@@ -180,7 +181,7 @@ class Search:
         return Found(race, ending, predicted, selection.left_out, batches, block_s, overhead_s, warnings)
 
     def _clear_answer(self) -> None:
-        """Remove the stored answer of an earlier start, so that it does not outlive what is measured from now on."""
+        """Remove the stored answer of an earlier start, since new measurements can change it."""
         tuning = self._store.run.tuning
         if tuning is not None and tuning.ranking:
             tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
@@ -193,7 +194,9 @@ class Search:
     # -- what to race ------------------------------------------------------------------------------
 
     def _select(self) -> tuple[Mapping[str, float], Selection]:
-        """Return predictions and selection. Once stored they stay, so that all in a race have the same blocks."""
+        """Return predictions and selection.
+        Once stored they are not changed, so that all raced configurations have equal blocks.
+        """
         stored = self._store.run.tuning
         if stored is not None:
             return stored.predicted, Selection(tuple(stored.raced), stored.left_out)
@@ -261,7 +264,9 @@ class Search:
         return pass_costs(self._store.costs())
 
     def _no_time(self) -> RunError:
-        """Return the error that says why nothing was compared, and how much time it would take."""
+        """Return the error for a search whose time was too short to
+        compare anything, with the time that it would take.
+        """
         done = [each for each in self._stored.values() if isinstance(each.result, Generation)]
         if not done:
             return RunError("The time was too short to try anything.", "Add --resume and more --minutes.")
@@ -308,7 +313,7 @@ class Search:
 
     @cached_property
     def _single_costs(self) -> PassCosts:
-        """Times of single passes, as stored when the race begins."""
+        """The times of single forward passes that are stored when the race begins."""
         costs = pass_costs(self._store.costs())
         return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
 

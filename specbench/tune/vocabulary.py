@@ -1,4 +1,4 @@
-"""Count which tokens a target writes, in its own greedy answers to a few prompts."""
+"""Counts of the tokens that a target writes in its greedy answers to a few prompts."""
 
 from __future__ import annotations
 
