@@ -24,13 +24,14 @@ _MIN_VARIANCE = 10.0
 class TokenCounts:
     """Counts of sampled tokens by group, with the counts that the target's probabilities predict.
 
-    Given the tokens before it, a sampled token falls into group g with the target's probability s_g, independently of
-    the earlier ones. So observed minus expected counts are a sum of differences with mean 0 and covariance diag(s) -
-    s·sᵀ each, and their squared length in units of the summed covariance follows χ². All contexts may differ.
+    Given the tokens before it, a sampled token is in group g with the target's probability s_g, independently of
+    earlier tokens. So observed minus expected counts are a sum of terms, each with mean 0 and covariance diag(s) -
+    s·sᵀ, and the squared length of this sum in units of the summed covariance follows χ². The contexts of tokens can
+    differ.
 
     Attributes:
-        tokens: Tokens counted.
-        impossible: Those with probability 0.
+        tokens: Number of tokens counted.
+        impossible: Number of tokens with probability 0.
     """
 
     def __init__(self, groups: int) -> None:
@@ -67,12 +68,13 @@ class TokenCounts:
 
     @property
     def observed_bias(self) -> float:
-        """Share of the tokens in another group than expected, noise included."""
+        """Return the share of the tokens in another group than expected, including noise."""
         return float(np.abs(self._excess).sum()) / 2 / max(1, self.tokens)
 
     @property
     def smallest_bias(self) -> float | None:
-        """The smallest share of tokens in a wrong group that the test finds with 95% power; ``None`` if none.
+        """Return the smallest share of tokens in a wrong group that the test finds with 95% power; ``None`` if there is
+        none.
 
         A shift d of the groups' mean shares makes the statistic noncentral χ² with noncentrality λ = n²·dᵀV⁻¹d. Of all
         shifts with total variation b the hardest to find has λ = (2·b·n)² / max sᵀVs, over all signs s: the dual norm.

@@ -1,8 +1,9 @@
-"""Compare the logits of a run with those of one clean forward pass over the whole text, row by row.
+"""Compare the logits of a generation with those of one clean forward pass over the whole text, row by row.
 
-A row's *deviation* is the root mean square of the differences of its logits from the clean ones, less their mean (a
-shift of all logits changes no probability), over the standard deviation of the clean row. Rounding causes some 2% in
-bfloat16 and some 2e-6 in float32; one wrong token in a cache causes tens of per cent (docs/check.md).
+A row's *deviation* is the root mean square of the differences between its logits and the clean ones, divided by the
+standard deviation of the clean row. The mean difference is subtracted first, since a shift of all logits changes no
+probability. Rounding causes some 2% in bfloat16 and some 2e-6 in float32; one wrong token in a cache causes tens of
+percent (docs/check.md).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def sample_columns(row: torch.Tensor) -> torch.Tensor:
 def clean_rows(scorer: Scorer, prompt: Sequence[int], output: Sequence[int]) -> Iterator[torch.Tensor]:
     """Yield the logits before every token of an output, [vocab] each, from an empty cache and without rollback.
 
-    One forward over prompt and output; more for an output whose rows would take more than 256 MB.
+    It runs one forward over prompt and output, or several if the logits would need more than 256 MB.
     """
     context = [*prompt, *output]
     limit = max(1, _MAX_BYTES // (4 * (scorer.vocab_size or scorer.embeddings)))
@@ -93,8 +94,8 @@ def judge_deviations(
     """Compare the deviations of speculative and plain decoding; ``None`` if there are none.
 
     Args:
-        dtype: Of the logits. Limits are at least half of its ``tie_units`` times its epsilon, because plain decoding
-            may happen to be exact.
+        dtype: Dtype of the logits. Limits are at least half of its ``tie_units`` times its epsilon, because plain
+            decoding can happen to be exact.
     """
     if not speculative or not plain:
         return None

@@ -8,8 +8,8 @@ where q is the distribution of the drafted token, a(x) the acceptance probabilit
 correction token. With a = min(1, p/q) and c = norm(max(0, p - q)) this is p (Leviathan et al. 2023, A.1). The formula
 holds for any a and c, so it shows what a wrong implementation really emits.
 
-For trees, and for verification methods that look at several drafted tokens together, there is no such formula: every
-outcome of drawing and testing is enumerated instead, in a tree of three nodes over three tokens.
+For trees, and for verification methods that test several draft tokens jointly, there is no such formula: instead, every
+outcome of drawing and testing is enumerated, for a tree of three nodes and a vocabulary of three tokens.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def total_variation(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def error_limit(draft: Draft, p: torch.Tensor, i: int) -> float:
-    """Return the total variation that rounding may cause at position i: 1e-5 plus the errors of the sums of p and q.
+    """Return the total variation that rounding can cause at position i: 1e-5 plus the errors of the sums of p and q.
 
-    A float32 softmax over 150,000 tokens sums to one only within some 1.5e-5 on a CPU. At most 1e-4 is allowed for it.
+    On a CPU, a float32 softmax over 150,000 tokens sums to one only within some 1.5e-5. At most 1e-4 is allowed for it.
     """
     sums = [p[i].double().sum()]
     if draft.q is not None and i < len(draft.q):
@@ -95,7 +95,7 @@ def error_limit(draft: Draft, p: torch.Tensor, i: int) -> float:
 
 
 def likely_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
-    """Return three of the most probable tokens of two distributions, [vocab] each; the best of each included."""
+    """Return three of the most probable tokens of two distributions, [vocab] each, including the best of each."""
     ranked = [int(p.argmax()), int(q.argmax()), *(p + q).topk(min(_FEW_TOKENS, len(p))).indices.tolist()]
     return list(dict.fromkeys(ranked))[:_FEW_TOKENS]
 
@@ -107,9 +107,9 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
     of two. Where a step emits one token, the second comes from the target.
 
     Args:
-        verification: Draws the nodes and decides.
+        verification: The method that draws the nodes and decides.
         p: The target's distributions after the context, and after every first token, [2, tokens].
-        q: The drafter's.
+        q: The drafter's distributions, in the same shape.
     """
     found = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
     logits = p.log()
@@ -136,10 +136,12 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
 
 
 class _ScriptedRandomness(Randomness):
-    """Randomness with given outcomes, then the first possible ones, whose probability is its ``weight``.
+    """Randomness with given outcomes of the first events, and the first possible outcome of later ones.
+
+    ``weight`` is the probability of all outcomes so far.
 
     Args:
-        outcomes: By event, the index among the possible ones.
+        outcomes: For each event, the index of its outcome among the possible ones.
     """
 
     def __init__(self, outcomes: Sequence[int]) -> None:
@@ -173,7 +175,7 @@ class _ScriptedRandomness(Randomness):
         return outcome
 
     def next(self) -> list[int] | None:
-        """Return the next outcomes to enumerate, the last event's changing first; ``None`` after the last."""
+        """Return the next outcomes to enumerate (the last event changes first); ``None`` when all are enumerated."""
         outcomes = self._outcomes[: len(self._possible)]
         while outcomes:
             outcomes[-1] += 1

@@ -50,12 +50,12 @@ class TopLogits:
 
 @dataclass
 class GreedyOutput:
-    """A greedy output and the logits of its run; a reference has tokens and tops only.
+    """A greedy output and its logits; a reference has only ``tokens`` and ``tops``.
 
     Attributes:
         tops: The largest logits before every token.
         columns: Some of the logits before every token, float32 [columns] each.
-        digests: Of all bits of the logits before every token.
+        digests: Hash of all bits of the logits before every token.
         clean: The same columns of a clean forward over the output; for plain decoding only.
         steps, drafted, accepted: Counts of the run.
     """
@@ -80,10 +80,10 @@ class GreedyResult:
         steps, drafted, accepted: Counts of the speculative run.
         against_plain, against_transformers: The first difference; ``None`` for none.
         compared_with_transformers: Whether there was a reference.
-        violations: Of both runs, the speculative one first.
-        deviations, plain_deviations: Of the runs' logits from a clean forward, for each row.
-        bitwise_rows, bitwise_equal: Rows that both runs computed after the same tokens, and those of them that are
-            equal bit for bit.
+        violations: Violated invariants of both generations, the speculative one first.
+        deviations, plain_deviations: Deviation of each row of logits from a clean forward, speculative and plain.
+        bitwise_rows, bitwise_equal: Number of rows that both generations computed after the same tokens, and how many
+            of them are bitwise equal.
     """
 
     prompt: str
@@ -150,7 +150,7 @@ def check_greedy(
 
     Args:
         reference: Result of ``reference_output``; ``None`` for no comparison.
-        dtype: Whose rounding explains a tie.
+        dtype: The dtype whose rounding explains a tie.
         plain: Result of ``run_plain`` with the same target, cache and stop rules; ``None`` to run it.
     """
     speculative = run_greedy(setup, prompt)
@@ -190,9 +190,9 @@ def _digest(row: torch.Tensor) -> bytes:
 def compare_outputs(
     setup: DecodingSetup, prompt: Sequence[int], first: GreedyOutput, second: GreedyOutput, dtype: torch.dtype
 ) -> Difference | None:
-    """Return the first difference of two outputs, judged by a clean forward and by the logits of both runs.
+    """Return the first difference of two outputs, judged by a clean forward and by the logits of both outputs.
 
-    It is a tie only if all three have both tokens within ``tie_units`` of their best logit.
+    It is a tie only if both tokens are within ``tie_units`` of the best logit in all three.
     """
     position = first_difference(first.tokens, second.tokens)
     if position is None:

@@ -42,11 +42,11 @@ class Violation:
 
 
 class RunRules:
-    """What a run of ``observe`` has to keep to.
+    """The settings that an observed generation has to follow.
 
     Attributes:
-        method: Verification above temperature 0.
-        max_length: Largest length of prompt and output.
+        method: Verification method above temperature 0.
+        max_length: Largest length of prompt and output together.
     """
 
     def __init__(self, setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool) -> None:
@@ -79,7 +79,7 @@ class RunRules:
         return any(stop in text or specials.get(stop) in output for stop in stops)
 
     def overrun(self, output: Sequence[int]) -> str | None:
-        """Return what an output continues after; ``None`` if it ends in time."""
+        """Return what should have ended an output but did not; ``None`` if it ends in time."""
         at = next((i for i, token in enumerate(output[:-1]) if token in self._setup.end_ids), None)
         if at is not None:
             return f"the end token at position {at} of the output"
@@ -161,9 +161,10 @@ def _check_draft(seen: Observation, rules: RunRules) -> Complaints:
 
 
 def _compare_draws(proposal: Proposal) -> str | None:
-    """Check that the draft consists of the draws, in order, and that none was discarded: that would change q.
+    """Check that the draft consists of the drawn tokens, in order, and that none was discarded, since that would change
+    q.
 
-    A token that is certain in q need not have been drawn.
+    A token with probability 1 in q need not have been drawn.
     """
     draft = proposal.draft
     draws = [event for event in proposal.events if isinstance(event, DrawEvent)]
@@ -183,7 +184,7 @@ def _compare_draws(proposal: Proposal) -> str | None:
 
 
 def _compare_candidates(draft: Draft, draws: Sequence[DrawEvent]) -> str | None:
-    """Check that each candidate of a tree that is not certain was drawn from what was left of its q."""
+    """Check that each candidate of a tree was drawn from what was left of its q, unless its probability was 1."""
     assert draft.candidates is not None
     places = draft.candidates.items()
     drawn = [(node, tokens, q) for node, groups in places for tokens, q in groups if q is not None]
@@ -261,7 +262,7 @@ def _check_counts(step: Step) -> Complaints:
 
 
 def _closing(step: Step, has_children: bool) -> str:
-    """Return the kind of the closing token; ``has_children``: whether the last accepted node has drafted children."""
+    """Return the kind of the step's last token; ``has_children`` says whether the last accepted node has children."""
     return "corrected" if has_children else "bonus" if step.drafted else "target"
 
 

@@ -1,6 +1,6 @@
 """Run the decoding loop and record what it does in every step: drafts, forwards, random events and cache lengths.
 
-The loop runs as always; its forwards are recorded by the caller, its drafter and its randomness by wrappers.
+The loop is not changed: the caller records its forwards, and wrappers record its drafter and its randomness.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Event = DrawEvent | AcceptanceEvent
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A call of the drafter: its draft, and the random events meanwhile."""
+    """A call of the drafter: its draft, and the random events during the call."""
 
     draft: Draft
     events: tuple[Event, ...]
@@ -246,10 +246,11 @@ class _RecordingDrafter(Drafter):
 
 
 class _RecordingRandomness(Randomness):
-    """Records every event. With ``forcing``, every other test gets a random one of its possible outcomes.
+    """Randomness that records every event. With ``forcing``, every second test gets a random one of its possible
+    outcomes.
 
-    What a step emits is computed from its distributions, not from its outcome: forcing only leads to rejections at all
-    positions, also where nearly everything is accepted.
+    The emitted distribution of a step is computed from its distributions, not from the outcome. So forcing does not
+    bias it: it only makes rejections occur at all positions, even if nearly everything is accepted.
     """
 
     def __init__(self, seed: int, device: torch.device | str, log: _Log, *, forcing: bool) -> None:
@@ -283,7 +284,7 @@ def _possible_outcomes(acceptance: Sequence[float]) -> list[int]:
 
 
 def scorers_of(drafter: Drafter) -> list[Scorer]:
-    """Return the scorers of a drafter's models, as far as these use the target's vocabulary."""
+    """Return the scorers of those of a drafter's models that use the target's vocabulary."""
     return [model.scorer for model in models_of(drafter) if not isinstance(model, TranslatingDrafter)]
 
 

@@ -48,9 +48,10 @@ class OutputResult:
     """The result for a line.
 
     Attributes:
-        first: The first token that is not the target's choice, and that choice; ``None`` if all are.
-        first_wrong: The first of these that is no tie.
-        ties, wrong: Numbers of each. Every token is judged after the output's own tokens before it.
+        first: The first token that is not the target's choice, with that choice; ``None`` if there is none.
+        first_wrong: The first of these tokens that is not a tie.
+        ties, wrong: Numbers of ties and of wrong tokens. Each token is judged in the context of the output's own
+            tokens.
         after_end: Position of an end token that the output continues after; ``None`` for none.
     """
 
@@ -129,8 +130,8 @@ def check_output(
     Args:
         target: Runs one forward over prompt and output, see ``clean_rows``.
         sampling: Its repetition penalty and the model's own settings apply, but no forced end: the limit is unknown.
-        end_ids: Tokens that end an output; none if the outputs ignore them.
-        dtype: Whose rounding is the unit of a gap; ``None`` for that of the logits.
+        end_ids: Tokens that end an output; empty if the outputs ignore them.
+        dtype: The dtype whose rounding is the unit of a gap; ``None`` for that of the logits.
 
     Raises:
         RunError: The logits contain NaN.

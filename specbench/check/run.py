@@ -30,14 +30,15 @@ class Case:
 
 
 class DecodingCheck:
-    """A check of one configuration: call ``check_steps``, then ``check_samples`` if wanted; ``result`` at any time.
+    """A check of one configuration: call ``check_steps``, then ``check_samples`` if wanted. ``result`` works at any
+    time.
 
     Args:
-        dtype: Whose rounding explains a tie: that of the logits, or a coarser one used within the model.
+        dtype: The dtype whose rounding explains a tie: that of the logits, or a coarser one used within the model.
         no_transformers: Why the cases have no reference; ``None`` if they have.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
-        plain_outputs: Plain decoding of the prompts so far, by token ids; extended here. Checks with the same target,
-            cache and stop rules may share it.
+        plain_outputs: Outputs of plain decoding so far, by the prompt's token ids; new ones are added. Checks with the
+            same target, cache and stop rules can share it.
 
     Attributes:
         progress: Receives the stages; ``None`` for none.
@@ -84,7 +85,7 @@ class DecodingCheck:
                 self.announce(time.monotonic() - began, plain_s)
 
     def check_samples(self, *, bias: float, seconds: float) -> None:
-        """Sample outputs until a bias of this size would be found or the time is up."""
+        """Sample outputs until the test would find a bias of this size, or the time is over."""
         self._sampled = sample(
             self.setup,
             [case.prompt for case in self.cases],

@@ -46,8 +46,8 @@ class ExactPosition:
 
     Attributes:
         step: Index of the step; ``None`` for the prefill.
-        kind: Of the closing token; ``first`` for the prefill's token, ``enumerated`` for an enumeration of all outcomes
-            over a few tokens.
+        kind: Kind of the step's last token; ``first`` for the prefill's token, ``enumerated`` for an enumeration of all
+            outcomes over a few tokens.
         error: Total variation of the emitted distribution from p.
         limit: The error that rounding may cause.
     """
@@ -86,9 +86,10 @@ class ExactCase:
 def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> ExactCase:
     """Sample one output, and compute the emitted distributions from each step's own p, q, chances and draws.
 
-    Every closing token gives one position: at a rejection by the formula of ``specbench.check.exact``, elsewhere by the
-    distribution it was drawn from. Half of the rejections are forced, so that all positions occur. Where the formula
-    does not apply, all outcomes are enumerated for the steps where p and q differ most.
+    The last token of each step gives one position. After a rejection, its distribution follows from the formula of
+    ``specbench.check.exact``; otherwise it is the distribution that the token was drawn from. Half of the rejections
+    are forced, so that all positions occur. If the formula does not apply, all outcomes are enumerated for the steps in
+    which p and q differ most.
     """
     rules = RunRules(setup, prompt, greedy=False)
     positions: list[ExactPosition] = []
@@ -162,8 +163,9 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
 
 @dataclass(frozen=True)
 class _HardCase:
-    """Distributions of a step, reduced to a few tokens: after the context and after the first accepted token (after
-    the context again without one).
+    """Distributions of a step, reduced to a few tokens: after the context, and after the first accepted token.
+
+    If no token was accepted, those after the context are used for both.
     """
 
     step: int | None
@@ -172,7 +174,7 @@ class _HardCase:
 
     @property
     def distance(self) -> float:
-        """Total variation of p and q: where they are equal every verdict is right."""
+        """Return the total variation of p and q; if they are equal, every verdict is right."""
         return total_variation(self.p[0], self.q[0])
 
 
@@ -290,8 +292,8 @@ def _count_tokens(seen: Observation, sampling: Sampling, counts: TokenCounts) ->
 def _preferred(draft: Draft, node: int, p: torch.Tensor) -> torch.Tensor:
     """Return which tokens the drafter gives more probability after a node than the target, bool [vocab].
 
-    Groups may depend on the tokens before, but not on tokens drafted by chance. They do not after the context and in a
-    chain, whose tokens up to a node are those before it; for other nodes of a tree no token counts as preferred.
+    The groups of the test can depend on earlier tokens, but not on randomly drafted tokens that are not part of the
+    output. After the context and in a chain this holds; for other nodes of a tree, no token counts as preferred.
     """
     preferred = torch.zeros_like(p, dtype=torch.bool)
     for tokens, q in draft.draws(node)[:1] if node < 0 or draft.parents is None else ():

@@ -47,7 +47,7 @@ _VALIDATOR_WORDS = re.compile("Value error, |, unable to parse .*")
 
 
 class _EscapeError(Exception):
-    """Carries, as its cause, an error that typer would turn into an exit."""
+    """Exception whose cause is an error that typer would otherwise turn into an exit."""
 
 
 class _Commands(TyperGroup):
@@ -142,7 +142,7 @@ def _command_line() -> Any:
 
 
 def _prepare_streams() -> None:
-    """Replace characters that the encoding of stdout or stderr lacks, for models write anything."""
+    """Make stdout and stderr replace characters that their encoding lacks, since models can write any character."""
     if sys.stdout is None:  # closed by the caller
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the program runs
     if sys.stderr is None:
@@ -209,7 +209,7 @@ def _sentence(message: str) -> str:
 
 
 def _give_up_stdout() -> None:
-    """Drop what is left in the buffer, or the interpreter would print another error at its end."""
+    """Discard the rest of stdout's buffer; otherwise the interpreter would print another error when it exits."""
     with suppress(OSError, ValueError):  # ValueError: not a real file, or closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

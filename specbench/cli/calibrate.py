@@ -35,7 +35,7 @@ _decoding = panel(DECODING)
 
 @dataclass(frozen=True)
 class _Search:
-    """What is looked for, and on which prompts."""
+    """Options of the search: its kind, prompts and time."""
 
     prompts: Annotated[tuple[str, ...], opt.prompts_option()] = ()
     limit: Annotated[
@@ -130,7 +130,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Effort:
-    """What every search takes: models, prompts, tokens of an answer, and a time."""
+    """Settings that all searches share: models, prompts, tokens of an answer, and a time limit."""
 
     target: str
     models: ModelOptions
@@ -156,7 +156,7 @@ class _Effort:
                 return loaded, loaded_drafters, [encode_conversation(loaded, each) for each in self.prompts]
 
     def progress(self) -> StageProgress:
-        """Return a bar that does not draw by itself, for forward passes are timed."""
+        """Return a progress bar that draws only on updates, since forward passes are timed."""
         return StageProgress(self.quiet, animated=False)
 
 
@@ -291,12 +291,12 @@ def _closing(
     """Return the last lines of an answer: doubts, what the choice is kept for, and how to use it.
 
     Args:
-        target: The choice's.
-        speedup: The predicted one.
-        missing: What the time was too short for; ``None`` if it was not.
-        instead: Another drafter than ``lookup`` that may be better where there is hardly a gain.
-        use: The options that use it.
-        circumstances: What else the choice is for.
+        target: The target that the choice is for.
+        speedup: The predicted speedup.
+        missing: The part of the search that the time was too short for; ``None`` if it was not.
+        instead: Another drafter than ``lookup`` that can be better if the speedup is small.
+        use: The options that use the choice.
+        circumstances: Further circumstances that the choice is for.
     """
     lines, kept = [], "Kept"
     if missing is not None:

@@ -27,7 +27,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
         lists: Options that may be repeated.
 
     Raises:
-        UsageError: The file is none.
+        UsageError: The file is not a valid configuration.
     """
     from specbench.config import FILE_NAME, PROVISIONAL, read_config
 
@@ -48,7 +48,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
 
 
 def _left(config: Config, given: Collection[str]) -> Config:
-    """What the command line leaves of it: a policy was chosen for its drafter, and goes with it."""
+    """Return the part of a configuration that applies; without its drafter, its draft policy does not apply either."""
     taken = {name for name in config.given if name in given}
     if "drafter" in given:
         taken |= {*_RULE, "drafter_dtype"}
@@ -58,7 +58,7 @@ def _left(config: Config, given: Collection[str]) -> Config:
 
 
 def _options(config: Config) -> dict[str, str]:
-    """By name; the γ of a fixed policy is an option of its own."""
+    """Return the options of a configuration by name; the γ of a fixed policy becomes the option for γ."""
     policy = config.policy
     if (
         config.draft_policy is None

@@ -66,7 +66,7 @@ NEED = (
 
 
 def given(ctx: typer.Context, *names: str | type) -> list[str]:
-    """Return those of the named options, and of groups, that stand on the command line, as written there."""
+    """Return those of the named options and groups that are on the command line, as written there."""
     found = []
     for each in names:
         for name in [each] if isinstance(each, str) else [field.name for field in fields(each)]:
@@ -88,7 +88,7 @@ def refuse_conflicts(ctx: typer.Context) -> None:
     """Refuse options that exclude each other, or that lack the one they need.
 
     Raises:
-        UsageError: There are some.
+        UsageError: The command line has such options.
     """
     for rows, needed in ((EXCLUDE, False), (NEED, True)):
         for row in rows:

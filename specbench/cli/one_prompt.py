@@ -61,9 +61,9 @@ class PromptJob(LoadedRecipe):
         )
 
     def warm_up(self) -> None:
-        """Decode with the drafter and plainly once, so that neither pays for the first time.
+        """Decode once with the drafter and once plainly, so that later times do not include the costs of a first use.
 
-        With fixed shapes every shape takes long when it is met first, so that whole outputs are decoded.
+        With fixed tensor shapes, each new shape takes long at its first use, so whole outputs are decoded.
         """
         fixed_shapes = self.recipe.caching.kind in ("static", "compiled")
         for plain in (False, True):
@@ -89,7 +89,7 @@ class PromptJob(LoadedRecipe):
         )
 
     def options(self) -> dict[str, Any]:
-        """Return what decides the output, by name; ``None`` for what is switched off."""
+        """Return the options that decide the output, by name; ``None`` for those that are switched off."""
         policy, fixed = self.policy.policy, not self.policy.siblings.max_count
         branches = policy.branches or self.policy.siblings.max_count > 0 or self.drafter.several_drafters
         named = (branches or self.policy.verification is not None) and not self.sampling.greedy
@@ -173,7 +173,7 @@ def advice_for(ctx: typer.Context, job: PromptJob, chat: bool | None) -> Advice:
 def decode(
     job: PromptJob, trace_to: TraceOutput | None, advice: Advice, paint: Paint | None, show: ShownOptions
 ) -> None:
-    """Decode, show the text, compare, and show what it came to.
+    """Decode, print the text, compare with plain decoding, and print a summary.
 
     Args:
         job, trace_to: What to run, and where its steps go.

@@ -42,10 +42,10 @@ def parse_recipe(
     caching: CacheOptions,
     sampling: SamplingOptions,
 ) -> Recipe:
-    """Return what a command line asks for.
+    """Return the recipe that a command line requests.
 
     Raises:
-        UsageError: It asks for something that cannot be.
+        UsageError: The request is impossible.
     """
     from specbench.recipe import Recipe
 
@@ -186,10 +186,10 @@ def requested_policies(
 
 
 def refuse_siblings(policies: Sequence[PolicySpec], chained: str) -> None:
-    """Refuse policies with siblings or trees, for the option ``chained`` asks for bit-exact forward passes.
+    """Check that no policy drafts siblings or trees, if ``chained``, the option for bit-exact forward passes, is given.
 
     Raises:
-        UsageError: There is one.
+        UsageError: A policy does.
     """
     for policy in policies:
         if policy.kind.tree:

@@ -1,4 +1,4 @@
-"""What commands that decode print on stderr: notes before it, and after it what it came to."""
+"""Output of decoding commands on stderr: notes before the text, and a summary after it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def show_summary(
     notes: Sequence[str] = (),
     verbose: bool = False,
 ) -> None:
-    """Print what a generation came to: a sentence, and the most important of the lines that explain it.
+    """Print the summary of a generation: a sentence, and the most important lines that explain it.
 
     Args:
         figures: What ``--json`` prints.
@@ -134,7 +134,7 @@ def show_summary(
 
 
 def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
-    """Return what a single generation came to, in a sentence, and why the drafter does not help; empty if it does."""
+    """Return a sentence on the result of a single generation, and why the drafter does not help; empty if it does."""
     speed, explained = figures["tokens_per_second"], figures["explained"]
     text = counted(figures["new_tokens"], "token") if speed is None else f"{speed:.1f} tokens/s"
     if explained is None:
@@ -153,7 +153,7 @@ def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
 
 
 def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
-    """Return what a comparison came to, in a sentence, and why the drafter does not help; empty if it does.
+    """Return a sentence on the result of a comparison, and why the drafter does not help; empty if it does.
 
     All figures are of the same pairs: the ratio of the two speeds is the speedup.
     """

@@ -240,12 +240,12 @@ class SweepJob(RunJob):
         self._cells = "batches" if sweep.options.batches else "generations"
 
     def run(self, sources: dict[str, Any], start: LoadSnapshot, notes: Sequence[str]) -> None:
-        """Measure; print and write what there is then, whether it came to its end or not.
+        """Measure, then print and write the results so far, even if the sweep was interrupted.
 
         Args:
             sources: See ``describe_sources``.
-            start: The load of the machine.
-            notes: What there is to say of models or servers.
+            start: The machine load at the start.
+            notes: Notes on models or servers.
 
         Raises:
             typer.Exit: Something failed, or Ctrl-C.

@@ -125,7 +125,9 @@ def run_tune(
 
 
 def _exists(out: Path) -> UsageError:
-    """Return a refusal to overwrite, with the command as typed, once to overwrite and once with the next free name."""
+    """Return the error for an existing output file, with two commands:
+    one overwrites it, one uses the next free name.
+    """
     free = next(path for n in count(2) if not (path := out.with_name(f"{out.stem}-{n}{out.suffix}")).exists())
     commands = [*sys.argv[1:], "--overwrite"], [*sys.argv[1:], "--out", str(free)]
     return UsageError(
@@ -218,7 +220,7 @@ class _TuneJob(RunJob):
         )
 
     def answer(self, found: Found, store: RunStore) -> TuneAnswer:
-        """Return what the search came to, after storing it for everything that shows the run."""
+        """Return the answer of the search, after storing it in the run for reports and exports."""
         from specbench.results.results import load_results
         from specbench.tune.answer import find_answer, stored_answer
 
@@ -228,7 +230,7 @@ class _TuneJob(RunJob):
         return answer
 
     def _state_of(self, race: Race, left_s: float) -> str:
-        """Return who is in the race, in a line."""
+        """Return a line on the running candidates of the race."""
         from specbench.results.stats import decimals
 
         labels = {config.id: config.label for config in self.sweep.configs}
@@ -286,7 +288,7 @@ class _TuneJob(RunJob):
         self.say(f"Results: {self.folder}; specbench report {self.folder} shows them.")
 
     def _command(self, results: Results) -> str:
-        """Return the command that decodes as the answer says, with models as they were typed."""
+        """Return the command that decodes with the winner, with models as the user typed them."""
         from specbench.results.summary import categorize, summarize
         from specbench.show.answer import find_answers
 
@@ -294,7 +296,7 @@ class _TuneJob(RunJob):
         return answer.command
 
     def _write_configuration(self, answer: TuneAnswer, out: Path, cache: str | None) -> bool:
-        """Write the configuration; return whether one can hold the answer."""
+        """Write the configuration file; return whether the answer can be expressed in one."""
         recipe = answer.winner.recipe
         assert recipe is not None
         usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"

@@ -1,1 +1,1 @@
-"""Export of measured settings: the command line, file or program that switches one on in another engine."""
+"""Export of measured settings, as a command line, file or program for another engine."""

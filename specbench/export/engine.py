@@ -1,4 +1,4 @@
-"""The base class of export engines, and what is the same for all of them."""
+"""The base class of export engines, and functions that several of them share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it supports"
 
 
 def in_format_of_authors(kind: str) -> str:
-    """Return the note that an engine reads heads of a kind in their authors' format alone."""
+    """Return the note that an engine loads a kind of heads only in the format of their authors."""
     return f"The head in the format of the authors of {kind}; the `speculators` format is not read."
 
 
@@ -52,8 +52,9 @@ class Export:
     Attributes:
         text: Shell commands or a Python program.
         options: The engine's option names with their values; groups are mappings.
-        needs, missing, differs: What is needed first, cannot be expressed, and means something else.
-        check: How to see that speculation is on.
+        needs, missing, differs: Notes on what must be done first, what cannot be expressed, and what differs in
+            meaning.
+        check: How to verify that speculation is on.
     """
 
     text: str = ""
@@ -88,12 +89,12 @@ class ExportEngine(ABC):
 
     Attributes:
         name, title: Value of ``--to``; name in messages.
-        version: Version that the option names were read in.
+        version: Version of the engine that the option names are from.
         drafters: Kinds of drafters that it supports, at least in part.
         policies: Draft policies that it supports in addition to a fixed γ.
         verifications: Verification methods that it supports in addition to rejection sampling.
-        heads: Kinds of trained heads that it loads, or why not.
-        no_heads: Why it loads no other kinds; empty for the usual reason.
+        heads: How it loads kinds of trained heads, or why it does not.
+        no_heads: Why it does not load other kinds; empty for the usual reason.
     """
 
     name: ClassVar[str]
@@ -125,7 +126,7 @@ class ExportEngine(ABC):
         return export
 
     def supports(self, drafter: DrafterSpec) -> bool:
-        """Whether a drafter can be expressed, apart from trained heads."""
+        """Return whether the engine supports a drafter, ignoring trained heads."""
         return isinstance(drafter, self.drafters)
 
     def exports(self, drafter: DrafterSpec, head: TrainingMetadata | None = None) -> bool:
@@ -218,7 +219,7 @@ def _refusal(what: str, *, served: bool) -> UsageError:
 
 
 def _model_needs(setting: Setting) -> Iterator[str]:
-    """Yield what has to replace model names that only one machine knows."""
+    """Yield notes on model names that exist only on one machine and have to be replaced."""
     for model in setting.models:
         builtin = BUILTIN_MODELS.get(model.name)
         if builtin is not None:
@@ -230,7 +231,7 @@ def _model_needs(setting: Setting) -> Iterator[str]:
 
 
 def request_notes(setting: Setting) -> list[str]:
-    """Return what clients of a server have to know."""
+    """Return notes on options that clients of a server have to send with each request."""
     if setting.temperature is None:
         return []
     return [

@@ -19,8 +19,9 @@ def export_fastest(
 ) -> tuple[Setting, Export]:
     """Export the fastest setting that an engine supports.
 
-    A setting whose draft policy the engine lacks is exported only if it is the fastest of all, or if no fixed γ was
-    measured with its drafter: otherwise that γ is what the engine gets, and what the figures have to be about.
+    If the engine does not support a setting's draft policy, it gets a fixed γ instead. Such a setting is exported only
+    if it is the fastest of all, or if no fixed γ was measured with its drafter; otherwise the measured fixed γ is
+    exported, so that the reported speed belongs to it.
 
     Args:
         engine: The engine.
@@ -28,10 +29,10 @@ def export_fastest(
         results: That run.
 
     Returns:
-        The setting, with the fastest of all if that is another one, and its export.
+        The setting (with the fastest of all, if it is another one), and its export.
 
-    Raises:
-        UsageError: It supports none of them.
+        Raises:
+            UsageError: The engine supports none of the settings.
     """
     fixed = {setting.drafter for setting in settings if not setting.gamma_from}
     for setting in settings:

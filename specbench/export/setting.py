@@ -62,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True)
 class MeasuredSetting:
-    """What a run says of a setting; the best one is the fastest, and surely faster than plain decoding."""
+    """Measurements of a setting in a run; the best one is the fastest and certain to be faster than plain decoding."""
 
     config: str
     label: str
@@ -98,11 +98,11 @@ class Setting:
 
     Attributes:
         gamma: Tokens drafted in a step, without the bonus token, for engines that take a fixed number.
-        gamma_from: Source of that number if the policy has another one; empty for the policy's own.
+        gamma_from: Where ``gamma`` comes from if the policy does not have it; empty if it is the policy's own.
         temperature: Measured temperature; ``None`` if not measured.
         replaces: The fastest setting of the run, if this one is exported in its place.
-        head: How the trained head in the drafter came about; ``None`` without one.
-        head_unknown: Whether the drafter's model may be a trained head, because the hub could not be asked.
+        head: Training metadata of the trained head in the drafter; ``None`` without one.
+        head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
     """
 
     target: Model
@@ -147,11 +147,11 @@ class Setting:
 def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     """Return the setting of a configuration file that names target, drafter and draft policy.
 
-    ``gamma`` replaces the draft policy's own, which not all have.
+    ``gamma`` replaces the draft policy's own; policies without a fixed γ require it.
 
     Raises:
-        UsageError: It is plain decoding, or has no fixed γ and none is given; its drafter is not on the hub, or a head
-            of an unknown kind.
+        UsageError: The setting is plain decoding; it has no fixed γ and none is given; or its drafter is not on the hub
+            or is a head of an unknown kind.
         RunError: A head in a folder is damaged.
     """
     assert config.target is not None
@@ -189,7 +189,7 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
 
 
 def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setting:
-    """Return a setting of a run with the fastest one of that run, which it replaces."""
+    """Return a setting of a run, with a reference to the run's fastest setting, in whose place it is exported."""
     assert setting.measured is not None
     assert fastest.measured is not None
     tuning = results.run.tuning

@@ -52,7 +52,7 @@ _CLIENT_CLOSED = 499  # the status that servers log for a client that did not wa
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """What a request gets that asks for nothing else.
+    """Options for everything that a request leaves open.
 
     Attributes:
         policy: The draft policy of all requests; ``None`` for the default of a request's sampling.
@@ -67,12 +67,12 @@ class RequestDefaults:
 
 
 def application(engine: Engine, defaults: RequestDefaults, *, hosts: Sequence[str] = ("*",)) -> Starlette:
-    """Return the application of an engine, which the caller has to stop.
+    """Return the application of an engine, which the caller must stop.
 
     Args:
-        engine, defaults: The engine, and what a request gets that asks for nothing else.
-        hosts: Host names that requests may have. A page in a browser on the same machine can give a name of its own
-            this address; it cannot have a request say ``localhost``.
+        engine, defaults: The engine, and the options for everything that a request leaves open.
+        hosts: Allowed host names of requests. They stop DNS rebinding: a web page can make its own host name resolve to
+            this machine, but the browser still sends that name, not ``localhost``.
 
     Raises:
         UsageError: The target has no tokenizer.
@@ -156,10 +156,10 @@ class _Api:
     def _parse(
         self, body: bytes, kind: type[ChatRequest] | type[TextRequest]
     ) -> tuple[ChatRequest | TextRequest, GenerationRun]:
-        """Parse a request and make the run that answers it.
+        """Parse a request and return the generation that answers it.
 
         Raises:
-            UsageError, _ProtocolError: Something is wrong with it.
+            UsageError, _ProtocolError: The request is invalid.
         """
         parsed = parse(body, kind)
         self._check_model(parsed.model)
@@ -211,7 +211,7 @@ class _ProtocolError(HTTPException):
 
 
 class _RecordStream(AsyncIterator["Prefill | Step"]):
-    """The records of a request as they come, in the event loop that made it.
+    """The records of a request as they are decoded, in the event loop that created the stream.
 
     Raises:
         SpecbenchError: The engine refuses the request, or decoding fails.
@@ -261,10 +261,10 @@ class _EventStream(StreamingResponse):
 
 
 class _OpenRequestLimit:
-    """Limits the number of open requests, and refuses others before their bodies are read.
+    """Limit on the number of open requests; further ones are refused before their bodies are read.
 
-    The engine's own limit ends with a request's last step. This one holds until the answer has been sent, so that
-    clients who send or read slowly cannot fill the memory.
+    The engine's own limit counts a request until its last step. This one counts it until the answer has been sent, so
+    that slow clients cannot fill the memory.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -288,7 +288,7 @@ class _OpenRequestLimit:
 async def _texts(
     records: _RecordStream, first: Prefill | Step, usage: Usage
 ) -> AsyncGenerator[tuple[str, FinishReason | None]]:
-    """Yield the text that each record makes final, with the finish reason of the last one."""
+    """Yield the text that becomes final with each record, and its finish reason, which only the last one has."""
     stream = records.run.text_stream()
     assert stream is not None
     record: Prefill | Step | None = first
@@ -336,8 +336,8 @@ async def _read_body(request: Request) -> bytes:
     """Read the body of a JSON request.
 
     Raises:
-        _ProtocolError: It is no JSON, too large, or does not come in time.
-        ClientDisconnect: The client disconnects before it has sent it.
+        _ProtocolError: The body is not JSON, too large, or does not arrive in time.
+        ClientDisconnect: The client disconnects before it has sent the body.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -364,7 +364,7 @@ async def _unless_disconnected(request: Request, coming: Awaitable[_T]) -> _T:
     """Wait for a result, unless the client disconnects first.
 
     Raises:
-        ClientDisconnect: It does.
+        ClientDisconnect: The client disconnects.
     """
     answer, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_disconnected(request))
     try:

@@ -42,8 +42,8 @@ class Counts:
     Attributes:
         ended: Ended requests, by finish reason, ``cancelled`` or ``failed``.
         prompt_tokens, tokens: Prompt tokens read, and tokens emitted.
-        steps, drafted, accepted: Steps, drafted tokens (of a tree its depth) and accepted ones of these.
-        drafts: Steps that drafted anything.
+        steps, drafted, accepted: Numbers of steps, of drafted tokens (for a tree, its depth), and of accepted tokens.
+        drafts: Number of steps that drafted anything.
         kept_at: Accepted draft tokens by position in the draft, from 0.
     """
 
@@ -83,12 +83,12 @@ class Job:
 
 
 class Engine:
-    """Takes requests from any thread, and decodes several at a time.
+    """Engine that takes requests from any thread, and decodes several at a time.
 
     Args:
         target, drafter: Target and drafter of all requests; each request gets a scorer and a drafter of its own.
         max_batch: Requests decoded at a time.
-        max_waiting: Requests that may wait in addition.
+        max_waiting: Maximum number of requests that wait in addition.
         pool_tokens: Tokens of the KV cache pool; ``None`` for caches that grow.
 
     Attributes:
@@ -133,10 +133,10 @@ class Engine:
         return max(0, len(self._jobs) - self.running)
 
     def submit(self, run: GenerationRun, deliver: Deliver) -> Job:
-        """Submit a run with the engine's target and drafter; ``deliver`` (see ``Job``) has to return immediately.
+        """Submit a generation with the engine's target and drafter; ``deliver`` (see ``Job``) must return immediately.
 
         Raises:
-            BusyError, StoppedError: It is refused.
+            BusyError, StoppedError: The queue is full, or the engine is stopping.
         """
         job = Job(run, deliver)
         with self._changed:
@@ -176,7 +176,7 @@ class Engine:
             self._end_all(StoppedError("The server stopped before the answer ended.", "Use another one."))
 
     def _has_work(self) -> bool:
-        """Wait until there is something to do; false once everything has to end."""
+        """Wait until there is work and return true; return false once everything has to end."""
         with self._changed:
             while not (self._jobs or self._cancelled or self._deadline is not None):
                 self._changed.wait()

@@ -233,7 +233,7 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
 
 
 def _same(value: object, other: object) -> bool:
-    """Whether values are equal, where a boolean is no number."""
+    """Return whether values are equal; a boolean never equals a number."""
     return type(value) is type(other) and value == other
 
 
@@ -244,8 +244,9 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 
 @dataclass
 class Usage:
-    """Tokens of a generation so far: its prompt, its output with an end token, drafted ones (of a tree its depth), and
-    accepted ones of these."""
+    """Token counts of a generation so far:
+    prompt, output including an end token, drafted (for a tree, its depth), accepted.
+    """
 
     prompt: int = 0
     completion: int = 0
@@ -265,7 +266,7 @@ class Usage:
         return tokens
 
     def body(self) -> Json:
-        """Return the usage as the protocol has it; drafted tokens are its predicted ones."""
+        """Return the usage in the form of the protocol, which calls draft tokens predicted tokens."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

@@ -28,12 +28,13 @@ _CLIENT_WARNINGS = (
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGINT or SIGTERM. Running requests then have some time left; after it they end with an error.
+    """Server that runs until SIGINT or SIGTERM. Running requests then have ``grace_s`` seconds before they end with an
+    error.
 
     Args:
         engine, defaults: See ``application``; the engine has stopped when ``run`` returns.
         listening: A bound socket.
-        grace_s: Seconds that answers may take after the signal.
+        grace_s: Seconds that running requests have after the signal.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Server(uvicorn.Server):
 
 
 def _host_names(listening: socket.socket) -> Sequence[str]:
-    """Return the names of this machine if only it can connect, otherwise any."""
+    """Return the local host names if only this machine can connect, otherwise a pattern for any name."""
     address: str = listening.getsockname()[0]
     if ipaddress.ip_address(address).is_loopback:
         return ("localhost", address, f"[{address}]")

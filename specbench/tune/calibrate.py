@@ -301,8 +301,8 @@ def _agreement(model: Any, texts: Sequence[_Text]) -> Agreement:
 
 @torch.inference_mode()
 def _drafting_logits(model: Any, text: _Text) -> torch.Tensor:
-    """Return the logits from which a drafter on the target's cache drafts each token, [drafted,
-    vocab], in one forward.
+    """Return the logits from which a drafter on the target's cache drafts
+    each token, [drafted, vocab], in one forward.
     """
     cached_len, count = len(text.tokens) - 1, text.drafted
     first = cached_len - count  # position of the token that the first draft follows

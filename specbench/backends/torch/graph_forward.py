@@ -1,4 +1,4 @@
-"""Forwards of static shapes, which a CUDA device can replay: one launch in place of some hundred.
+"""Forward passes with fixed tensor shapes, which a CUDA device can replay in one launch instead of some hundred.
 
 Over a ``StaticKVCache`` a forward of n tokens always is the same sequence of kernels: it writes keys and values at
 given slots of buffers that do not move, and attends to all of them under a mask. On a CUDA device each width is
@@ -93,7 +93,7 @@ def compiled(forward: Callable[..., Any], device: torch.device) -> Callable[...,
 
 
 class _Inputs(NamedTuple):
-    """The inputs of a forward of static shapes."""
+    """The inputs of a forward pass whose tensors have fixed shapes."""
 
     ids: Tensor  # token ids, [1, n]
     slots: Tensor  # where in the cache their keys and values go, [n]

@@ -108,8 +108,10 @@ class HeadScorer(Generic[Input, Output]):
         self._known = cached_tokens
 
     def take_states(self, length: int, states: Tensor) -> None:
-        """Take hidden states of the target, [positions, layers, width], up to that of position ``length - 1``, with
-        all new ones.
+        """Receive the target's hidden states, [positions, layers, width], of consecutive positions up to ``length -
+        1``.
+
+        They include at least all positions whose states were not received before.
         """
         raise NotImplementedError
 
@@ -290,8 +292,8 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
 
 
 class ParallelScorer(EagleScorer):
-    """P-EAGLE: reads mask tokens after what is new of the context, and has all logits of a draft from one forward
-    pass.
+    """P-EAGLE: reads mask tokens after what is new of the context,
+    and has all logits of a draft from one forward pass.
     """
 
     head: ParallelEagleHead

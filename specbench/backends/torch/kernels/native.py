@@ -438,12 +438,12 @@ class DecoderStack:
         Args:
             x: Embeddings, or a head's features, [rows, hidden size], float32, contiguous; overwritten by the last
                 layer's output.
-            cosines, sines: Of the rows' positions, [rows, head size], float32.
-            pointers: Keys and values of each layer, with room for the rows' own.
-            requests: The rows belong to these, in this order.
+            cosines, sines: Rotation of the rows' positions, [rows, head size], float32.
+            pointers: Keys and values of each layer, with space for those of the rows.
+            requests: The requests that the rows belong to, in the order of the rows.
             wanted: Rows whose logits are wanted.
-            layers: Layers whose input hidden states are wanted, of all rows; their number means the states after the
-                final norm.
+            layers: Indices of layers. The hidden states that enter these layers are returned for all rows; an index
+                equal to the number of layers stands for the states after the final norm.
             embedded: Embeddings that an EAGLE head reads, in the shape of ``x``.
 
         Returns:
