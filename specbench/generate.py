@@ -73,7 +73,7 @@ def encode_prompt(
     else:
         ids = tokenizer(_encodable(text))["input_ids"]
     if not ids:
-        raise UsageError("The prompt gives no tokens.", "Give some text.")
+        raise UsageError("The prompt has no tokens.", "Give some text.")
     return [int(token) for token in ids]
 
 

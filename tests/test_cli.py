@@ -310,7 +310,7 @@ def test_what_keeps_passes_from_being_native_is_said(tiny, monkeypatch):
     why = "there was no C compiler when specbench was installed"
     monkeypatch.setattr(native, "_load", lambda: why)
     assert (
-        f"Decoding is slower than it could be, without native forward passes: {why}."
+        f"Decoding is slower than it could be, because native forward passes are not available: {why}."
         in tiny("the", "-n", 4).err
     )
 

@@ -164,7 +164,7 @@ def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
 def test_what_no_other_engine_has_is_served_here(tune):
     said = tune(factors={"self:int8@auto": 2.0})
     assert said.out.startswith("self:int8 with auto: 2.00")
-    assert "Deploy:  specbench serve  (other engines support nothing" in said.out
+    assert "Deploy:  specbench serve  (other engines support no configuration" in said.out
 
 
 def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models, capsys):

@@ -462,5 +462,5 @@ def test_trees_apply_and_entropies_do_not():
             parse_policy(rule).check(drafter)
         with pytest.raises(UsageError, match=f"{word} has none. Choose auto, fixed,.*auto-tree"):
             parse_policy("svip").check(drafter)
-    with pytest.raises(UsageError, match="lookup drafts chains only"):
+    with pytest.raises(UsageError, match="lookup drafts only chains"):
         parse_policy("auto-tree").check(parse_drafter("lookup"))

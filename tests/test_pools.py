@@ -176,9 +176,9 @@ def test_a_request_that_never_fits_is_told_apart_from_one_that_waits():
     assert blocks.extend(first, 0, 9) == []
     assert blocks.extend(second, 0, 9) is None
     assert second.blocks == []
-    with pytest.raises(UsageError, match="17 tokens needs more than the pool has for one: 16"):
+    with pytest.raises(UsageError, match="17 tokens is longer than the KV cache pool allows: 16"):
         blocks.extend(second, 0, 17)
-    with pytest.raises(UsageError, match="5 tokens needs more than the pool has for one: 4"):
+    with pytest.raises(UsageError, match="5 tokens is longer than the KV cache pool allows: 4"):
         BlockAllocator(4, 4, 1).extend(second, 0, 5)
 
 
@@ -315,7 +315,7 @@ def test_a_full_pool_changes_nothing_and_says_so(kind):
     assert held.use == before
     with pytest.raises(UsageError, match="full"):
         third.score(asked)
-    with pytest.raises(UsageError, match="more than the pool has for one"):
+    with pytest.raises(UsageError, match="longer than the KV cache pool allows"):
         third.reserve(ForwardRequest(third, [*CONTEXT, *CONTEXT]))
     assert held.use == before
     first.rollback(0)

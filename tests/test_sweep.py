@@ -577,7 +577,7 @@ def test_other_settings_of_the_model_never_go_on():
     new = structs.replace(new, target=structs.replace(TARGET, model_defaults={}))
     assert changes(old, new) == []
     new = structs.replace(new, target=structs.replace(TARGET, model_defaults={"repetition_penalty": 1.1}))
-    with pytest.raises(UsageError, match=r"others now \(repetition_penalty\) than in this run \(none\)"):
+    with pytest.raises(UsageError, match=r"different now \(repetition_penalty\) than in this run \(none\)"):
         changes(old, new)
 
 

@@ -274,8 +274,8 @@ def test_from_the_command_line(tmp_path, cli):
         (["--drafter", "self:int8"], "--drafter is given without --tree"),
         (["--temperature", "1"], "--temperature is given without --tree"),
         (["--tree", "--vocab", "3"], "--tree does not go with --vocab"),
-        (["--tree", "--drafter", "lookup"], "The drafter lookup drafts chains only"),
-        (["--tree", "--drafter", "suffix+self:int8"], "The drafter suffix+self:int8 drafts chains only"),
+        (["--tree", "--drafter", "lookup"], "The drafter lookup drafts only chains"),
+        (["--tree", "--drafter", "suffix+self:int8"], "The drafter suffix+self:int8 drafts only chains"),
         (["--tree", "--minutes", "0"], "--minutes is 0"),
     ],
 )

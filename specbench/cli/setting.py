@@ -87,10 +87,14 @@ def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[s
     if (parting := widths_differ(target)) is not None:
         lines.append(parting)
     if not target.packed and target.quantization is None and target.scorer.device.type == "cpu":
-        lines.append("This machine lacks packed linear layers: decoding uses the ordinary, slower ones.")
+        lines.append(
+            "Packed linear layers are not available on this machine: decoding uses the ordinary, slower ones."
+        )
     for what, scorer in (("Decoding", target.scorer), ("Drafting", _own_scorer(drafter))):
         if (reason := _without_native_products(scorer)) is not None:
-            lines.append(f"{what} is slower than it could be, without native forward passes: {reason}.")
+            lines.append(
+                f"{what} is slower than it could be, because native forward passes are not available: {reason}."
+            )
             break
     return lines
 

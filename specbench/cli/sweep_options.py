@@ -158,11 +158,11 @@ class ResultsOptions:
         _results(
             "--accept-changes",
             None,
-            "Continue although the machine, versions or options have changed (--resume).",
+            "With --resume, continue even if the machine, versions or options have changed.",
         ),
     ] = False
     retry_failed: Annotated[
-        bool, _results("--retry-failed", None, "Measure failed generations again (--resume).")
+        bool, _results("--retry-failed", None, "With --resume, measure failed generations again.")
     ] = False
     dry_run: Annotated[
         bool, _results("--dry-run", None, "Show the plan with its time and memory, then exit.")

@@ -44,7 +44,7 @@ def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
         if layer not in possible:
             raise UsageError(
                 f"Layer {layer} cannot be skipped: the length of the cache is read from the first layer of each kind.",
-                "Leave it out of skip.",
+                "Remove it from skip=.",
             )
 
 

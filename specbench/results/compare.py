@@ -233,7 +233,9 @@ def compare_runs(
         *_batch_notes(*(config for match in matches for config in match)),
     ]
     if machines:
-        notes.append(f"The machines differ ({machines}), so only ratios to {over} of each run are compared.")
+        notes.append(
+            f"The machines differ ({machines}), so only the speedups over {over} of each run are compared."
+        )
     if measure == "speed":
         notes.append(
             "The runs were not made at the same time: changes of the machine between them are in the ratios and not in"

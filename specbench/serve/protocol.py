@@ -219,7 +219,7 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
                 raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
         elif name not in _IGNORED_FIELDS:
             if name not in kind.model_fields:
-                raise UsageError(f"{excerpt(name, MAX_NAME)}: there is no such field.", "Leave it out.")
+                raise UsageError(f"{excerpt(name, MAX_NAME)}: this field does not exist.", "Leave it out.")
             given[name] = value
     try:
         request = kind.model_validate(given)

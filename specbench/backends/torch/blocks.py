@@ -70,7 +70,7 @@ class BlockAllocator:
         if needed > self.max_per_request:
             most = self.max_per_request * self.size
             raise UsageError(
-                f"A request of {end} tokens needs more than the pool has for one: {most} tokens.",
+                f"A request of {end} tokens is longer than the KV cache pool allows: {most} tokens.",
                 "Give the pool more memory, or the request a shorter prompt or output.",
             )
         written = range(start // self.size, min(needed, len(blocks)))

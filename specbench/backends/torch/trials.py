@@ -366,7 +366,7 @@ def why_widths_differ(
     if context_limit is not None:
         start = min(start, context_limit - widest)
     if start < 1:
-        return f"The context of {context_limit} tokens is too short to test it."
+        return f"The context of {context_limit} tokens is too short to test bit-exact forward passes."
     choice = random.Random(0)
     ids = torch.tensor([[choice.randrange(len(embeddings)) for _ in range(start + widest)]])
 

@@ -250,8 +250,9 @@ def _method(results: Results) -> list[tuple[str, str]]:
 
 _METHOD_OF_TUNING = (
     "Tuning",
-    "A search by `specbench tune`: each round measures only the candidates still in the race, so rows rest on different"
-    " prompts. Speedups and verdicts are those of its end, with noise correction (docs/tuning.md); 'with TTFT' and"
+    "A search by `specbench tune`: each round measures only the candidates still in the race, so configurations"
+    " were measured on different prompts. Speedups and verdicts are those of its end, with noise correction"
+    " (docs/tuning.md); 'with TTFT' and"
     " tokens/s are without.",
 )
 _ACCEPTANCE = [
@@ -274,8 +275,8 @@ _ACCEPTANCE_OF_SERVERS = (
     " 'Tokens/step' follows from it and includes the correction or bonus token.",
 )
 _SALTS = {
-    "shared": "Every prompt begins with a line that no cache knows, the same for all servers.",
-    "each": "Every prompt begins with a line that no cache knows, another for each server.",
+    "shared": "Every prompt begins with a unique line, the same for all servers, so that no prompt cache has it.",
+    "each": "Every prompt begins with a unique line, different for each server, so that no prompt cache has it.",
 }
 
 
