@@ -1,1 +1,1 @@
-"""What makes passes."""
+"""Backends: the code that runs forward passes."""

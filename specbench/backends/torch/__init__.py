@@ -1,1 +1,1 @@
-"""Passes of ``transformers`` models on torch: scorer, caches and trials."""
+"""Forward passes of ``transformers`` models on torch: scorer, caches and trials."""

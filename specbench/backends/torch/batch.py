@@ -1,7 +1,7 @@
 """One loaded model for many requests: a scorer for each, and forward passes over all of them together.
 
-The rows of all requests follow each other without padding: every linear layer reads its weights once for all of them,
-and only attention goes by request (``kernels.attention.RaggedKV``).
+The tokens of all requests are concatenated without padding: every linear layer reads its weights once for all of them,
+and only attention is computed by request (``kernels.attention.RaggedKV``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class BatchedModel:
     """A loaded model with a scorer for every request, whose forward passes it runs together where the model can.
 
     Args:
-        pool: Of the model's keys and values, or of those of the model it is a cheaper form of; ``None``: each request
-            has a growing cache, and forward passes are run one by one.
-        exact: Whether rows must equal those of a forward pass of their own up to the rounding of the weights, as a
-            target's must; if layers quantize activations, that means the same bits.
+        pool: Pool of the model's keys and values; for a cheaper form of a target, the target's pool. With ``None``,
+            each request has a growing cache, and forward passes are run one by one.
+        exact: Whether logits must equal those of separate forward passes up to the rounding of the weights, as a
+            target's must; if layers quantize activations, they must be bitwise equal.
 
     Attributes:
         why_not_batched: Why forward passes are run one by one, as a sentence; ``None`` if they are not.
@@ -144,11 +144,11 @@ _AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)
 
 
 class RequestFactory:
-    """Makes what a request needs of its own: a scorer of the target, and a drafter with its scorers.
+    """Factory of the objects that each request needs: a scorer of the target, and a drafter with its scorers.
 
-    Keys and values are in one pool for each model, whose forward passes are then run together. Where the target was
-    loaded with a cache that cannot be pooled (``--cache none``, ``--bit-exact``), every request gets a cache of that
-    kind and forward passes of its own. An int8 or int4 target is pooled only if its rows keep their bits.
+    The keys and values of a model are in one pool, and its forward passes are run together. If the target was loaded
+    with a cache that cannot be pooled (``--cache none``, ``--bit-exact``), every request gets its own cache of that
+    kind and its own forward passes. An int8 or int4 target is pooled only if its logits stay bitwise equal.
 
     Args:
         tokens: Positions in each pool; ``None`` for a growing cache for each request.
@@ -224,6 +224,8 @@ class RequestFactory:
 
 
 def _cache_like(loaded: Scorer) -> KVCache:
-    """Return an empty cache of that kind; a static one belongs to one scorer, so a dynamic one in its place."""
+    """Return an empty cache of the same kind as the loaded one;
+    a dynamic one for a static one, which only one scorer can use.
+    """
     kinds: dict[type, CacheKind] = {PreallocatedKVCache: "preallocated", NoKVCache: "none"}
     return make_cache(kinds.get(type(loaded.cache), "dynamic"), loaded.model.config)

@@ -1,4 +1,4 @@
-"""Which blocks of a pool are taken, their buffers, and views of what a request holds in them."""
+"""Blocks of a pool: their allocation, their buffers, and views of a request's keys and values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class PoolUsage:
 
 
 class BlockTable:
-    """The blocks of a request, in the order of its positions, with digests of all tokens up to the end of the first
-    ones.
+    """The blocks of a request, in the order of its positions.
+
+    For the first full blocks it also has digests of all tokens up to the end of the block.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class BlockTable:
 
 
 class BlockAllocator:
-    """Hands out ``count`` blocks of ``size`` positions; it knows nothing of their content but the tokens.
+    """Allocator of ``count`` blocks of ``size`` positions; of their content it knows only the tokens.
 
     Attributes:
         max_per_request: The most blocks that one request may hold.
@@ -57,11 +58,11 @@ class BlockAllocator:
         return int((self._holders > 1).sum())
 
     def extend(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Let a request write its positions from ``start`` to ``end``.
+        """Prepare the blocks of a request for writing its positions from ``start`` to ``end``.
 
         Returns:
-            Pairs of blocks to copy, from the first to the second, since others still read the first (copy on write);
-                ``None`` if there are too few free blocks, and nothing has changed.
+            Pairs of blocks (source, copy) that the caller must copy, since other requests still use the source (copy on
+                write). ``None`` if there are too few free blocks; nothing has changed then.
 
         Raises:
             UsageError: A request may not hold as many.
@@ -114,8 +115,8 @@ class BlockAllocator:
                 self._digests[block] = digest
 
     def share_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
-        """Let a new request share the published blocks of the longest prefix of ``tokens``; return the positions in
-        them.
+        """Let a new request share the published blocks of the longest
+        prefix of ``tokens``; return the positions in them.
         """
         for i in range(len(tokens) // self.size):
             digest = self._digest(table, tokens, i)
@@ -203,7 +204,7 @@ class KVBuffers:
                 entries.index_copy_(2, target, entries.index_select(2, source))
 
     def zero_nonfinite(self, first: int, end: int) -> None:
-        """Zero a stretch with a NaN or infinity, which others read after their end under a mask: 0 · NaN is NaN."""
+        """Set a range to zero if it has a NaN or infinity: other requests read it under a mask, and 0 · NaN is NaN."""
         if self.is_allocated:
             for entries in (self.keys, self.values):
                 stretch = entries[:, :, first:end]
@@ -221,7 +222,7 @@ class KVView:
     Args:
         requests, count: Number of requests, and of positions of each.
         first, step: Index of the first position, and distance between requests.
-        indices: In place of these, those of one request whose blocks are not neighbors.
+        indices: The indices of all positions, for a single request whose blocks are not neighbors; replaces the others.
     """
 
     def __init__(

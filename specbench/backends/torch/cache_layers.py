@@ -49,9 +49,9 @@ def drops_positions(layer: object) -> bool:
 class PreallocatedLayer(CacheLayerMixin):
     """Keys and values of one full-attention layer, written by index.
 
-    Buffers have shape [1, heads, capacity, head size] and double when full; a rollback changes one number. Short
-    forwards get keys and values up to a multiple of ``block``; those after the used ones are finite, and must be
-    masked.
+    Buffers have shape [1, heads, capacity, head size], and their capacity doubles when they are full; a rollback only
+    changes the length. Short forwards get keys and values up to a multiple of ``block`` positions; those after the used
+    ones are finite and must be masked.
     """
 
     is_sliding = False
@@ -153,8 +153,9 @@ class GrowingLayer(PreallocatedLayer):
 class PreallocatedSlidingLayer(PreallocatedLayer):
     """The same for a layer that attends to the last ``window`` positions.
 
-    The buffer holds the positions from ``dropped`` on. Older ones are dropped in bulk when it fills, but never the
-    window before the last ``SLIDING_SLACK`` positions, which may still be rolled back.
+    The buffer contains the positions from ``dropped`` on. When it is full, many older positions are dropped together.
+    The last ``SLIDING_SLACK`` positions and the window before them are never dropped, since they can still be rolled
+    back.
     """
 
     is_sliding = True
@@ -225,7 +226,7 @@ class LayerGroup:
         """Count ``tokens`` more positions of layers as used, which the caller writes.
 
         Args:
-            layers: Of a cache; ``transformers``' layers that keep every position are replaced in this list.
+            layers: The layers of a cache; ``transformers``' layers that keep every position are replaced in this list.
             places: Indices of the layers.
             dtypes: Dtypes that keys and values may have; those of all layers are equal.
             empty: Keys or values of no position, [1, heads, 0, head size], from which layers without buffers make them.
@@ -270,8 +271,9 @@ class LayerGroup:
 
 @torch.inference_mode()
 def zero_nonfinite(layer: Any, length: int) -> None:
-    """Zero the first positions of a layer if there is a NaN or infinity: a masked entry counts 0 times, and 0 · NaN is
-    NaN.
+    """Set the first positions of a layer to zero if they have a NaN or infinity.
+
+    Masked entries are multiplied by 0, and 0 · NaN is NaN.
     """
     for buffer in (layer.keys, layer.values):
         used = buffer[:, :, :length]

@@ -1,8 +1,8 @@
 """Key/value caches that can be rolled back.
 
-One rule serves every cache: a model feeds ``context[cache.length:]``, and after a step the cache keeps the first
-``len(context) - 1`` tokens. ``rollback(length)`` keeps the first ``length`` positions *of each layer*, since an early
-exit on the target's cache extends the first layers alone.
+All caches follow one rule: a model is fed ``context[cache.length:]``, and after a step the cache keeps the first
+``len(context) - 1`` tokens. ``rollback(length)`` keeps the first ``length`` positions *of each layer*, since a drafter
+that uses the target's cache and only its first layers extends only these layers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class KVCache:
     """Keys and values of one context, batch size 1.
 
     Attributes:
-        separate_prefill: Whether the prompt needs a forward pass of its own before tokens that may be rolled back.
-        max_exact_tokens: Tokens up to which a position's sums do not depend on the forward pass; ``None``: not known.
+        separate_prefill: Whether the prompt needs its own forward pass, before tokens that can be rolled back.
+        max_exact_tokens: Length up to which a position's sums do not depend on the forward pass; ``None`` if not known.
     """
 
     separate_prefill = False
@@ -72,7 +72,7 @@ class KVCache:
         return self.length + tokens
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        """Move the entries at these positions to ``start`` and after it, in every layer; where trees are taken."""
+        """Move the entries at these positions to ``start`` and after it, in every layer; only if trees are possible."""
         raise NotImplementedError
 
     def model_kwargs(self) -> dict[str, Any]:
@@ -94,10 +94,10 @@ class KVCache:
 def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     """Make an empty cache for a model.
 
-    ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into buffers
-    that double when full, ``static`` does so in forwards of static shapes, ``compiled`` in compiled ones, ``none``
-    recomputes everything (the reference in tests). With folded attention, a preallocated cache gives out keys and
-    values in whole blocks, which that attention masks.
+    ``dynamic`` grows by concatenation (``transformers``' DynamicCache). ``preallocated`` writes by index into buffers
+    that double when full. ``static`` does this for forwards with fixed tensor shapes, ``compiled`` for compiled
+    forwards. ``none`` recomputes everything (the reference in tests). With folded attention, a preallocated cache
+    returns keys and values in whole blocks, whose unused positions that attention masks.
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
@@ -226,8 +226,8 @@ class DynamicKVCache(KVCache):
 
 
 class PreallocatedKVCache(KVCache):
-    """A cache whose layers write by index and roll back by moving an offset; for ``block`` see
-    ``PreallocatedLayer``.
+    """A cache whose layers write by index and roll back by moving an
+    offset; for ``block`` see ``PreallocatedLayer``.
     """
 
     def __init__(self, config: PretrainedConfig, block: int = 1) -> None:
@@ -280,7 +280,9 @@ class PreallocatedKVCache(KVCache):
 
     @torch.inference_mode()
     def repeat(self, length: int) -> None:
-        """Grow to ``length`` tokens by repeating the entries: it makes no sense, but the shapes of such forwards."""
+        """Grow to ``length`` tokens by repeating the entries;
+        the content is meaningless, but forwards get the right shapes.
+        """
         for layer in self._layers:
             layer.repeat(length)
 
@@ -334,9 +336,9 @@ class _StaticLayer(CacheLayerMixin):
 
 
 class StaticKVCache(KVCache):
-    """A cache whose forwards have the same shapes whatever it holds (see ``GraphForward``).
+    """A cache for forwards whose tensor shapes do not depend on the cached length (see ``GraphForward``).
 
-    Every forward gets the whole buffers and a mask. The number of cached tokens is kept here, not on the device.
+    Every forward gets the whole buffers and a mask. The number of cached tokens is stored here, not on the device.
 
     Attributes:
         capacity: Tokens that fit; doubles when full.

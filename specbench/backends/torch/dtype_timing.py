@@ -67,12 +67,12 @@ def _shorten(embeddings: Any, head: Any) -> None:
 def time_samples(
     samples: Mapping[torch.dtype, PreTrainedModel], rounds: int, patience_s: float
 ) -> list[dict[torch.dtype, float]]:
-    """Time a forward over one token and one that verifies a draft, together, in seconds.
+    """Time two forwards together, one over a single token and one that verifies a draft, in seconds.
 
     Args:
         samples: Models of the same layers, by their dtype.
-        rounds: How often each is timed. They take turns, in every round beginning with another one.
-        patience_s: Seconds after which no round is begun: on a busy machine forwards may take very long.
+        rounds: How often each is timed. They take turns, and each round begins with another one.
+        patience_s: Seconds after which no new round is begun, since forwards can take very long on a busy machine.
 
     Returns:
         The times of each round.

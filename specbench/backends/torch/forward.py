@@ -1,7 +1,7 @@
-"""Forward passes through a model: its own, one in few operators, one in a single native call, several requests in one.
+"""Implementations of a model's forward pass: the model's own, a fused one, a native one, and one for several requests.
 
-Each is a ``Forward`` bound to a model and its cache, chosen by ``trials.choose_forward``; ``GraphForward`` is one more.
-A ``RaggedForward`` reads several contexts, and gets their cache with every call.
+Each is a ``Forward`` bound to a model and its cache, chosen by ``trials.choose_forward``; ``GraphForward`` is another
+one. A ``RaggedForward`` runs several requests together, and gets their cache with every call.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Feeds tokens after those in a cache, which then holds them too."""
+    """A forward pass over the tokens that follow those in a KV cache; it adds their keys and values to the cache."""
 
     def __call__(
         self, ids: Tensor, rows: int, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Return the logits alone, [rows, vocab]; for the arguments see ``run``."""
+        """Return only the logits, [rows, vocab]; for the arguments see ``run``."""
         return self.run(ids, rows, (), positions, mask).logits
 
     def run(
@@ -55,15 +55,15 @@ class Forward:
         """Run a forward pass, with the hidden states of some layers at all tokens.
 
         Args:
-            ids: [1, tokens].
-            rows: Positions whose logits are wanted, counted from the end; at least 1.
+            ids: Token ids, [1, tokens].
+            rows: Number of last positions whose logits are returned; at least 1.
             layers: See ``ForwardRequest``; in any order, with repeats.
-            positions: [1, tokens]; ``None`` for those after the cache.
+            positions: Positions of the tokens, [1, tokens]; ``None`` for those after the cached ones.
             mask: Bool [1, 1, tokens, ``cache.key_len(tokens)``], true where a token attends; ``None``:
                 causal.
 
         Returns:
-            Tensors that nobody else writes to.
+            Logits and hidden states, in tensors that no later forward overwrites.
         """
         once = [*dict.fromkeys(layers)]
         made = self._run(ids, rows, once, positions, mask)
@@ -74,7 +74,7 @@ class Forward:
     def _run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
-        """Run it for layers without repeats."""
+        """Run a forward pass; as ``run``, but ``layers`` has no repeats."""
         raise NotImplementedError
 
 
@@ -182,8 +182,8 @@ _CHUNK_ROWS = 512
 
 
 class RotaryTable:
-    """Cosines and sines by position, [positions, head size], of a model or head with this configuration, computed
-    once.
+    """Cosines and sines by position, [positions, head size],
+    of a model or head with this configuration, computed once.
     """
 
     def __init__(self, module: Any, config: PretrainedConfig) -> None:
@@ -207,10 +207,10 @@ class RotaryTable:
 
 
 class _Parts:
-    """What a model consists of, as it is when a context begins.
+    """The parts of a model, as found when a context begins.
 
-    ``context`` refers weakly to an object that is another one in every context; ``layers`` is empty where some part is
-    not known.
+    ``context`` is a weak reference to an object that is new in every context. ``layers`` is empty if a part is of an
+    unknown kind.
     """
 
     def __init__(self, model: Any, context: object) -> None:
@@ -239,7 +239,7 @@ class _Parts:
 
 
 class _PartsLookup:
-    """Looks up what a model consists of when a context begins."""
+    """Lookup of a model's parts, repeated when a new context begins."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -256,7 +256,7 @@ class _PartsLookup:
 class NativeForward(FusedForward):
     """A forward in one native call, up to ``DecoderStack.max_rows`` rows; ``FusedForward`` beyond, or for other caches.
 
-    Between products everything is float32, and so are the logits.
+    All values between matrix products are float32, and so are the logits.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
@@ -324,9 +324,9 @@ def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class RaggedForward:
-    """A forward over the rows of several requests, one after the other; each request attends to its own positions.
+    """A forward over the concatenated tokens of several requests; each request attends to its own positions.
 
-    It is native or fused, where it can be, if forwards over one context (``forward_type``) are.
+    It is native or fused if possible and if forwards over one context (``forward_type``) are.
     """
 
     def __init__(self, model: Any, forward_type: type[Forward]) -> None:
@@ -339,7 +339,7 @@ class RaggedForward:
         self._is_native = issubclass(forward_type, NativeForward)
 
     def is_row_invariant(self, pool: KVPool) -> bool:
-        """Return whether a row has the same bits whatever else the forward reads."""
+        """Return whether the results of a token are bitwise independent of the other tokens in the forward."""
         parts = self._lookup(pool.context_id) if self._lookup is not None and self._is_native else None
         if parts is None:
             return False
@@ -355,7 +355,7 @@ class RaggedForward:
 
         Args:
             ids: [1, tokens].
-            cache: Of the requests; it holds these tokens afterwards.
+            cache: Cache of the requests; the tokens are added to it.
             wanted: Indices of the tokens whose logits are wanted, ascending.
             layers: See ``Forward.run``; without repeats.
         """
@@ -408,8 +408,8 @@ def _run_fused(
     wanted: slice | Tensor,
     layers: Sequence[int],
 ) -> ForwardOutput:
-    """Run a forward pass in few operators; ``masks_of`` returns the masks of a layer of the cache, see
-    ``FusedLayer``.
+    """Run a forward pass in few operators;
+    ``masks_of`` returns the masks of a layer of the cache, see ``FusedLayer``.
     """
     inner = model.model
     x = inner.embed_tokens(ids)
@@ -431,7 +431,7 @@ def _run_fused(
 
 
 def _is_unmodified(model: Any) -> bool:
-    """Return whether all around the layers that ``FusedForward`` skips is the model's own."""
+    """Return whether the modules around the layers, which ``FusedForward`` skips, are unmodified."""
     known = any(kind.__name__ in _MODELS for kind in type(model).__mro__)
     return (
         known

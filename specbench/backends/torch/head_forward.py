@@ -1,7 +1,7 @@
 """Forward passes through a head of decoder layers: in torch operators, and in a single native call.
 
-By its weights alone a head of two layers takes a few percent of a small target's forward. In operators it takes an
-eighth, since every drafted token starts some forty of them.
+Reading the weights of a head of two layers takes a few percent of a small target's forward. In torch operators the head
+takes an eighth of it, since every drafted token starts some forty of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specbench.decoding.tree import tree_mask, tree_positions
 
 
 class HeadInput(NamedTuple):
-    """Tokens of one request that a head reads after those in its caches, which then hold them too."""
+    """Tokens of one request for a forward of a head, which follow those in its caches and are added to them."""
 
     embedded: Tensor  # their embeddings, [tokens, hidden]
     features: Tensor  # the features that go with them, [tokens, hidden]
@@ -37,7 +37,7 @@ class HeadInput(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """What a head gives for tokens."""
+    """The outputs of a head for tokens."""
 
     features: Tensor  # the features that go with the tokens after them, [tokens, hidden]
     logits: Tensor  # of the last tokens, [wanted, vocab]
@@ -53,7 +53,9 @@ class HeadForward:
         self._dtype = dtype or next(head.parameters()).dtype
 
     def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
-        """Read the tokens of several requests: weights are read once for all, and each request attends by itself."""
+        """Run a forward over the tokens of several requests;
+        weights are read once for all, and attention is separate.
+        """
         tokens, spans = [len(each.embedded) for each in inputs], [_span(each) for each in inputs]
         embedded, features = (
             concat([*parts])[None].to(self._dtype)
@@ -68,7 +70,9 @@ class HeadForward:
         return [HeadOutput(*each) for each in zip(*outputs, strict=True)]
 
     def _attend_by_request(self, layer: int, inputs: Sequence[HeadInput], spans: Sequence[_Span]) -> Attend:
-        """Let the tokens of each request attend to its cache of a layer, and to each other; the cache then has them."""
+        """Compute a layer's attention of each request's tokens to its
+        cache and to each other; add them to the cache.
+        """
         tokens = [len(each.embedded) for each in inputs]
 
         def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -118,8 +122,8 @@ def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:
 
 
 class NativeHeadForward(HeadForward):
-    """A forward pass through an EAGLE-3 head in one native call, for any number of requests, in float32 between
-    products.
+    """A forward pass through an EAGLE-3 head in one native call,
+    for any number of requests, in float32 between products.
     """
 
     head: EagleHead

@@ -1,4 +1,4 @@
-"""Trained heads as scorers: what they have read of a context, and the logits that follow from it."""
+"""Trained heads as scorers: their state in a context, and their logits."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ Embed = Callable[[Tensor], Tensor]
 
 
 class HeadScorer(Generic[Input, Output]):
-    """Gives a head's logits as if it were a model that reads the context.
+    """Scorer that returns a head's logits as if the head were a model with the context as input.
 
-    A forward pass yields the inputs of the head one by one, so that those of several requests can be computed together.
+    A forward pass is a generator that yields the inputs of the head one by one, so that the inputs of several requests
+    can be computed together.
 
     Args:
         layers: Layers of the target whose hidden states it reads, see ``ForwardRequest``.
-        context_limit: The longest context it can read, in tokens; ``None`` for no limit.
-        embeddings: Number of tokens it can read.
+        context_limit: Its longest context, in tokens; ``None`` for no limit.
+        embeddings: Number of different tokens that have an embedding.
 
-    Attributes:
-        epoch: Contexts begun so far.
-        longest: The most tokens of a branch of its drafts; ``None`` for any number.
+        Attributes:
+            epoch: Number of contexts begun so far.
+            longest: Maximum length of a branch of its drafts; ``None`` for no limit.
     """
 
     takes_trees = reads_trees = True
@@ -84,7 +85,7 @@ class HeadScorer(Generic[Input, Output]):
         return self._known
 
     def reserve(self, request: ForwardRequest) -> bool:  # noqa: ARG002
-        """Return that there is always memory."""
+        """Return true: a head needs no memory from a pool."""
         return True
 
     def clone_for(self, batch: Batch | None = None) -> Self:
@@ -134,7 +135,7 @@ class HeadScorer(Generic[Input, Output]):
         raise NotImplementedError
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
-        """Drop what was read of drafts: kept tokens are read again, with the target's states."""
+        """Drop everything computed for drafts; accepted tokens are fed again, with the target's states."""
         raise NotImplementedError
 
 
@@ -317,7 +318,7 @@ class ParallelScorer(EagleScorer):
         return torch.stack([self._rows[depth] for depth in _depths(request)[-rows:]])
 
     def _read_context(self, context: Sequence[int]) -> Generator[HeadInput, HeadOutput]:
-        """Read new tokens, and masks after them, which the next forward pass drops."""
+        """Run the head over new tokens and masks after them; the next forward pass drops the masks."""
         past = self._read
         ids, states = self._new_tokens(context)
         ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
@@ -327,7 +328,7 @@ class ParallelScorer(EagleScorer):
         self._rows = [*found.logits]
 
     def _drop_drafts(self) -> None:
-        """Keep the logits, which depend on the context alone."""
+        """Do nothing: the logits depend only on the context and stay valid."""
         for cache in self._caches:
             cache.rollback(self._read)
 
@@ -340,7 +341,9 @@ class MedusaInput(NamedTuple):
 
 
 class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
-    """Medusa heads, which read states of the target's last ``layer`` and see the length of a draft alone."""
+    """Medusa heads, whose logits depend on the target's last hidden state
+    and the depth in the draft, not on draft tokens.
+    """
 
     def __init__(
         self,
@@ -407,7 +410,7 @@ class BlockInput(NamedTuple):
 
 
 class DFlashScorer(HeadScorer[BlockInput, Tensor]):
-    """DFlash with keys and values of the context; it sees the length of a draft alone."""
+    """DFlash with keys and values of the context; its logits depend on the depth in the draft, not on draft tokens."""
 
     def __init__(
         self,

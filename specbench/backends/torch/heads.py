@@ -1,7 +1,8 @@
 """Trained heads: small modules that predict what a target writes next from its hidden states.
 
-They are plain modules, differentiable over any number of positions. How they attend to what was read before is given
-from outside: by ``head_scorers.py`` when decoding, otherwise when training.
+They are plain modules, differentiable over any number of positions. Their attention to earlier tokens is passed in as
+an
+argument: ``head_scorers.py`` passes one for decoding, the training another.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EagleShape:
-    """What an EAGLE head consists of."""
+    """The structure of an EAGLE head."""
 
     states: int  # hidden states of the target at each position
     width: int  # of each state
@@ -58,10 +59,10 @@ class EagleShape:
 class RecurrentHead(nn.Module):
     """Decoder layers, mostly one, over tokens and the target's hidden states.
 
-    A token goes with the feature of the position before it: ``fuse(states)``, or ``recurring(out)`` of the head's own
-    output where the target has not been yet. The logits after the token are ``logits(out)``. The first layer reads
-    tokens and features, each other one the output of the layer before; ``embed_tokens`` is ``None`` if it uses the
-    target's.
+    The input for a token is its embedding and the feature of the position before it. This feature is ``fuse(states)``,
+    or ``recurring(out)`` of the head's own output at positions without target states. The logits after the token are
+    ``logits(out)``. Only the first layer's input are embeddings and features; the input of other layers is the output
+    of the layer before. ``embed_tokens`` is ``None`` if the head uses the target's embeddings.
     """
 
     shape: EagleShape
@@ -69,8 +70,8 @@ class RecurrentHead(nn.Module):
     layers: nn.ModuleList
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Return the features of positions, [..., hidden], from states of the target, lower layers first, [...,
-        states, width].
+        """Return the features of positions, [..., hidden], from states of the target,
+        lower layers first, [..., states, width].
         """
         raise NotImplementedError
 
@@ -269,8 +270,8 @@ class _Attention(nn.Module):
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary embedding (Su et al. 2021) to [batch, heads, tokens, size], by cosines and sines [batch, tokens,
-    size].
+    """Apply rotary embedding (Su et al. 2021) to [batch, heads, tokens, size],
+    by cosines and sines [batch, tokens, size].
     """
     cosines, sines = (each.unsqueeze(1) for each in rotation)
     first, second = x.chunk(2, dim=-1)
@@ -296,8 +297,8 @@ class DFlashHead(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def keys_values(self, states: Tensor, positions: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return keys and values of positions of a context, by layer, see ``Attend``; arguments as of
-        ``RecurrentHead``.
+        """Return keys and values of positions of a context, by layer,
+        see ``Attend``; arguments as of ``RecurrentHead``.
         """
         features = self.hidden_norm(self.fc(states.flatten(-2)))
         rotation = self.rotary_emb(features, positions)
@@ -305,8 +306,8 @@ class DFlashHead(nn.Module):
         return [attention.keys_values(features, rotation) for attention in attentions]
 
     def guess(self, embedded: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Return logits at the masks, [batch, block - 1, vocab], from embeddings, [batch, block, hidden], and
-        positions.
+        """Return logits at the masks, [batch, block - 1, vocab], from embeddings, [batch, block,
+        hidden], and positions.
         """
         x, rotation = embedded, self.rotary_emb(embedded, positions)
         for layer, attend in zip(self.layers, attends, strict=True):
@@ -360,8 +361,8 @@ class MedusaHeads(nn.Module):
         return state
 
     def logits(self, state: Tensor, head: int) -> Tensor:
-        """Return one head's logits, [..., vocab], for the target's last hidden states after its final norm, [...,
-        width].
+        """Return one head's logits, [..., vocab],
+        for the target's last hidden states after its final norm, [..., width].
         """
         logits: Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](self.guess(state, head))
         return logits

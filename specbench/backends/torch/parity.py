@@ -44,11 +44,12 @@ def rounding_unit(value: float, dtype: torch.dtype) -> float:
 
 
 def tie_units(dtype: torch.dtype) -> float:
-    """Return how many rounding units below the best logit a token may be for rounding to have preferred it.
+    """Return the largest distance from the best logit, in rounding units, at which rounding can explain that a token
+    was chosen.
 
-    Forwards of different widths over one context sum in different orders. On real models (docs/check.md) that moves the
-    distance of two logits by up to 4 units in bfloat16, where every layer rounds coarsely, by up to 24 in float32, and
-    by up to 26 in int8, where a last bit decides between two bytes. Twice that and more is allowed.
+    Forwards of different sizes over one context sum in different orders. On real models (docs/check.md) that changes
+    the distance of two logits by up to 4 units in bfloat16, where every layer rounds coarsely, by up to 24 in float32,
+    and by up to 26 in int8, where a last bit decides between two bytes. Twice that or more is allowed.
     """
     if dtype == torch.int8:
         return _INT8_UNITS
@@ -75,7 +76,7 @@ def difference_at(
     Args:
         position: Index in the output.
         tokens: The two tokens; ``None`` where an output had ended.
-        dtype: Whose rounding is the unit: ``Scorer.rounding``.
+        dtype: The dtype whose rounding is the unit, see ``Scorer.rounding``.
     """
     best = float(scores.max())
     ended = None in tokens
@@ -97,7 +98,7 @@ def find_difference(
 ) -> Difference | None:
     """Compare two outputs after a prompt, with the transforms of ``sampling``; ``None`` if they are equal.
 
-    The target scores the common context once more, from an empty cache.
+    The target computes the logits after the common context again, from an empty cache.
     """
     position = first_difference(first, second)
     if position is None:

@@ -1,8 +1,8 @@
-"""Keys and values of many requests in buffers of fixed size: who holds what, and how one forward pass reads it.
+"""Keys and values of many requests in buffers of fixed size, and how one forward pass uses them.
 
-A pool is cut into blocks of positions; a request holds a list of them (``BlockAllocator``). *Paged*: blocks are short,
-so that little is allocated and unused, and requests with a common prefix share it. *Slotted*: a block is as long as the
-longest request and holds one; neighbors then attend in one call, as they are.
+A pool is divided into blocks of positions; a request has a list of blocks (``BlockAllocator``). *Paged*: blocks are
+short, so that little allocated memory is unused, and requests with a common prefix share blocks. *Slotted*: a block is
+as long as the longest request and belongs to one request; neighbors are then attended to in one call, without copying.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _MAX_WASTE = 2  # requests attend in one call as long as that computes at most t
 class KVPool:
     """The keys and values of many requests, in buffers of fixed size for ``tokens`` positions.
 
-    ``buffers`` has ``None`` for a layer that reads the keys of others. ``context_id`` is another object as soon as a
-    request starts a new context: what was looked up of the model is then looked up again.
+    ``buffers`` has ``None`` for a layer that uses the keys of other layers. ``context_id`` becomes a new object when a
+    request starts a new context; the parts of the model are then looked up again.
 
     Args:
         slots: Requests of a slotted pool, which get equal parts.
@@ -100,7 +100,7 @@ class KVPool:
         )
 
     def release(self) -> None:
-        """Free the buffers now, when nobody holds anything; they are allocated again if need be."""
+        """Free the buffers, when no request uses any block; they are allocated again if necessary."""
         self._released_bytes = self._bytes() or self._released_bytes
         for each in self.buffers:
             if each is not None and each.is_allocated:
@@ -167,10 +167,10 @@ class _PooledLayer(CacheLayerMixin):
 
 
 class PooledCache(KVCache):
-    """What one request holds of a pool. A cheaper form of the model may share it.
+    """The part of a pool that belongs to one request. A cheaper form of the model can share it.
 
-    The model itself has read the first ``own_len`` positions. Others were read by a form that shares the cache, after
-    it was emptied under a draft: the model reads them again.
+    The first ``own_len`` positions were computed by the model itself. Later ones were computed by a form that shares
+    the cache, after the cache was emptied during a draft; the model computes them again.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -198,8 +198,8 @@ class PooledCache(KVCache):
 
     @torch.inference_mode()
     def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:
-        """Reserve the positions up to ``end``, see ``Scorer.reserve``; a new request shares what others have read of
-        ``prefix``.
+        """Reserve the positions up to ``end``, see ``Scorer.reserve``;
+        a new request shares what others have read of ``prefix``.
         """
         blocks, shared = self.pool.blocks, 0
         if not self._table.blocks:
@@ -366,7 +366,8 @@ class BatchedCache:
 
     def _groups(self, natively: bool) -> list[list[RequestTokens]]:
         """Group requests that attend in one call: neighbors with few rows each if it is native, else neighbors in the
-        pool, where little is wasted by treating them as equally long."""
+        pool, where little is wasted by treating them as equally long.
+        """
         groups: list[list[RequestTokens]] = []
         for part in self._parts:
             few = groups and max(len(each.positions) for each in (groups[-1][-1], part)) <= LONGEST_PASS

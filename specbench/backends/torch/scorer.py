@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DeviceTokens(Sequence[int]):
-    """Token ids that stay on their device until one is read: only that waits for the device."""
+    """Token ids that stay on their device; only reading one waits for the device."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._tensors = list(tensors)
@@ -72,11 +72,11 @@ class DeviceTokens(Sequence[int]):
 
 
 class FittedLogits:
-    """Makes a drafter's logits as wide as its target's, or leaves them to its vocabulary.
+    """Conversion of a drafter's logits to the size of its target's vocabulary, if requested.
 
     Args:
-        vocab_size: The target's; logits are cut or padded with -inf to it (two models of one tokenizer may pad their
-            vocabularies differently). ``None`` for their own width.
+        vocab_size: The target's vocabulary size, to which logits are cut or padded with -inf (two models with one
+            tokenizer can pad their vocabularies differently). ``None`` keeps their own size.
         places: The target's token of each logit, int64, of which ``vocabulary`` is made; ``None`` for the first ones.
     """
 
@@ -230,9 +230,10 @@ class Scorer:
 
     @cached_property
     def takes_trees(self) -> bool:
-        """Whether drafts may be trees: a trial on the model gives what separate forward passes give.
+        """Whether drafts can be trees: a trial on the model has given the same results as separate forward passes.
 
-        Never of an int8 target: a branch's rows sum their keys in another order, which int8 rounding magnifies.
+        Always false for an int8 target: the sums over the keys of a branch have another order, which int8 rounding
+        magnifies.
         """
         if not self.reads_trees or self.rounding == torch.int8:
             return False
@@ -296,10 +297,10 @@ class Scorer:
     def _feed_across_change(
         self, context: Sequence[int], drafted: Sequence[int], rows: int, change: int, layers: Sequence[int]
     ) -> ForwardOutput:
-        """Read a context where more than ``change`` tokens have all their positions rotated otherwise.
+        """Run a forward for a model whose rotation of all positions changes when there are more than ``change`` tokens.
 
-        The cache never holds both kinds. While drafts alone reach beyond the change, their logits are computed without
-        a cache; once the context itself does, the cache is filled again.
+        The cache never contains both rotations. If only the draft reaches beyond the change, its logits are computed
+        without a cache; once the context itself does, the cache is filled again.
         """
         if len(context) > change:
             self.cache.reset()

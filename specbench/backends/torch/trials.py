@@ -1,7 +1,7 @@
-"""What a loaded model can do, tried on it after all changes to its layers, on this machine's kernels.
+"""Trials of a loaded model, after all changes to its layers, with this machine's kernels.
 
-Fused, native, static, tree and batched forward passes must give what ordinary ones give. Some models also give the same
-bits in a forward of any width, so that greedy outputs cannot differ at ties.
+Fused, native, static, tree and batched forward passes must give the same results as ordinary ones. Some models also
+give bitwise equal logits in forwards of any size, so that greedy outputs cannot differ at ties.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _trial_ids(model: PreTrainedModel) -> Tensor:
 
 @torch.inference_mode()
 def _static_is_right(model: PreTrainedModel) -> bool:
-    """Return whether forwards over a static cache give what one without a cache gives."""
+    """Return whether forwards over a static cache give the same logits as one without a cache."""
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
     sample = float32_sample(model) or model
     ids = _trial_ids(sample)
@@ -127,9 +127,9 @@ def _static_is_right(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _fused_is_right(model: PreTrainedModel, cache: KVCache, kind: type[FusedForward]) -> bool:
-    """Return whether three forwards through the first layers give what the model's own give, up to rounding.
+    """Return whether three fused forwards through the first layers equal the model's own, up to rounding.
 
-    Never for models that are not on a CPU or whose attention is not folded. The cache is rolled back.
+    Always false for models that are not on a CPU or whose attention is not folded. The cache is rolled back.
     """
     if model.device.type != "cpu" or not is_folded(model.config):
         return False
@@ -206,10 +206,11 @@ def _time_native(model: PreTrainedModel, cache: KVCache, layers: int) -> float:
 
 @torch.inference_mode()
 def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) -> bool:
-    """Return whether a forward over a tree gives what one over each branch gives. Empties the cache.
+    """Return whether a forward over a tree gives the same logits as one over each branch. Empties the cache.
 
-    Both come after the same tokens, since the first ones, which no cache holds yet, may be read in another way: in
-    bfloat16 rounding alone is large with tokens that make no text. Of known layers the first of every kind suffice.
+    Both follow the same cached tokens, since a forward over an empty cache can round differently, and in bfloat16
+    rounding is large for tokens that are not real text. For layers of known kinds, the first one of each kind is
+    enough.
     """
     if isinstance(forward, FusedForward) and (sample := _one_of_each_kind(model)) is not None:
         model, forward = sample, type(forward)(sample, cache)
@@ -282,7 +283,7 @@ _LAST = (3, 1, 1)
 def _ragged_is_right(
     model: PreTrainedModel, kind: PoolKind, limit: float, forward_type: type[Forward]
 ) -> bool:
-    """Return whether forwards over three requests, one with a tree, give what those over each without a cache give."""
+    """Return whether forwards over three requests, one with a tree, equal separate forwards without a cache."""
     size, cpu = len(_embeddings(model)), torch.device("cpu")
     contexts = [[token % size for token in context] for context in _CONTEXTS]
     nodes = [token % size for token in _TREE_TOKENS]
