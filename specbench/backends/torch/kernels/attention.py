@@ -4,12 +4,12 @@ With grouped-query attention (Ainslie et al. 2023) several query heads share a k
 ``transformers`` copies the shared heads to full width in every forward of more than one token, which costs more than
 the attention itself. Folding the query heads of a group into the query length needs no copy and computes the same sums.
 
-A forward may read several requests (``RaggedKV``): to the rest of the model their rows are one sequence; only here each
-request attends to its own keys.
+A forward can run several requests together (``RaggedKV``): for the rest of the model their tokens are one sequence;
+only here each request attends to its own keys.
 
 The sums of a position are *bitwise* the same in forwards of any length if the kernel always splits keys and rows in the
-same way: with keys padded to whole blocks (and masked), and rows to a multiple of 8. The preallocated cache gives out
-such blocks. Measured: docs/log.md.
+same way: with keys padded to whole blocks (and masked), and rows to a multiple of 8. The preallocated cache returns
+such blocks. Measurements are in docs/log.md.
 """
 
 from __future__ import annotations
@@ -297,10 +297,10 @@ def fold_attention(model: PreTrainedModel) -> bool:
 
 
 def enable_ragged(model: PreTrainedModel) -> bool:
-    """Let a model's attention read several requests in a forward.
+    """Make a model's attention accept several requests in a forward.
 
     Returns:
-        Whether it does; False where it is not scaled dot-product attention.
+        Whether it does; False if it is not scaled dot-product attention.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation == "sdpa":

@@ -1,8 +1,8 @@
 """Weights in huge pages.
 
 A forward reads all weights once. In pages of 4 KiB that takes some hundred thousand address translations per billion
-parameters, and the processor prefetches no further than a page: large products reach a half to three quarters of the
-memory bandwidth. Linux can collapse memory into pages of 2 MiB after the fact; other systems are left alone.
+parameters, and the processor prefetches only within a page: large matrix products then reach a half to three quarters
+of the memory bandwidth. Linux can collapse existing memory into pages of 2 MiB; on other systems nothing is done.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def in_huge_pages() -> Iterator[list[tuple[int, int]]]:
     Contents and addresses do not change, nor does memory that was in use before. Takes one or two seconds per gigabyte.
 
     Yields:
-        A list for address and size of what is freed in here, since something new may be there at the end.
+        A list to which the caller adds address and size of memory that it frees, since it can be in use again at the
+        end.
     """
     size = _huge_page_size()
     before = set(_full_blocks(size)) if size else set()
@@ -55,8 +56,8 @@ def in_huge_pages() -> Iterator[list[tuple[int, int]]]:
 
 
 def give_back_free_memory() -> None:
-    """Return memory that glibc keeps between other memory to the system: a tenth of a model, once its weights are
-    replaced.
+    """Return memory that glibc keeps between other memory to the system:
+    a tenth of a model, once its weights are replaced.
     """
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):  # another C library

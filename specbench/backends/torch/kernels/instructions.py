@@ -1,7 +1,7 @@
-"""Instructions that products may use here: the processor's, unless a variable keeps the libraries from them.
+"""Instructions that matrix products can use: the processor's, unless an environment variable excludes them.
 
 ``ONEDNN_MAX_CPU_ISA`` limits oneDNN, and ``ATEN_CPU_CAPABILITY`` torch's own operators, so that a new processor can
-stand in for an older one. What torch reports of the processor ignores both.
+imitate an older one. The processor's features as reported by torch ignore both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITHOUT = {
 
 
 def is_allowed(instructions: Literal["avx512", "vnni", "bfloat16"]) -> bool:
-    """Return whether no variable excludes such instructions; the processor may lack them all the same."""
+    """Return whether no variable excludes such instructions; the processor can still lack them."""
     limit = next((os.environ[name] for name in _LIMITS if name in os.environ), "")
     return limit.upper() not in _WITHOUT[instructions]
 

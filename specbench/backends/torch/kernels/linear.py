@@ -133,11 +133,12 @@ _MAX_PADDED = 2  # rows up to which rows are added: with three, adding them take
 
 @cache
 def fastest_min_rows(dtype: torch.dtype) -> int:
-    """Return the number of rows to which one or two are padded: 1 for no padding.
+    """Return the number of rows that products of one or two rows are padded to; 1 for no padding.
 
-    A product of few rows reads its weights at the speed of memory, and on some processors oneDNN's code for five rows
-    reads faster than that for one or two (by a fifth on an EPYC with AVX-512). It is tried once in a process, in 0.2 s,
-    with weights in huge pages like a model's: in small pages address translation hides most of the difference.
+    A product of few rows is limited by the speed of reading weights, and on some processors oneDNN's code for five rows
+    reads faster than its code for one or two (by a fifth on an EPYC with AVX-512). This is measured once per process,
+    in 0.2 s, with weights in huge pages like a model's: in small pages, address translation hides most of the
+    difference.
     """
     zeros = torch.zeros(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype)
     with in_huge_pages():
@@ -175,10 +176,10 @@ _TRIAL_OUTPUTS = 10_000
 
 
 def _single_rows_differ(packed: Tensor, dtype: torch.dtype, width: int) -> bool:
-    """Return whether a single row gives other bits than one among others in a product of this shape.
+    """Return whether a row's result in a product of this shape differs bitwise if it is the only row.
 
-    oneDNN chooses its code by shape and dtype. In float32 random rows show it. In half precision one output in some ten
-    thousand does, and fewer in a narrow layer, so it is assumed.
+    oneDNN chooses its code by shape and dtype. In float32 a test with random rows shows the difference. In half
+    precision only one output in some ten thousand differs, and fewer in a narrow layer, so a difference is assumed.
     """
     if dtype != torch.float32:
         return True
@@ -223,7 +224,7 @@ QuantizedWeight = Int8Weight | native.Panels
 
 
 def int8_weight(weight: Tensor) -> QuantizedWeight:
-    """Return a weight [out, in] as an int8 layer keeps it here."""
+    """Return a weight [out, in] in the int8 form that layers use on this machine."""
     made = quantize_int8(weight)
     if weight.device.type == "cpu" and native.is_available():
         return native.Panels.from_int8(made.quantized, made.scales)
@@ -231,8 +232,8 @@ def int8_weight(weight: Tensor) -> QuantizedWeight:
 
 
 def bytes_per_weight(kind: QuantizedName, wide: int) -> float:
-    """Return the bytes per number of a quantized layer, with its share of scales; int4 keeps the ``wide`` bytes it
-    had without native products.
+    """Return the bytes per number of a quantized layer, with its share of scales;
+    int4 keeps the ``wide`` bytes it had without native products.
     """
     if kind == "int8":
         return 1
@@ -263,7 +264,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A stand-in with the weight's dtype, device and number of rows; it has no values."""
+        """A placeholder with the weight's dtype, device and number of rows, without values."""
         dtype = torch.float32 if self.bias is None else self.bias.dtype
         device = next((buffer.device for buffer in self.buffers()), None)
         return torch.empty(self.out_features, 0, dtype=dtype, device=device)
@@ -293,9 +294,9 @@ class Int8Linear(QuantizedLinear):
 
     Args:
         weight: [out, in], any floating dtype; or what was made of it.
-        row_invariant: Whether a row must have the same bits alone and among others. Native products always give that.
-            Where there are none, drafters do without: FBGEMM's products of small layers take one operator, oneDNN's
-            ten.
+        row_invariant: Whether a row's result must be bitwise independent of other rows, as native products always are.
+            Without native products, drafters do not require this: FBGEMM computes the product of a small layer in one
+            operator, oneDNN in ten.
     """
 
     kind: QuantizedName = "int8"
@@ -388,9 +389,9 @@ def fake_quantize_int4(weight: Tensor) -> Tensor:
     """Return a weight [out, in] as 4-bit groups of 32 inputs give it, in float32: offset + scale · code, codes from 0
     to 15.
 
-    Both are bfloat16. Each group takes the line with the least squared error out of several, among them those through
-    the numbers of a 4-bit file, whatever share of the codes it uses (its blocks have a scale, some a minimum). native.c
-    does the same faster.
+    Offset and scale are bfloat16. For each group, the pair with the least squared error is chosen out of several. Among
+    them are pairs that reproduce the numbers of a 4-bit file, even if it uses only some of the codes (its blocks have a
+    scale, and some a minimum). native.c does the same faster.
     """
     outputs, inputs = weight.shape
     places = torch.arange(inputs + -inputs % _GROUP, device=weight.device)
@@ -423,8 +424,8 @@ _engine_lock = threading.Lock()  # held while torch's engine for quantized layer
 
 
 def _pack_fbgemm(quantized: Tensor, scales: Tensor) -> Any:
-    """Pack an int8 weight for FBGEMM; ``None`` for large layers, or where it is missing or would overflow (without
-    VNNI).
+    """Pack an int8 weight for FBGEMM; ``None`` for large layers,
+    or where it is missing or would overflow (without VNNI).
     """
     if quantized.device.type != "cpu" or quantized.shape[0] > _FBGEMM_MAX_OUTPUTS:
         return None

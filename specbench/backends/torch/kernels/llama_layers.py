@@ -1,10 +1,10 @@
 """Decoder layers of the Llama family in few operators, and as stacks for native forward passes.
 
-A forward of a token or two streams all weights through the processor's caches, so what comes between two products finds
-its code and data gone and takes several times as long as in a loop: the number of operators, modules and lines of
-Python counts. Here the formulas of ``transformers`` run with joint products read in one piece, one rotation for queries
-and keys, norms by vector length, and no modules in between. All of it is done row by row, so that a row's bits do not
-depend on the forward.
+A forward of a token or two reads all weights through the processor's caches. This evicts the code and data needed
+between two matrix products, which then takes several times as long as in a loop, so the number of operators, modules
+and lines of Python matters. Here the formulas of ``transformers`` are computed with merged products, one rotation for
+queries and keys, norms by vector length, and no modules in between. Everything is computed row by row, so that a row's
+result is bitwise independent of the other rows in the forward.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen
 
 
 class FusedLayer:
-    """A decoder layer in few operators, as it is when a context begins.
+    """A decoder layer in few operators, made from the layer's state when a context begins.
 
     Where all products have ``float32_io``, everything but attention is float32, and nothing is converted. Queries, keys
     and values keep the model's dtype, since the cache may be the target's.
 
     Attributes:
-        products: Queries, keys and values; output; gate and up; down.
-        norms: Before attention and before the MLP.
-        head_norms: Of queries and keys; ``None`` without.
-        groups: Query heads per key/value head.
-        place: Of its keys and values, among the layers of a cache.
-        dtype: Of its queries, keys and values.
+        products: The matrix products: queries, keys and values; output; gate and up; down.
+        norms: The norms before attention and before the MLP.
+        head_norms: The norms of queries and keys; ``None`` without.
+        groups: Number of query heads per key/value head.
+        place: Index of its keys and values among the layers of a cache.
+        dtype: Dtype of its queries, keys and values.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -107,8 +107,8 @@ class FusedLayer:
 
 
 def fused_layers(model: Any) -> tuple[FusedLayer, ...] | None:
-    """Return the layers of ``model.model.layers`` as fused ones; ``None`` if some are not of known kinds, or not packed
-    or quantized.
+    """Return the layers of ``model.model.layers`` as fused ones;
+    ``None`` if some are not of known kinds, or not packed or quantized.
     """
     own = list(getattr(model.model, "layers", ()))
     if not all(_is_known(layer) for layer in own):
@@ -181,8 +181,8 @@ def native_product(layer: Any) -> native.Product | None:
 
 
 def spread_rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, [1, tokens, head size], for all heads: [1, tokens, 1, head size], the first sines
-    negated.
+    """Return cosines and sines, [1, tokens, head size], for all heads:
+    [1, tokens, 1, head size], the first sines negated.
     """
     half = sines.shape[-1] // 2
     signed = torch.cat((-sines[..., :half], sines[..., half:]), dim=-1)

@@ -1,10 +1,10 @@
 """Native matrix products, and whole forward passes of the Llama family, in C (native.c).
 
-Torch operators spend half of a small model's forward on starting products, while memory idles; here a forward is one
-call. Weights in 4 and 8 bits have a layout of their own; those in bfloat16 and float32 are read where oneDNN has packed
-them, so that they exist once. The library is built with the package where there is a C compiler, for x86-64 with AVX2;
-elsewhere other forwards are used. Its threads are those of torch's own OpenMP, so that two pools never wait for each
-other.
+With torch operators, half of the time of a small model's forward is spent on starting products, while memory is idle;
+here a forward is one call. Weights in 4 and 8 bits have their own layout. Weights in bfloat16 and float32 are used in
+the memory where oneDNN has packed them, without a copy. The library is built with the package if there is a C compiler,
+for x86-64 with AVX2; elsewhere other forwards are used. It uses the threads of torch's OpenMP, so that two thread pools
+never wait for each other.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _load() -> _Native | str:
 
 
 def why_unavailable() -> str | None:
-    """Return why there are no native products here, as the end of a sentence; ``None`` if there are."""
+    """Return why native products are not available, as the end of a sentence; ``None`` if they are."""
     found = _load()
     return found if isinstance(found, str) else None
 
@@ -198,7 +198,7 @@ _MAX_ROWS = {1: 48, 2: 128, 3: 128}
 
 
 class Panels:
-    """A weight in the layout that native products read; where ``is_available()``.
+    """A weight in the layout of native products; only if ``is_available()``.
 
     Attributes:
         bits: 32 and 16 for float32 and bfloat16, 8 with a scale per output, 4 with a scale and an offset per 32 inputs.
@@ -320,7 +320,7 @@ class Layer(NamedTuple):
 
 
 class NativeRequest(NamedTuple):
-    """Rows of a forward pass that attend to what one request holds."""
+    """Rows of a forward pass that attend to the keys and values of one request."""
 
     rows: int
     past: int  # positions cached before them
@@ -401,7 +401,9 @@ class DecoderStack:
         self.max_rows = math.inf if unlimited else _MAX_ROWS[level]
 
     def layers_of(self, nbytes: int) -> int:
-        """Return how many first layers hold ``nbytes`` of weights, with the head; all if there are fewer."""
+        """Return the number of first layers that, with the head,
+        have ``nbytes`` of weights; all layers if they have fewer.
+        """
         totals = accumulate(self._nbytes, initial=self._head_nbytes)
         return next((max(1, count) for count, sum_ in enumerate(totals) if sum_ >= nbytes), len(self._nbytes))
 

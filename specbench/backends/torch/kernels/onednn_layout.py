@@ -25,8 +25,8 @@ class PackedLayout(NamedTuple):
 def layout_of(packed: Tensor, weight: Tensor, level: int) -> PackedLayout | None:
     """Find out how oneDNN has packed a weight; ``None`` if the layout is not known, or not unique.
 
-    oneDNN does not tell, so the first, the middle and the last panel are compared with the weight in every layout that
-    native products can read. ``level`` is that of the processor's instructions.
+    oneDNN does not report its layout, so the first, the middle and the last panel are compared with the weight in every
+    layout that native products can read. ``level`` is the level of the processor's instructions.
     """
     try:
         address, size = int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))

@@ -55,7 +55,7 @@ forwards without them.
 
 
 class Hooks:
-    """Tells whether modules have hooks: then they must not be skipped."""
+    """Test of whether modules have hooks, in which case they must not be skipped."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._hooks = tuple(
@@ -64,7 +64,9 @@ class Hooks:
         self._registered = -1
 
     def are_present(self) -> bool:
-        """Return whether there are hooks; looks again only if one was registered anywhere since there were none."""
+        """Return whether there are hooks;
+        after finding none, it searches again only if a hook was registered anywhere.
+        """
         registered = RemovableHandle.next_id
         if self._registered == registered:
             return False
@@ -82,8 +84,8 @@ class Hooks:
 class _MergedProduct:
     """One product for several linear layers that read the same input.
 
-    The layer that is called first computes it, the others take their parts, and the last one frees it. With hooks,
-    which may change what a layer reads, each layer computes its own.
+    The layer that is called first computes the product, the others take their parts, and the last one frees it. With
+    hooks, which can change a layer's input, each layer computes its own.
     """
 
     def __init__(self, layer: PackedLinear | QuantizedLinear, sizes: Sequence[int]) -> None:
@@ -157,7 +159,7 @@ class QuantizedLayers(Protocol):
     """Quantized weights of a model from an earlier run, by the names of its layers."""
 
     def find(self, place: str) -> QuantizedWeight | None:
-        """Return what is stored of a layer; ``None`` for nothing."""
+        """Return the stored weight of a layer; ``None`` if there is none."""
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
         """Store the weight of a layer."""
@@ -174,7 +176,7 @@ def quantize_linears(
 
     Args:
         row_invariant: See ``Int8Linear``.
-        layers: Where quantized weights of this model are found and stored; of int4 ones those in panels alone.
+        layers: Store of this model's quantized weights; int4 weights are stored in panels only.
     """
 
     def quantized(name: str, weight: Callable[[], Tensor], bias: Tensor | None) -> QuantizedLinear:
@@ -194,7 +196,7 @@ def quantize_linears(
 
 
 def trim_head(model: PreTrainedModel, rows: Tensor) -> None:
-    """Let a model compute the logits of ``rows`` alone, int64, in this order. Its embeddings stay whole.
+    """Make a model compute only the logits of ``rows``, int64, in this order. Its embeddings are not trimmed.
 
     Raises:
         UsageError: Its head is not an ordinary linear layer, or quantized.
@@ -339,7 +341,7 @@ def _packed(_: str, weight: Callable[[], Tensor], bias: Tensor | None) -> Packed
 
 
 class _WeightBuffers:
-    """Joins weights, those of one shape always in the same memory: fresh memory costs more than copying."""
+    """Buffers for joined weights, one for each shape, since allocating new memory costs more than copying."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
@@ -354,9 +356,9 @@ class _WeightBuffers:
 
 
 def _replace(model: nn.Module, make: _MakeLayer) -> bool:
-    """Replace all linear layers that suit by what ``make`` makes of their names, weights and biases, in huge pages.
+    """Replace all suitable linear layers by the results of ``make(name, weight, bias)``, in huge pages.
 
-    Shared layers stay shared. The weight of merged layers is valid during the call of ``make`` alone.
+    Shared layers stay shared. The weight of merged layers is valid only during the call of ``make``.
     """
     # Only parents are kept, so that nothing refers to a layer's weights once it is replaced.
     places: dict[tuple[int, ...], list[tuple[str, nn.Module, list[str]]]] = {}
@@ -461,7 +463,7 @@ def _make_layers(
 
 
 def _share_hooks(layers: Sequence[nn.Module], successors: Sequence[nn.Module]) -> None:
-    """Make hooks of layers those of their successors; they can be removed as before."""
+    """Move the hooks of layers to the layers that replace them; the hooks can still be removed."""
     for layer, successor in zip(layers, successors, strict=True):
         for hooks in _HOOK_ATTRIBUTES:
             setattr(successor, hooks, getattr(layer, hooks))
