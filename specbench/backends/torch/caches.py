@@ -162,9 +162,9 @@ class DynamicKVCache(KVCache):
     """``transformers``' DynamicCache with the layer kinds of the model's configuration.
 
     Native forwards replace its full-attention layers by ``GrowingLayer`` (``LayerGroup``). Layers with sliding windows
-    can be rolled back only if they record the past. That begins after the first forward, so that a long prompt is not
-    kept whole; every rollback then crops every such layer, also by 0, which trims it to its window. Recurrent layers
-    keep their states (``RecurrentCache``); a context from before them is read again.
+    can be rolled back only if they record past positions. Recording begins after the first forward, so that a long
+    prompt is not stored whole. Every rollback then crops all such layers, even by 0, which trims them to their window.
+    Recurrent layers store some states (``RecurrentCache``); after a rollback to before these, the context is fed again.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:

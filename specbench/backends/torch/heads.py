@@ -306,8 +306,8 @@ class DFlashHead(nn.Module):
         return [attention.keys_values(features, rotation) for attention in attentions]
 
     def guess(self, embedded: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Return logits at the masks, [batch, block - 1, vocab], from embeddings,
-        [batch, block, hidden], and positions.
+        """Return logits at the masks, [batch, block - 1, vocab],
+        from embeddings, [batch, block, hidden], and positions.
         """
         x, rotation = embedded, self.rotary_emb(embedded, positions)
         for layer, attend in zip(self.layers, attends, strict=True):

@@ -2,7 +2,8 @@
 
 A pool is divided into blocks of positions; a request has a list of blocks (``BlockAllocator``). *Paged*: blocks are
 short, so that little allocated memory is unused, and requests with a common prefix share blocks. *Slotted*: a block is
-as long as the longest request and belongs to one request; neighbors are then attended to in one call, without copying.
+as long as the longest request and belongs to one request; neighboring requests then attend in one call, without
+copying.
 """
 
 from __future__ import annotations
