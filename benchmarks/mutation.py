@@ -534,9 +534,16 @@ MUTANTS = (
     Mutant(
         "sliding layers are not cropped when nothing is removed",
         "backends/torch/caches.py:DynamicKVCache._rollback_sliding",
-        "DynamicSlidingWindowLayer.crop(layer, -surplus)",
-        "if surplus:\n    DynamicSlidingWindowLayer.crop(layer, -surplus)",
+        "_crop_attention(layer, surplus)",
+        "if surplus:\n    _crop_attention(layer, surplus)",
         CACHES,
+    ),
+    Mutant(
+        "convolution states are not rolled back",
+        "backends/torch/caches.py:DynamicKVCache.rollback",
+        "self._rollback_convolution(layer, surplus)",
+        "pass",
+        ROLL_BACK,
     ),
     Mutant(
         "recurrent states are not rolled back",

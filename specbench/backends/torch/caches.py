@@ -33,7 +33,7 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.backends.torch.recurrent import RecurrentCache
+from specbench.backends.torch.recurrent import RecurrentCache, is_recurrent
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
 
@@ -172,9 +172,8 @@ class DynamicKVCache(KVCache):
         self.reset()
 
     def reset(self) -> None:
-        self._cache: DynamicCache = RecurrentCache(self._config)
-        if not self._cache.histories:
-            self._cache = DynamicCache(config=self._config)
+        kind = RecurrentCache if is_recurrent(self._config) else DynamicCache
+        self._cache: DynamicCache = kind(config=self._config)
         self._recording = False
         self.separate_prefill = any(drops_positions(layer) for layer in self._cache.layers)
 
@@ -197,6 +196,11 @@ class DynamicKVCache(KVCache):
     def after_forward(self) -> None:
         if isinstance(self._cache, RecurrentCache):
             self._cache.end_forward()
+        elif not (self._recording or self._cache.is_croppable):
+            raise UsageError(
+                "This model keeps a recurrent state that cannot be rolled back after a rejected draft.",
+                "Choose a model of a family that docs/models.md lists.",
+            )
         if not self._recording:
             self._cache.activate_past_recording()
             self._recording = True
@@ -206,15 +210,18 @@ class DynamicKVCache(KVCache):
         if length <= 0 or self.length == 0 or (recurrent and not recurrent.can_roll_back(length)):
             self.reset()
             return
+        surplus = max(self.length - length, 0)
         if recurrent:
             recurrent.rollback(length)
         for layer in self._cache.layers:
             if isinstance(layer, GrowingLayer):
                 layer.rollback(length)
+            elif recurrent is None and isinstance(layer, LinearAttentionCacheLayerMixin):
+                self._rollback_convolution(layer, surplus)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 self._rollback_sliding(layer, length)
             elif isinstance(layer, DynamicLayer) and layer.is_initialized and layer.get_seq_length() > length:
-                DynamicLayer.crop(layer, length - layer.get_seq_length())
+                _crop_attention(layer, layer.get_seq_length() - length)
 
     def _rollback_sliding(self, layer: DynamicSlidingWindowLayer, length: int) -> None:
         if layer.keys is None:
@@ -222,7 +229,22 @@ class DynamicKVCache(KVCache):
         surplus = max(layer.get_seq_length() - length, 0)
         if surplus and layer.keys.shape[-2] - surplus < min(length, layer.sliding_window - 1):
             raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
-        DynamicSlidingWindowLayer.crop(layer, -surplus)
+        _crop_attention(layer, surplus)
+
+    def _rollback_convolution(self, layer: Any, surplus: int) -> None:
+        # Such a layer has no length; what it recorded comes after the few positions its kernel needs.
+        for index, state in layer.conv_states.items():
+            if surplus > state.shape[-1] - layer.conv_kernel_size[index]:
+                raise ValueError(f"cannot roll back by {surplus}: the states before have been given up")
+        layer.crop(-surplus)
+
+
+def _crop_attention(layer: Any, surplus: int) -> None:
+    """Remove the last positions of a layer's keys and values; recurrent states next to them are rolled back already."""
+    kind: Any = type(layer)
+    if issubclass(kind, LinearAttentionCacheLayerMixin):
+        kind = DynamicSlidingWindowLayer if issubclass(kind, DynamicSlidingWindowLayer) else DynamicLayer
+    kind.crop(layer, -surplus)
 
 
 class PreallocatedKVCache(KVCache):

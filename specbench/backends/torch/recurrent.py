@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 LONGEST_FORWARD = 64
 """Tokens of a pass up to which the state after each is kept; of a longer one only the last state is."""
@@ -184,6 +185,13 @@ def can_keep_states(model_class: type) -> bool:
     """Whether the recurrent layers of a class of models can be rolled back."""
     module = sys.modules[model_class.__module__]
     return any(hasattr(module, chunked) for chunked, _ in _FUNCTIONS)
+
+
+def is_recurrent(config: PreTrainedConfig) -> bool:
+    """Whether models of this configuration have recurrent layers that can be rolled back."""
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    kinds = {type(config), type(config.get_text_config(decoder=True))}
+    return any(kind in mapping and can_keep_states(mapping[kind]) for kind in kinds)
 
 
 def keep_states(model: Any) -> bool:
