@@ -277,12 +277,12 @@ def test_ill_typed_files_of_a_model(model_folder, name):
 @pytest.mark.parametrize(
     ("name", "field", "value", "said"),
     [
-        ("config.json", "architectures", 7, "config.json' is damaged: architectures holds"),
-        ("config.json", "sliding_window", [], "config.json' is damaged: sliding_window holds"),
-        ("config.json", "sliding_window", -1.5, "sliding_window holds"),
-        ("config.json", "sliding_window", math.nan, "sliding_window holds"),
-        ("config.json", "sliding_window", 10**12, "sliding_window holds"),
-        ("config.json", "num_hidden_layers", -1, "num_hidden_layers holds"),
+        ("config.json", "architectures", 7, "config.json' is damaged: architectures has"),
+        ("config.json", "sliding_window", [], "config.json' is damaged: sliding_window has"),
+        ("config.json", "sliding_window", -1.5, "sliding_window has"),
+        ("config.json", "sliding_window", math.nan, "sliding_window has"),
+        ("config.json", "sliding_window", 10**12, "sliding_window has"),
+        ("config.json", "num_hidden_layers", -1, "num_hidden_layers has"),
         ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers is too large"),
         ("config.json", "num_labels", 10**9, "num_labels is too large"),
         ("config.json", "vocab_size", 10**400, "vocab_size is too large"),

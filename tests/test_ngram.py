@@ -505,7 +505,7 @@ def test_the_name_is_that_of_the_command_line():
         ({"order": "17"}, "'order' of ngram is 17"),
         ({"order": True}, "needs a value"),
         ({"order": "two"}, "no whole number"),
-        ({"max": "0"}, r"'max' of ngram is 0\. Give at least 1: most tokens"),
+        ({"max": "0"}, r"'max' of ngram is 0\. Give at least 1: maximum number of tokens"),
         ({"window": "-1"}, "'window' of ngram is -1"),
         ({"top-k": "0"}, "'top-k' of ngram is 0"),
         ({"keep": "yes"}, "takes no value"),

@@ -97,7 +97,7 @@ def test_the_rules_take_them_as_an_option():
     assert build_policy("auto:siblings=8").name == "auto"
     assert build_policy("fixed").siblings.max_count == build_policy("auto:siblings=0").siblings.max_count == 0
     assert build_policy("fixed").siblings.widen(draft) is draft
-    with pytest.raises(UsageError, match="siblings of a draft are -1"):
+    with pytest.raises(UsageError, match="maximum number of siblings is -1"):
         build_policy("auto:siblings=-1")
 
 
