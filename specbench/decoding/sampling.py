@@ -46,7 +46,7 @@ class _Seen(NamedTuple):
     ids: torch.Tensor
 
     def and_more(self, context: Sequence[int], scores: torch.Tensor) -> _Seen:
-        """Return those of another context; one that continues this one is read from here on."""
+        """Return the tokens seen in another context; if that continues this one, only its new tokens are read."""
         n, width = len(self.context), scores.shape[-1]
         begin = context if n == len(context) else context[:n]
         known = begin == self.context if isinstance(begin, list) else list(begin) == self.context

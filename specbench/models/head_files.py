@@ -149,8 +149,9 @@ class HeadFiles:
         return self._there(ids, total - 1)
 
     def _layers_of_block(self, total: int) -> tuple[int, ...]:
-        """Return DFlash's layers; its authors give the layers that output
-        the states (the last layer's after the norm).
+        """Return the layers whose hidden states DFlash reads.
+
+        The files of its authors name layers by their outputs; the output of the last layer is taken after the norm.
         """
         ids = self.settings.get("aux_hidden_state_layer_ids")
         if ids is None:

@@ -101,7 +101,7 @@ class Steps:
         )
 
     def split(self, codes: NDArray[np.intp]) -> dict[int, Steps]:
-        """Return the steps of each code, in their order; they are sorted once, not copied for each code."""
+        """Return the steps of each group, in their order, by the group's code. All steps are sorted once."""
         order = np.argsort(codes, kind="stable")
         ordered = self.take(order)
         found, starts = np.unique(codes[order], return_index=True)

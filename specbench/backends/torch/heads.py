@@ -24,7 +24,7 @@ tokens to the attention's output, [batch, tokens, heads, size].
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to the tokens before each one and itself; see ``Attend``."""
+    """Let every token attend to itself and to the tokens before it; see ``Attend``."""
     out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
