@@ -260,7 +260,7 @@ class ModelDrafter(Drafter):
         return Drawn(random.draw(q), known, q)
 
     def _next_logits(self, context: Sequence[int], draft: Draft) -> Decoding[torch.Tensor]:
-        """Return the logits after context and draft, one row. A prefill or catching up is timed as part of the draft."""
+        """Return the logits after context and draft, one row. A prefill or catching up is timed as drafting."""
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
         held = self.scorer.cached_len
