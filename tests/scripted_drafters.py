@@ -52,8 +52,8 @@ PROMPT = [1, 2, 0, 1, 2]
 
 def draw_tables(seed: int) -> None:
     """Give target, drafters and heads the logits of a seed from now on; those of 0 are the usual ones."""
-    global TARGET, DRAFT, OTHER, STATES, AHEAD
-    TARGET, DRAFT, OTHER, AHEAD = (random_table(5 * seed + place, VOCAB) for place in range(4))
+    global TARGET, DRAFT, OTHER, STATES
+    TARGET, DRAFT, OTHER = (random_table(5 * seed + place, VOCAB) for place in range(3))
     STATES = torch.randn(VOCAB, VOCAB, 3, 8, generator=torch.Generator().manual_seed(5 * seed + 4))
 
 

@@ -132,6 +132,22 @@ def test_other_caches_of_the_model_are_read_as_before():
         scorer.rollback(0)
 
 
+def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch):
+    model, expected = built("mamba")
+    scorer = Scorer(model)
+    scorer.logits(IDS)
+    head = model.get_output_embeddings()
+    monkeypatch.setattr(head, "forward", lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        scorer.logits([*IDS, expected[0]], expected[1:4])
+    monkeypatch.undo()
+    scorer.rollback(len(IDS))
+    assert survey.generated(model, IDS) == expected
+    found = scorer.logits([*IDS, expected[0]], expected[1:4])
+    whole = survey.one_by_one(model, [*IDS, *expected], len(IDS))
+    torch.testing.assert_close(found, whole[len(IDS) : len(IDS) + 4], atol=2e-4, rtol=0)
+
+
 def test_a_recurrent_model_as_the_drafter():
     model, expected = built("qwen3_next")
     target = wrap_target(model, name="tiny", pack=False)

@@ -95,6 +95,7 @@ class History:
 
     def rollback(self, length: int) -> None:
         """Keep the state after this many tokens alone, at least ``base``."""
+        self.state, self.kept = None, []  # of a pass that has failed
         surplus = max(self.length - length, 0)
         self.length -= surplus
         index = self.length - self.base
@@ -115,6 +116,7 @@ class RecurrentCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
+        _running.history = None
         self.histories = {
             (index, state): History()
             for index, layer in enumerate(self.layers)
@@ -163,6 +165,7 @@ class RecurrentCache(DynamicCache):
 
     def rollback(self, length: int) -> None:
         """Cut the recurrent layers to this many tokens, or what they hold of them."""
+        _running.history = None
         for history in self.histories.values():
             history.rollback(length)
 
