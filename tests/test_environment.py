@@ -80,6 +80,19 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path):
     assert environment._git_commit(package) == f"{commit}+"
 
 
+def test_the_environment_has_the_commit_of_this_checkout():
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists() or not shutil.which("git"):
+        pytest.skip("not a checkout")
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True
+    ).stdout.strip()
+    commit = describe_environment().git_commit
+    assert head
+    assert commit
+    assert commit.removesuffix("+") == head
+
+
 def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert describe_environment().git_commit is None

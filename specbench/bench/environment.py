@@ -38,7 +38,7 @@ def describe_environment() -> Environment:
         transformers=metadata.version("transformers"),
         specbench=__version__,
         devices=cuda or (["Apple GPU (mps)"] if torch.backends.mps.is_available() else []),
-        git_commit=_git_commit(Path(__file__).parent),
+        git_commit=_git_commit(Path(__file__).parents[1]),
     )
 
 
