@@ -31,6 +31,7 @@ import specbench.models.drafters
 import specbench.models.prepare
 import specbench.models.target
 from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.instructions import processor_name
 from specbench.base.errors import RunError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli import main, run
@@ -548,6 +549,16 @@ def test_without_a_command_there_is_help_and_an_error(cli):
 
 def test_version(cli):
     assert re.fullmatch(r"specbench \d+\.\d+\S*\n", cli("--version").out)
+
+
+def test_version_for_a_bug_report(cli):
+    lines = cli("--version", "--verbose").out.splitlines()
+    values = dict(re.split(r": +", line, maxsplit=1) for line in lines[1:])
+    assert lines[0] == cli("--version").out.strip()
+    assert values["torch"] == str(torch.__version__)
+    assert values["cpu"] == processor_name()
+    assert values["native passes"] == "yes" or values["native passes"].startswith("no, ")
+    assert cli("--verbose", "drafters").code == 2
 
 
 def test_drafters_lists_every_word_and_option_within_80_columns(cli, monkeypatch):

@@ -19,7 +19,8 @@ import typer
 from typer.core import TyperGroup
 
 from specbench._version import __version__
-from specbench.base.errors import RunError, SpecbenchError
+from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.record import to_dict
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.cache import cache
 from specbench.cli.calibrate import calibrate
@@ -84,20 +85,41 @@ for _command in (
     app.command(cls=GroupedCommand)(unfolded(_command, *_more))
 
 
-def _show_version(given: bool) -> None:
-    if given:
-        typer.echo(f"specbench {__version__}")
-        raise typer.Exit
+def _show_version(verbose: bool) -> None:
+    """Print the version; if verbose, also what a bug report needs: machine, versions, instructions."""
+    typer.echo(f"specbench {__version__}")
+    if not verbose:
+        return
+    from specbench.backends.torch.kernels.native import why_unavailable
+    from specbench.bench.environment import describe_environment
+
+    unavailable = why_unavailable()
+    rows = {
+        **to_dict(describe_environment()),
+        "native passes": f"no, {unavailable}" if unavailable else "yes",
+    }
+    del rows["specbench"]
+    for name, value in rows.items():
+        text = (
+            ", ".join(value) or "none" if isinstance(value, list) else "unknown" if value is None else value
+        )
+        typer.echo(f"{name.replace('_', ' ') + ':':16}{terminal_safe(str(text))}")
 
 
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: Annotated[  # noqa: ARG001 - read by its callback
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With --version: also show the machine and other versions.")
     ] = False,
 ) -> None:
     """Generate text with speculative decoding, and measure whether it pays."""
+    if version:
+        _show_version(verbose)
+        raise typer.Exit
+    if verbose:
+        raise UsageError("--verbose says more about --version only.", "Use `specbench --version --verbose`.")
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help(), err=True)
         raise typer.Exit(2)
