@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,59 @@ _STYLES = {
     "bonus": "bold cyan",
     "target": "bold blue",
 }
-_SIGNS = {"accepted": "✓", "rejected": "✗", "untested": "·"}
+SIGNS = {"accepted": "✓", "rejected": "✗", "untested": "·"}
 _MARKS = {"accepted": ("", ""), "corrected": ("⟨", "⟩"), "bonus": ("⟨+", "⟩"), "target": ("⟨=", "⟩")}
 _DIGITS = "₀₁₂₃₄₅₆₇₈₉"
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictRule:
+    """How the verdicts of a trace were reached, from its header."""
+
+    greedy: bool = False
+    lossless: bool = True
+    verification: str | None = None
+    siblings: bool = False
+
+    @classmethod
+    def of(cls, header: TraceHeader) -> VerdictRule:
+        name = header.options.get("verification")
+        own = isinstance(name, str) and name not in ("rejection", "residual")
+        return cls(header.greedy, header.lossless, name if own else None, name == "residual")
+
+    def sentence(self) -> str:
+        """Return when a draft token is accepted."""
+        if self.greedy:
+            return "a draft is accepted if it is the argmax of p"
+        if self.verification is not None:
+            return f"by {self.verification}, see docs/trees.md"
+        sibling = ", a sibling of it if it is the correction token" if self.siblings else ""
+        return f"a draft is accepted if r < p/q{sibling}"
+
+    def notes(self) -> list[Span]:
+        """Return what else a reader must know."""
+        notes = [("not lossless: the residual adjustment is off", "bold red")][self.lossless :]
+        if self.greedy:
+            notes.append(("greedy: p and q are of the softmax without temperature and decide nothing", ""))
+        return notes
+
+    def origin(self, step: TraceStep) -> str:
+        """Return where the token after a step's accepted draft tokens is from, with its probability."""
+        index = "".join(_DIGITS[int(digit)] for digit in str(step.accepted + 1))
+        p, q = f"p{index}", f"q{index}"
+        source = p
+        if step.closing == "corrected" and not self.greedy:
+            if step.parents or self.verification is not None:
+                source = p if self.verification == "naive" else f"the residual of {p}"
+            else:
+                source = f"norm(max(0, {p} - {q}))" if self.lossless else f"{p}: adjustment off"
+        return self.origin_from(source, step.closing_probability)
+
+    def origin_from(self, source: str, probability: float | None) -> str:
+        number = "" if probability is None else f"probability {number_text(probability)}"
+        if self.greedy:
+            return f"argmax of {source}{number and f', {number}'}"
+        return f"{number and f'with {number} '}from {source}"
 
 
 class TraceView:
@@ -46,7 +97,7 @@ class TraceView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._visible = partial(visible, encoding=console.encoding)
-        self._begin(greedy=False, lossless=True)
+        self._begin(VerdictRule())
 
     def show(self, event: Event) -> None:
         """Print one event."""
@@ -62,29 +113,15 @@ class TraceView:
         show(self._console, *parts)
         self._console.print()
 
-    def _begin(self, *, greedy: bool, lossless: bool) -> None:
-        self._greedy = greedy
-        self._lossless = lossless
-        self._verification: str | None = None
+    def _begin(self, rule: VerdictRule) -> None:
+        self._rule = rule
         self._runs: list[Span] = []  # the end of the output so far, with origins
 
     # One method per kind of event.
 
     def _header(self, event: TraceHeader) -> list[Part]:
-        self._begin(greedy=event.greedy, lossless=event.lossless)
+        self._begin(VerdictRule.of(event))
         options = {name: value for name, value in event.options.items() if value is not None}
-        verification = options.get("verification")
-        if isinstance(verification, str) and verification not in ("rejection", "residual"):
-            self._verification = verification
-        sibling = ", a sibling of it if it is the correction token" if verification == "residual" else ""
-        verdict = f"a draft is accepted if r < p/q{sibling}"
-        if self._greedy:
-            verdict = "a draft is accepted if it is the argmax of p"
-        elif self._verification is not None:
-            verdict = f"by {self._one_line(self._verification)}, see docs/trees.md"
-        notes = [("not lossless: the residual adjustment is off", "bold red")][self._lossless :]
-        if self._greedy:
-            notes.append(("greedy: p and q are of the softmax without temperature and decide nothing", ""))
         prompt = self._one_line(event.prompt_tail)
         most = 2 * (self._console.width - _GUTTER) - 30
         prompt = f"…{prompt[-most:]}" if len(prompt) > most else prompt
@@ -97,8 +134,8 @@ class TraceView:
             ("drafter", [(self._one_line(event.drafter), "")]),
             ("options", self._items(texts)),
             ("prompt", [(f"{event.prompt_tokens} tokens: {prompt}", "")]),
-            ("verdict", [(verdict, "")]),
-            *(("note", [note]) for note in notes),
+            ("verdict", [(self._one_line(self._rule.sentence()), "")]),
+            *(("note", [note]) for note in self._rule.notes()),
         ]
         legend = [self._marked(kind, kind) for kind in _MARKS]
         facts.append(("legend", [part for each in legend for part in (*each, ("  ", ""))]))
@@ -107,13 +144,13 @@ class TraceView:
     def _prefill(self, event: TracePrefill) -> list[Part]:
         facts: list[tuple[str, Sequence[Span]]] = []
         if event.text is not None:
-            facts.append(self._closing("target", event.text, event.probability, "p₁"))
+            facts.append(self._closing("target", event.text, self._rule.origin_from("p₁", event.probability)))
             self._extend("target", event.text)
         elif event.finish_reason is None:
             facts.append(("target", [("no first-target pass: the first step reads the prompt", "")]))
         if event.finish_reason is not None:
             facts.append(("stop", [(event.finish_reason, "")]))
-        title = f"prefill · {event.prompt_tokens} tokens · {_milliseconds(event.time_s)} ms"
+        title = f"prefill · {event.prompt_tokens} tokens · {milliseconds(event.time_s)} ms"
         return [Heading(title, 3), Facts(facts, _GUTTER)]
 
     def _step(self, event: TraceStep) -> list[Part]:
@@ -121,7 +158,7 @@ class TraceView:
         parents = event.parents or []
         size = f"{len(parents)} nodes" if parents else f"γ {gamma}"
         kept = f"accepted {accepted}/{gamma}" if gamma else "nothing drafted"
-        total = _milliseconds(sum(_seconds(event.times, part) for part in PARTS))
+        total = milliseconds(sum(_seconds(event.times, part) for part in PARTS))
         title = f"step {event.index + 1} · position {event.position} · {size} · {kept} · {total} ms"
         facts: list[tuple[str, Sequence[Span]]] = []
         if event.siblings:
@@ -129,8 +166,7 @@ class TraceView:
             facts.append(("siblings", self._items(siblings)))
         end = len(texts) if closing is None else min(accepted, len(texts) - 1)
         if closing is not None and texts:
-            source = self._source(closing, accepted, tree=bool(parents))
-            facts.append(self._closing(closing, texts[end], event.closing_probability, source))
+            facts.append(self._closing(closing, texts[end], self._rule.origin(event)))
         gained = ((self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]) for text in texts[end + 1 :])
         facts += (("gained", [each]) for each in gained)
         if event.finish_reason is not None:
@@ -138,7 +174,7 @@ class TraceView:
             facts.append(("stop", [(event.finish_reason + inside, "")]))
         facts.append(("time", self._items(_times(event.times))))
         if event.policy:
-            notes = (f"{self._one_line(name)} {_note(value)}" for name, value in event.policy.items())
+            notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
             facts.append(("policy", self._items(notes)))
         for place, text in enumerate(texts):
             self._extend("accepted" if place < end else closing or "" if place == end else "bonus", text)
@@ -167,37 +203,21 @@ class TraceView:
         names = ["q", "p", "p/q"] if parents else ["q", "p", "p/q", "r"]
         least, most = _TOKEN_CELLS
         cells = max(least * (1 + bool(parents)), min(most, self._console.width - 18 - 8 * len(names)))
-        order = _branches(verdicts, parents) if parents else ((node, "") for node in range(len(verdicts)))
+        order = branches(verdicts, parents) if parents else ((node, "") for node in range(len(verdicts)))
         rows = []
         for node, line in order:
             if len(line) > cells - least:  # far down: the beginning of the lines makes space
                 line = "…" + line[len(line) - (cells - least) + 3 :]
             each = verdicts[node]
-            numbers = [_number(value) for value in (each.q, each.p, each.ratio, each.r)][: len(names)]
+            numbers = [number_text(value) for value in (each.q, each.p, each.ratio, each.r)][: len(names)]
             token = line + self._fitted(each.text, cells - len(line))
-            rows.append([str(node + 1), token, *numbers, f"{_SIGNS[each.verdict]} {each.verdict}"])
-        styles = {f"{sign} {name}": _STYLES[name] for name, sign in _SIGNS.items()}
+            rows.append([str(node + 1), token, *numbers, f"{SIGNS[each.verdict]} {each.verdict}"])
+        styles = {f"{sign} {name}": _STYLES[name] for name, sign in SIGNS.items()}
         headings = ["i", "token", *names, "verdict"]
         return Sheet(headings, rows, left=frozenset({1, len(headings) - 1}), styles=styles)
 
-    def _source(self, closing: str, accepted: int, *, tree: bool) -> str:
-        index = "".join(_DIGITS[int(digit)] for digit in str(accepted + 1))
-        p, q = f"p{index}", f"q{index}"
-        if closing == "corrected" and not self._greedy:
-            if tree or self._verification is not None:
-                return p if self._verification == "naive" else f"the residual of {p}"
-            return f"norm(max(0, {p} - {q}))" if self._lossless else f"{p}: adjustment off"
-        return p
-
-    def _closing(
-        self, kind: str, text: str, probability: float | None, source: str
-    ) -> tuple[str, Sequence[Span]]:
-        number = "" if probability is None else f"probability {_number(probability)}"
-        if self._greedy:
-            origin = f"  argmax of {source}{number and f', {number}'}"
-        else:
-            origin = f"  {number and f'with {number} '}from {source}"
-        return kind, [(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind]), (origin, "")]
+    def _closing(self, kind: str, text: str, origin: str) -> tuple[str, Sequence[Span]]:
+        return kind, [(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind]), (f"  {origin}", "")]
 
     def _extend(self, kind: str, text: str) -> None:
         """Add a token to the text so far, and remove text that is too far back to be shown."""
@@ -243,7 +263,7 @@ class TraceView:
         return [("\n".join(lines), "")]
 
 
-def _branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Iterator[tuple[int, str]]:
+def branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Iterator[tuple[int, str]]:
     """Yield the nodes of a tree depth first,
     each with the lines drawn before it; heavy lines lead to accepted nodes.
     """
@@ -265,10 +285,10 @@ def _branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Itera
 def _times(times: TraceTimes) -> Iterator[str]:
     prefill = times.draft_prefill_s
     if prefill:
-        yield f"draft prefill {_milliseconds(prefill)}"
-    yield f"draft {_milliseconds(times.draft_s - prefill)}"
+        yield f"draft prefill {milliseconds(prefill)}"
+    yield f"draft {milliseconds(times.draft_s - prefill)}"
     for part in PARTS[1:]:
-        yield f"{part} {_milliseconds(_seconds(times, part))}{' ms' if part == PARTS[-1] else ''}"
+        yield f"{part} {milliseconds(_seconds(times, part))}{' ms' if part == PARTS[-1] else ''}"
 
 
 def _seconds(times: TraceTimes, part: str) -> float:
@@ -276,12 +296,12 @@ def _seconds(times: TraceTimes, part: str) -> float:
     return seconds
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     value = 1000 * seconds
     return f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}"
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Format a number in at most six characters: up to four decimals, or a power of ten."""
     if value is None:
         return "–"
@@ -290,5 +310,5 @@ def _number(value: float | None) -> str:
     return f"{value:.0e}"
 
 
-def _note(value: float | None) -> str:
-    return f"{value:.0f}" if value is not None and value == round(value) else _number(value)
+def note_text(value: float | None) -> str:
+    return f"{value:.0f}" if value is not None and value == round(value) else number_text(value)
