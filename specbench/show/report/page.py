@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -12,14 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from jinja2 import Environment
 
 from specbench.base.record import Json
 from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.summary import Categories, Summary, SummaryRow
+from specbench.show import html
 from specbench.show.answer import Answer
 from specbench.show.document import Sheet
 from specbench.show.report.content import CATEGORIES, SUMMARY, Picture, Report, alternative
@@ -38,7 +37,6 @@ _NO_INTERVAL = "[too few to say]"  # of stats.ratio_text
 
 def to_html(report: Report) -> str:
     """Return the report as one HTML file that includes its pictures, style and script."""
-    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     summary = report.tables[SUMMARY]
     steps = [i for i, heading in enumerate(summary.headings) if heading in _STEP_HEADINGS]
     shown = [_table(title, sheet) for title, sheet in report.tables.items() if title != SUMMARY]
@@ -48,11 +46,9 @@ def to_html(report: Report) -> str:
     if steps:
         at = next((i for i, each in enumerate(shown) if each.title == "Acceptance by position"), len(shown))
         shown.insert(at, _table("Acceptance and time", summary, [0, *steps], notes=[]))
-    return templates().get_template("page.html.jinja").render(
-        policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-        "base-uri 'none'; form-action 'none'",
-        style=Markup(style),  # noqa: S704 - our own
-        script=Markup(script),  # noqa: S704
+    return html.page(
+        templates(),
+        _FOLDER,
         report=report,
         answers=[_answer(each) for each in report.answers],
         titles=["Speed", "Figures", *(each.title for each in shown), "How it was measured", "Measured on"],
@@ -60,31 +56,18 @@ def to_html(report: Report) -> str:
         pictures=[_picture(each) for each in report.pictures],
         tables=shown,
         costs=_table("Single passes", report.costs),
-    )  # fmt: skip
+    )
 
 
 @cache
 def templates() -> Environment:
-    """Return the templates, which escape all values and raise an error for a missing one."""
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        loader=FileSystemLoader(_FOLDER),
+    """Return the templates of the page."""
+    return html.templates(
+        _FOLDER,
+        anchor=lambda title: re.sub(r"\W+", "-", title.lower()),
+        sentence=_sentence,
+        split_at_intervals=lambda text: re.split(r"(\[[^\]]*\]\*?)", text),
     )
-    environment.filters |= {
-        "anchor": lambda title: re.sub(r"\W+", "-", title.lower()),
-        "one_line": one_line,
-        "sentence": _sentence,
-        "split_at_intervals": lambda text: re.split(r"(\[[^\]]*\]\*?)", text),
-    }
-    return environment
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _sentence(text: str) -> str:
