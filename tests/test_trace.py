@@ -258,13 +258,16 @@ HOSTILE = [
     "\ud800",
     " \u2028\n",
     ":smile:",
+    "</td><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>{{ 1 }}',
 ]
 
 
 def hostile_events() -> list[Event]:
     drafted = tuple(range(len(HOSTILE)))
     verdicts = tuple(verdict(token, 0.5, 0.5, 0.2) for token in drafted)
-    made = Step(0, 9, drafted, 9, 9, (*drafted, 0), "bonus", (), TIMES, None, {"[b]\x1b": 1.0}, verdicts, 0.5)
+    n = len(drafted)
+    made = Step(0, 9, drafted, n, n, (*drafted, 0), "bonus", (), TIMES, None, {"[b]\x1b": 1.0}, verdicts, 0.5)
     text = "".join(HOSTILE)
     return [
         header(target=text, drafter=text, dtype=text, options={text: text, "stop": [text]}, prompt_tail=text),

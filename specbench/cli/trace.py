@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from specbench.cli.options import output
+
+if TYPE_CHECKING:
+    from specbench.results.trace import Event
 
 
 def trace(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Trace that --trace-file wrote; - reads standard input.")
     ],
+    html: Annotated[
+        Path | None,
+        output("--html", "FILE", "Write a web page, one file, instead of showing the trace here."),
+    ] = None,
 ) -> None:
-    """Show a step trace that `specbench generate --trace-file` wrote."""
+    """Show a step trace that `specbench generate --trace-file` wrote, here or as a web page."""
     from rich.console import Console
 
     from specbench.results.trace import parse_trace, read_trace
     from specbench.show.trace import TraceView
 
-    view = TraceView(Console())
     events = parse_trace(sys.stdin.buffer, "Standard input") if str(file) == "-" else read_trace(file)
+    if html is not None:
+        _write_page(events, html)
+        return
+    view = TraceView(Console())
     for event in events:
         view.show(event)
+
+
+def _write_page(events: Iterable[Event], path: Path) -> None:
+    """Write the page of a trace; of a damaged one, that of the events before the damage."""
+    from specbench.base.files import write_text
+    from specbench.show.trace_page.page import to_html
+
+    read: list[Event] = []
+    try:
+        for event in events:
+            read.append(event)  # noqa: PERF402 - those before an error stay
+    finally:
+        if read:
+            write_text(path, to_html(read))
+            typer.echo(str(path))

@@ -1,0 +1,1 @@
+"""The page that `specbench trace --html` writes."""

@@ -1,0 +1,146 @@
+"""The page of a step trace: what it says, that texts stay texts, and that it works in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+from msgspec import structs
+from test_trace import ACCEPTED_ALL, HOSTILE, REJECTION, SUMMARY, TREE, event, header, hostile_events, prefill
+
+from specbench.results.trace import write_event
+from specbench.show.trace_page.page import to_html
+
+FIRST, SECOND, THIRD = (
+    structs.replace(event(step), index=i) for i, step in enumerate((REJECTION, TREE, ACCEPTED_ALL))
+)
+VOID = {"meta", "input"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, with all text; fails where tags do not match."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.text += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.mark.smoke
+def test_the_page_has_every_step_and_where_its_tokens_are_from():
+    html = to_html([header(), prefill(), FIRST, SECOND, THIRD, SUMMARY])
+    page = Page(html)
+    assert len(page.all("section")) == 4
+    assert re.findall(r"<h3[^>]*>(\w+ ?\d*)", html) == ["Prefill ", "Step 1", "Step 2", "Step 3"]
+    formula = "norm(max(0, p"
+    for words in (
+        "a draft is accepted if r < p/q",
+        formula,
+        "tokens per step",
+        "rejected",
+        "after the context",
+    ):
+        assert words in page.text
+    for origin in ("accepted", "corrected", "bonus", "target"):
+        assert {"class": origin} in page.all("span")
+
+
+def test_texts_stay_texts_and_nothing_else_runs_or_loads():
+    html = to_html(hostile_events())
+    page = Page(html)
+    harmless = Page(to_html([header(), prefill(), SECOND, FIRST]))
+    assert {tag for tag, _ in page.elements} <= {tag for tag, _ in harmless.elements}
+    attributes = {name for _, attributes in page.elements for name in attributes}
+    assert not attributes & {"src", "href", "style"}
+    assert not [name for name in attributes if name.startswith("on")]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", html)
+    assert any("script" in each for each in HOSTILE)
+    policy = next(each["content"] for each in page.all("meta") if "http-equiv" in each)
+    for tag in ("script", "style"):
+        inside = re.search(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[1]
+        assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
+    assert policy.startswith("default-src 'none'")
+
+
+def test_several_generations_and_interrupted_ones():
+    page = Page(to_html([header(), FIRST, header(), prefill(), SUMMARY]))
+    assert len(page.all("article")) == 2
+    assert "its trace is incomplete" in page.text
+
+
+def test_the_command_writes_a_page_of_what_can_be_read(cli, tmp_path):
+    file, out = tmp_path / "trace.jsonl", tmp_path / "trace.html"
+    with file.open("w") as opened:
+        for each in (header(), FIRST, SUMMARY):
+            write_event(opened, each)
+    result = cli("trace", file, "--html", out)
+    assert (result.code, result.out.strip()) == (0, str(out))
+    whole = out.read_text()
+    assert "Step 1" in whole
+    file.write_text(file.read_text()[:-20])
+    result = cli("trace", file, "--html", out)
+    assert result.code == 2
+    assert "cut short" in result.err
+    assert "Step 1" in out.read_text()
+    assert out.read_text() != whole
+
+
+@pytest.mark.slow
+def test_a_browser_shows_one_step_at_a_time(tmp_path):
+    api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs chromium")
+    path = tmp_path / "trace.html"
+    path.write_text(to_html([header(), prefill(), FIRST, SECOND, SUMMARY, *hostile_events()]))
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.goto(path.as_uri())
+
+        def shown():
+            return page.locator("article").first.locator("section:visible h3").all_inner_texts()
+
+        assert [each.split()[:2] for each in shown()] == [["Step", "1"]]
+        page.keyboard.press("ArrowRight")
+        assert shown()[0].startswith("Step 2")
+        page.keyboard.press("Home")
+        assert shown()[0].startswith("Prefill")
+        page.locator("article").first.locator(".output [data-section='2']").click()
+        assert shown()[0].startswith("Step 2")
+        assert page.get_by_role("slider").first.get_attribute("aria-valuetext").startswith("Step 2")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.emulate_media(media="print")
+        assert len(shown()) == 3
+        page = browser.new_context(java_script_enabled=False).new_page()
+        page.goto(path.as_uri())
+        assert page.locator("section:visible").count() == 5
+        assert said == []
+        browser.close()
