@@ -1,0 +1,276 @@
+"""The engine of servers that specbench starts itself: as many at a time as fit, the others when they are needed.
+
+Each server is measured by a ``ServerEngine`` of its own, so everything that holds for servers of others holds here.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from specbench.base.errors import RunError, SpecbenchError
+from specbench.base.textsafe import counted
+from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
+from specbench.bench.engines.processes import EngineProcess, StartError, free_port
+from specbench.bench.engines.servers import Api, ServerEngine, ServerPrompt
+from specbench.bench.grid import WARMUP_TOKENS, SweepConfig
+from specbench.bench.prompts import Prompt
+from specbench.bench.serving import Workload
+from specbench.options import DecodingOptions
+from specbench.results.run import TargetModel
+from specbench.specs.servers import ServerSpec
+
+if TYPE_CHECKING:
+    from specbench.base.progress import Progress
+
+CommandLine = Callable[[int], Sequence[str]]
+"""Returns the words of a server's command line for a port."""
+
+_ROOM = 1.1
+"""Free memory that another server needs, as a multiple of the largest one so far."""
+
+_WARM_UP = Prompt(
+    id="warm-up",
+    category="",
+    turns=("Explain in three sentences why the sky is blue at noon and red in the evening.",),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How long a server took to start, and how much memory it uses then.
+
+    Attributes:
+        seconds: Until its first answers, which warm it up, have ended.
+        memory: Bytes; 0 if not known.
+    """
+
+    seconds: float
+    memory: int
+
+
+@dataclass
+class _Running:
+    process: EngineProcess
+    engine: ServerEngine
+
+
+class LaunchedEngine(BenchEngine[ServerPrompt]):
+    """The engine of servers that are started when they are first needed. It must be closed.
+
+    A server that does not fit with the others, by the free memory or because it does not start, is tried alone; if
+    that works, ``limit`` becomes the number that did run. Then the server that was not used for the longest time makes
+    room for another.
+
+    Args:
+        commands: Command lines by the servers' names, which are the names of the configurations' drafters.
+        logs: The folder for the servers' output.
+        limit: Largest number of servers at a time; ``None`` for as many as fit.
+        start_timeout_s: How long a start may take.
+        api, timeout_s, keys: See ``ServerEngine``; there is one key for all servers.
+        decoding, temperature: Options that the first request to each server tests.
+
+    Attributes:
+        starts: The latest start of each server, by name.
+        capacity: The largest number of servers that ran at a time.
+    """
+
+    def __init__(
+        self,
+        commands: Mapping[str, CommandLine],
+        logs: Path,
+        *,
+        limit: int | None = None,
+        start_timeout_s: float = 600.0,
+        api: Api = "chat",
+        timeout_s: float = 300.0,
+        key: str | None = None,
+        decoding: DecodingOptions | None = None,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._commands, self._logs, self.limit = commands, logs, limit
+        self._start_timeout_s, self._api, self._timeout_s, self._key = start_timeout_s, api, timeout_s, key
+        self._decoding, self._temperature = decoding or DecodingOptions(), temperature
+        self._progress, self._clock = progress, clock
+        self._running: dict[str, _Running] = {}  # the one that was used last comes last
+        self._failed: dict[str, SpecbenchError] = {}
+        self._model_name = ""
+        self.starts: dict[str, Start] = {}
+        self.capacity = 0
+
+    def close(self) -> list[str]:
+        """End all servers, and return a sentence on each that could not be ended."""
+        left = []
+        while self._running:
+            _, each = self._running.popitem()
+            try:
+                each.engine.close()
+            finally:
+                each.process.stop()
+                left += [each.process.left] if each.process.left else []
+        return left
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> Collection[str]:
+        """The names of the servers that run."""
+        return self._running.keys()
+
+    def fits(self, names: Sequence[str]) -> bool:
+        """Start servers as long as they fit, and return whether all that can be started run now."""
+        for name in names:
+            if name in self._running or name in self._failed:
+                continue
+            if not self._has_room():
+                return False
+            with suppress(SpecbenchError):
+                self.server(name)
+        return all(name in self._running or name in self._failed for name in names)
+
+    def server(self, name: str) -> ServerEngine:
+        """Return the engine of a server, which is started if it does not run.
+
+        Raises:
+            RunError: It does not start, or did not the last time.
+        """
+        if name in self._failed:
+            raise self._failed[name]
+        there = self._running.pop(name, None)
+        if there is not None and there.process.exit_code is not None:
+            self._stop(there)  # it has crashed: once more
+            there = None
+        if there is None:
+            while self._running and not self._has_room():
+                self._stop_oldest()
+            there = self._start_with_room(name)
+        self._running[name] = there
+        self.capacity = max(self.capacity, len(self._running))
+        return there.engine
+
+    def _has_room(self) -> bool:
+        if self.limit is not None:
+            return len(self._running) < self.limit
+        needed = max((start.memory for start in self.starts.values()), default=0)
+        return psutil.virtual_memory().available > _ROOM * needed
+
+    def _start_with_room(self, name: str) -> _Running:
+        """Start a server; if that fails while others run, and never as many have run, start it alone."""
+        try:
+            return self._start(name)
+        except SpecbenchError as error:
+            if not self._running or len(self._running) < self.capacity:
+                self._failed[name] = error
+                raise
+        others = len(self._running)
+        while self._running:
+            self._stop_oldest()
+        try:
+            started = self._start(name)
+        except SpecbenchError as error:
+            self._failed[name] = error
+            raise
+        self.limit = others
+        return started
+
+    def _start(self, name: str) -> _Running:
+        began, port = self._clock(), free_port()
+        if self._progress is not None:
+            self._progress.update(f"starting {name}", 0, None)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"
+        process = EngineProcess(name, self._commands[name](port), port, log)
+        engine = None
+        try:
+            process.wait_until_ready(self._start_timeout_s, self._clock)
+            engine = ServerEngine(
+                [ServerSpec(name, f"{process.url}/v1")],
+                keys={} if self._key is None else {name: self._key},
+                api=self._api,
+                timeout_s=self._timeout_s,
+                decoding=self._decoding,
+                temperature=self._temperature,
+            )
+            self._warm_up(name, engine)
+        except BaseException as error:
+            if engine is not None:
+                engine.close()
+            process.stop()
+            if isinstance(error, StartError | KeyboardInterrupt) or not process.last_words:
+                raise
+            raise RunError(f"{error} The server's last words: {process.last_words}") from error
+        self._model_name = self._model_name or engine.servers[0].model_name
+        self.starts[name] = Start(self._clock() - began, process.memory())
+        return _Running(process, engine)
+
+    def _warm_up(self, name: str, engine: ServerEngine) -> None:
+        """Let a new server answer something, so that the first measured answer is like the others."""
+        decoding = self._decoding.with_changes(max_new_tokens=WARMUP_TOKENS)
+        config = SweepConfig(
+            id=name, label=name, kind="server", drafter=name, gamma=None, draft_policy="none",
+            temperature=self._temperature, cache="none", baseline=name,
+        )  # fmt: skip
+        engine.generate(
+            config, engine.encode(_WARM_UP, []), decoding, seed=random.Random(name).getrandbits(31)
+        )
+
+    def _stop_oldest(self) -> None:
+        self._stop(self._running.pop(next(iter(self._running))))
+
+    def _stop(self, there: _Running) -> None:
+        try:
+            there.engine.close()
+        finally:
+            there.process.stop()
+        if there.process.left:
+            raise RunError(there.process.left)
+
+    # -- the interface of engines --------------------------------------------------------------------
+
+    def describe_target(self, decoding: DecodingOptions) -> TargetModel:
+        return TargetModel(name=self._model_name)
+
+    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> ServerPrompt:
+        name = next(iter(self._running), next(iter(self._commands)))
+        return self.server(name).encode(prompt, answers)
+
+    def generate(
+        self, config: SweepConfig, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
+    ) -> Outcome:
+        return self.server(config.drafter).generate(config, prompt, decoding, seed=seed)
+
+    def generate_group(
+        self, config: SweepConfig, workload: Workload[ServerPrompt], decoding: DecodingOptions
+    ) -> GroupOutcome:
+        return self.server(config.drafter).generate_group(config, workload, decoding)
+
+    def difference(
+        self,
+        prompt: ServerPrompt,
+        tokens: Sequence[int],
+        plain: Sequence[int],
+        decoding: DecodingOptions,
+    ) -> None:
+        return None
+
+    def summary(self) -> str:
+        """Return a sentence on the starts and the memory of the servers; empty if none was started."""
+        if not self.starts:
+            return ""
+        seconds = sorted(start.seconds for start in self.starts.values())
+        memory = max(start.memory for start in self.starts.values())
+        uses = f", each with up to {memory / 1e9:.1f} GB" if memory else ""
+        return (
+            f"{counted(len(self.starts), 'server')} started in {seconds[0]:.0f} to {seconds[-1]:.0f} s, up to"
+            f" {self.capacity} at a time{uses}."
+        )
