@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_EAGLE_1, Heads, HeadSupport
 from specbench.export.setting import Model, Setting
+from specbench.export.start import GAMMA, StartedEngine
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
 
 
-class LlamaCpp(engine.ExportEngine):
+class LlamaCpp(StartedEngine):
     """llama.cpp's server. Heads were read in its pull request 18039."""
 
     name = "llama.cpp"
@@ -28,6 +30,33 @@ class LlamaCpp(engine.ExportEngine):
         "eagle-1": NO_EAGLE_1,
         "dflash": "no DFlash head in its authors' format was seen to convert",
     }
+
+    server = ("llama-server",)
+    listening = ("--metrics", "--port")
+    ngrams: ClassVar[Mapping[str, str | Json]] = {
+        "ngram-simple": "lookup:n=3,min=3",
+        "ngram-mod": {
+            "--spec-type": "ngram-mod",
+            "--spec-ngram-mod-n-match": 4,
+            "--spec-ngram-mod-n-min": 1,
+            "--spec-ngram-mod-n-max": GAMMA,
+        },
+        "ngram-map-k": {
+            "--spec-type": "ngram-map-k",
+            "--spec-ngram-map-k-size-n": 3,
+            "--spec-ngram-map-k-size-m": GAMMA,
+            "--spec-ngram-map-k-min-hits": 1,
+        },
+        "ngram-map-k4v": {
+            "--spec-type": "ngram-map-k4v",
+            "--spec-ngram-map-k4v-size-n": 3,
+            "--spec-ngram-map-k4v-size-m": GAMMA,
+            "--spec-ngram-map-k4v-min-hits": 1,
+        },
+    }
+
+    def target_options(self, target: Model) -> Json:
+        return {"--model": _file(target)}
 
     def supports(self, drafter: DrafterSpec) -> bool:
         if isinstance(drafter, Cascade):
@@ -71,12 +100,12 @@ class LlamaCpp(engine.ExportEngine):
             )
             export.missing += [f"passes={drafter.passes}."] if drafter.passes else []
         export.options = {
-            "--model": _file(setting.target),
+            **self.target_options(setting.target),
             "--spec-type": ",".join(types),
             **options,
             "--temp": f"{setting.temperature or 0:g}",
         }
-        export.text = engine.command(["llama-server"], export.options)
+        export.text = engine.command(self.server, export.options)
         export.needs = [
             "Models as GGUF files, with one vocabulary. Acceptance is as measured with the same checkpoints, and nearly"
             " so with other quantizations of them."
@@ -100,4 +129,4 @@ def _draft_options(setting: Setting) -> Json:
 
 
 def _file(model: Model) -> str:
-    return f"{model.stem}.gguf"
+    return model.path or f"{model.stem}.gguf"

@@ -38,10 +38,17 @@ class Model:
     Attributes:
         name: A hub id, a built-in name, or the last name of a folder or file: runs store no paths.
         revision: Revision on the hub; ``None`` for the default branch.
+        path: Where it is, for a server that is started here.
     """
 
     name: str
     revision: str | None = None
+    path: str | None = None
+
+    @property
+    def location(self) -> str:
+        """Its path if that is known, otherwise its name."""
+        return self.path or self.name
 
     @property
     def is_hub_id(self) -> bool:
@@ -103,6 +110,7 @@ class Setting:
         replaces: The fastest setting of the run, if this one is exported in its place.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
         head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
+        drafter_path: Where the drafter's model is, for a server that is started here.
     """
 
     target: Model
@@ -117,6 +125,7 @@ class Setting:
     replaces: Replaced | None = None
     head: TrainingMetadata | None = None
     head_unknown: bool = False
+    drafter_path: str | None = None
 
     @property
     def draft_model(self) -> Model:
@@ -127,7 +136,9 @@ class Setting:
     def models(self) -> list[Model]:
         """The target, and the drafter's own model if it has one."""
         model = self.drafter.model_spec
-        return [self.target] if model is None else [self.target, Model.named(model.name)]
+        if model is None:
+            return [self.target]
+        return [self.target, replace(Model.named(model.name), path=self.drafter_path)]
 
     @property
     def is_compact(self) -> bool:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
-from specbench.export.setting import Setting
+from specbench.export.setting import Model, Setting
+from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, SmallModel, Suffix
 
+TREES = ((3, 4, 8), (5, 8, 32))
+"""Depth, width and verified tokens of the draft trees to try."""
 
-class SGLang(engine.ExportEngine):
+
+class SGLang(StartedEngine):
     """SGLang's server."""
 
     name = "sglang"
@@ -25,11 +32,42 @@ class SGLang(engine.ExportEngine):
         "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
     }
 
+    server = ("python", "-m", "sglang.launch_server")
+    listening = ("--enable-metrics", "--port")
+    ngrams: ClassVar[Mapping[str, str | Json]] = {"ngram": "lookup", "ngram-prob": "suffix"}
+
+    def target_options(self, target: Model) -> Json:
+        return {"--model-path": target.location, **engine.revision(target, "--revision")}
+
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
+        if not str(options.get("--speculative-algorithm")).startswith("EAGLE"):
+            return super().with_schedule(options, schedule)
+        steps = {str(first): {"candidate_steps": [max(1, gamma)]} for first, _, gamma in schedule}
+        file = "adaptive.json"
+        return (
+            {**options, "--speculative-adaptive": None, "--speculative-adaptive-config": file},
+            f"Write {json.dumps(steps)} into {file}. Its smallest draft length is 1.",
+        )
+
+    def trees(self, options: Json) -> Iterator[tuple[str, int, Json]]:
+        if "--speculative-eagle-topk" not in options:
+            return
+        for depth, width, nodes in TREES:
+            yield (
+                f"tree={width}x{nodes}",
+                depth,
+                {
+                    **options,
+                    "--speculative-num-steps": depth,
+                    "--speculative-eagle-topk": width,
+                    "--speculative-num-draft-tokens": nodes,
+                },
+            )
+
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, width = setting.drafter, setting.gamma + 1
         export.options = {
-            "--model-path": setting.target.name,
-            **engine.revision(setting.target, "--revision"),
+            **self.target_options(setting.target),
             **engine.floating(setting.dtype, "--dtype"),
         }
         if isinstance(drafter, Lookup | Suffix):
@@ -52,7 +90,7 @@ class SGLang(engine.ExportEngine):
             chain = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
             export.options |= {
                 "--speculative-algorithm": self.method(setting, "STANDALONE"),
-                "--speculative-draft-model-path": setting.draft_model.name,
+                "--speculative-draft-model-path": setting.draft_model.location,
                 **engine.revision(setting.draft_model, "--speculative-draft-model-revision"),
                 **({} if is_dflash else chain),
                 "--speculative-num-draft-tokens": width,
@@ -63,7 +101,7 @@ class SGLang(engine.ExportEngine):
                 " unquant it runs as its checkpoint is stored.",
                 engine.GREEDY_DRAFTS,
             ]
-        export.text = engine.command(["python", "-m", "sglang.launch_server"], export.options)
+        export.text = engine.command(self.server, export.options)
         export.differs += [
             f"--speculative-num-draft-tokens counts verified tokens: γ = {setting.gamma} and the token before them.",
             "With speculation it decodes 48 requests at a time unless --max-running-requests is given.",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import Heads, HeadSupport
-from specbench.export.setting import Setting
+from specbench.export.setting import Model, Setting
+from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, SmallModel, Suffix
 
 
-class VLLM(engine.ExportEngine):
+class VLLM(StartedEngine):
     """vLLM's server."""
 
     name = "vllm"
@@ -28,6 +30,18 @@ class VLLM(engine.ExportEngine):
         "dflash": HeadSupport("dflash"),
         "medusa": "0.32 was the last version with Medusa heads",
     }
+
+    server = ("vllm", "serve")
+    listening = ("--port",)
+    ngrams: ClassVar[Mapping[str, str | Json]] = {"ngram": "lookup:n=4,min=2", "suffix": "suffix"}
+
+    def target_options(self, target: Model) -> Json:
+        return {"": target.location, **engine.revision(target, "--revision")}
+
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
+        ranges = [list(each) for each in schedule]
+        speculative = {**options["--speculative-config"], "num_speculative_tokens_per_batch_size": ranges}
+        return {**options, "--speculative-config": speculative}, ""
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, gamma = setting.drafter, setting.gamma
@@ -52,7 +66,7 @@ class VLLM(engine.ExportEngine):
             )
         else:
             model = setting.draft_model
-            speculative = {"method": self.method(setting, "draft_model"), "model": model.name}
+            speculative = {"method": self.method(setting, "draft_model"), "model": model.location}
             if setting.head is not None and setting.head.kind == "peagle":
                 speculative["parallel_drafting"] = True
             speculative |= engine.revision(model, "revision")
@@ -71,7 +85,7 @@ class VLLM(engine.ExportEngine):
             "--speculative-config": speculative,
         }
         shown = export.options | {"--speculative-config": json.dumps(speculative)}
-        export.text = engine.command(["vllm", "serve", setting.target.name], shown)
+        export.text = engine.command([*self.server, setting.target.name], shown)
         export.differs += [
             "γ is num_speculative_tokens, without the bonus token, at every batch size. Drafts stop paying in large"
             " batches; num_speculative_tokens_per_batch_size sets γ by batch size.",

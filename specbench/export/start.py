@@ -1,0 +1,219 @@
+"""Engines whose servers specbench starts: their command lines, and the settings that are tried with them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from specbench.base.errors import UsageError
+from specbench.base.record import Json
+from specbench.export.engine import ExportEngine
+from specbench.export.setting import Model, Setting
+from specbench.models.training_metadata import TrainingMetadata
+from specbench.specs.drafters import DrafterSpec, parse_drafter
+from specbench.specs.policies import PolicySpec, parse_policy
+
+PLAIN = "plain"
+"""Name of the setting without drafts."""
+
+GAMMA = "GAMMA"
+"""Stands for the draft length in an engine's own options."""
+
+NGRAM_GAMMAS = (4, 12)
+"""Draft lengths to try with n-grams, which cost almost nothing to draft."""
+
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
+"""Draft lengths to try with models and heads."""
+
+P_MIN = 0.6
+"""Threshold to try where an engine has one for the drafter's probability."""
+
+
+@dataclass(frozen=True)
+class EngineSetting:
+    """A way to start a server.
+
+    Attributes:
+        name: Its name in files and tables.
+        family: What settings share that differ only in their draft length; empty for plain decoding.
+        gamma: The draft length; 0 for plain decoding.
+        options: The engine's options that differ from those of plain decoding.
+        needs: What must be done first, as sentences.
+    """
+
+    name: str
+    family: str
+    gamma: int
+    options: Json
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineDrafter:
+    """A drafter to try with an engine.
+
+    Attributes:
+        spec: A spec, or the name of one of the engine's kinds of n-grams.
+        path: Where its model is.
+        head: Training metadata, if it is a trained head.
+    """
+
+    spec: DrafterSpec | str
+    path: str | None = None
+    head: TrainingMetadata | None = None
+
+
+class StartedEngine(ExportEngine):
+    """An engine whose server specbench starts.
+
+    Attributes:
+        server: The words that start its server.
+        listening: Options of the server for what is measured; the last one is for its port.
+        ngrams: Kinds of n-gram drafting by their names in the engine: a drafter that is exported, or the engine's own
+            options. The first two are tried if nothing else is named.
+    """
+
+    server: ClassVar[tuple[str, ...]]
+    listening: ClassVar[tuple[str, ...]]
+    ngrams: ClassVar[Mapping[str, str | Json]]
+
+    @abstractmethod
+    def target_options(self, target: Model) -> Json:
+        """Return the options that name the target and its revision; a value without an option has the key ""."""
+
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
+        """Return the options of a server with a draft length by batch size, and what must be done first.
+
+        Args:
+            options: Options of the setting with the longest drafts.
+            schedule: First and last batch size of each range, and the draft length in it; 0 for no drafts.
+        """
+        lengths = ", ".join(f"γ = {gamma} for {first} to {last}" for first, last, gamma in schedule)
+        return (
+            options,
+            f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}.",
+        )
+
+    def trees(self, options: Json) -> Iterator[tuple[str, int, Json]]:  # noqa: ARG002 - for those that have trees
+        """Yield the name, the depth and the options of draft trees, from the options of a chain."""
+        yield from ()
+
+    def command_line(
+        self, target: Model, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""
+    ) -> list[str]:
+        """Return the words that start a server.
+
+        Args:
+            target: The target, with its path.
+            options: Options of a setting.
+            port: The port to listen on.
+            more: Words of the user's own, such as the engine's options for several GPUs.
+            wrapper: The command in place of ``server``, in the notation of a shell, in which ``{port}`` stands for the
+                port. Behind `ssh` the words are quoted once more, for the other machine's shell.
+        """
+        first = [word.replace("{port}", str(port)) for word in shlex.split(wrapper)] or [*self.server]
+        words = [*self.words(target, options), *more, *self.listening, str(port)]
+        if first[0].rpartition("/")[2] == "ssh":
+            words = [shlex.quote(word) for word in words]
+        return [*first, *words]
+
+    def words(self, target: Model, options: Json) -> list[str]:
+        """Return the part of a command line that names the target and a setting."""
+        return option_words({**self.target_options(target), **options})
+
+    def setting(
+        self, target: Model, drafter: EngineDrafter, gamma: int, policy: PolicySpec, temperature: float
+    ) -> EngineSetting:
+        """Return the setting of a drafter with a draft length.
+
+        Raises:
+            UsageError: The engine does not support the drafter.
+        """
+        name, end = str(drafter.spec), ""
+        own = self.ngrams[drafter.spec] if isinstance(drafter.spec, str) else drafter.spec
+        if isinstance(own, dict):
+            options = {option: gamma if value == GAMMA else value for option, value in own.items()}
+            return EngineSetting(f"{name}@{gamma}", name, gamma, options)
+        spec = parse_drafter(own) if isinstance(own, str) else own
+        if policy.word == "confidence":
+            end = f",p={policy.options.get('threshold', 0.4):g}"
+            policy = policy.with_options({"gamma_max": gamma})
+        made = Setting(
+            target, spec, policy, gamma, temperature=temperature, head=drafter.head, drafter_path=drafter.path
+        )
+        export = self.export(made)
+        ready = [] if drafter.path else export.needs
+        return EngineSetting(f"{name}@{gamma}{end}", f"{name}{end}", gamma, export.options, tuple(ready))
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """Return options as words of a command line.
+
+    A group is written as JSON, ``None`` stands for an option without a value, and the name "" for a value without an
+    option.
+    """
+    found = []
+    for name, value in options.items():
+        found += [name] if name else []
+        if value is not None:
+            found.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return found
+
+
+def parse_engine_drafter(engine: StartedEngine, text: str) -> DrafterSpec | str:
+    """Parse a drafter, or the name of a kind of n-grams of the engine."""
+    return text if text in engine.ngrams else parse_drafter(text)
+
+
+def settings_of(
+    engine: StartedEngine,
+    target: Model,
+    drafters: Sequence[EngineDrafter],
+    *,
+    gammas: Sequence[int] | None = None,
+    policies: Sequence[PolicySpec] = (),
+    temperature: float = 0.0,
+    trees: bool = True,
+) -> list[EngineSetting]:
+    """Return plain decoding and the settings of drafters with each draft length.
+
+    Args:
+        gammas: Draft lengths; ``None`` for those to try.
+        policies: Draft policies for models; none for those to try: ``fixed``, and ``confidence`` if the engine has it.
+        trees: Whether the engine's draft trees are added.
+
+    Raises:
+        UsageError: The engine does not support a drafter or a policy.
+    """
+    fixed = parse_policy("fixed")
+    more = [parse_policy(f"confidence:threshold={P_MIN:g}")] if "confidence" in engine.policies else []
+    for policy in policies:
+        if policy.word not in ("fixed", *engine.policies):
+            known = ", ".join(("fixed", *engine.policies))
+            raise UsageError(
+                f"{engine.title} does not have the draft policy {policy.word}.", f"Choose from {known}."
+            )
+    found = [EngineSetting(PLAIN, "", 0, {})]
+    for drafter in drafters:
+        has_model = not isinstance(drafter.spec, str) and drafter.spec.model_part is not None
+        chain = None
+        for policy in (policies or [fixed, *more]) if has_model else [fixed]:
+            for gamma in gammas or (GAMMAS if has_model else NGRAM_GAMMAS):
+                each = engine.setting(target, drafter, gamma, policy, temperature)
+                chain = each
+                found.append(each)
+        if chain is None or not has_model or not trees:
+            continue
+        for name, depth, options in engine.trees(chain.options):
+            family = f"{drafter.spec},{name}"
+            found.append(EngineSetting(f"{drafter.spec}@{depth},{name}", family, depth, options, chain.needs))
+    names = [each.name for each in found]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            "Two drafters have the same name.", "Name each once, and give their files different names."
+        )
+    return found
