@@ -968,6 +968,27 @@ MUTANTS = (
     ),
     # -- tuning ------------------------------------------------------------------------------------
     Mutant(
+        "a server outlives a specbench that was killed",
+        "bench/engines/guard.py:main",
+        "ready and not os.read(0, 1024)",
+        "False",
+        ("tests/test_started.py", "-k", "after_a_kill"),
+    ),
+    Mutant(
+        "servers measured later are not compared with plain decoding beside them",
+        "tune/engine_search.py:EngineSearch._measure_chunk",
+        "timing.seconds / slower",
+        "timing.seconds * slower",
+        ("tests/test_started.py", "-k", "groups_are_compared"),
+    ),
+    Mutant(
+        "shorter drafts of an engine are predicted to accept what longer ones do",
+        "tune/engine_search.py:predict",
+        "sum(rates[: setting.gamma])",
+        "sum(rates)",
+        ("tests/test_started.py", "-k", "predicted_from_two"),
+    ),
+    Mutant(
         "a race drops slower candidates, sure or not",
         "tune/race.py:Race.upper_bound",
         "self._log_bound(name, over, self.level)",

@@ -57,7 +57,8 @@ def test_completion_knows_the_rules_there_are():
 
 VALUES = {
     "api": "chat", "arrivals": "closed:2", "assisted": "transformers", "baseline": "transformers", "batch": "2",
-    "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "kv_pool": "paged", "prompts": "all",
+    "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "dtype": "float32",
+    "engine": "vllm", "kv_pool": "paged", "prompts": "all",
     "server": "a=http://127.0.0.1:9/v1", "tree": "auto", "verification": "rejection",
 }  # fmt: skip
 
@@ -71,7 +72,7 @@ def words(command: str, name: str) -> list[str]:
 
 
 CASES = [
-    (needed, command, name, row.other)
+    (needed, command, name, row.other.split()[0])
     for rows, needed in ((EXCLUDE, False), (NEED, True))
     for row in rows
     for command in row.command.split()
@@ -84,7 +85,8 @@ CASES = [
 def test_options_that_exclude_or_need_each_other_are_refused(cli, needed, command, name, other):
     more = ["--resume"] if other == "out" else ["--server", VALUES["server"]] if other == "target" else []
     base = ["results", "results"] if command == "compare" else []
-    written = "PROMPT" if name == "prompt" else flags(command, name)
+    arguments = {"prompt": "PROMPT", "arguments": "[-- ENGINE OPTIONS]"}
+    written = arguments.get(name) or flags(command, name)
     result = cli(command, *base, *words(command, name), *more, *([] if needed else words(command, other)))
     how = f"{written} is given without" if needed else f"{written} does not go with"
     assert (result.code, result.out) == (2, "")

@@ -438,11 +438,17 @@ def num_turns(prompt: Prompt, options: SweepOptions) -> int:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep: its options, prompts (at least one) and configurations."""
+    """A sweep: its options, prompts (at least one) and configurations.
+
+    Attributes:
+        together: Number of drafters whose configurations can be measured in turn; ``None`` for all. With fewer, each
+            repeat goes over all prompts for some of them, then for the next ones, and every second repeat back.
+    """
 
     options: SweepOptions
     prompts: tuple[Prompt, ...]
     configs: tuple[SweepConfig, ...]
+    together: int | None = None
 
     def plan(self) -> list[Cell]:
         """Return everything to measure, in order; the same sweep has the same plan.
@@ -485,12 +491,24 @@ class Sweep:
             for repeat in range(options.repeats):
                 blocks = [(each, group) for each in workloads for group in groups[each]]
                 random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
-                for each, group in blocks:
-                    yield from block(group.id, 0, repeat, False, at[each], group)
+                for part in self._parts(repeat):
+                    for each, group in blocks:
+                        some = [config for config in at[each] if config.drafter in part]
+                        yield from block(group.id, 0, repeat, False, some, group)
             return
         for repeat in range(options.warmup):
             yield from block(prompts[repeat % len(prompts)].id, 0, repeat, True, configs)
         for repeat in range(options.repeats):
-            for prompt in prompts:
-                for turn in range(num_turns(prompt, options)):
-                    yield from block(prompt.id, turn, repeat, False, configs)
+            for part in self._parts(repeat):
+                some = [config for config in configs if config.drafter in part]
+                for prompt in prompts:
+                    for turn in range(num_turns(prompt, options)):
+                        yield from block(prompt.id, turn, repeat, False, some)
+
+    def _parts(self, repeat: int) -> list[list[str]]:
+        """Return the drafters whose configurations are measured in turn, group by group."""
+        names = [*dict.fromkeys(config.drafter for config in self.configs)]
+        size = self.together or len(names)
+        if repeat % 2:
+            names.reverse()
+        return [names[at : at + size] for at in range(0, len(names), size)]

@@ -85,8 +85,9 @@ def now() -> str:
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without addresses of servers, and with only the last part of each path."""
-    return [_without_path(argument) for argument in arguments]
+    """Return a command line without addresses of servers and keys, and with only the last part of each path."""
+    hidden = [before == "--api-key" for before in ("", *arguments)]
+    return ["KEY" if hide else _without_path(each) for each, hide in zip(arguments, hidden, strict=False)]
 
 
 _SERVER = re.compile(r"(.*?[\w.-]+=)https?://[^#]*(?:#(.*))?", re.DOTALL)

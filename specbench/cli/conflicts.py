@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.options import SharedPolicyOptions
+from specbench.options import ModelOptions, SharedPolicyOptions
 
 if TYPE_CHECKING:
     import typer
@@ -19,7 +19,7 @@ class Row:
     Attributes:
         command: Its name; several are separated by spaces.
         options: Names of parameters, or classes whose fields are.
-        other: The name of a parameter.
+        other: The name of a parameter; of several, separated by spaces, one is enough.
         why: The reason, if names alone do not say it.
     """
 
@@ -49,6 +49,16 @@ EXCLUDE = (
         "server",
         "it is for models",
     ),
+    Row("sweep", ("engine",), "server", "it starts its own servers"),
+    Row(
+        "sweep",
+        ("baseline", "assisted", "tree", "keep_policy_state", "cache", "bit_exact", "compiled", SharedPolicyOptions,
+         ModelOptions, "min_new_tokens", "check_outputs"),
+        "engine",
+        "it is for specbench's own decoding",
+    ),
+    Row("tune", (ModelOptions, "cache", "out", "overwrite", "min_new_tokens"), "engine",
+        "it is for specbench's own decoding"),
 )  # fmt: skip
 """The options do not go with the other one."""
 
@@ -59,7 +69,14 @@ NEED = (
     Row("check", ("minutes", "bias"), "sample"),
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
-    Row("sweep", ("api", "timeout", "check_outputs"), "server", "it is for servers"),
+    Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),
+    Row("sweep", ("check_outputs",), "server", "it is for servers"),
+    Row("sweep", ("engine_command", "max_servers", "start_timeout", "arguments"), "engine"),
+    Row(
+        "tune",
+        ("engine_command", "max_servers", "start_timeout", "arguments", "api", "timeout", "batch"),
+        "engine",
+    ),
     Row("sweep", ("check_outputs",), "target", "the model is loaded here"),
 )
 """The options have a meaning only with the other one."""
@@ -92,10 +109,11 @@ def refuse_conflicts(ctx: typer.Context) -> None:
     """
     for rows, needed in ((EXCLUDE, False), (NEED, True)):
         for row in rows:
-            if ctx.info_name not in row.command.split() or bool(given(ctx, row.other)) is needed:
+            if ctx.info_name not in row.command.split() or bool(given(ctx, *row.other.split())) is needed:
                 continue
             for option in given(ctx, *row.options)[:1]:
-                other, because = written(ctx, row.other), f": {row.why}" if row.why else ""
+                others = [name for name in row.other.split() if needed or given(ctx, name)]
+                other, because = written(ctx, others[0]), f": {row.why}" if row.why else ""
                 if needed:
                     hint = f"Add {other}, or leave {option} out."
                     raise UsageError(f"{option} is given without {other}{because}.", hint)

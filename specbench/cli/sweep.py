@@ -14,9 +14,11 @@ from specbench.cli.policy import left_out, refuse_siblings, with_trees
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
+    EngineOptions,
     ExperimentOptions,
     ResultsOptions,
     ServerOptions,
+    StartedArguments,
     checked_temperatures,
     chosen_prompts,
 )
@@ -39,6 +41,7 @@ def sweep(
     *,
     compared: ComparedOptions,
     servers: ServerOptions,
+    engines: EngineOptions,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
     drafting: Annotated[
@@ -66,11 +69,12 @@ def sweep(
     results: ResultsOptions,
     verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
+    arguments: StartedArguments = None,
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
 
     Every configuration decodes every prompt, interleaved in random order, and each generation is stored as it ends.
-    --resume continues an interrupted sweep.
+    --resume continues an interrupted sweep. With --server or --engine, servers are measured instead.
     """
     from specbench.results.load import load_snapshot
 
@@ -80,6 +84,13 @@ def sweep(
         from specbench.cli.sweep_servers import sweep_servers
 
         sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, start, **shown)
+        return
+    if engines.engine is not None:
+        from specbench.cli.sweep_engine import sweep_engine
+
+        more = tuple(arguments or ())
+        what = compared, drafting, engines, servers, experiment, decoding, results
+        sweep_engine(ctx, target, *what, more, start, quiet=quiet, verbose=verbose)
         return
     from specbench.bench.grid import Sweep, build_configs
     from specbench.cli.sweep_run import SweepJob, describe_sources, run_folder, show_dry_run

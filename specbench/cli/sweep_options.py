@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
 from specbench.cli.options import drafters_option, output, prompt_option, prompts_option
 from specbench.options import DECODING, MODELS, CacheName, panel
 
@@ -22,6 +24,9 @@ COMPARED = "What is compared"
 EXPERIMENT = "Experiment"
 _what, _experiment, _results = panel(COMPARED), panel(EXPERIMENT), panel("Results")
 _servers = panel("Servers instead of models")
+_engines = panel("Another engine")
+StartedName = Literal["vllm", "sglang", "llama.cpp"]
+"""Engines whose servers are started."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,45 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
+class EngineOptions:
+    """An engine whose servers are started, with one setting each."""
+
+    engine: Annotated[
+        StartedName | None,
+        _engines(
+            "--engine",
+            "ENGINE",
+            "Start servers of an engine, one for each setting, and measure them: vllm, sglang or llama.cpp. Options for"
+            " the engine follow --.",
+        ),
+    ] = None
+    engine_command: Annotated[
+        str,
+        _engines(
+            "--engine-command",
+            "COMMAND",
+            "Command that starts the engine's server in place of its usual one, such as docker or ssh; {port} stands"
+            " for the port.",
+        ),
+    ] = ""
+    max_servers: Annotated[
+        int | None,
+        _engines(
+            "--max-servers", "N", "Servers that run at a time. Default: as many as fit into memory.", min=1
+        ),
+    ] = None
+    start_timeout: Annotated[
+        float, _engines("--start-timeout", "SECONDS", "Timeout for the start of a server.", min=1.0)
+    ] = 600.0
+
+
+StartedArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Options that every server of --engine gets."),
+]
+
+
+@dataclass(frozen=True)
 class ExperimentOptions:
     """Prompts, and how often they are decoded."""
 
@@ -170,6 +214,8 @@ class ResultsOptions:
 
 
 _decoding, _option = panel(DECODING), panel("Options")
+MINUTES, ENGINE_MINUTES = 6.0, 20.0
+"""Time limits of a search."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +267,23 @@ class SearchOptions:
             " with it.",
         ),
     ] = None
+    batch: Annotated[
+        str | None,
+        _option(
+            "--batch",
+            "RANGE",
+            "With --engine: batch sizes to measure at the end, for a schedule of draft lengths.",
+        ),
+    ] = None
     minutes: Annotated[
-        float, _option("--minutes", "X", "Time limit for everything; the search can end sooner.")
-    ] = 6.0
+        float | None,
+        _option(
+            "--minutes",
+            "X",
+            f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, with --engine"
+            f" {ENGINE_MINUTES:g}.",
+        ),
+    ] = None
     seed: Annotated[int, _option("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
-from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
+from specbench.cli.sweep_options import (
+    ENGINE_MINUTES,
+    MINUTES,
+    EngineOptions,
+    SearchOptions,
+    ServerOptions,
+    StartedArguments,
+    TuneResultsOptions,
+)
 from specbench.options import DecodingOptions, ModelOptions
 
 
@@ -14,12 +23,15 @@ def tune(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     search: SearchOptions,
+    engines: EngineOptions,
+    servers: Annotated[ServerOptions, opt.Fields("api", "timeout")],
     models: ModelOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     results: TuneResultsOptions,
     json_output: opt.JsonOption = False,
     verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
+    arguments: StartedArguments = None,
 ) -> None:
     """Find the fastest drafter, draft policy and KV cache for a target on this machine, and write specbench.toml.
 
@@ -27,9 +39,30 @@ def tune(
     tokens. The promising ones are raced, prompt by prompt and in turn, until they can be told apart or the time is up.
     Other commands read the specbench.toml; it is provisional if the time was too short to be sure. Exit code 1: no
     configuration was found.
+
+    With --engine, servers of that engine are started and raced instead, and the answer is its command line.
     """
+    minutes = search.minutes or (MINUTES if engines.engine is None else ENGINE_MINUTES)
+    if search.minutes == 0 or not minutes > 0:
+        raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
+    search = replace(search, minutes=minutes)
+    if engines.engine is not None:
+        from specbench.cli.tune_engine import tune_engine
+
+        more = tuple(arguments or ())
+        tune_engine(
+            target,
+            search,
+            engines,
+            servers,
+            decoding,
+            results,
+            more,
+            json_output=json_output,
+            verbose=verbose,
+            quiet=quiet,
+        )
+        return
     from specbench.cli.tune_run import run_tune
 
-    if not search.minutes > 0:
-        raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
     run_tune(target, search, models, decoding, results, json_output=json_output, verbose=verbose, quiet=quiet)

@@ -35,6 +35,8 @@ from specbench.specs.models import parse_model
 from specbench.tune.candidates import GAMMAS, rules_to_try
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
     from specbench.options import DecodingOptions, ModelOptions
     from specbench.results.results import Results
@@ -65,6 +67,7 @@ def run_tune(
     quiet: bool,
 ) -> None:
     """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
+    assert search.minutes is not None
     clock, start = WallClock(), load_snapshot()
     began = clock.now()
     if results.out.exists() and not results.overwrite:
@@ -76,7 +79,7 @@ def run_tune(
     chosen = tuple(load_prompts(named, search.category, _ALL_PROMPTS))
     base = Recipe(parse_model(target), models=models, decoding=decoding)
     sources = {**describe_sources(base, given, named, search.category, None), "tune": True}
-    folder = _folder(results, sources["target"])
+    folder = tune_folder(results, sources["target"])
     stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
     if RunStore.exists(folder) and stored is None:
         raise UsageError(
@@ -137,7 +140,7 @@ def _exists(out: Path) -> UsageError:
     )
 
 
-def _folder(results: TuneResultsOptions, target: str) -> Path:
+def tune_folder(results: TuneResultsOptions, target: str) -> Path:
     """Return the folder of the run: the given one, with ``--resume`` the newest unfinished one, or a new one."""
     if results.results is not None:
         return results.results
@@ -152,7 +155,7 @@ def _folder(results: TuneResultsOptions, target: str) -> Path:
     )
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str) -> str:
     """Break the sentences of a text between words on a terminal; tables and commands stay as they are."""
     if not sys.stdout.isatty():
         return text
@@ -163,6 +166,22 @@ def _wrapped(text: str) -> str:
         else f"{line}\n"
         for line in text.splitlines()
     )
+
+
+def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
+    """Return a line on the running candidates of the race."""
+    from specbench.results.stats import decimals
+
+    lead = labels[race.leader]
+    if race.leader != race.plain:
+        lead += f" {decimals(race.ratio(race.leader, race.plain).value)} × plain"
+    left = f"at most {duration(max(0.0, left_s))} left"
+    if race.decided:
+        return f"{race.blocks} blocks, decided for {lead}; its speedup is still being measured, {left}"
+    others = [labels[name] for name in race.running if name not in (race.leader, race.plain)]
+    names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+    among = f"with {names}" if others else "nobody else"
+    return f"{race.blocks} blocks, leading {lead}; {among} in the race, {left}"
 
 
 class _TuneJob(RunJob):
@@ -199,7 +218,8 @@ class _TuneJob(RunJob):
         )
 
         def show(race: Race) -> None:
-            shown = self._state_of(race, until - clock.now())
+            labels = {config.id: config.label for config in self.sweep.configs}
+            shown = race_state(race, labels, until - clock.now())
             progress.update(f"racing: {shown}", 0, None)
             if race.look_due and not self.quiet and not self.console.is_terminal:
                 self.say(shown)
@@ -228,22 +248,6 @@ class _TuneJob(RunJob):
         assert store.run.tuning is not None
         store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found)))
         return answer
-
-    def _state_of(self, race: Race, left_s: float) -> str:
-        """Return a line on the running candidates of the race."""
-        from specbench.results.stats import decimals
-
-        labels = {config.id: config.label for config in self.sweep.configs}
-        lead = labels[race.leader]
-        if race.leader != race.plain:
-            lead += f" {decimals(race.ratio(race.leader, race.plain).value)} × plain"
-        left = f"at most {duration(max(0.0, left_s))} left"
-        if race.decided:
-            return f"{race.blocks} blocks, decided for {lead}; its speedup is still being measured, {left}"
-        others = [labels[name] for name in race.running if name not in (race.leader, race.plain)]
-        names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-        among = f"with {names}" if others else "nobody else"
-        return f"{race.blocks} blocks, leading {lead}; {among} in the race, {left}"
 
     def show(
         self,
@@ -278,7 +282,7 @@ class _TuneJob(RunJob):
             write_json(facts)
         else:
             text = (full_text if verbose else short_text)(answer, self._command(results), exported)
-            write_out(spelled_out(_wrapped(text), sys.stdout.encoding or "utf-8"))
+            write_out(spelled_out(wrapped(text), sys.stdout.encoding or "utf-8"))
         for warning in found.warnings:
             self.warn(warning)
         if written:

@@ -232,6 +232,7 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
     """Yield what is doubtful about the answers of servers."""
     done = results.done[["drafter", "new_tokens", "token_ids"]]
     answers = results.answers.join(done, how="inner")
+    started = results.run.options.get("engine") is not None  # whose counts are of one kind
     for name, rows in answers.groupby("drafter", sort=False):
         wrong = rows[rows["problem"].notna()]
         if len(wrong):
@@ -243,7 +244,7 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
                 "The tokenizer's count was used where there is one; compare totals with care.",
                 {"answers": len(wrong), "of": len(rows)},
             )
-        elif (rows["counted_by"] == "usage").all() and not rows["token_ids"].map(len).any():
+        elif not started and (rows["counted_by"] == "usage").all() and not rows["token_ids"].map(len).any():
             yield RunWarning(
                 "tokens-unchecked",
                 "info",

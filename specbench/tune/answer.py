@@ -128,7 +128,7 @@ def _predicted_answer(
             "Plain decoding is the provisional choice: no drafter is predicted to be faster, and the time was too"
             " short to compare anything."
         )
-    details = ["More time compares them: --resume --overwrite --minutes N."]
+    details = [f"More time compares them: {found.more} --minutes N."]
     if disturbed:
         details.append(f"{_capitalized(disturbed)} A quiet machine takes less time.")
     return TuneAnswer(headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tried)
@@ -158,11 +158,11 @@ def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> 
     if race.open:
         needed = race.blocks_needed()
         if needed is None:
-            yield "More time is needed, how much is not known yet: --resume --overwrite continues."
+            yield f"More time is needed, how much is not known yet: {found.more} continues."
         else:
             minutes = math.ceil((needed * found.block_s + found.overhead_s) / 60)
             time = counted(minutes, "more minute")
-            yield f"About {time} would decide it: --resume --overwrite --minutes {minutes}."
+            yield f"About {time} would decide it: {found.more} --minutes {minutes}."
     leader = _described(by_id[race.leader])
     near = [
         f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader), ' ×')})"
@@ -208,8 +208,10 @@ def _batches_detail(batches: Mapping[int, float]) -> str:
 
 
 def _described(config: SweepConfig) -> str:
-    if config.kind == "plain":
+    if config.id == config.baseline:
         return "plain decoding"
+    if config.kind == "server":
+        return one_line(config.label)
     policy = f"γ = {config.gamma}" if config.gamma is not None else config.draft_policy
     return f"{one_line(config.drafter)} with {policy}"
 
@@ -290,7 +292,7 @@ def _not_raced(answer: TuneAnswer) -> Iterator[str]:
         yield f"Not raced: {first}{more} ({reason.rstrip('.')})."
 
 
-def _parts(answer: TuneAnswer) -> list[Part]:
+def answer_parts(answer: TuneAnswer) -> list[Part]:
     """Return the answer, its categories and the table of what was raced."""
     categories = [
         f"{name}: {stats.ratio_text(ratio, ' ×')}, {counted(ratio.prompts, 'prompt')}"
@@ -339,14 +341,14 @@ def full_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | N
     Args:
         answer, command, exported: See ``short_text``.
     """
-    text = to_text(*_parts(answer))
+    text = to_text(*answer_parts(answer))
     text += f"\nDecode with it:\n    {command}\n" if command else ""
     return text if exported is None else f"{text}\n{exports_text(exported)}"
 
 
 def as_markdown(answer: TuneAnswer) -> str:
     """Return everything about the answer as Markdown."""
-    return to_markdown(*_parts(answer))
+    return to_markdown(*answer_parts(answer))
 
 
 def stored_answer(answer: TuneAnswer, found: Found) -> TuningAnswer:

@@ -178,13 +178,14 @@ class Race:
 
     # -- blocks and looks --------------------------------------------------------------------------
 
-    def add_block(self, block: Block, timings: Mapping[str, Timing | None]) -> None:
+    def add_block(self, block: Block, timings: Mapping[str, Timing | None], *, last: bool = True) -> None:
         """Add the timings of a block.
 
         Args:
             block: The block.
             timings: Timings of all running candidates; ``None`` for a failure, which eliminates the candidate. A block
                 does not count if plain decoding fails or any candidate emits nothing after the first token.
+            last: Whether it is the last of the blocks that the same candidates decode, so that others may run next.
         """
         if timings[self.plain] is None:
             return
@@ -205,7 +206,8 @@ class Race:
         if not self.decided:
             over = self.leader
             self.leader = max(self.running, key=lambda name: self._lead(name, over))
-        self._choose_running()
+        if last:
+            self._choose_running()
 
     @property
     def look_due(self) -> bool:

@@ -79,6 +79,7 @@ class Found:
             1; empty where nothing was timed.
         block_s: Duration of a block with the remaining candidates, according to their latest times.
         overhead_s: Time for everything except the race, such as loading.
+        more: Options that continue the search.
     """
 
     race: Race
@@ -89,6 +90,7 @@ class Found:
     block_s: float
     overhead_s: float
     warnings: tuple[RunWarning, ...]
+    more: str = "--resume --overwrite"
 
 
 class Search:

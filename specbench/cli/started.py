@@ -1,0 +1,179 @@
+"""Servers of another engine that are started here: their models, their settings, and the engine that measures them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import one_line
+from specbench.bench.engines.launched import LaunchedEngine
+from specbench.bench.engines.processes import end_left
+from specbench.bench.grid import SweepConfig, SweepOptions, build_server_configs
+from specbench.cli.console import say
+from specbench.export.registry import load_engine
+from specbench.export.setting import Model
+from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, parse_engine_drafter
+from specbench.specs.drafters import SmallModel
+from specbench.specs.models import ModelSpec, parse_model
+
+if TYPE_CHECKING:
+    from specbench.base.progress import Progress
+    from specbench.cli.sweep_options import EngineOptions, ServerOptions
+    from specbench.options import DecodingOptions
+
+_KEY = "--api-key"
+
+
+def started_engine(name: str) -> StartedEngine:
+    """Return an engine whose servers can be started."""
+    engine = load_engine(name)
+    assert isinstance(engine, StartedEngine)
+    return engine
+
+
+def engine_target(engine: StartedEngine, text: str, *, elsewhere: bool) -> Model:
+    """Return the target as the engine finds it.
+
+    Args:
+        engine: The engine.
+        text: As ``parse_model`` takes it.
+        elsewhere: Whether the server may run on another machine, so that paths need not exist here.
+
+    Raises:
+        UsageError: It does not exist, or the engine cannot read it.
+    """
+    spec = _model(text, elsewhere=elsewhere)
+    return Model(one_line(spec.name), spec.revision, _path(engine, spec))
+
+
+def engine_drafters(
+    engine: StartedEngine, texts: Sequence[str], *, usual: bool, elsewhere: bool
+) -> list[EngineDrafter]:
+    """Return the drafters to try with an engine.
+
+    Args:
+        engine: The engine.
+        texts: As ``--drafter`` takes them, or names of the engine's kinds of n-grams.
+        usual: Whether the engine's usual kinds of n-grams are tried too.
+        elsewhere: See ``engine_target``.
+    """
+    found = [EngineDrafter(name) for name in [*engine.ngrams][:2]] if usual else []
+    for text in dict.fromkeys(texts):
+        try:
+            spec = parse_engine_drafter(engine, text)
+        except UsageError:
+            if not elsewhere:
+                raise
+            spec = SmallModel(_model(text, elsewhere=True))
+        if isinstance(spec, str):
+            found.append(EngineDrafter(spec))
+            continue
+        model = spec.model_spec
+        if model is None:
+            found += [] if spec.is_plain else [EngineDrafter(spec)]
+            continue
+        from specbench.models.head_files import find_head
+
+        files = find_head(model) if model.kind != "folder" or Path(model.source).is_dir() else None
+        head = None if files is None else files.training
+        found.append(EngineDrafter(spec, _path(engine, model, is_head=head is not None), head))
+    return list(dict.fromkeys(found))
+
+
+def _model(text: str, *, elsewhere: bool) -> ModelSpec:
+    try:
+        return parse_model(text)
+    except UsageError:
+        if not elsewhere:
+            raise
+    return ModelSpec("gguf" if text.lower().endswith(".gguf") else "folder", text)
+
+
+def _path(engine: StartedEngine, spec: ModelSpec, *, is_head: bool = False) -> str | None:
+    """Return where a model is; ``None`` for one of the hub, which the engine fetches."""
+    if engine.name == "llama.cpp" and spec.kind != "gguf":
+        raise UsageError(f"llama.cpp reads GGUF files, and {spec.name} is none.", "Name a .gguf file.")
+    if spec.kind == "builtin":
+        from specbench.models.builtin import prepare_builtin
+
+        return str(prepare_builtin(spec.source))
+    if spec.kind == "packaged":
+        from specbench.models.training_metadata import packaged_folder
+
+        return str(packaged_folder(spec.source))
+    if spec.kind == "hub":
+        return None
+    return os.path.abspath(spec.source) if is_head or Path(spec.source).exists() else spec.source  # noqa: PTH100
+
+
+def engine_configs(options: SweepOptions, settings: Sequence[EngineSetting]) -> list[SweepConfig]:
+    """Return the configurations of settings: at every temperature and batch size of the options."""
+    gammas = {each.name: each.gamma or None for each in settings}
+    return [
+        replace(config, gamma=gammas[config.drafter])
+        for config in build_server_configs(options, [each.name for each in settings])
+    ]
+
+
+def commands_of(
+    engine: StartedEngine,
+    target: Model,
+    settings: Sequence[EngineSetting],
+    arguments: Sequence[str],
+    wrapper: str,
+) -> Mapping[str, partial[list[str]]]:
+    """Return the functions that return the command lines of settings for a port, by their names."""
+    return {
+        each.name: partial(_command, engine, target, each, tuple(arguments), wrapper) for each in settings
+    }
+
+
+def _command(
+    engine: StartedEngine, target: Model, setting: EngineSetting, more: Sequence[str], wrapper: str, port: int
+) -> list[str]:
+    return engine.command_line(target, setting.options, port, more, wrapper)
+
+
+@contextmanager
+def launched(
+    engine: StartedEngine,
+    target: Model,
+    settings: Sequence[EngineSetting],
+    folder: Path,
+    engines: EngineOptions,
+    servers: ServerOptions,
+    arguments: Sequence[str],
+    decoding: DecodingOptions,
+    temperature: float,
+    progress: Progress | None,
+) -> Iterator[LaunchedEngine]:
+    """Return the engine that starts and measures servers, and end them all afterwards.
+
+    What earlier runs have left is ended before. Sentences on both go to stderr.
+    """
+    for sentence in end_left():
+        say(sentence)
+    made = LaunchedEngine(
+        commands_of(engine, target, settings, arguments, engines.engine_command),
+        folder / "servers",
+        limit=engines.max_servers,
+        start_timeout_s=engines.start_timeout,
+        api=servers.api,
+        timeout_s=servers.timeout,
+        key=next((key for word, key in pairwise(arguments) if word == _KEY), None),
+        decoding=decoding,
+        temperature=temperature,
+        progress=progress,
+    )
+    try:
+        yield made
+    finally:
+        for sentence in made.close():
+            say(sentence)

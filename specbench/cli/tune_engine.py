@@ -1,0 +1,257 @@
+"""Running `specbench tune --engine`: from options to the answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from specbench.base.errors import UsageError
+from specbench.base.progress import quiet_transformers
+from specbench.bench.axes import parse_batches
+from specbench.bench.grid import Sweep, SweepOptions, check_batches
+from specbench.bench.manifest import command_line
+from specbench.bench.prompts import load_prompts
+from specbench.cli.console import write_json, write_out
+from specbench.cli.progress import StageProgress, starting
+from specbench.cli.signals import exit_code_of_interrupt
+from specbench.cli.started import engine_configs, engine_drafters, engine_target, launched, started_engine
+from specbench.cli.sweep_run import RunJob
+from specbench.cli.tune_run import race_state, tune_folder, wrapped
+from specbench.decoding.clocks import WallClock
+from specbench.export.start import PLAIN, EngineSetting, StartedEngine, settings_of
+from specbench.results.load import load_snapshot
+from specbench.results.store import RunStore
+
+if TYPE_CHECKING:
+    from specbench.bench.engines.launched import LaunchedEngine
+    from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
+    from specbench.export.setting import Model
+    from specbench.options import DecodingOptions
+    from specbench.tune.answer import TuneAnswer
+    from specbench.tune.engine_search import EngineFound
+    from specbench.tune.race import Race
+
+_REPEATS = 2
+"""Times that a prompt is decoded at most."""
+
+_ALL_PROMPTS = 1_000_000
+_ENDING_S = 3.0
+
+
+def tune_engine(
+    target: str,
+    search: SearchOptions,
+    engines: EngineOptions,
+    servers: ServerOptions,
+    decoding: DecodingOptions,
+    results: TuneResultsOptions,
+    arguments: Sequence[str],
+    *,
+    json_output: bool,
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Find an engine's fastest setting and print its command line; for the arguments see ``specbench.cli.tune``."""
+    assert engines.engine is not None
+    assert search.minutes is not None
+    clock, start = WallClock(), load_snapshot()
+    began, seconds = clock.now(), 60 * search.minutes
+    engine, elsewhere = started_engine(engines.engine), bool(engines.engine_command)
+    named = search.prompts or ("all",)
+    prompts = tuple(load_prompts(named, search.category, _ALL_PROMPTS))
+    with starting(quiet) as progress, quiet_transformers():
+        model = engine_target(engine, target, elsewhere=elsewhere)
+        drafters = engine_drafters(engine, search.drafter, usual=True, elsewhere=elsewhere)
+    settings = settings_of(engine, model, drafters, temperature=search.temperature)
+    options = SweepOptions(
+        gammas=(),
+        policies=(),
+        temperatures=(search.temperature,),
+        decoding=decoding,
+        repeats=_REPEATS,
+        warmup=0,
+        turns=1,
+        seed=search.seed,
+        cache="none",
+        servers=tuple(each.name for each in settings),
+        api=servers.api,
+    )
+    configs = engine_configs(options, settings)
+    if search.batch is not None:
+        options = replace(options, batches=tuple(batch for batch in parse_batches(search.batch) if batch > 1))
+        check_batches(options, len(prompts))
+        configs += engine_configs(options, settings)
+    sweep = Sweep(options, prompts, tuple(configs))
+    sources = {
+        "target": model.name,
+        "engine": engine.name,
+        "engine_options": command_line(arguments),
+        "drafters": [str(each.spec) for each in drafters],
+        "prompts": [Path(name).name for name in named],
+        "categories": list(search.category),
+        "tune": True,
+    }
+    folder = tune_folder(results, model.name)
+    if RunStore.exists(folder) and not results.resume:
+        raise UsageError(
+            f"The folder {str(folder)!r} holds results already.",
+            "Add --resume to continue them, or give other --results.",
+        )
+    RunStore.check_writable(folder)
+    with (
+        StageProgress(quiet, animated=False) as progress,
+        launched(
+            engine,
+            model,
+            settings,
+            folder,
+            engines,
+            servers,
+            arguments,
+            decoding,
+            search.temperature,
+            progress,
+        ) as made,
+    ):
+        made.server(PLAIN)
+        job = _EngineJob(sweep, made, folder, quiet, engine, model, settings)
+        with job.open_store(sources) as store:
+            job.say_at_start(start, (), "" if results.resume else None)
+            found = job.search(store, clock, seconds, began + seconds - _ENDING_S, progress)
+            answer = job.answer(found, store)
+        said = made.summary()
+    job.show(answer, found, arguments, engines.engine_command, said, json_output=json_output, verbose=verbose)
+    if found.found.ending == "interrupted":
+        raise typer.Exit(exit_code_of_interrupt())
+
+
+class _EngineJob(RunJob):
+    """A search over the settings of an engine."""
+
+    advice = "Restore what changed, or give other --results."
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        made: LaunchedEngine,
+        folder: Path,
+        quiet: bool,
+        engine: StartedEngine,
+        target: Model,
+        settings: Sequence[EngineSetting],
+    ) -> None:
+        super().__init__(sweep, made, folder, quiet)
+        self._launched, self._engine, self._target = made, engine, target
+        alone = [config for config in sweep.configs if config.batch is None]
+        self._settings = {config.id: setting for config, setting in zip(alone, settings, strict=True)}
+
+    def search(
+        self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
+    ) -> EngineFound:
+        """Try, choose, race and measure batches."""
+        from specbench.tune.engine_search import EngineSearch
+
+        search = EngineSearch(
+            self.sweep,
+            self._settings,
+            store,
+            self._launched,
+            clock=clock,
+            seconds=seconds,
+            until=until,
+            progress=progress,
+        )
+        labels = {config.id: config.label for config in self.sweep.configs}
+
+        def show(race: Race) -> None:
+            shown = race_state(race, labels, until - clock.now())
+            progress.update(f"racing: {shown}", 0, None)
+            if race.look_due and not self.quiet and not self.console.is_terminal:
+                self.say(shown)
+
+        found = None
+        try:
+            found = search.run(show)
+        finally:
+            if found is None or found.found.ending == "interrupted":
+                self.say(
+                    f"Measurements are in {self.folder}; to continue, run the same command with --results"
+                    f" {self.folder} --resume."
+                )
+        return found
+
+    def answer(self, found: EngineFound, store: RunStore) -> TuneAnswer:
+        """Return the answer of the search, after storing it in the run."""
+        from specbench.results.results import load_results
+        from specbench.tune.answer import find_answer, stored_answer
+
+        answer = find_answer(found.found, self.sweep.configs, load_results(self.folder))
+        assert store.run.tuning is not None
+        store.update(
+            tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found.found))
+        )
+        return answer
+
+    def show(
+        self,
+        answer: TuneAnswer,
+        found: EngineFound,
+        arguments: Sequence[str],
+        wrapper: str,
+        starts: str,
+        *,
+        json_output: bool,
+        verbose: bool,
+    ) -> None:
+        """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
+        from specbench.results.results import load_results
+        from specbench.results.summary import summarize
+        from specbench.show import tables
+        from specbench.show.document import spelled_out, to_markdown, to_text
+        from specbench.tune.answer import answer_parts, as_json, as_markdown
+        from specbench.tune.engine_answer import EngineAnswer, batch_lines
+
+        summary = summarize(load_results(self.folder))
+        table = to_markdown(tables.summary_sheet(summary))
+        shown = EngineAnswer.of(
+            self._engine, self._target, self._settings[answer.winner.id], found, arguments, wrapper
+        )
+        lines = [
+            *batch_lines(found),
+            *shown.needs,
+            f"Start:  {shown.command}",
+        ]
+        self.write_summary(summary, "\n\n".join([as_markdown(answer), *lines, table]))
+        if json_output:
+            write_json(
+                {
+                    **as_json(answer, found.found),
+                    "batches": {
+                        str(batch): {str(gamma): ratio for gamma, ratio in ratios.items()}
+                        for batch, ratios in found.batches.items()
+                    },
+                    "engine": self._engine.name,
+                    "command": shown.words,
+                    "needs": list(shown.needs),
+                    "results": str(self.folder),
+                }
+            )
+        else:
+            first = (
+                to_text(*answer_parts(answer))
+                if verbose
+                else "\n".join([answer.headline, *answer.details[:1], ""])
+            )
+            text = wrapped(first) + "".join(f"{line}\n" for line in lines)
+            write_out(spelled_out(text, sys.stdout.encoding or "utf-8"))
+        for warning in found.found.warnings:
+            self.warn(warning)
+        if starts:
+            self.say(starts)
+        self.say(f"Results: {self.folder}; specbench report {self.folder} shows them.")

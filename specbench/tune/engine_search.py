@@ -1,0 +1,515 @@
+"""The search of `specbench tune --engine`: short tries of servers, a selection, a race, and batches.
+
+As in ``search``, everything is stored as soon as it is measured, and the same call continues a search. Three things
+differ, because the passes of a server cannot be timed and every setting is a process of its own:
+
+- A family of settings that differ only in their draft length is predicted from two of them. The longer one tells how
+  many tokens shorter drafts would have got accepted, by position; both tell how long a step takes, which is taken to
+  grow linearly with the draft length.
+- If not all servers of a block fit into memory, several blocks are taken together, and the servers are measured group
+  by group, in the reverse order the next time. If two fit, each group has plain decoding in it, and its times are
+  divided by how much slower plain decoding was in it than in the first group.
+- Batches are measured, with the draft lengths of the winner's family.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from specbench.base.errors import RunError
+from specbench.bench.grid import Cell, Sweep, SweepConfig, make_groups
+from specbench.bench.runner import CellRunner, finish_run
+from specbench.results.lines import Generation, Group, Key, Measurement
+from specbench.results.load import LoadSnapshot, load_snapshot
+from specbench.results.run import RunWarning, Tuning
+from specbench.tune.candidates import MIN_SHARE, Selection
+from specbench.tune.race import Block, Ending, Race, Timing
+from specbench.tune.search import Found
+
+if TYPE_CHECKING:
+    from specbench.base.progress import Progress
+    from specbench.bench.engines.launched import LaunchedEngine
+    from specbench.decoding.clocks import Clock
+    from specbench.export.start import EngineSetting
+    from specbench.results.store import RunStore
+
+_TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
+_SHORT = 2
+"""Draft length of the shorter try of a family; the other is its longest."""
+
+_LENGTHS = 3
+"""Draft lengths of a family that are raced at most."""
+
+_TRYING, _RACING, _BATCHING = 0.35, 0.85, 0.25
+"""Shares of the time: no further tries after the first, the race ends by the second, or by that minus the third if
+batches are to be measured."""
+
+_BLOCKS = 8
+"""Blocks that the time should suffice for."""
+
+_GROUPS = 3
+"""Groups of requests that each setting decodes at a batch size, at most."""
+
+
+@dataclass(frozen=True)
+class EngineFound:
+    """The outcome of a search.
+
+    Attributes:
+        found: That of the race.
+        batches: Throughput over plain decoding, by batch size and draft length; 0 stands for plain decoding.
+    """
+
+    found: Found
+    batches: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+    def schedule(self, gamma: int) -> list[tuple[int, int, int]]:
+        """Return the first and last batch size of each range and its best draft length; ``gamma`` is for one request.
+
+        A range ends with a measured batch size; neighbors with the same length are joined.
+        """
+        ranges: list[tuple[int, int, int]] = [(1, 1, gamma)]
+        for batch, ratios in sorted(self.batches.items()):
+            best = max(ratios, key=lambda each: ratios[each])
+            first, last, length = ranges[-1]
+            if length == best:
+                ranges[-1] = first, batch, length
+            else:
+                ranges.append((last + 1, batch, best))
+        return ranges
+
+
+class EngineSearch:
+    """Search for the fastest setting of an engine.
+
+    Args:
+        sweep: One configuration for each setting (plain decoding first), then those for each batch size.
+        settings: The settings by the ids of their configurations without a batch.
+        seconds, until: Total time, and when it is over, on the clock.
+        snapshot: Reads the machine load before and after each generation.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        settings: Mapping[str, EngineSetting],
+        store: RunStore,
+        engine: LaunchedEngine,
+        *,
+        clock: Clock,
+        seconds: float,
+        until: float,
+        progress: Progress | None = None,
+        snapshot: Callable[[], LoadSnapshot] = load_snapshot,
+    ) -> None:
+        self._sweep, self._settings, self._store, self._engine = sweep, settings, store, engine
+        self._clock, self._seconds, self._until, self._progress = clock, seconds, until, progress
+        self._began = clock.now()
+        self._runner = CellRunner(sweep, store, engine, snapshot)
+        self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
+        self._plain = next(iter(settings))
+        self._durations: dict[str, float] = {}
+
+    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> EngineFound:
+        """Try, select, race and measure batches.
+
+        Raises:
+            RunError: Plain decoding fails, or the time was too short to compare anything.
+            KeyboardInterrupt: Interrupted before the first block was complete.
+        """
+        tuning = self._store.run.tuning
+        if tuning is not None and tuning.ranking:
+            tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
+            self._store.update(tuning=tuning, finished=None)
+        predicted, selection = self._select()
+        repeats, prompts = range(self._sweep.options.repeats), self._sweep.prompts
+        blocks = [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
+        race = Race(selection.raced, self._plain, limit=len(blocks), expected=predicted)
+        batches: dict[int, dict[int, float]] = {}
+        warnings: tuple[RunWarning, ...] = ()
+        share = _RACING - (_BATCHING if self._sweep.options.batches else 0.0)
+        try:
+            ending = self._race(race, blocks, self._until - (1.0 - share) * self._seconds, on_block)
+            if race.leader != race.plain and race.verdict in ("faster", "open"):
+                batches = self._measure_batches(race)
+            warnings = finish_run(self._sweep, self._store, self._engine)
+        except KeyboardInterrupt:
+            if not race.blocks:
+                raise
+            race.look(last=True)
+            ending = "interrupted"
+        tuning = self._store.run.tuning
+        assert tuning is not None
+        self._store.update(
+            tuning=msgspec.structs.replace(tuning, ranking=list(race.ranking), verdict=race.verdict)
+        )
+        if not race.decided:
+            self._store.update(finished=None)
+        block_s = sum(self._durations.get(name, 0.0) for name in race.running)
+        overhead_s = sum(start.seconds for start in self._engine.starts.values())
+        return EngineFound(
+            Found(race, ending, predicted, selection.left_out, {}, block_s, overhead_s, warnings, "--resume"),
+            batches,
+        )
+
+    def _report(self, stage: str, done: int, total: int | None) -> None:
+        if self._progress is not None:
+            self._progress.update(stage, done, total)
+
+    # -- what to race ------------------------------------------------------------------------------
+
+    def _select(self) -> tuple[Mapping[str, float], Selection]:
+        """Return predicted speedups and the settings to race; once stored, they are not changed."""
+        stored = self._store.run.tuning
+        if stored is not None:
+            return stored.predicted, Selection(tuple(stored.raced), stored.left_out)
+        tried, failed = self._try()
+        plain = tried[self._plain]
+        predicted = {
+            name: round(value, 4)
+            for name, value in predict(self._settings, tried, plain).items()
+            if value > 0
+        }
+        mean_s = float(np.mean([each.total_s / max(1, each.new_tokens) for each in plain]))
+        selection = self._choose(predicted, failed, mean_s * self._sweep.options.decoding.max_new_tokens)
+        self._store.update(
+            tuning=Tuning(predicted=predicted, raced=list(selection.raced), left_out=dict(selection.left_out))
+        )
+        return predicted, selection
+
+    def _try(self) -> tuple[dict[str, list[Generation]], dict[str, str]]:
+        """Return short generations by setting, and errors by family."""
+        names = [self._plain, *tries_of(self._settings)]
+        number = min(_TRIED_PROMPTS, len(self._sweep.prompts))
+        tried: dict[str, list[Generation]] = {name: [] for name in names}
+        failed: dict[str, str] = {}
+        together = self._engine.fits(names)
+        pairs = [(name, prompt) for name in names for prompt in range(number)]
+        if together:
+            pairs.sort(key=lambda pair: pair[1])
+        for done, (name, prompt) in enumerate(pairs):
+            family = self._settings[name].family
+            late = self._clock.now() - self._began > _TRYING * self._seconds
+            if (family in failed and name != self._plain) or (late and tried[name]):
+                continue
+            self._report(f"trying {name}", done, len(pairs))
+            cell = Cell(
+                name, self._sweep.prompts[prompt].id, 0, 0, 0, warmup=True, seed=self._seed("try", prompt)
+            )
+            measured = self._measure(cell, _TRIED_TOKENS)
+            if isinstance(measured.result, Generation):
+                tried[name].append(measured.result)
+            else:
+                failed[family] = str(measured.line.error)
+        if not tried[self._plain]:
+            raise RunError(
+                f"Plain decoding failed: {failed[''].rstrip('.')}.", "Speedups need it as the baseline."
+            )
+        return tried, failed
+
+    def _choose(self, predicted: Mapping[str, float], failed: Mapping[str, str], plain_s: float) -> Selection:
+        """Select as many settings as the time allows, by prediction."""
+        left_out: dict[str, str] = {}
+        raced: list[str] = []
+        taken: dict[str, int] = {}
+        best = max([1.0, *predicted.values()])
+        start_s = max((start.seconds for start in self._engine.starts.values()), default=0.0)
+        spent_s, left_s = (
+            _BLOCKS * plain_s,
+            max(0.0, _RACING * self._seconds - (self._clock.now() - self._began)),
+        )
+        for name in sorted(predicted, key=lambda name: -predicted[name]):
+            family = self._settings[name].family
+            needed_s = _BLOCKS * plain_s / predicted[name]
+            needed_s += 0.0 if name in self._engine.running else start_s
+            if family in failed:
+                left_out[name] = f"failed: {failed[family]}"
+            elif predicted[name] < MIN_SHARE * best:
+                left_out[name] = f"predicted below {MIN_SHARE:g} of the best"
+            elif taken.get(family, 0) >= _LENGTHS:
+                left_out[name] = "other draft lengths are predicted to be faster"
+            elif raced and spent_s + needed_s > left_s:
+                left_out[name] = f"no time for {_BLOCKS} blocks with it; more --minutes allow it"
+            else:
+                raced.append(name)
+                taken[family] = taken.get(family, 0) + 1
+                spent_s += needed_s
+        for name, setting in self._settings.items():
+            if setting.family and name not in predicted:
+                reason = failed.get(setting.family)
+                left_out[name] = f"failed: {reason}" if reason else "no time to try it"
+        return Selection(tuple(raced), left_out)
+
+    # -- the race ----------------------------------------------------------------------------------
+
+    def _race(
+        self, race: Race, blocks: Sequence[Block], until: float, on_block: Callable[[Race], None]
+    ) -> Ending:
+        """Run the race, block by block, or several blocks at a time if not all servers fit."""
+        at, rounds, ending = 0, 0, "blocks"
+        while at < len(blocks):
+            together = self._engine.fits(race.running)
+            size = 1 if together else _blocks_to_look(race.blocks)
+            chunk = blocks[at : at + size]
+            timings = self._measure_chunk(race, chunk, rounds, until)
+            if timings is None:
+                ending = "time"
+                break
+            due = False
+            for number, (block, each) in enumerate(zip(chunk, timings, strict=True)):
+                before = race.blocks
+                race.add_block(block, each, last=number == len(chunk) - 1)
+                due |= race.look_due and race.blocks > before
+            at, rounds = at + len(chunk), rounds + 1
+            if due:
+                race.look()
+            on_block(race)
+            if due and race.decided and race.speedup_is_known:
+                return "decided"
+        if race.blocks:
+            race.look(last=True)
+        return "decided" if race.decided else ending  # type: ignore[return-value]
+
+    def _measure_chunk(
+        self, race: Race, chunk: Sequence[Block], number: int, until: float
+    ) -> list[dict[str, Timing | None]] | None:
+        """Return the timings of all running settings on some blocks; ``None`` if the time is over before."""
+        timings: list[dict[str, Timing | None]] = [{} for _ in chunk]
+        first: dict[Block, Timing] = {}
+        for place, group in enumerate(self._groups(race.running, number)):
+            here: dict[Block, Timing] = {}
+            for block, row in zip(chunk, timings, strict=True):
+                order = list(group)
+                random.Random(f"{self._sweep.options.seed}/{block.repeat}/{block.prompt}").shuffle(order)
+                for name in order:
+                    again = place if name == self._plain else 0
+                    if not self._in_time(name, block, again, until):
+                        return None
+                    timing = self._time(name, block, again)
+                    if name == self._plain and timing is not None:
+                        here[block] = timing
+                    if name not in row:
+                        row[name] = timing
+            first = first or here
+            slower = _slowdown(here, first)
+            for row in timings:
+                for name in group:
+                    if name != self._plain and (timing := row[name]) is not None:
+                        row[name] = Timing(timing.tokens, timing.seconds / slower)
+        return timings
+
+    def _groups(self, running: Sequence[str], number: int) -> list[list[str]]:
+        """Return the settings that are measured together: all if they fit, else groups with plain decoding in each."""
+        limit = self._engine.limit or max(1, self._engine.capacity)
+        if all(name in self._engine.running for name in running):
+            return [list(running)]
+        others = [name for name in running if name != self._plain]
+        random.Random(f"groups/{self._sweep.options.seed}/{number // 2}").shuffle(others)
+        if number % 2:
+            others.reverse()
+        if limit == 1:
+            return [[name] for name in (self._plain, *others)]
+        size = limit - 1
+        return [[self._plain, *others[at : at + size]] for at in range(0, max(1, len(others)), size)]
+
+    def _in_time(self, name: str, block: Block, again: int, until: float) -> bool:
+        if self._cell(name, block, again).key in self._stored:
+            return True
+        start = self._engine.starts.get(name)
+        start_s = 0.0 if name in self._engine.running or start is None else start.seconds
+        return self._clock.now() + self._durations.get(name, 0.0) + start_s <= until
+
+    def _time(self, name: str, block: Block, again: int) -> Timing | None:
+        measured = self._measure(self._cell(name, block, again))
+        result = measured.result
+        if not isinstance(result, Generation):
+            return None
+        self._durations[name] = result.total_s
+        return Timing(result.new_tokens - result.first_tokens, result.decode_s)
+
+    def _cell(self, name: str, block: Block, again: int) -> Cell:
+        """Return the cell of a setting on a block; plain decoding is measured ``again`` with other settings."""
+        repeat = block.repeat + again * self._sweep.options.repeats
+        prompts = [prompt.id for prompt in self._sweep.prompts]
+        seed = self._seed(str(repeat), prompts.index(block.prompt))
+        return Cell(name, block.prompt, 0, repeat, 0, warmup=False, seed=seed)
+
+    def _measure(self, cell: Cell, tokens: int = 0) -> Measurement:
+        """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits a try."""
+        if cell.key not in self._stored:
+            found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
+            self._store.append(found)
+            self._stored[cell.key] = found
+        return self._stored[cell.key]
+
+    def _seed(self, what: str, prompt: int) -> int:
+        text = f"{self._sweep.options.seed}/{what}/{self._sweep.prompts[prompt].id}"
+        return random.Random(text).getrandbits(31)
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def _measure_batches(self, race: Race) -> dict[int, dict[int, float]]:
+        """Return throughput over plain decoding by batch size and draft length, as far as there is time.
+
+        The draft lengths are the winner's, half of it and 1: the best length does not grow with the batch.
+        """
+        winner = self._settings[race.leader]
+        lengths = dict.fromkeys((winner.gamma, max(1, winner.gamma // 2), 1))
+        of_family = {
+            each.gamma: name for name, each in self._settings.items() if each.family == winner.family
+        }
+        names = {0: self._plain, **{gamma: of_family[gamma] for gamma in lengths if gamma in of_family}}
+        found: dict[int, dict[int, float]] = {}
+        for batch, arrivals in self._sweep.options.workloads:
+            configs = {
+                gamma: config
+                for gamma, name in names.items()
+                for config in self._sweep.configs
+                if config.drafter == name and config.workload == (batch, arrivals)
+            }
+            speeds = self._speeds_of_batch(configs)
+            if speeds is None:
+                break
+            found[batch] = {gamma: round(speed / speeds[0], 4) for gamma, speed in speeds.items()}
+        return found
+
+    def _speeds_of_batch(self, configs: Mapping[int, SweepConfig]) -> dict[int, float] | None:
+        """Return tokens per second by draft length; ``None`` without the time for one group of each."""
+        workload = configs[0].workload
+        assert workload is not None
+        logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
+        groups = make_groups(self._sweep.prompts, workload[1])[:_GROUPS]
+        # Server by server, since batches fill the machine, and forth and back, so that drift is alike.
+        for repeat, group in enumerate(groups):
+            order = list(configs)[:: -1 if repeat % 2 else 1]
+            began = self._clock.now()
+            for place, gamma in enumerate(order):
+                config = configs[gamma]
+                seed = random.Random(f"{self._sweep.options.seed}/{group.id}").getrandbits(31)
+                cell = Cell(config.id, group.id, 0, repeat, place, warmup=False, seed=seed, group=group)
+                if cell.key not in self._stored and self._clock.now() > self._until:
+                    return _means(logs)
+                self._report(f"batches of {config.batch}: {config.drafter}", 0, None)
+                result = self._measure(cell).result
+                if isinstance(result, Group) and result.seconds > 0 and result.tokens:
+                    logs[gamma].append(math.log(result.tokens / result.seconds))
+            if self._clock.now() + (self._clock.now() - began) > self._until:
+                break
+        return _means(logs)
+
+
+def _means(logs: Mapping[int, Sequence[float]]) -> dict[int, float] | None:
+    """Return geometric means over the groups that all have; ``None`` without one of plain decoding."""
+    if not logs[0]:
+        return None
+    return {
+        gamma: math.exp(float(np.mean(each))) for gamma, each in logs.items() if len(each) == len(logs[0])
+    }
+
+
+def _blocks_to_look(done: int) -> int:
+    """Return the number of blocks until the next look, see ``Race.look_due``."""
+    following = next(n for n in (6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 1 << 30) if n > done)
+    return min(following - done, 16)
+
+
+def _slowdown(here: Mapping[Block, Timing], first: Mapping[Block, Timing]) -> float:
+    """Return how much longer plain decoding took here than in the first group, on the same blocks."""
+    logs = [
+        math.log(here[block].seconds / here[block].tokens * first[block].tokens / first[block].seconds)
+        for block in here.keys() & first.keys()
+        if min(here[block].seconds, first[block].seconds) > 0
+        and min(here[block].tokens, first[block].tokens) > 0
+    ]
+    return math.exp(float(np.mean(logs))) if logs else 1.0
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+
+def tries_of(settings: Mapping[str, EngineSetting]) -> list[str]:
+    """Return the settings to try: of each family the longest drafts and those of ``_SHORT`` tokens, or the shortest."""
+    families: dict[str, list[str]] = {}
+    for name, setting in settings.items():
+        if setting.family:
+            families.setdefault(setting.family, []).append(name)
+    tried: list[str] = []
+    for names in families.values():
+        by_length = sorted(names, key=lambda name: settings[name].gamma)
+        short = next((name for name in by_length if settings[name].gamma >= _SHORT), by_length[0])
+        tried += dict.fromkeys((by_length[-1], short))
+    return tried
+
+
+def predict(
+    settings: Mapping[str, EngineSetting],
+    tried: Mapping[str, Sequence[Generation]],
+    plain: Sequence[Generation],
+) -> dict[str, float]:
+    """Return predicted speedups over plain decoding, for the settings of families that were tried.
+
+    What was tried has its measured speedup. The others are predicted from the two tries of their family; from the
+    measured speedups alone if the server does not count accepted tokens by position.
+    """
+    plain_s = _seconds_per_token(plain)
+    found = {
+        name: plain_s / _seconds_per_token(each)
+        for name, each in tried.items()
+        if each and settings[name].family
+    }
+    for name, setting in settings.items():
+        if name in found or not setting.family:
+            continue
+        there = [each for each in tried if settings[each].family == setting.family and tried[each]]
+        if len(there) < 2:
+            continue
+        short, long = sorted(there, key=lambda each: settings[each].gamma)[:: len(there) - 1]
+        share = (setting.gamma - settings[short].gamma) / (settings[long].gamma - settings[short].gamma)
+        rates = _kept_per_step(tried[long])
+        if rates is None:
+            logs = [math.log(found[each]) for each in (short, long)]
+            found[name] = math.exp(logs[0] + min(1.0, max(0.0, share)) * (logs[1] - logs[0]))
+            continue
+        steps_s = [_seconds_per_step(tried[each]) for each in (short, long)]
+        step_s = max(steps_s[0] + share * (steps_s[1] - steps_s[0]), min(steps_s) / 2)
+        # The two tries differ from what these rates say of them; the same correction holds in between.
+        errors = [
+            math.log(found[each] * seconds / ((1.0 + sum(rates[: settings[each].gamma])) * plain_s))
+            for each, seconds in zip((short, long), steps_s, strict=True)
+        ]
+        error = errors[0] + min(1.0, max(0.0, share)) * (errors[1] - errors[0])
+        found[name] = plain_s * (1.0 + sum(rates[: setting.gamma])) / step_s * math.exp(error)
+    return found
+
+
+def _seconds_per_token(generations: Sequence[Generation]) -> float:
+    tokens = sum(each.new_tokens - each.first_tokens for each in generations)
+    return sum(each.decode_s for each in generations) / max(1, tokens)
+
+
+def _steps(generation: Generation) -> int:
+    """Return the number of steps: every step emits one token more than it accepts."""
+    accepted = 0 if generation.server is None else generation.server.accepted or 0
+    return max(1, generation.new_tokens - 1 - accepted)
+
+
+def _seconds_per_step(generations: Sequence[Generation]) -> float:
+    return sum(each.decode_s for each in generations) / sum(map(_steps, generations))
+
+
+def _kept_per_step(generations: Sequence[Generation]) -> list[float] | None:
+    """Return accepted tokens per step by position; ``None`` if the server does not count them."""
+    kept = [each.server.kept_at for each in generations if each.server is not None and each.server.kept_at]
+    if not kept:
+        return None
+    counted = [each for each in generations if each.server is not None and each.server.kept_at]
+    steps = sum(map(_steps, counted))
+    longest = max(map(len, kept))
+    return [sum(each[at] for each in kept if at < len(each)) / steps for at in range(longest)]

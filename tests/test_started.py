@@ -1,0 +1,562 @@
+"""Servers that are started here: their processes, their command lines, and the search and the sweep over them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cli_runs import Cli, write_prompts
+from forked import Forked, specbench
+from regret import FakeClock
+from scripted_engine import ScriptedEngine, quiet
+
+from specbench.bench.engines import guard
+from specbench.bench.engines.engine import GroupOutcome, Outcome
+from specbench.bench.engines.launched import LaunchedEngine
+from specbench.bench.engines.processes import EngineProcess, StartError, end_left, free_port, records_folder
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
+from specbench.bench.manifest import command_line, open_run
+from specbench.bench.prompts import load_prompts
+from specbench.bench.serving import Workload
+from specbench.cli.started import engine_configs, started_engine
+from specbench.export.setting import Model
+from specbench.export.start import PLAIN, EngineDrafter, EngineSetting, StartedEngine, settings_of
+from specbench.options import DecodingOptions
+from specbench.results.lines import ServerAnswer
+from specbench.results.run import TargetModel
+from specbench.specs.drafters import parse_drafter
+from specbench.tune.engine_answer import EngineAnswer
+from specbench.tune.engine_search import EngineFound, EngineSearch
+
+STUB = f"{sys.executable} {Path(__file__).with_name('engine_process.py')}"
+TARGET = Model("target.gguf", path="/models/target.gguf")
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """Files that stand for a target and a drafter, and a cache folder of the test's own."""
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_prompts(
+        tmp_path / "mine.jsonl", {f"{('talk', 'code')[n % 2]}-{n}": [f"Hello {n}"] for n in range(12)}
+    )
+    found = tmp_path / "target.gguf", tmp_path / "small.gguf"
+    for path in found:
+        path.touch()
+    return found
+
+
+def marked() -> list[int]:
+    """Processes of servers that were started with records in the cache folder of this test."""
+    return [
+        each.pid
+        for each in psutil.process_iter()
+        if any(str(records_folder()) in word for word in words_of(each)) or is_ours(each)
+    ]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def is_ours(process: psutil.Process) -> bool:
+    try:
+        environment = process.environ()
+    except (psutil.Error, OSError):
+        return False
+    return guard.MARK in environment and environment.get("SPECBENCH_CACHE") == os.environ["SPECBENCH_CACHE"]
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def start(name: str, *more: str) -> EngineProcess:
+    port = free_port()
+    command = [*shlex.split(STUB), "--model", "x", *more, "--port", str(port)]
+    process = EngineProcess(name, command, port, records_folder().parent / f"{name}.log")
+    process.wait_until_ready(20.0)
+    return process
+
+
+# -- processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_a_server_ends_with_its_children(models):
+    records_folder().mkdir(parents=True)
+    process = start("one")
+    wait_until(lambda: len(marked()) == 3)  # guard, server and its child
+    assert process.memory() > 0
+    process.stop()
+    assert (process.left, marked(), [*records_folder().iterdir()]) == ("", [], [])
+
+
+def test_a_server_that_does_not_start_says_why(models):
+    records_folder().mkdir(parents=True)
+    with pytest.raises(StartError, match="ended with code 1: error: this kind of drafts is not supported"):
+        start("broken", "--spec-type", "x", "--broken", "x")
+    port = free_port()
+    missing = EngineProcess("missing", ["no-such-program"], port, records_folder().parent / "missing.log")
+    with pytest.raises(StartError, match="code 127: no-such-program: No such file"):
+        missing.wait_until_ready(20.0)
+    assert marked() == []
+
+
+def test_servers_whose_guard_was_killed_are_ended_at_the_next_start(models):
+    records_folder().mkdir(parents=True)
+    kept, lost = start("kept"), start("lost")
+    lost._guard.kill()
+    lost._guard.wait()
+    assert len(marked()) == 5
+    (sentence,) = end_left()
+    assert "was ended" in sentence
+    assert len(marked()) == 3  # that of a specbench that runs stays
+    assert end_left() == []
+    kept.stop()
+    (records_folder() / "server-0123456789abcdef").write_text("{")
+    assert end_left() == []
+    assert [*records_folder().iterdir()] == []
+
+
+def limited(lock: Path | None, *names: str, limit: int | None = None, **more: str) -> LaunchedEngine:
+    """An engine over stubs; with a lock only one of them starts at a time."""
+
+    def command(name: str) -> Callable[[int], list[str]]:
+        words = ["--alone", str(lock)] if lock is not None else []
+        return lambda port: [
+            *shlex.split(STUB),
+            "--model",
+            name,
+            *words,
+            *more.get(name, "").split(),
+            "--port",
+            str(port),
+        ]
+
+    return LaunchedEngine({name: command(name) for name in names}, Path("logs"), limit=limit)
+
+
+def test_a_server_that_does_not_fit_beside_another_is_tried_alone(models, tmp_path):
+    engine = limited(tmp_path / "lock", "a", "b")
+    try:
+        assert not engine.fits(["a", "b"]) or engine.limit == 1
+        engine.server("a")
+        engine.server("b")
+        assert (engine.limit, [*engine.running]) == (1, ["b"])
+        engine.server("a")
+        assert [*engine.running] == ["a"]
+        assert engine.starts["a"].seconds > 0
+    finally:
+        assert engine.close() == []
+    assert marked() == []
+
+
+def test_the_server_that_was_not_used_for_longest_makes_room(models):
+    engine = limited(None, "a", "b", "c", limit=2, c="--spec-type x --broken x")
+    try:
+        assert engine.fits(["a", "b"])
+        engine.server("a")
+        with pytest.raises(StartError, match="not supported"):
+            engine.server("c")
+        assert "b" not in engine.running
+        with pytest.raises(StartError):  # without another try
+            engine.server("c")
+        os.kill(engine._running["a"].process._guard.pid, signal.SIGTERM)
+        wait_until(lambda: engine._running["a"].process.exit_code is not None)
+        assert engine.server("a").servers[0].owner == "llamacpp"  # it has crashed, and was started again
+    finally:
+        assert engine.close() == []
+
+
+# -- command lines -----------------------------------------------------------------------------------
+
+
+def lines(name: str, drafter: EngineDrafter, **more: Any) -> list[list[str]]:
+    engine = started_engine(name)
+    made = settings_of(engine, TARGET, [drafter], gammas=(4,), **more)
+    return [engine.command_line(TARGET, each.options, 8000, ("--tp", "2")) for each in made]
+
+
+@pytest.mark.smoke
+def test_command_lines_of_engines():
+    small = EngineDrafter(parse_drafter("org/small"), "/models/small")
+    plain, drafting = lines("vllm", small)
+    assert plain == ["vllm", "serve", "/models/target.gguf", "--tp", "2", "--port", "8000"]
+    assert json.loads(drafting[drafting.index("--speculative-config") + 1]) == {
+        "method": "draft_model", "model": "/models/small", "num_speculative_tokens": 4
+    }  # fmt: skip
+    plain, fixed, p_min = lines("llama.cpp", small)
+    assert plain == [
+        "llama-server",
+        "--model",
+        "/models/target.gguf",
+        "--tp",
+        "2",
+        "--metrics",
+        "--port",
+        "8000",
+    ]
+    assert fixed[fixed.index("--spec-draft-p-min") + 1] == "0"
+    assert p_min[p_min.index("--spec-draft-p-min") + 1] == "0.6"
+    assert p_min[p_min.index("--spec-draft-n-max") + 1] == "4"
+    plain, chain, *trees = lines("sglang", small)
+    assert [each[each.index("--speculative-eagle-topk") + 1] for each in (chain, *trees)] == ["1", "4", "8"]
+    _, ngram = lines("llama.cpp", EngineDrafter("ngram-mod"))
+    assert ngram[ngram.index("--spec-ngram-mod-n-max") + 1] == "4"
+
+
+def test_every_own_option_is_known_to_the_engine():
+    known = json.loads(Path(__file__).with_name("engine_options.json").read_text())
+    for name in ("vllm", "sglang", "llama.cpp"):
+        engine = started_engine(name)
+        for kind in engine.ngrams:
+            for each in settings_of(engine, TARGET, [EngineDrafter(kind)])[1:]:
+                written = {**each.options.get("--speculative-config", {}), **each.options}
+                assert written.keys() <= {*known[name]["names"], "--speculative-config"}, kind
+
+
+def test_words_for_another_machine_are_quoted_once_more():
+    engine = started_engine("vllm")
+    words = engine.command_line(
+        TARGET, {"--speculative-config": {"method": "ngram"}}, 81, (), "ssh -tt -L {port}:x host"
+    )
+    assert words[:5] == ["ssh", "-tt", "-L", "81:x", "host"]
+    assert shlex.split(" ".join(words[5:]))[-3] == '{"method": "ngram"}'
+
+
+def test_keys_are_not_stored():
+    assert command_line(["--", "--api-key", "secret", "--tp", "2"]) == ["--", "--api-key", "KEY", "--tp", "2"]
+
+
+# -- the search --------------------------------------------------------------------------------------
+
+
+class TimedEngine(ScriptedEngine):
+    """Servers whose speeds are known, on a clock that only they move.
+
+    Args:
+        clock: The clock.
+        settings: The settings.
+        step_s: Seconds of a step, and of each draft token in it.
+        rate: Probability that a draft token is accepted, if those before it were, by family.
+        limit: Servers that fit at a time; ``None`` for all.
+        drift: Slowdown of everything in a wave over time.
+    """
+
+    def __init__(
+        self,
+        clock: FakeClock,
+        settings: Mapping[str, EngineSetting],
+        *,
+        rate: Mapping[str, float],
+        step_s: tuple[float, float] = (0.1, 0.01),
+        limit: int | None = None,
+        drift: float = 0.0,
+        batch_cost: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.clock, self.settings, self.rate, self.step_s = clock, settings, rate, step_s
+        self.limit, self.drift, self.batch_cost = limit, drift, batch_cost
+        self.running: dict[str, None] = {}
+        self.starts: dict[str, Any] = {}
+        self.began: list[str] = []
+        self._random = random.Random(seed)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.settings) if self.limit is None else self.limit
+
+    def fits(self, names: list[str]) -> bool:
+        for name in names:
+            if self.limit is None or len(self.running) < self.limit:
+                self.use(name)
+        return all(name in self.running for name in names)
+
+    def use(self, name: str) -> None:
+        if name not in self.running:
+            self.began.append(name)
+            self.clock.seconds += 5.0
+        self.running.pop(name, None)
+        while self.limit is not None and len(self.running) >= self.limit:
+            del self.running[next(iter(self.running))]
+        self.running[name] = None
+
+    def encode(self, prompt: Any, answers: Any) -> Any:
+        return prompt.id
+
+    def generate(self, config: SweepConfig, prompt: Any, decoding: DecodingOptions, *, seed: int) -> Outcome:
+        self.use(config.drafter)
+        setting = self.settings[config.drafter]
+        rate, tokens, done, steps = self.rate.get(setting.family, 0.0), decoding.max_new_tokens, 1, 0
+        kept, drafted = [0] * setting.gamma, 0
+        while done < tokens:
+            accepted = 0
+            while accepted < setting.gamma and self._random.random() < rate:
+                accepted += 1
+            accepted = min(accepted, tokens - done - 1)
+            for at in range(accepted):
+                kept[at] += 1
+            done, steps, drafted = done + accepted + 1, steps + 1, drafted + setting.gamma
+        seconds = steps * (
+            self.step_s[0]
+            + self.step_s[1] * setting.gamma * (1 + self.batch_cost * ((config.batch or 1) - 1))
+        )
+        seconds *= (1.0 + self.drift * (self.clock.seconds % 600 > 300)) * self._random.gauss(1.0, 0.01)
+        self.clock.seconds += seconds
+        server = ServerAnswer(
+            text="", counted_by="usage", pieces=steps, bursts=steps, attempts=1,
+            drafted=drafted, accepted=sum(kept), drafts=steps, kept_at=kept,
+        )  # fmt: skip
+        return Outcome(7, (), "length", 0.0, 0.0, seconds, reported_tokens=tokens, server=server)
+
+    def generate_group(
+        self, config: SweepConfig, workload: Workload, decoding: DecodingOptions
+    ) -> GroupOutcome:
+        each = self.generate(config, workload.requests[0].prompt, decoding, seed=0)
+        return GroupOutcome(
+            (each,) * len(workload.requests), each.decode_s, each.tokens * len(workload.requests)
+        )
+
+
+def search(
+    folder: Path,
+    engine: StartedEngine,
+    *,
+    minutes: float = 30.0,
+    seed: int = 0,
+    batches: tuple[int, ...] = (),
+    **more: Any,
+) -> tuple[EngineFound, TimedEngine, Sweep]:
+    drafters = [EngineDrafter("ngram-simple"), EngineDrafter(parse_drafter("org/small"), "small.gguf")]
+    made = settings_of(engine, TARGET, drafters)
+    prompts = tuple(load_prompts(("all",), (), 40))
+    base = {
+        "gammas": (), "policies": (), "decoding": DecodingOptions(max_new_tokens=48), "repeats": 2, "warmup": 0,
+        "turns": 1, "seed": seed, "cache": "none", "servers": tuple(each.name for each in made),
+    }  # fmt: skip
+    configs = engine_configs(SweepOptions(**base), made)
+    options = SweepOptions(**base, batches=batches)
+    sweep = Sweep(options, prompts, tuple(configs + (engine_configs(options, made) if batches else [])))
+    settings = {each.name: each for each in made}
+    clock = FakeClock()
+    timed = TimedEngine(clock, settings, seed=seed, **more)
+    with open_run(folder, sweep, target=TargetModel(name="t"), sources={"engine": "x"}, advice="") as store:
+        found = EngineSearch(
+            sweep, settings, store, timed, clock=clock, seconds=60 * minutes, until=60 * minutes,  # type: ignore[arg-type]
+            snapshot=quiet,
+        ).run()  # fmt: skip
+    return found, timed, sweep
+
+
+def speed(
+    setting: EngineSetting, rate: Mapping[str, float], step_s: tuple[float, float] = (0.1, 0.01)
+) -> float:
+    """The expected tokens per second of a setting."""
+    share = rate.get(setting.family, 0.0)
+    tokens = sum(share**n for n in range(setting.gamma + 1))
+    return tokens / (step_s[0] + step_s[1] * setting.gamma)
+
+
+RATE = {"org/small": 0.8, "org/small,p=0.6": 0.75, "ngram-simple": 0.2}
+
+
+@pytest.mark.parametrize(("limit", "drift"), [(None, 0.0), (2, 0.3), (1, 0.0)])
+def test_the_search_finds_the_fastest_setting(tmp_path, limit, drift):
+    minutes = 30.0 if limit is None else 240.0
+    found, timed, sweep = search(
+        tmp_path / "run", started_engine("llama.cpp"), rate=RATE, limit=limit, drift=drift, minutes=minutes
+    )
+    race = found.found.race
+    best = max(timed.settings.values(), key=lambda each: speed(each, RATE))
+    assert race.verdict == "faster"
+    assert speed(timed.settings[race.leader], RATE) >= 0.95 * speed(best, RATE)
+    assert limit is None or len(timed.running) <= limit
+    if limit is None:
+        assert len(timed.began) == len({*timed.began})
+    else:  # settings are measured together, not one generation after the other
+        assert len(timed.began) < len(timed.calls) + sum(map(race.num_blocks, race.names)) / 3
+    assert len(found.found.predicted) == len(sweep.configs) - 1
+
+
+def test_draft_lengths_are_predicted_from_two_of_them(tmp_path):
+    found, timed, _ = search(tmp_path / "run", started_engine("llama.cpp"), rate=RATE)
+    for name, setting in timed.settings.items():
+        if setting.family == "org/small":
+            expected = speed(setting, RATE) / speed(timed.settings[PLAIN], RATE)
+            assert found.found.predicted[name] == pytest.approx(expected, rel=0.2)
+
+
+def test_groups_are_compared_with_plain_decoding_beside_them(tmp_path):
+    """The machine is much slower half of the time; ratios to plain decoding stay right."""
+    found, timed, _ = search(
+        tmp_path / "run", started_engine("llama.cpp"), rate=RATE, limit=2, drift=1.0, minutes=300.0
+    )
+    race = found.found.race
+    expected = speed(timed.settings[race.leader], RATE) / speed(timed.settings[PLAIN], RATE)
+    assert race.ratio(race.leader, PLAIN).value == pytest.approx(expected, rel=0.15)
+
+
+def test_a_drafter_that_knows_nothing_loses(tmp_path):
+    found, _, _ = search(tmp_path / "run", started_engine("llama.cpp"), rate={})
+    race = found.found.race
+    assert (race.verdict, race.leader, found.found.ending) == ("plain", PLAIN, "decided")
+
+
+def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypatch):
+    engine = started_engine("llama.cpp")
+    whole, _, _ = search(tmp_path / "whole", engine, rate=RATE)
+    usual, calls = TimedEngine.generate, []
+
+    def interrupted(self: TimedEngine, *words: Any, **more: Any) -> Outcome:
+        calls.append(1)
+        if len(calls) == 90:
+            raise KeyboardInterrupt
+        return usual(self, *words, **more)
+
+    monkeypatch.setattr(TimedEngine, "generate", interrupted)
+    first, _, _ = search(tmp_path / "run", engine, rate=RATE)
+    assert first.found.ending == "interrupted"
+    second, _, _ = search(tmp_path / "run", engine, rate=RATE)
+    assert second.found.predicted == first.found.predicted
+    assert second.found.race.verdict == whole.found.race.verdict == "faster"
+    assert second.found.race.blocks > first.found.race.blocks
+
+
+def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
+    engine = started_engine("llama.cpp")
+    found, timed, _ = search(
+        tmp_path / "run", engine, rate=RATE, batches=(4, 16), batch_cost=0.5, minutes=120.0
+    )
+    leader = timed.settings[found.found.race.leader]
+    assert found.batches.keys() == {4, 16}
+    assert max(found.batches[16], key=lambda gamma: found.batches[16][gamma]) < leader.gamma
+    schedule = found.schedule(leader.gamma)
+    assert (schedule[0][0], schedule[-1][1]) == (1, 16)
+    told = EngineAnswer.of(engine, TARGET, leader, found, ("--tp", "2"), "")
+    assert "one draft length for all batch sizes" in told.needs[-1]
+    vllm = started_engine("vllm")
+    setting = EngineSetting("x@4", "x", 4, {"--speculative-config": {"num_speculative_tokens": 4}})
+    found = EngineFound(found.found, {2: {0: 1.0, 4: 1.5}, 8: {0: 1.0, 4: 0.9, 1: 1.1}, 32: {0: 1.0, 4: 0.5}})
+    told = EngineAnswer.of(vllm, TARGET, setting, found, (), "")
+    config = json.loads(told.words[told.words.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 4], [3, 8, 1], [9, 32, 0]]
+    eagle = EngineSetting("x@4", "x", 4, {"--speculative-algorithm": "EAGLE3"})
+    told = EngineAnswer.of(started_engine("sglang"), TARGET, eagle, found, (), "")
+    assert told.words[-3:] == ("--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json")
+    assert '"3": {"candidate_steps": [1]}' in told.needs[-1]
+
+
+# -- commands ----------------------------------------------------------------------------------------
+
+
+def tuned(cli: Cli, models: tuple[Path, Path], *words: object, minutes: float = 0.2) -> Any:
+    target, small = models
+    given = ["--engine", "llama.cpp", "--engine-command", STUB, "--target", target, "--drafter", small]
+    return cli("tune", *given, "--prompts", "mine.jsonl", "-n", 24, "--minutes", minutes, *words)
+
+
+def test_tune_ends_with_the_command_line(cli, models, monkeypatch):
+    result = tuned(cli, models, "--json", "--results", "run", "--", "--good", 4)
+    told = result.json()
+    assert told["verdict"] in ("faster", "open")  # on a busy machine the time may be too short
+    assert told["winner"].startswith("small.gguf@")
+    assert "--good" in told["command"]
+    assert str(models[1]) in told["command"]
+    assert "servers started" in result.err
+    assert marked() == []
+    again = tuned(cli, models, "--results", "run", "--resume", "--", "--good", 4)
+    assert again.code == 0, again.err
+    assert "Start:  " in again.out
+    assert cli("report", "run").code == 0
+    tuned(cli, models, "--results", "run").refused(2, "holds results already")
+
+
+def test_sweep_measures_a_grid_in_groups(cli, models):
+    target, small = models
+    result = cli(
+        "sweep", "--engine", "llama.cpp", "--engine-command", STUB, "--target", target, "--drafter", small,
+        "--drafter", "ngram-mod", "--gamma", "2,4", "--prompts", "mine.jsonl", "--limit", 2, "-n", 8,
+        "--max-servers", 2, "--out", "run", "--quiet",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in Path("run/generations.jsonl").read_text().splitlines()]
+    assert {row["status"] for row in rows} == {"ok"}
+    assert len(rows) == 5 * 2 * 2
+    configs = [row["config"] for row in rows if row["repeat"] == 0]
+    assert {*configs[:4]} & {*configs[4:]} == set()  # two servers for all prompts, then the next two
+    assert "2 servers fit" in result.err
+    assert marked() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (["tune", "--max-servers", "2"], ["--max-servers is given without --engine"]),
+        (["tune", "--engine", "vllm", "--cache", "static"], ["--cache does not go with --engine"]),
+        (["sweep", "--engine", "vllm", "--server", "a=http://x"], ["--engine does not go with --server"]),
+        (["sweep", "--", "--tp", "2"], ["is given without --engine"]),
+        (["tune", "--engine", "llama.cpp"], ["llama.cpp reads GGUF files", "smollm2-135m"]),
+        (["tune", "--engine", "vllm", "--target", "none/there.gguf"], ["There is no such file"]),
+    ],
+)
+def test_what_does_not_go_together_is_refused(cli, models, words, fragments):
+    cli(*words).refused(2, *fragments)
+
+
+# -- kills -------------------------------------------------------------------------------------------
+
+_KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+
+def kill(models: tuple[Path, Path], number: int, seconds: float) -> None:
+    """Kill a search after some seconds, and check that nothing of it is left soon after."""
+    target, small = models
+    words = ["tune", "--engine", "llama.cpp", "--engine-command", STUB, "--target", str(target), "--drafter"]
+    words += [
+        str(small),
+        "--prompts",
+        "mine.jsonl",
+        "-n",
+        "24",
+        "--minutes",
+        "2",
+        "--results",
+        f"run-{number}-{seconds}",
+    ]
+    with Path("said").open("w") as said:
+        process = Forked(specbench, *words, stdout=said, stderr=said, environment={"PWD": str(Path.cwd())})
+        time.sleep(seconds)
+        code = process.kill(_KINDS[number % 3])
+    assert code in (-9, 0, 130, 143, -2, -15), Path("said").read_text()
+    wait_until(lambda: marked() == [])
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_nothing_is_left_after_a_kill(models, number):
+    kill(models, number, 1.5)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_many_kills(models):
+    chance = random.Random(0)
+    for number in range(50):
+        kill(models, number, chance.uniform(0.2, 2.5))
+    assert [*records_folder().glob("server-*")] == []
