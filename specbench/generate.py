@@ -47,6 +47,10 @@ def encode_prompt(
 
     Raises:
         UsageError: The prompt has no tokens, or ``chat`` is set and the tokenizer has no chat template.
+
+    Example:
+        >>> encode_prompt(target.tokenizer, "Hello", chat=False)
+        [19556]
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     chat = has_template if chat is None else chat
@@ -157,6 +161,15 @@ class GenerationRun:
 
     Attributes:
         cached_tokens: Number of prompt tokens taken from the caches; known from the first record on.
+
+    Example:
+        >>> prompt = encode_prompt(target.tokenizer, "Hi")
+        >>> run = GenerationRun(prompt, target, drafter, max_new_tokens=8, ignore_eos=True)
+        >>> tokens = 0
+        >>> for record in run:  # a Prefill, then the steps
+        ...     tokens += 1 if isinstance(record, Prefill) else len(record.tokens)
+        >>> tokens == len(run.result().token_ids)
+        True
     """
 
     def __init__(
@@ -375,6 +388,15 @@ def speculative_generate(
     Raises:
         UsageError: An argument is out of its range, the prompt does not fit the target's context, or the drafter was
             made for another target.
+
+    Example:
+        >>> result = speculative_generate("Count from 1 to 9.", target, "lookup", max_new_tokens=16, ignore_eos=True)
+        >>> len(result.token_ids), result.finish_reason
+        (16, 'length')
+        >>> options = {"gamma": 4, "sampling": Nucleus(0.9), "max_new_tokens": 8}
+        >>> sampled = speculative_generate("Tell a story.", target, drafter, **options)
+        >>> all(step.gamma <= 4 for step in sampled.steps)
+        True
     """
     if gamma is not None and gamma < 1:
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
@@ -395,5 +417,11 @@ def speculative_generate(
 
 
 def autoregressive_generate(prompt: str | Sequence[int], target: Target, **options: Any) -> Generation:
-    """Generate one token per forward pass of the target; for the arguments see ``speculative_generate``."""
+    """Generate one token per forward pass of the target; for the arguments see ``speculative_generate``.
+
+    Example:
+        >>> plain = autoregressive_generate("Count from 1 to 9.", target, max_new_tokens=8)
+        >>> {len(step.tokens) for step in plain.steps}
+        {1}
+    """
     return speculative_generate(prompt, target, None, **options)

@@ -56,6 +56,12 @@ class GenerationRuns:
 
     Raises:
         UsageError: A limit is below 1, or there are several targets.
+
+    Example:
+        >>> prompts = [encode_prompt(target.tokenizer, text) for text in ("Hi", "Count to 5.")]
+        >>> runs = GenerationRuns([GenerationRun(prompt, target, drafter, max_new_tokens=4) for prompt in prompts])
+        >>> sorted({index for index, record in runs})
+        [0, 1]
     """
 
     def __init__(
@@ -243,6 +249,12 @@ def speculative_generate_many(
 
     Raises:
         UsageError: An argument is out of its range. For an invalid prompt, the result is the exception.
+
+    Example:
+        >>> prompts = ["Hi", "Count from 1 to 5."]
+        >>> runs = speculative_generate_many(prompts, target, drafter, max_new_tokens=2)
+        >>> [len(result.token_ids) for result in runs.results()]
+        [2, 2]
     """
     if gamma is not None and gamma < 1:
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")

@@ -51,6 +51,10 @@ class LoadOptions:
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         device_map: A strategy of accelerate, or a JSON file from module names to devices; excludes ``device``.
         any_target: Allow a trained head to draft for a target with other weights than it was trained for.
+
+    Example:
+        >>> LoadOptions(dtype="int8")
+        LoadOptions(dtype='int8', device='auto', device_map=None, any_target=False)
     """
 
     dtype: str = "auto"

@@ -74,6 +74,14 @@ def decode_steps(
     Raises:
         UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or target or
             drafter was used for another context while the consumer had a record.
+
+    Example:
+        >>> records = decode_steps(
+        ...     [1, 2, 3], target.scorer, drafter, policy=FixedLength(4), sampling=Greedy(), random=Randomness(0),
+        ...     max_new_tokens=6,
+        ... )
+        >>> [type(record).__name__ for record in records][:2]
+        ['Prefill', 'Step']
     """
     request = Request(
         prompt=prompt,

@@ -88,6 +88,10 @@ class Prefill:
         finish_reason: Set if the output ends here.
         probability: The target's probability of ``token`` in a trace, else ``None``.
         queued_s: Seconds that the request waited for its turn.
+
+    Example:
+        >>> result.prefill.token == result.token_ids[0]
+        True
     """
 
     prompt_tokens: int
@@ -127,6 +131,11 @@ class Step:
         passes: The drafter's forward passes; ``None`` if it has no model or runs one per token.
         parents: By tree node the index of its parent, -1 for the context; ``None`` for a chain.
         path: The accepted nodes of a tree, root to leaf, ignoring stops; empty for a chain.
+
+    Example:
+        >>> step = result.steps[0]
+        >>> step.accepted <= step.gamma, len(step.tokens) <= step.accepted + 1
+        (True, True)
     """
 
     index: int
@@ -239,6 +248,10 @@ class Generation:
         costs: The costs that the policy used, if any, as ``--costs`` takes them.
         pieces: The text by token with its source; characters of several tokens belong to the last. ``None`` without a
             tokenizer.
+
+    Example:
+        >>> result.drafter, result.lossless
+        ('lookup', True)
     """
 
     prompt_tokens: int

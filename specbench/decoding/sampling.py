@@ -76,6 +76,10 @@ class Sampling:
 
     Raises:
         UsageError: A value outside its range.
+
+    Example:
+        >>> Sampling(temperature=0.7, top_p=0.9).greedy
+        False
     """
 
     temperature: float = 0.0
@@ -340,35 +344,60 @@ def _keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
 
 
 class Greedy(Sampling):
-    """The most probable token."""
+    """The most probable token.
+
+    Example:
+        >>> Greedy().greedy
+        True
+    """
 
     def __init__(self, repetition_penalty: float = 1.0) -> None:
         super().__init__(repetition_penalty=repetition_penalty)
 
 
 class Multinomial(Sampling):
-    """The whole distribution at a temperature."""
+    """The whole distribution at a temperature.
+
+    Example:
+        >>> Multinomial(0.7).temperature
+        0.7
+    """
 
     def __init__(self, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
         super().__init__(temperature=temperature, repetition_penalty=repetition_penalty)
 
 
 class TopK(Sampling):
-    """The k most probable tokens at a temperature."""
+    """The k most probable tokens at a temperature.
+
+    Example:
+        >>> TopK(40).top_k
+        40
+    """
 
     def __init__(self, top_k: int, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
         super().__init__(temperature=temperature, top_k=top_k, repetition_penalty=repetition_penalty)
 
 
 class Nucleus(Sampling):
-    """The smallest set of tokens with mass top_p at a temperature."""
+    """The smallest set of tokens with mass top_p at a temperature.
+
+    Example:
+        >>> Nucleus(0.9, temperature=0.7).top_p
+        0.9
+    """
 
     def __init__(self, top_p: float, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
         super().__init__(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty)
 
 
 class TopKNucleus(Sampling):
-    """Top-k, then the nucleus of what is left, at a temperature."""
+    """Top-k, then the nucleus of what is left, at a temperature.
+
+    Example:
+        >>> TopKNucleus(40, 0.9).top_k
+        40
+    """
 
     def __init__(
         self, top_k: int, top_p: float, temperature: float = 1.0, repetition_penalty: float = 1.0

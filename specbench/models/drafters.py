@@ -113,6 +113,14 @@ def load_drafter(
     Raises:
         UsageError: There is no such drafter, or it does not fit this target.
         RunError: It could not be loaded.
+
+    Example:
+        >>> load_drafter("lookup+self:int8", target).name
+        'lookup+self:int8'
+        >>> load_drafter("lookupp", target)
+        Traceback (most recent call last):
+            ...
+        specbench.base.errors.UsageError: ...
     """
     spec = parse_drafter(spec) if isinstance(spec, str) else spec
     return DrafterLoader(target, options, cache=cache, progress=progress, allow_pickle=allow_pickle).load(
@@ -255,6 +263,10 @@ def wrap_drafter(
     Raises:
         UsageError: The tokenizers share too few tokens, the head cannot be trimmed, or the target's tokens were not
             counted.
+
+    Example:
+        >>> wrap_drafter(load_target("smollm2-135m").language_model, target, int8=True).name
+        'smollm2-135m (int8)'
     """
     translation = translation_of(target.language_model, language_model)
     model = language_model.model

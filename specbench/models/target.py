@@ -44,6 +44,10 @@ class Target:
         bit_exact: Whether logits are bitwise equal in forward passes of any size. Only tested for models that round
             activations to bytes, else false.
         widths_differ: Why logits depend on the number of tokens in a forward pass, if that was tested and found.
+
+    Example:
+        >>> target
+        Target('smollm2-135m', ... on cpu)
     """
 
     language_model: LanguageModel
@@ -98,6 +102,11 @@ def load_target(
 
     Raises:
         UsageError, RunError: See ``specbench.models.load.load_model``.
+
+    Example:
+        >>> target = load_target("smollm2-135m")  # the built-in model, fetched once
+        >>> target.name, target.vocab_size
+        ('smollm2-135m', 49152)
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
     kind = cache or default_cache(language_model.model.config, quantized=language_model.quantize is not None)
@@ -137,6 +146,13 @@ def wrap_target(
 
     Raises:
         UsageError: The model cannot be decoded speculatively, or not with this cache.
+
+    Example:
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> wrapped = wrap_target(model, name="tiny")
+        >>> len(speculative_generate([1, 2, 3], wrapped, "lookup", max_new_tokens=8, ignore_eos=True).token_ids)
+        8
     """
     return prepare_target(wrap_model(model, tokenizer, name), cache, pack=pack)
 

@@ -89,7 +89,12 @@ class TreePolicy(DraftPolicy):
 
 
 class FixedLength(ChainPolicy):
-    """Drafts ``gamma`` tokens in every step, 1 to ``LONGEST_DRAFT``; fewer only where the budget ends."""
+    """Drafts ``gamma`` tokens in every step, 1 to ``LONGEST_DRAFT``; fewer only where the budget ends.
+
+    Example:
+        >>> FixedLength(4).gamma
+        4
+    """
 
     unconditional = True
 

@@ -93,6 +93,10 @@ class Results:
         answers: A row per answer of a server, indexed like ``generations``: what the server reported, and
             ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
         problems: A sentence for each line that could not be used.
+
+    Example:
+        >>> bool((results.generations["status"] == "ok").all()), results.problems
+        (True, [])
     """
 
     run: Run
@@ -122,6 +126,12 @@ def load_results(path: str | Path) -> Results:
 
     Raises:
         UsageError: There are no results, or several runs, or a newer version wrote them.
+
+    Example:
+        >>> results = load_results(run_folder)
+        >>> medians = results.generations.groupby("config")["tokens_per_second"].median()
+    >>> bool((medians > 0).all())
+    True
     """
     folders = find_runs(path)
     if len(folders) > 1:

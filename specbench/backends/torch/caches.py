@@ -437,6 +437,11 @@ def prune_legacy(past: LegacyCache, length: int) -> LegacyCache:
 
     Raises:
         ValueError: ``length`` is negative.
+
+    Example:
+        >>> keys = values = torch.zeros(1, 2, 10, 4)
+        >>> [tuple(keys.shape) for keys, _ in prune_legacy(((keys, values),), 7)]
+        [(1, 2, 7, 4)]
     """
     if length < 0:
         raise ValueError(f"length is {length}; it must be 0 or more")
