@@ -108,6 +108,26 @@ def eagle_one_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **LAYER, "vocab_size": vocab, **more}
 
 
+def mtp_tensors(seed: int = 0, spread: float = 0.3) -> dict[str, torch.Tensor]:
+    """Of an MTP layer as ``speculators`` calls them; its decoder layer has the sizes of ``tiny_llama``."""
+    _, random, norm = drawn(seed, spread)
+    modules = attention(random) | {
+        "mlp.gate_proj": random(64, WIDTH), "mlp.up_proj": random(64, WIDTH), "mlp.down_proj": random(WIDTH, 64),
+        "input_proj": random(WIDTH, 2 * WIDTH),
+    }  # fmt: skip
+    modules |= {name: norm(WIDTH) for name in ("input_layernorm", "post_attention_layernorm")}
+    modules |= {f"{name}_layernorm": norm(WIDTH) for name in ("token", "hidden", "final")}
+    return {f"mtp_layers.0.{name}.weight": tensor for name, tensor in modules.items()}
+
+
+def mtp_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of ``speculators`` for an MTP layer."""
+    return {
+        "architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1,
+        "transformer_layer_config": {**LAYER, "vocab_size": vocab, "intermediate_size": 64}, **more,
+    }  # fmt: skip
+
+
 BLOCK, MASK = 4, 7
 
 
@@ -232,6 +252,8 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
     """A drafter of such a target, made of a folder: of one of the kinds of heads."""
     if kind == "medusa":
         settings, tensors = medusa_settings(9), medusa_tensors(vocab=9)
+    elif kind == "mtp":
+        settings, tensors = mtp_settings(9), mtp_tensors()
     elif kind == "dflash":
         settings, tensors = block_settings(9), block_tensors(vocab=9)
     elif kind == "peagle":

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from scripted import ScriptedCache, ScriptedScorer, random_table
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specbench.backends.torch.head_scorers import (
     DFlashScorer,
@@ -29,6 +30,7 @@ from specbench.backends.torch.heads import (
     MedusaHeads,
     ParallelEagleHead,
 )
+from specbench.backends.torch.mtp import build_mtp_layers
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Drafter
@@ -94,7 +96,12 @@ def small_head(kind: str) -> Any:
             shape = EagleShape(
                 1 if kind == "eagle" else 3, 8, 2, layer, embeds=True, head_norms=kind == "dflash"
             )
-            if kind == "dflash":
+            if kind == "mtp":
+                block = LlamaDecoderLayer(layer, 0).state_dict()
+                (module,) = build_mtp_layers(layer, [block], final_norm=True, hidden_first=False)
+                module.embed_tokens = torch.nn.Embedding(VOCAB, 8)
+                module.lm_head = torch.nn.Linear(8, 2, bias=False)
+            elif kind == "dflash":
                 module = DFlashHead(shape, 1, DEPTH + 1, 1)
             elif kind == "peagle":
                 module = ParallelEagleHead(shape, DEPTH, 1)
@@ -110,7 +117,7 @@ def small_scorer(kind: str) -> HeadScorer:
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, VOCAB)
-    layers = (2,) if kind == "eagle" else (0, 1, 2)
+    layers = (2,) if kind in ("eagle", "mtp") else (0, 1, 2)
     scorer: Any = {"dflash": DFlashScorer, "peagle": ParallelScorer}.get(kind, EagleScorer)
     made: HeadScorer = scorer(head, head.embed_tokens, layers, fitted, None)
     return made

@@ -568,7 +568,7 @@ def outputs(
 def on_caches() -> Iterator[Any]:
     """A head that reads states on every kind of cache; the others on two in turn."""
     for (row, kind), (column, kept) in itertools.product(
-        enumerate(("eagle", "eagle-1", "peagle", "dflash", "medusa")), enumerate(CACHE_KINDS)
+        enumerate(("eagle", "eagle-1", "mtp", "peagle", "dflash", "medusa")), enumerate(CACHE_KINDS)
     ):
         quick = row < 1 or (row + column) % 2 == 0
         yield pytest.param(kept, kind, marks=() if quick else pytest.mark.slow)
@@ -595,7 +595,7 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     assert accepted > 20
 
 
-@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "peagle", "dflash", "medusa"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
 def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -784,7 +784,7 @@ class Flattering(HeadDrafter):
         return draft
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle", "dflash", "medusa"])
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         checking = DecodingCheck(check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))])
@@ -892,7 +892,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         parallel_settings(speculators_config={"proposal_methods": [{"speculative_tokens": 0}]}), parallel_tensors(),
         "its speculative_tokens is no whole number above 0.",
     ),
-    "an MTP layer": ({"speculators_model_type": "mtp"}, {}, "not supported: MTP."),
+    "an MTP layer without weights": ({"speculators_model_type": "mtp"}, {}, "they lack eh_proj.weight of an MTP layer"),
     "EAGLE-1 with norms": (
         eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalizes its inputs, as HASS does"
     ),

@@ -127,7 +127,7 @@ class ExportEngine(ABC):
 
     def supports(self, drafter: DrafterSpec) -> bool:
         """Return whether the engine supports a drafter, ignoring trained heads."""
-        return isinstance(drafter, self.drafters)
+        return type(drafter) in self.drafters
 
     def exports(self, drafter: DrafterSpec, head: TrainingMetadata | None = None) -> bool:
         """Whether a drafter can be exported, with the trained head in it if there is one."""

@@ -60,7 +60,7 @@ class LlamaCpp(StartedEngine):
 
     def supports(self, drafter: DrafterSpec) -> bool:
         if isinstance(drafter, Cascade):
-            return isinstance(drafter.front, Lookup) and isinstance(drafter.back, SmallModel)
+            return isinstance(drafter.front, Lookup) and type(drafter.back) is SmallModel
         return super().supports(drafter)
 
     def fill(self, setting: Setting, export: engine.Export) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ from specbench.models.calibrations import COUNTS, FORMS, calibrated_form, not_co
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
 from specbench.models.dtypes import dtype_name
-from specbench.models.head_files import find_head
+from specbench.models.head_files import HeadFiles, find_head
 from specbench.models.heads import TrainedHead, load_head
 from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
+from specbench.models.mtp import checkpoint_files, load_mtp
 from specbench.models.pairing import translation_of
 from specbench.models.quantized_layers import quantized_layers
 from specbench.models.target import Target, quantize
@@ -67,12 +69,20 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
 
 
 def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None) -> None:
-    if (head := find_head(form.model, progress)) is not None:
+    if form.model.kind == "mtp":
+        _check_mtp(target, progress)
+    elif (head := find_head(form.model, progress)) is not None:
         if form.vocab is not None:
             raise UsageError(f"The head {head.name} has a vocabulary of its own.", "Leave vocab out.")
         head.check(load_config(target, progress=progress), target.name)
     if form.vocab is not None and not COUNTS.names():
         raise UsageError(not_counted(target.name), COUNTS.hint)
+
+
+def _check_mtp(target: ModelSpec, progress: Progress | None) -> None:
+    """Refuse a target in a folder without MTP layers; other targets may have to be fetched first."""
+    if target.kind == "folder":
+        checkpoint_files(Path(target.source), load_config(target, progress=progress), target.name)
 
 
 def refuse_keep(spec: DrafterSpec) -> None:
@@ -216,7 +226,18 @@ def load_drafter_model(
     allow_pickle: bool,
 ) -> LanguageModel | TrainedHead:
     """Load the model or the trained head that a drafter's spec names."""
-    head = find_head(spec, progress)
+    config = target.model.config
+    if spec.kind == "mtp":
+        if target.folder is None:
+            raise UsageError(
+                f"The target {target.name} was not loaded from a folder, where MTP layers would be.",
+                "Load it with load_target.",
+            )
+        head: HeadFiles | None = checkpoint_files(target.folder, config, target.name)
+    else:
+        head = find_head(spec, progress)
+    if head is not None and head.kind == "mtp":
+        return load_mtp(head, text_config(config).num_hidden_layers)
     if head is not None:
         return load_head(head, allow_pickle=allow_pickle)
     return load_model(
@@ -417,9 +438,17 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
     else:
         scorer_of = _SCORERS.get(head.files.kind, EagleScorer)
-        scorer = scorer_of(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
+        scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, module, target))
     require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")
+
+
+def _context_limit(head: TrainedHead, module: Any, target: Target) -> int | None:
+    """Return the longest context of a head, in tokens; that of an MTP layer is its target's, or its window."""
+    if head.files.kind == "mtp":
+        limits = (target.language_model.context_limit, module.window)
+        return min((limit for limit in limits if limit is not None), default=None)
+    return int(head.files.layer.max_position_embeddings)
 
 
 def _head_of(target: Target) -> torch.Tensor:

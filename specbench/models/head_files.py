@@ -31,10 +31,10 @@ from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec
 
-HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa")
+HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "mtp")
 """The supported kinds of heads; ``eagle`` is EAGLE-1 and 2."""
 
-_NOT_READ = {"dflash2": "DFlash 2", "dspark": "DSpark", "mtp": "MTP", "mlp_speculator": "MLP speculator"}
+_NOT_READ = {"dflash2": "DFlash 2", "dspark": "DSpark", "mlp_speculator": "MLP speculator"}
 """Kinds of heads that are recognized and not supported."""
 
 _STATES = 3
@@ -320,7 +320,7 @@ _OF_OTHER_BLOCKS = (
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
-_READ = "EAGLE, P-EAGLE and DFlash heads with full attention are supported, and Medusa heads."
+_READ = "EAGLE, P-EAGLE, DFlash, Medusa and MTP heads with full attention are supported."
 
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",

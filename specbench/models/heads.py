@@ -142,7 +142,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         own = _medusa_name(name) if files.kind == "medusa" else _eagle_name(name)
         if own not in _UNUSED:
             tensors[own] = tensor.flatten() if own == "mask_hidden" else tensor
-    tokens_of = _medusa_tokens if files.kind == "medusa" else _eagle_tokens
+    tokens_of = _medusa_tokens if files.kind == "medusa" else draft_tokens
     return TrainedHead(
         files,
         tensors,
@@ -205,8 +205,8 @@ def _medusa_name(name: str) -> str:
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
-def _eagle_tokens(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Remove the maps of the draft vocabulary from the tensors, and return the target's tokens.
+def draft_tokens(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Remove EAGLE's maps of the draft vocabulary from the tensors, and return the target's tokens.
 
     The target's token of draft token d is d + d2t[d]; the mask t2d marks all of these tokens.
     """

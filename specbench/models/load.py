@@ -90,6 +90,7 @@ class LanguageModel:
         notes: Notes for the user on how it was loaded; a target's include those of its drafters.
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
         tokenizer_files: Digest of the tokenizer's files; ``None`` if they are not known.
+        folder: The folder it was loaded from; ``None`` for a wrapped object.
     """
 
     model: PreTrainedModel
@@ -109,6 +110,7 @@ class LanguageModel:
     notes: list[str] = field(default_factory=list)
     files: WeightFiles | None = None
     tokenizer_files: str | None = None
+    folder: Path | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -305,6 +307,7 @@ def _load_folder(
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     loaded.dtype_choice, loaded.notes, loaded.tokenizer_files = choice, notes, tokenizer_files
+    loaded.folder = folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from specbench.base.errors import UsageError
-from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec, parse_model
+from specbench.specs.models import BUILTIN_MODELS, CHECKPOINT_MTP, PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.specs.notation import (
     Dashed,
     Option,
@@ -332,6 +332,20 @@ class SmallModel(DrafterSpec):
 
 
 @dataclass(frozen=True)
+class Mtp(SmallModel):
+    """The MTP layer of the target's own checkpoint."""
+
+    word = "mtp"
+    summary = "The MTP layer of the target's checkpoint, in the layouts of DeepSeek-V3, GLM-4.5, Qwen3.5 and others."
+
+    model: ModelSpec = CHECKPOINT_MTP
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
 class Cascade(DrafterSpec):
     """A cascade: each token is drafted by a free drafter if it has a candidate, otherwise by a model.
 
@@ -420,6 +434,7 @@ DRAFTERS: tuple[type[DrafterSpec], ...] = (
     Suffix,
     Recycle,
     SelfForm,
+    Mtp,
     SmallModel,
     Cascade,
     Several,

@@ -48,12 +48,12 @@ class ModelSpec:
     """A model.
 
     Attributes:
-        kind: How it is found; ``packaged`` are trained heads.
+        kind: How it is found; ``packaged`` are trained heads, and ``mtp`` the MTP layers of the target's checkpoint.
         source: The hub id, path or built-in name.
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
     """
 
-    kind: Literal["hub", "folder", "gguf", "builtin", "packaged"]
+    kind: Literal["hub", "folder", "gguf", "builtin", "packaged", "mtp"]
     source: str
     revision: str | None = None
 
@@ -66,6 +66,10 @@ class ModelSpec:
         if self.kind in ("folder", "gguf"):
             return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
         return self.source if self.revision is None else f"{self.source}@{self.revision}"
+
+
+CHECKPOINT_MTP = ModelSpec("mtp", "mtp")
+"""The MTP layer of the target's checkpoint."""
 
 
 def parse_model(text: str) -> ModelSpec:

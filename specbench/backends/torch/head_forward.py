@@ -48,8 +48,6 @@ class HeadForward:
 
     def __init__(self, head: RecurrentHead, dtype: torch.dtype | None = None) -> None:
         self.head = head
-        config: Any = head.shape.layer
-        self._groups = config.num_attention_heads // config.num_key_value_heads
         self._dtype = dtype or next(head.parameters()).dtype
 
     def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
@@ -93,7 +91,8 @@ class HeadForward:
         if span.is_prefill:
             return causal_attention(query, keys, values)
         if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
-            folded = None if mask is None else fold_mask(mask, self._groups, query.dtype)
+            groups = query.shape[1] // keys.shape[1]
+            folded = None if mask is None else fold_mask(mask, groups, query.dtype)
             return attend(query, keys, values, folded, None)
         out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         return out.transpose(1, 2)

@@ -1,0 +1,209 @@
+"""The layouts in which checkpoints store MTP layers, recognized by the names of their tensors.
+
+An MTP (multi-token prediction) layer normalizes a token's embedding and the target's hidden state at the position
+before it, joins both by a linear layer, and runs a decoder layer of the target's own class. A norm may follow, and then
+the target's output head. The names are those that the checkpoints of each family have and vLLM reads.
+
+Only the headers of safetensors files are read here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLOCK = "layers.0."
+"""Prefix of the decoder layer's tensors in ``MtpLayer``."""
+
+JOINED = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+"""Tensors that every MTP layer has, by their names in ``MtpLayer``."""
+
+_MAX_HEADER = 100_000_000
+_FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to name the tensors of MTP layers.
+
+    Attributes:
+        families: Models whose checkpoints use it.
+        pattern: Matches a tensor's name, with the groups ``layer`` (a number), ``part`` and maybe ``rest``.
+        parts: Beginnings of a name without the layer (``part`` + ``rest``), and what replaces them; ``None`` for
+            tensors that are left out, since they are the target's. All others are the decoder layer's.
+        appended: Whether the layers are numbered after those of the target.
+        hidden_first: Whether the hidden state comes before the embedding in the input of the linear layer.
+    """
+
+    families: str
+    pattern: re.Pattern[str]
+    parts: Mapping[str, str | None]
+    appended: bool = False
+    hidden_first: bool = False
+
+    def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
+        """Return the MTP layer of a tensor of a target's checkpoint, and its name in ``MtpLayer``.
+
+        Returns:
+            ``None`` if the tensor belongs to no MTP layer, or is left out.
+        """
+        found = self.pattern.fullmatch(name)
+        if found is None:
+            return None
+        groups = found.groupdict()
+        layer, part = int(groups["layer"] or 0), groups["part"] + (groups.get("rest") or "")
+        if self.appended:
+            layer -= target_layers
+        if layer < 0:
+            return None
+        for beginning, own in self.parts.items():
+            if part.startswith(beginning):
+                return None if own is None else (layer, own + part.removeprefix(beginning))
+        return layer, BLOCK + part
+
+
+_LAYERNORMS = {
+    "token_layernorm.": "enorm.",
+    "hidden_layernorm.": "hnorm.",
+    "input_proj.": "eh_proj.",
+    "final_layernorm.": "norm.",
+}
+
+LAYOUTS = (
+    Layout(
+        "DeepSeek-V3, GLM-4.5, Step",
+        re.compile(
+            r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(?P<layer>\d+)\.(?P<part>.+)"
+        ),
+        {
+            "enorm.": "enorm.",
+            "hnorm.": "hnorm.",
+            "eh_proj.": "eh_proj.",
+            "shared_head.norm.": "norm.",
+            "shared_head.head.": "lm_head.",
+            "shared_head.output.": "lm_head.",
+            "transformer.shared_head.norm.": "norm.",
+            "transformer.shared_head.output.": "lm_head.",
+            "embed_tokens.": None,
+            "transformer.": BLOCK,
+        },
+        appended=True,
+    ),
+    Layout(
+        "Qwen3-Next, Qwen3.5, Mellum",
+        re.compile(r"mtp\.(?:layers\.(?P<layer>\d+)\.)?(?P<part>.+)"),
+        {
+            "fc.": "eh_proj.",
+            "pre_fc_norm_embedding.": "enorm.",
+            "pre_fc_norm_hidden.": "hnorm.",
+            "norm.": "norm.",
+            "embed_tokens.": None,
+        },
+    ),
+    Layout(
+        "MiMo",
+        re.compile(r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"),
+        _LAYERNORMS,
+        hidden_first=True,
+    ),
+    Layout(
+        "Ernie 4.5",
+        re.compile(r"(?:model|ernie)\.(?P<part>mtp_\w+\.)(?P<layer>\d+)\.(?P<rest>.+)"),
+        {
+            "mtp_emb_norm.": "enorm.",
+            "mtp_hidden_norm.": "hnorm.",
+            "mtp_linear_proj.": "eh_proj.",
+            "mtp_block.": BLOCK,
+        },
+    ),
+    Layout(
+        "speculators",
+        re.compile(r"mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"),
+        {**_LAYERNORMS, "embed_tokens.": None},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MtpTensors:
+    """The tensors of the MTP layers in a folder.
+
+    Attributes:
+        layout: How they are named.
+        layers: Number of MTP layers.
+        places: The layer of each tensor and its name in ``MtpLayer``, by its name in the file.
+        files: The file of each tensor.
+        weights: Number of their weights.
+        plain: Whether all of them are unquantized.
+    """
+
+    layout: Layout
+    layers: int
+    places: Mapping[str, tuple[int, str]]
+    files: Mapping[str, Path]
+    weights: int
+    plain: bool
+
+
+def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
+    """Return the tensors of MTP layers in the safetensors files of a folder; ``None`` if there are none.
+
+    All files of the folder itself are searched, since some checkpoints have the layers in a file that their index does
+    not list. Files that are no safetensors files are skipped: loading the model reports them.
+
+    Args:
+        folder: The folder of the target, or of a head.
+        target_layers: Number of the target's layers.
+    """
+    headers = [(path, _header(path)) for path in sorted(folder.glob("*.safetensors"))]
+    for layout in LAYOUTS:
+        places = {
+            name: place
+            for _, header in headers
+            for name in header
+            if (place := layout.place(name, target_layers)) is not None
+        }
+        layers = 1 + max((layer for layer, _ in places.values()), default=-1)
+        if layers and {(0, name) for name in JOINED} <= {*places.values()}:
+            files = {name: path for path, header in headers for name in header if name in places}
+            entries = [header[name] for _, header in headers for name in header if name in places]
+            return MtpTensors(
+                layout,
+                layers,
+                places,
+                files,
+                sum(_count(entry["shape"]) for entry in entries),
+                all(entry["dtype"] in _FLOATS for entry in entries),
+            )
+    return None
+
+
+def _count(shape: Iterable[int]) -> int:
+    number = 1
+    for size in shape:
+        number *= size
+    return number
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return the tensors that a file describes; empty for a file without a valid header."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= _MAX_HEADER else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(header, dict):
+        return {}
+    return {
+        name: entry
+        for name, entry in header.items()
+        if isinstance(entry, dict)
+        and isinstance(entry.get("dtype"), str)
+        and isinstance(shape := entry.get("shape"), list)
+        and all(type(size) is int for size in shape)
+    }

@@ -1,0 +1,141 @@
+"""MTP layers of a target's own checkpoint: their layouts, arithmetic, outputs and refusals."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import refusal
+from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
+from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
+from tiny import save_tiny, tiny_language_model
+
+from specbench.base.errors import UsageError
+from specbench.decoding.protocols import ForwardRequest
+from specbench.decoding.request import DraftPlan
+from specbench.generate import GenerationRun
+from specbench.models.drafters import check_drafter, load_drafter
+from specbench.models.mtp_layouts import find_mtp_tensors
+from specbench.models.target import Target, load_target, wrap_target
+from specbench.options import LoadOptions
+from specbench.policies import FixedLength
+from specbench.policies.trees import StaticTree
+from specbench.specs.drafters import Cascade, Mtp, parse_drafter
+from specbench.specs.models import parse_model
+
+CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
+DRAFT = [44, 8, 61]
+PLAIN = LoadOptions(dtype="float32")
+RECURRENT = ("qwen3-next", "qwen3.5")
+
+
+@cache
+def checkpoint(family: str, folder: Path) -> Made:
+    return make_checkpoint(folder / family, family)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made: Path = tmp_path_factory.mktemp("checkpoints")
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_every_layout_are_those_of_the_formula(folder, family):
+    made = checkpoint(family, folder)
+    drafter: Any = load_drafter("mtp", load_target(str(made.folder), PLAIN), PLAIN)
+    scorer = drafter.scorer
+    with torch.inference_mode():
+        output = made.target(input_ids=torch.tensor([CONTEXT[:-1]]), output_hidden_states=True)
+    scorer.begin()
+    scorer.take_states(len(CONTEXT) - 1, output.hidden_states[-1][0, :, None])
+    found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT)).logits
+    torch.testing.assert_close(found, formula(made, CONTEXT + DRAFT, len(DRAFT)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_outputs_are_the_targets(folder, family):
+    made = checkpoint(family, folder)
+    target = load_target(str(made.folder), PLAIN)
+    drafter = load_drafter("mtp", target, PLAIN)
+    options: Any = {"max_new_tokens": 12, "min_new_tokens": 12}
+
+    def tokens(drafter: Any, **more: Any) -> Any:
+        run = GenerationRun(CONTEXT, target, drafter, **options, **more)
+        assert all(True for _ in run)
+        return run.result()
+
+    expected = tokens(load_drafter("none", target)).token_ids
+    policies = [DraftPlan(FixedLength(3))]
+    if family not in RECURRENT:
+        policies.append(DraftPlan(StaticTree.shaped((-1, -1, 0, 0, 1))))
+    for policy in policies:
+        found = tokens(drafter, policy=policy)
+        assert found.token_ids == expected
+        assert any(step.drafted for step in found.steps)
+
+
+def test_a_checkpoints_own_layer_on_the_command_line(cli, folder):
+    made = checkpoint("deepseek", folder)
+
+    def tiny(*arguments: object) -> Any:
+        common = ("--target", made.folder, "--dtype", "float32", "the thing", "-n", 8)
+        return cli("generate", *common, *arguments, "--json").json()
+
+    plain = tiny("--drafter", "none")["text"]
+    for options in (
+        ("--drafter", "mtp"),
+        ("--drafter", "mtp", "--draft-policy", "confidence"),
+        ("--drafter", "mtp", "--gamma", 3),
+        ("--drafter", "mtp", "--tree", "dynamic"),
+        ("--drafter", "lookup+mtp"),
+    ):
+        figures = tiny(*options)
+        assert figures["text"] == plain
+        assert figures["drafted"] > 0
+
+
+def test_the_spec_is_a_word_and_the_second_of_a_cascade():
+    assert parse_drafter("mtp") == Mtp()
+    assert str(parse_drafter("mtp")) == "mtp"
+    cascade = parse_drafter("lookup+mtp")
+    assert isinstance(cascade, Cascade)
+    assert cascade.back == Mtp()
+    assert str(cascade) == "lookup+mtp"
+
+
+def test_a_target_without_the_layers_is_refused_in_a_sentence(tmp_path):
+    save_tiny(tmp_path / "tiny")
+    spec = parse_model(str(tmp_path / "tiny"))
+    message = refusal(check_drafter, Mtp(), spec, kind=UsageError)
+    assert "The checkpoint of tiny has no MTP layer in a known layout" in message
+    wrapped: Target = wrap_target(tiny_language_model().model, name="tiny", pack=False)
+    assert "was not loaded from a folder" in refusal(load_drafter, "mtp", wrapped, kind=UsageError)
+
+
+def test_layers_of_the_target_are_no_mtp_layers(folder):
+    """A checkpoint of fewer layers would have its MTP layer where this one has an ordinary layer."""
+    made = checkpoint("deepseek", folder)
+    found = find_mtp_tensors(made.folder, LAYERS)
+    assert found is not None
+    assert found.layers == 1
+    assert all(f"layers.{LAYERS}." in name for name in found.places)
+    assert find_mtp_tensors(made.folder, LAYERS + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mtp_layers.1.input_proj.weight": torch.zeros(32, 64)}, "has 2 MTP layers"),
+        ({"mtp_layers.0.input_proj.weight": torch.zeros(32, 32)}, "is 32×32, but its config.json says 32×64"),
+        ({"mtp_layers.0.self_attn.extra.weight": torch.zeros(1)}, "has no place for"),
+        ({"mtp_layers.0.token_layernorm.weight": torch.zeros(32, dtype=torch.int8)}, "are quantized"),
+    ],
+)
+def test_a_wrong_layer_is_refused_in_a_sentence(tmp_path, changed, message):
+    head = write_head(tmp_path / "head", mtp_settings(), mtp_tensors() | changed)
+    target = wrap_target(tiny_language_model(vocab_size=VOCAB).model, name="tiny", pack=False)
+    assert message in refusal(load_drafter, str(head), target, PLAIN, kind=UsageError)
