@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import engines
 import httpx2
 import pytest
 import torch
@@ -197,9 +198,16 @@ def tokenizer(folder) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
+class LlamaCppFiles(NamedTuple):
+    """An interpreter that has llama.cpp, and the built-in model with its first layers as GGUF files."""
+
+    python: str
+    target: Path
+    draft: Path
+
+
 @pytest.fixture(scope="module")
-def llama_cpp(tmp_path_factory, folder, tokenizer) -> Iterator[dict[str, str]]:
-    """Addresses of two servers: the built-in model plain, and with its first layers as a draft model."""
+def llama_cpp_files(tmp_path_factory, folder, tokenizer) -> LlamaCppFiles:
     work = tmp_path_factory.mktemp("llama_cpp")
     python = environment(work / "environment", LLAMA_CPP)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -207,7 +215,14 @@ def llama_cpp(tmp_path_factory, folder, tokenizer) -> Iterator[dict[str, str]]:
     model.model.layers = model.model.layers[:-4]
     model.config.num_hidden_layers -= 4
     draft = write_as_gguf(work / "draft.gguf", model, tokenizer, kind="Q8_0")
-    del model
+    return LlamaCppFiles(python, target, draft)
+
+
+@pytest.fixture(scope="module")
+def llama_cpp(llama_cpp_files) -> Iterator[dict[str, str]]:
+    """Addresses of two servers: the built-in model plain, and with its first layers as a draft model."""
+    python, target, draft = llama_cpp_files
+    work = target.parent
 
     def serving(name: str, *words: str) -> Any:
         port = free_port()
@@ -291,6 +306,45 @@ def test_a_sweep_over_llama_cpp_has_its_own_counts(llama_cpp, folder, tmp_path, 
     assert rate == pytest.approx(since.accepted / since.drafted, rel=0.1)
     shown = capsys.readouterr().out
     assert "drafted" in shown
+
+
+def test_llama_cpp_does_what_is_exported(llama_cpp_files, capsys):
+    """The benchmark in small: started with exported options, it accepts as many tokens as specbench does."""
+    command = f"{llama_cpp_files.python} {CONSTRAINTS.parent / 'benchmarks' / 'llama_server.py'}"
+    words = ["--engine", "llama.cpp", "--engine-command", command, "--target", str(llama_cpp_files.target)]
+    words += [
+        "--drafter",
+        "ngram-simple",
+        "--drafter",
+        str(llama_cpp_files.draft),
+        "--limit",
+        "4",
+        "--new",
+        "32",
+    ]
+    engines.main([*words, "--", "--threads", "1"])
+    ngram, draft, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert draft["right"]
+    assert ngram["ratio"][0] == pytest.approx(1.0, abs=0.15)
+    assert min(ngram["as_its_plain"], draft["as_its_plain"]) >= 0.5
+
+
+def test_llama_cpp_is_tuned(llama_cpp_files, tmp_path, capsys):
+    command = f"{llama_cpp_files.python} {CONSTRAINTS.parent / 'benchmarks' / 'llama_server.py'}"
+    words = [
+        "tune",
+        "--engine",
+        "llama.cpp",
+        "--engine-command",
+        command,
+        "--target",
+        str(llama_cpp_files.target),
+    ]
+    words += ["--max-servers", "2", "--prompts", "chat", "--minutes", "1.5", "-n", "16", "--json"]
+    assert run([*words, "--results", str(tmp_path / "run"), "--", "--threads", "1"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {each["config"] for each in answer["tried"]} >= {"ngram-simple@4", "ngram-mod@4"}
+    assert "--model" in answer["command"]
 
 
 # -- transformers serve ------------------------------------------------------------------------------
