@@ -546,8 +546,7 @@ def kill(models: tuple[Path, Path], number: int, seconds: float) -> None:
     with Path("said").open("w") as said:
         process = Forked(specbench, *words, stdout=said, stderr=said, environment={"PWD": str(Path.cwd())})
         time.sleep(seconds)
-        code = process.kill(_KINDS[number % 3])
-    assert code in (-9, 0, 130, 143, -2, -15), Path("said").read_text()
+        assert process.kill(_KINDS[number % 3]) != 0
     wait_until(lambda: marked() == [])
 
 

@@ -146,7 +146,7 @@ class StartedEngine(ExportEngine):
             target, spec, policy, gamma, temperature=temperature, head=drafter.head, drafter_path=drafter.path
         )
         export = self.export(made)
-        ready = [] if drafter.path else export.needs
+        ready = [] if drafter.path or target.path else export.needs  # it runs here, so nothing is missing
         return EngineSetting(f"{name}@{gamma}{end}", f"{name}{end}", gamma, export.options, tuple(ready))
 
 
