@@ -25,12 +25,15 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import scripted_drafters
 from scripted import enumerate_outcomes
 from scripted_drafters import DRAFTERS, PROMPT, VOCAB, scripted_target
+from tiny import letter_tokenizer
 
 from specbench.base.errors import UsageError
+from specbench.decoding.formats import CompiledFormat, FormatCompiler, Matcher
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Sampling
+from specbench.options import Format
 from specbench.policies import build_policy, parse_costs
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import parse_policy
@@ -56,6 +59,23 @@ POLICIES = (
 )
 """At least one of every word of ``specbench.specs.policies``."""
 
+
+class ContinuedFormat(CompiledFormat):
+    """A format of all that follows ``PROMPT``, also where an output is enumerated step by step."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str, end: int) -> CompiledFormat:
+        """Compile a regular expression."""
+        compiled = FormatCompiler(tokenizer, VOCAB, (end,)).compile(Format("regex", text))
+        return cls(compiled.name, compiled.library_matcher, (end,))
+
+    def matcher(self, prompt: int) -> Matcher:  # noqa: ARG002
+        return super().matcher(len(PROMPT))
+
+
+FORMAT = ContinuedFormat.of(letter_tokenizer("ab"), "(aab|b)+", 2)
+"""Two a and a b, or a b: after an a the format forces the rest; the end token can follow a b."""
+
 SAMPLINGS = {
     "multinomial": Sampling(temperature=1.0),
     "temperature": Sampling(temperature=0.6),
@@ -65,6 +85,8 @@ SAMPLINGS = {
     "repetition penalty": Sampling(temperature=0.9, repetition_penalty=1.7),
     "everything": Sampling(temperature=1.2, top_k=2, top_p=0.95, min_p=0.05, repetition_penalty=1.3),
     "banned tokens": Sampling(temperature=1.0).with_defaults(ModelDefaults({"suppress_tokens": [2]}), VOCAB),
+    "format": Sampling(temperature=1.0).with_format(FORMAT),
+    "format and all else": Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.3).with_format(FORMAT),
     "no repeated pairs": Sampling(temperature=1.0).with_defaults(
         ModelDefaults({"no_repeat_ngram_size": 2}), VOCAB
     ),

@@ -148,9 +148,30 @@ MUTANTS = (
     Mutant(
         "a drafter draws from what is banned",
         "decoding/sampling.py:Sampling.rules_out_all",
-        "self.defaults is not None",
-        "self.defaults is None",
+        "self.defaults is None and self.format is None",
+        "True",
         BANNED,
+    ),
+    Mutant(
+        "a format's state is not rolled back",
+        "decoding/formats.py:Matcher._go",
+        "self._matcher.rollback(len(path) - common)",
+        "pass",
+        ("tests/test_formats.py::test_a_rolled_back_matcher_gives_the_same_masks",),
+    ),
+    Mutant(
+        "masks of a rejected draft are kept",
+        "decoding/formats.py:Matcher._go",
+        "{kept: mask for kept, mask in self._masks.items() if kept <= common}",
+        "self._masks",
+        ("tests/test_formats.py::test_a_rolled_back_matcher_gives_the_same_masks",),
+    ),
+    Mutant(
+        "draft policies see forced tokens",
+        "decoding/records.py:Step.unforced",
+        "not self.forced",
+        "True",
+        ("tests/test_formats.py::test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_policy",),
     ),
     Mutant(
         "a node of a tree is expected whether the one before it is kept or not",
@@ -412,7 +433,7 @@ MUTANTS = (
     # -- transforms ------------------------------------------------------------------------------
     Mutant(
         "the repetition penalty sees drafts that come later",
-        "decoding/sampling.py:Sampling.scores",
+        "decoding/sampling.py:Sampling._penalize_seen",
         "[token for place, token in fresh if place < drafts]",
         "[token for place, token in fresh]",
         SAMPLING,

@@ -201,9 +201,7 @@ class GenerationRun:
         _check_drafter(self.drafter, target)
         if decoding.stop and tokenizer is None:
             raise UsageError("Stop strings need a tokenizer, and the target has none.", "Leave them out.")
-        sampling = sampling.with_defaults(
-            target.language_model.defaults.with_options(decoding), target.vocab_size
-        )
+        sampling = target.language_model.transforms(sampling, decoding)
         self._prefill: Prefill | None = None
         self._steps: list[Step] = []
         device = str(target.scorer.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack, get_type_hints
 
 import typer
 
@@ -39,6 +39,38 @@ def quantized(dtype: str) -> QuantizedName | None:
     such as int8; ``None`` if it does not quantize.
     """
     return "int8" if dtype == "int8" else "int4" if dtype == "int4" else None
+
+
+def _text_of(given: str | None) -> str | None:
+    """Return the content of a schema's or grammar's file; a text that can be no path is returned as it is.
+
+    Raises:
+        UsageError: The file cannot be read.
+    """
+    if given is None or "\n" in given or given.lstrip().startswith(("{", "start:")):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # a ValueError for other encodings
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"The file {given} cannot be read: {reason}.", "Check the path.") from error
+
+
+FormatKind = Literal["json_schema", "regex", "grammar"]
+FORMATS: tuple[FormatKind, ...] = ("json_schema", "regex", "grammar")
+"""The fields of ``DecodingOptions`` that hold formats."""
+
+
+class Format(NamedTuple):
+    """What an output has to look like.
+
+    Attributes:
+        kind: The language that it is written in.
+        text: A JSON Schema, a regular expression, or a Lark grammar.
+    """
+
+    kind: FormatKind
+    text: str
 
 
 @dataclass(frozen=True)
@@ -197,7 +229,8 @@ class DecodingOptions:
     Each is also declared in ``DecodingKeywords``, for callers in Python.
 
     Raises:
-        UsageError: A stop string is empty, ``max_new_tokens`` is below 1, or ``min_new_tokens`` is negative.
+        UsageError: A stop string is empty, ``max_new_tokens`` is below 1, ``min_new_tokens`` is negative, or a format
+            is combined with another one or with an option that it excludes.
     """
 
     max_new_tokens: Annotated[
@@ -236,6 +269,28 @@ class DecodingOptions:
             "Apply the model's generation_config.json (suppressed tokens and the like), except for sampling.",
         ),
     ] = True
+    json_schema: Annotated[
+        str | None,
+        _decoding(
+            "--json-schema",
+            "FILE",
+            "Only output JSON that fits a JSON Schema, on one line. In place of a file: the schema itself.",
+            callback=_text_of,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None, _decoding("--regex", "REGEX", "Only output text that a regular expression matches.")
+    ] = None
+    grammar: Annotated[
+        str | None,
+        _decoding(
+            "--grammar",
+            "FILE",
+            "Only output text of a context-free grammar, as llguidance reads it (Lark). In place of a file: the"
+            " grammar itself.",
+            callback=_text_of,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         given: Any = self.stop
@@ -247,6 +302,25 @@ class DecodingOptions:
             raise UsageError(f"The number of new tokens is {self.max_new_tokens}.", "Ask for at least 1.")
         if self.min_new_tokens < 0:
             raise UsageError(f"min_new_tokens is {self.min_new_tokens}.", "Give 0 or more.")
+        self._check_format()
+
+    def _check_format(self) -> None:
+        formats = [flag(DecodingOptions, name) for name in FORMATS if getattr(self, name) is not None]
+        if len(formats) > 1:
+            raise UsageError(f"{formats[0]} does not go with {formats[1]}.", "Leave one of them out.")
+        others = {"--ignore-eos": self.ignore_eos, "--min-new-tokens": self.min_new_tokens}
+        for other in [name for name, value in others.items() if value and formats]:
+            raise UsageError(
+                f"{formats[0]} does not go with {other}: the format says where the output ends.",
+                "Leave one of them out.",
+            )
+
+    @property
+    def format(self) -> Format | None:
+        """The format of the output; ``None`` for any text."""
+        return next(
+            (Format(name, text) for name in FORMATS if (text := getattr(self, name)) is not None), None
+        )
 
     def end_ids(self, own: Iterable[int]) -> tuple[int, ...]:
         """Return the tokens that end an output; ``own`` are the model's end tokens."""
@@ -276,6 +350,9 @@ class DecodingKeywords(TypedDict, total=False):
     first_target: bool
     residual_adjustment: bool
     model_defaults: bool
+    json_schema: str | None
+    regex: str | None
+    grammar: str | None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Drafter
 from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.grammar import GrammarDrafter
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -44,7 +45,7 @@ from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.drafters.translate import TranslatingDrafter, Translation
-from specbench.specs.drafters import NGram
+from specbench.specs.drafters import Grammar, Lookup, NGram
 
 VOCAB = 3
 DEPTH = 2
@@ -208,6 +209,14 @@ DRAFTERS: dict[str, Entry] = {
     "lookup+model": Entry("lookup+org/model", lambda _: CascadeDrafter(LookupDrafter(), model())),
     "ngram:sample+model": Entry(
         "ngram:sample+org/model", lambda _: CascadeDrafter(NGramDrafter(NGram(sample=True)), model())
+    ),
+    "grammar": Entry("grammar", lambda _: GrammarDrafter(Grammar())),
+    "grammar+ngram:sample": Entry(
+        "grammar+ngram:sample", lambda _: GrammarDrafter(Grammar(NGram(sample=True)))
+    ),
+    "grammar+model": Entry("grammar+org/model", lambda _: CascadeDrafter(GrammarDrafter(Grammar()), model())),
+    "grammar+lookup+model": Entry(
+        "grammar+lookup+org/model", lambda _: CascadeDrafter(GrammarDrafter(Grammar(Lookup())), model())
     ),
     "model|model": Entry("org/model|org/other", lambda _: SeveralDrafters([model(), model(OTHER, "other")])),
     "model|lookup": Entry("org/model|lookup", lambda _: SeveralDrafters([model(), LookupDrafter()])),

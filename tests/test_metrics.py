@@ -177,7 +177,7 @@ def test_summary():
     assert figures["acceptance_by_position"] == [1, 1, 0.5, 1]
     assert figures["time"] == {
         "ttft_s": 2.0, "decode_s": 15.5, "draft_s": 4.0, "verify_s": 8.0, "accept_s": 1.0, "rollback_s": 2.0,
-        "other_s": 0.5, "draft_prefill_s": 3.0,
+        "other_s": 0.5, "draft_prefill_s": 3.0, "mask_s": 0.0,
     }  # fmt: skip
     assert figures["tokens_per_second"] == 10 / 15.5
     known = [figures[name] for name in ("target", "drafter", "dtype", "seed")]

@@ -100,7 +100,6 @@ WRONG: list[tuple[type[BaseRequest], bytes | dict[str, Any], str]] = [
     (ChatRequest, {"messages": SAID, "n": True}, "n can only be 1"),
     (ChatRequest, {"messages": SAID, "logprobs": True}, "logprobs can only be false"),
     (ChatRequest, {"messages": SAID, "tools": [{}]}, "tools can only be []"),
-    (ChatRequest, {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format can only be"),
     (ChatRequest, {"messages": SAID, "temperature": "1"}, "temperature: "),
     (ChatRequest, {"messages": SAID, "temperature": -1}, "temperature: "),
     (ChatRequest, {"messages": SAID, "top_p": 0}, "top_p: "),
@@ -196,3 +195,20 @@ def test_bodies_of_answers():
     assert streamed.usage_chunk(Usage(1, 2)) == {
         **head, "object": "chat.completion.chunk", "choices": [], "usage": Usage(1, 2).body()
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"enum": [1]}}},
+            {"enum": [1]},
+        ),
+    ],
+)
+def test_a_response_format_is_a_json_schema(given, schema):
+    request = parse(json.dumps({"messages": SAID, "response_format": given}).encode(), ChatRequest)
+    text = request.decoding.get("json_schema")
+    assert (None if text is None else json.loads(text)) == schema

@@ -79,6 +79,16 @@ def tiny_tokenizer(
     return tokenizer
 
 
+def letter_tokenizer(letters: str = "ab", merges: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are single letters, then ``merges`` of two, then an end token."""
+    vocabulary = {piece: number for number, piece in enumerate([*letters, *merges])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[(pair[0], pair[1]) for pair in merges]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")  # noqa: S106
+
+
 def tiny_llama(
     seed: int = 0,
     layers: int = 2,

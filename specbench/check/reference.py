@@ -14,6 +14,8 @@ from specbench.decoding.stops import StopRules
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specbench.decoding.formats import CompiledFormat
+
 
 def reference_output(
     model: PreTrainedModel,
@@ -26,6 +28,7 @@ def reference_output(
     repetition_penalty: float = 1.0,
     context_rules: Mapping[str, Any] | None = None,
     context_limit: int | None = None,
+    format: CompiledFormat | None = None,  # noqa: A002
 ) -> GreedyOutput:
     """Return the output of ``generate(do_sample=False)`` with the given settings only.
 
@@ -36,6 +39,7 @@ def reference_output(
         max_new_tokens, end_ids, stop, tokenizer: See ``DecodingSetup``.
         context_rules: See ``DecodingOptions.context_rules``.
         context_limit: Of the target; ``None`` for no limit.
+        format: Of the output; ``None`` for any text.
     """
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -61,6 +65,7 @@ def reference_output(
         pad_token_id=next(iter(end_ids), 0),
         **rules,
     )
+    masks = [] if format is None else [format.matcher(len(prompt)).process]
     own = untyped.generation_config
     untyped.generation_config = GenerationConfig()  # the default of everything that the call leaves unset
     try:
@@ -68,7 +73,7 @@ def reference_output(
             output = untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
-                logits_processor=LogitsProcessorList([Note()]),
+                logits_processor=LogitsProcessorList([*masks, Note()]),
                 generation_config=config,
             )
     finally:

@@ -67,9 +67,7 @@ class CheckRequest:
         """Add the settings of the model that apply to the transforms, and print which they are."""
         for line in (*model.notes, *model.defaults.notes(applied=self.recipe.decoding.model_defaults)):
             self.note(line)
-        self.sampling = self.sampling.with_defaults(
-            model.defaults.with_options(self.recipe.decoding), model.vocab_size
-        )
+        self.sampling = model.transforms(self.sampling, self.recipe.decoding)
 
     def note_unused(self, why: str, *names: str | type) -> None:
         """Print which of the named options stand on the command line, and that they have no effect."""
@@ -281,6 +279,7 @@ class DecodingJob:
             repetition_penalty=self.request.sampling.repetition_penalty,
             context_rules=decoding.context_rules(model.defaults.applied),
             context_limit=model.context_limit,
+            format=self.request.sampling.format,
         )
         answers = []
         began = time.monotonic()

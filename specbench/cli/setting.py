@@ -70,8 +70,7 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
         bit_exact=recipe.caching.bit_exact,
         progress=progress,
     )
-    defaults = target.language_model.defaults.with_options(recipe.decoding)
-    transforms = transforms.with_defaults(defaults, target.vocab_size)
+    transforms = target.language_model.transforms(transforms, recipe.decoding)
     plan, note = policy.build(target, loaded_drafter, transforms)
     return LoadedRecipe(
         replace(recipe, policy=policy.spec), target, loaded_drafter.drafter, plan, transforms, note
@@ -82,6 +81,8 @@ def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[s
     """Return what the user should know of the models before reading an output."""
     lines = list(target.language_model.defaults.notes(applied=decoding.model_defaults))
     lines += tokenizer_notes([drafter])
+    if "grammar" in drafter.name.split("+") and decoding.format is None:
+        lines.append("The drafter grammar has no effect without --json-schema, --regex or --grammar.")
     if not decoding.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if (parting := widths_differ(target)) is not None:

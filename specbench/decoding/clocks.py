@@ -88,8 +88,8 @@ class Stopwatch:
         self._parts[part] += now - self._last
         self._last = now
 
-    def times(self, draft_prefill_s: float = 0.0) -> StepTimes:
-        """Return the step's times so far; the drafter reports ``draft_prefill_s``, by a clock that is never paused."""
+    def times(self, draft_prefill_s: float = 0.0, mask_s: float = 0.0) -> StepTimes:
+        """Return the step's times so far; ``draft_prefill_s`` and ``mask_s`` are from clocks that are never paused."""
         parts = self._parts
         return StepTimes(
             draft_s=parts["draft"],
@@ -98,6 +98,7 @@ class Stopwatch:
             rollback_s=parts["rollback"],
             other_s=parts["other"],
             draft_prefill_s=min(draft_prefill_s, parts["draft"]),
+            mask_s=min(mask_s, parts["draft"] + parts["accept"]),
         )
 
 

@@ -48,6 +48,7 @@ class Draft:
         candidates: By node (-1: the context) what was drawn after it, in that order; valid as long as ``q``. ``None``:
             ``q`` describes the first branch, and all other tokens are certain.
         siblings: How many of the last tokens are leaves that a policy added to a chain.
+        forced: Indices of the tokens of a chain that were drafted because the format allows no other.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Draft:
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Draws]] | None = None
     siblings: int = 0
+    forced: list[int] = field(default_factory=list)
 
     def chance(self, node: int) -> float:  # noqa: ARG002
         """Return the probability of a token by the drafter's distribution; 1 if unknown."""

@@ -63,6 +63,7 @@ def step_of(
         passes=draft.passes,
         parents=None if chain else tuple(draft.parents or ()),
         path=() if chain else tuple(verdict.path),
+        forced=tuple(draft.forced),
     )
 
 

@@ -146,7 +146,9 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             raise _interrupted()
         watch.start()
         if step is not None:
-            policy.observe(step)  # of the last round; called here, so that its time counts as drafting
+            policy.observe(
+                step.unforced
+            )  # of the last round; called here, so that its time counts as drafting
         position = len(context)
         if index < 0:
             draft = Draft()
@@ -166,7 +168,8 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         states = None if hidden is None else _along(verdict.path[: emitted - 1], hidden, len(draft.tokens))
         drafter.update(StepOutcome(context, emitted, logits, draft.tokens, verdict.path, states))
         watch.lap("other")
-        times, traced = watch.times(draft.prefill_s), logits if request.trace else None
+        mask_s = 0.0 if sampling.matcher is None else sampling.matcher.take_seconds()
+        times, traced = watch.times(draft.prefill_s, mask_s), logits if request.trace else None
         if index < 0:
             probability = None if traced is None else closing_probability(verdict, traced)
             yield Prefill(position, context[-1], times.total_s, finished, probability)
@@ -175,7 +178,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             yield step
         index += 1
     if step is not None:
-        policy.observe(step)
+        policy.observe(step.unforced)
 
 
 def _along(path: Sequence[int], hidden: torch.Tensor, drafted: int) -> torch.Tensor:

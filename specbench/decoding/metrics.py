@@ -101,7 +101,8 @@ class TimeSplit:
     """A generation's time, in seconds.
 
     ``ttft_s`` is the time to the first token (the prefill, or the first step without a first-target pass), ``decode_s``
-    everything after it, the sum of five parts; ``draft_prefill_s`` is the drafter's prefill within ``draft_s``.
+    everything after it, the sum of five parts; ``draft_prefill_s`` is the drafter's prefill within ``draft_s``, and
+    ``mask_s`` the time for masks within ``draft_s`` and ``accept_s``.
     """
 
     ttft_s: float
@@ -112,6 +113,7 @@ class TimeSplit:
     rollback_s: float
     other_s: float
     draft_prefill_s: float
+    mask_s: float
 
     @property
     def overhead_share(self) -> float | None:
@@ -160,6 +162,8 @@ def summary(generation: Generation) -> dict[str, Any]:
         "steps": len(steps),
         "drafted": sum(step.gamma for step in steps),
         "accepted": sum(step.accepted for step in steps),
+        "forced": sum(step.forced_accepted for step in steps),
+        "corrected": sum(step.closing == "corrected" for step in steps),
         "nodes": sum(len(step.drafted) for step in steps),
         "gained_by_siblings": sum(step.gained for step in steps),
         "acceptance_rate": acceptance_rate(steps),

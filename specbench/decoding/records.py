@@ -7,7 +7,7 @@ accepted) or a *target* token (nothing was drafted).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from specbench.base.textsafe import counted
@@ -43,7 +43,11 @@ def depth_of(tokens: int, parents: Sequence[int] | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A step's time, in seconds. In ``draft_prefill_s``, a part of ``draft_s``, the drafter read a prompt."""
+    """A step's time, in seconds.
+
+    In ``draft_prefill_s``, a part of ``draft_s``, the drafter read a prompt. ``mask_s`` is the time for the masks of
+    the output's format, in ``draft_s`` and ``accept_s``.
+    """
 
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -51,6 +55,7 @@ class StepTimes:
     rollback_s: float = 0.0
     other_s: float = 0.0
     draft_prefill_s: float = 0.0
+    mask_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -131,6 +136,8 @@ class Step:
         passes: The drafter's forward passes; ``None`` if it has no model or runs one per token.
         parents: By tree node the index of its parent, -1 for the context; ``None`` for a chain.
         path: The accepted nodes of a tree, root to leaf, ignoring stops; empty for a chain.
+        forced: Places of the draft tokens that the drafter ``grammar`` drafted: the format allows no others there.
+        hidden: Forced tokens that ``unforced`` has left out.
 
     Example:
         >>> step = result.steps[0]
@@ -155,6 +162,32 @@ class Step:
     passes: int | None = None
     parents: tuple[int, ...] | None = None
     path: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
+    hidden: int = 0
+
+    @property
+    def forced_accepted(self) -> int:
+        """How many of the accepted draft tokens were forced: all that were reached and are output."""
+        return sum(place < self.accepted for place in self.forced)
+
+    @property
+    def unforced(self) -> Step:
+        """The step without its forced tokens, from which draft policies learn; its pass verified them too."""
+        if not self.forced:
+            return self
+        chosen = [i for i in range(len(self.drafted)) if i not in self.forced]
+        tested = [i for i in chosen if i < self.tested]
+        return replace(
+            self,
+            drafted=tuple(self.drafted[i] for i in chosen),
+            accepted=self.accepted - self.forced_accepted,
+            tested=len(tested),
+            tokens=tuple(token for i, token in enumerate(self.tokens) if i not in self.forced),
+            expected_acceptance=tuple(self.expected_acceptance[i] for i in tested),
+            verdicts=None,
+            forced=(),
+            hidden=len(self.forced),
+        )
 
     @property
     def gamma(self) -> int:
@@ -178,7 +211,7 @@ class Step:
     @property
     def verified(self) -> int:
         """Rows of the target's pass: one for the context, one for each draft token and sibling."""
-        return 1 + len(self.drafted) + len(self.siblings)
+        return 1 + len(self.drafted) + len(self.siblings) + self.hidden
 
     @property
     def gained(self) -> int:
@@ -188,7 +221,9 @@ class Step:
     @property
     def origins(self) -> tuple[Origin, ...]:
         """The source of each of ``tokens``."""
-        origins: list[Origin] = ["accepted"] * self.accepted
+        origins: list[Origin] = [
+            "forced" if place in self.forced else "accepted" for place in range(self.accepted)
+        ]
         if self.gained:
             origins += ["sibling", "bonus"]
         elif self.closing is not None:

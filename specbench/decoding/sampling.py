@@ -1,8 +1,8 @@
 """Sampling transforms, and the source of random draws.
 
-The order of the transforms: repetition penalty (with a model's own settings), temperature, top-k, top-p, min-p, softmax
-in float32. They agree with the logits processors of ``transformers``, apply to target and drafter alike, and never
-write to their input.
+The order of the transforms: repetition penalty (with a model's own settings), format, temperature, top-k, top-p, min-p,
+softmax in float32. They agree with the logits processors of ``transformers``, apply to target and drafter alike, and
+never write to their input.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from specbench.base.errors import RunError, UsageError
+from specbench.decoding.formats import CompiledFormat, Mask, Matcher
 from specbench.decoding.model_defaults import ContextRules, ModelDefaults
 
 _NUCLEUS_CANDIDATES = 256
@@ -72,7 +73,8 @@ class Sampling:
         repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred (Keskar et al.
             2019); 1 for none.
         defaults: The model's own settings (``with_defaults``), if any remain to apply.
-        rules: The same for one output (``at``).
+        format: What the output has to look like; ``None`` for any text.
+        rules, matcher: Own settings and format for one output (``at``).
 
     Raises:
         UsageError: A value outside its range.
@@ -89,6 +91,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     defaults: ModelDefaults | None = None
     rules: ContextRules | None = None
+    format: CompiledFormat | None = None
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -122,7 +126,11 @@ class Sampling:
     @property
     def context_dependent(self) -> bool:
         """Whether the transforms depend on the context."""
-        return self.repetition_penalty != 1.0 or self.defaults is not None
+        return self.repetition_penalty != 1.0 or self.defaults is not None or self.format is not None
+
+    def with_format(self, format: CompiledFormat | None) -> Sampling:  # noqa: A002
+        """Return the transforms with a format for the output."""
+        return self if format is None else self._copy(format=format)
 
     def with_defaults(self, defaults: ModelDefaults, vocab_size: int) -> Sampling:
         """Return the transforms with a model's own settings; a repetition penalty that is set wins.
@@ -142,14 +150,18 @@ class Sampling:
 
     def at(self, prompt: int, asked: int | None, end_ids: Iterable[int]) -> Sampling:
         """Return the transforms for one output; for the arguments see ``ContextRules``."""
-        if self.defaults is None:  # the cached context belongs to one output
-            return self._copy() if self.context_dependent else self
-        rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, asked, end_ids)
-        return self._copy(rules=rules)
+        if not self.context_dependent:
+            return self
+        rules, matcher = None, None
+        if self.defaults is not None:
+            rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, asked, end_ids)
+        if self.format is not None:
+            matcher = self.format.matcher(prompt)
+        return self._copy(rules=rules, matcher=matcher)  # the cached context belongs to one output
 
     def greedily(self) -> Sampling:
         """Return the transforms with greedy choice."""
-        return Sampling(repetition_penalty=self.repetition_penalty, defaults=self.defaults, rules=self.rules)
+        return self._copy(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def _copy(self, **changed: Any) -> Sampling:
         """Return a changed copy; subclasses have fewer arguments."""
@@ -180,9 +192,20 @@ class Sampling:
             return scores
         if self.defaults is not None:
             assert self.rules is not None, "at() comes first"
-            return self.rules(scores, context, drafted)
-        if scores is logits:
+            scores = self.rules(scores, context, drafted)
+        elif scores is logits:
             scores = scores.clone()
+        if self.repetition_penalty != 1.0 and self.defaults is None:
+            self._penalize_seen(scores, context, drafted)
+        return scores if self.format is None else self._matcher.apply(scores, context, drafted)
+
+    @property
+    def _matcher(self) -> Matcher:
+        assert self.matcher is not None, "at() comes first"
+        return self.matcher
+
+    def _penalize_seen(self, scores: torch.Tensor, context: Sequence[int], drafted: Sequence[int]) -> None:
+        """Apply the repetition penalty, in place."""
         seen: _Seen = self._seen.and_more(context, scores)  # type: ignore[attr-defined]
         object.__setattr__(self, "_seen", seen)
         self._penalize(scores, seen.ids)
@@ -195,17 +218,30 @@ class Sampling:
             ids = [token for place, token in fresh if place < drafts]
             if ids:
                 self._penalize(scores[row : row + 1], torch.tensor(ids, device=scores.device))
-        return scores
 
     def rules_out_all(
         self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
     ) -> bool:
-        """Return whether the model's own settings leave no token that may follow ``context + drafted``.
+        """Return whether the model's own settings and the format leave no token after ``context + drafted``.
 
         Args:
             logits: One row, [1, vocab]; for all arguments see ``scores``.
         """
-        return self.defaults is not None and bool((self.scores(logits, context, drafted) == -math.inf).all())
+        if self.defaults is None and self.format is None:
+            return False
+        return float(self.scores(logits, context, drafted).max()) == -math.inf
+
+    def _check_left(self, largest: torch.Tensor) -> None:
+        """Raise ``RunError`` if the largest score of a row, [rows], says that no token is left."""
+        if self.defaults is not None and bool((largest == -math.inf).any()):
+            raise RunError(
+                "The format leaves no token that the model's own settings allow.",
+                "Leave these out with --no-model-defaults.",
+            )
+
+    def mask_after(self, context: Sequence[int], drafted: Sequence[int] = ()) -> Mask | None:
+        """Return the tokens that the format allows after ``context + drafted``; ``None`` for all."""
+        return None if self.format is None else self._matcher.mask_after(context, drafted)
 
     def _penalize(self, scores: torch.Tensor, ids: torch.Tensor) -> None:
         """Penalize tokens in all rows, in place."""
@@ -235,6 +271,8 @@ class Sampling:
             choices, failed = [index for index, _ in found], any(value != value for _, value in found)
         if failed:
             raise _not_numbers()
+        if self.format is not None:
+            self._check_left(scores[range(len(choices)), choices])
         return choices
 
     def probabilities(
@@ -250,6 +288,8 @@ class Sampling:
             Float32 [rows, vocab]; one-hot rows in greedy decoding.
         """
         scores = self.scores(logits, context, drafted, out)
+        if self.format is not None:
+            self._check_left(scores.amax(dim=-1))
         if self.greedy:
             best = scores.argmax(dim=-1, keepdim=True)
             return (torch.zeros_like(scores) if out is None else out.zero_()).scatter_(-1, best, 1.0)

@@ -7,18 +7,14 @@ remembers. So every token is drawn from one distribution that was chosen before 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.logits import Logits
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.verdicts import top
-from specbench.drafters.free import FreeDrafter, Guess
+from specbench.drafters.free import FreeDrafter, MixedDraft
 from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
@@ -78,12 +74,12 @@ class CascadeDrafter(Drafter):
         random: Randomness,
         drawing: Drawing = top,
     ) -> Decoding[Draft]:
-        mixed = _MixedDraft(self.free.read(context))
-        draft = mixed.draft
+        mixed = MixedDraft(self.free, policy, self.free.read(context))
+        draft, policy = mixed.draft, mixed.policy
         limit = policy.begin(budget)
         with self.model.drafting():
-            while len(draft.tokens) < limit:
-                guess = self.free.guess(context, draft.tokens, sampling)
+            while mixed.continues(context, budget, limit, sampling):
+                guess = self.free.allowed_guess(context, draft.tokens, sampling)
                 if guess is not None:
                     draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
                     if policy.prefers_model(draft) and self._may_draw(context, draft):
@@ -112,51 +108,3 @@ class CascadeDrafter(Drafter):
         self.free.update(outcome)
         # The model knows no path through tokens of others alone.
         self.model.update(outcome if self._model_was_used else replace(outcome, path=()))
-
-
-class _MixedDraft:
-    """A draft under construction, with tokens of both.
-
-    Until the model's first token it has no logits, and no q for certain tokens; from then on it has both for all.
-    """
-
-    def __init__(self, prefill_s: float) -> None:
-        self.draft = Draft(match_confidence=[], prefill_s=prefill_s, passes=0)
-        self._q: list[torch.Tensor | None] = []
-
-    def add_guess(self, guess: Guess, token: int) -> None:
-        draft = self.draft
-        if draft.logits:
-            draft.logits.append(_as_logits(token, guess.q))
-        draft.tokens.append(token)
-        self._q.append(guess.q)
-
-    def add_drawn(self, token: int, logits: Logits, q: torch.Tensor | None) -> None:
-        draft = self.draft
-        assert draft.match_confidence is not None
-        if draft.logits is None:
-            earlier = zip(draft.tokens, self._q, strict=True)
-            draft.logits = [_as_logits(token, certain) for token, certain in earlier]
-        draft.logits.append(logits)
-        draft.tokens.append(token)
-        draft.match_confidence.append(math.nan)
-        self._q.append(q)
-
-    def finished(self) -> Draft:
-        draft = self.draft
-        known = next((q for q in self._q if q is not None), None)
-        if known is not None:
-            rows = zip(draft.tokens, self._q, strict=True)
-            draft.q = torch.stack([_one_hot(token, known) if q is None else q for token, q in rows])
-        return draft
-
-
-def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:
-    row = torch.zeros_like(like)
-    row[token] = 1.0
-    return row
-
-
-def _as_logits(token: int, q: torch.Tensor | None) -> Logits:
-    """Return logits whose softmax is q, or one-hot."""
-    return Logits.certain(token) if q is None else Logits(q.log())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +13,16 @@ import torch
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.logits import Logits
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.tree import grow_tree
 from specbench.decoding.verdicts import top
+from specbench.drafters.forced import UnforcedPolicy, forced_token
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.specs.drafters import FreeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,14 @@ class Guess:
     q: torch.Tensor | None = None
 
 
+def make_free(spec: FreeSpec) -> FreeDrafter:
+    """Make the drafter of a spec."""
+    assert spec.drafter is not None
+    module, _, name = spec.drafter.partition(":")
+    made: FreeDrafter = getattr(import_module(f"specbench.drafters.{module}"), name)(spec)
+    return made
+
+
 class FreeDrafter(Drafter):
     """A drafter whose tokens cost almost nothing; subclasses define ``take_in`` and ``guess``.
 
@@ -45,6 +58,9 @@ class FreeDrafter(Drafter):
 
     longest: int | None = None
     """The longest draft; ``None`` for no limit."""
+
+    forces = False
+    """Whether it also drafts what the format of the output forces."""
 
     def __init__(self, spec: object, clock: Clock | None = None) -> None:
         super().__init__(str(spec))
@@ -80,6 +96,20 @@ class FreeDrafter(Drafter):
         """Return a guess after ``context + drafted``, or ``None``; ``context`` is what was read last."""
         raise NotImplementedError
 
+    def allowed_guess(
+        self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling
+    ) -> Guess | None:
+        """Return a guess that the format of the output allows: the draft ends where it would leave the format."""
+        guess = self.guess(context, drafted, sampling)
+        if guess is None or (mask := sampling.mask_after(context, drafted)) is None:
+            return guess
+        if guess.q is None:
+            return guess if mask.allows(guess.token) else None
+        q = guess.q.clone()
+        mask.apply(q, 0.0)
+        total = float(q.sum())
+        return replace(guess, q=q / total) if total > 0.0 else None
+
     def propose(
         self,
         context: Sequence[int],
@@ -91,23 +121,20 @@ class FreeDrafter(Drafter):
     ) -> Decoding[Draft]:
         """Draft guesses until one is missing."""
         yield from ()  # no passes
-        draft = Draft(match_confidence=[], prefill_s=self.read(context))
+        growing = MixedDraft(self, policy, self.read(context))
+        draft, policy = growing.draft, growing.policy
+        draft.passes = None
         limit = policy.begin(budget if self.longest is None else min(budget, self.longest))
-        distributions: list[torch.Tensor] = []
-        while len(draft.tokens) < limit:
-            guess = self.guess(context, draft.tokens, sampling)
+        while growing.continues(context, budget, limit, sampling):
+            guess = self.allowed_guess(context, draft.tokens, sampling)
             if guess is None:
                 break
             draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
             if not policy.expand(draft):
                 draft.rejected_guess = guess.token if guess.q is None else None
                 break
-            if guess.q is not None:
-                distributions.append(guess.q)
-            draft.tokens.append(guess.token if guess.q is None else random.draw(guess.q))
-        if distributions:
-            draft.q = torch.stack(distributions)
-        return draft
+            growing.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))
+        return growing.finished()
 
 
 class CandidateDrafter(FreeDrafter):
@@ -120,7 +147,15 @@ class CandidateDrafter(FreeDrafter):
         raise NotImplementedError
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        return next((Guess(*each) for each in self.candidates(context, drafted).items()), None)
+        return next((Guess(*each) for each in self._allowed(context, drafted, sampling).items()), None)
+
+    def _allowed(
+        self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling
+    ) -> Mapping[int, float]:
+        """Return the candidates that the format of the output allows."""
+        candidates = self.candidates(context, drafted)
+        mask = sampling.mask_after(context, drafted)
+        return candidates if mask is None else {k: v for k, v in candidates.items() if mask.allows(k)}
 
     def propose(
         self,
@@ -137,10 +172,85 @@ class CandidateDrafter(FreeDrafter):
         tree = GrowingTree(prefill_s=self.read(context))
         nodes = policy.expand(tree) if policy.begin(budget) else ()
         while nodes:
-            known = {node: FixedCandidates(self.candidates(context, tree.branch(node))) for node in nodes}
+            allowed = {node: self._allowed(context, tree.branch(node), sampling) for node in nodes}
+            known = {node: FixedCandidates(each) for node, each in allowed.items()}
             distributions = {node: each for node, each in known.items() if each.best(1)}
             if not distributions or not grow_tree(tree, policy, distributions, top, random):
                 break
             nodes = policy.expand(tree)
         kept = policy.prune(tree)
         return tree if kept is None else tree.pruned(kept)
+
+
+class MixedDraft:
+    """A chain under construction, with guesses, forced tokens and, in a cascade, tokens drawn by a model.
+
+    Until the model's first token it has no logits, and no q for certain tokens; from then on it has both for all.
+
+    Args:
+        free: Makes the guesses.
+        policy: The draft policy.
+        prefill_s: See ``Draft``.
+
+    Attributes:
+        policy: The policy, which does not see forced tokens.
+    """
+
+    def __init__(self, free: FreeDrafter, policy: DraftPolicy, prefill_s: float) -> None:
+        self.draft = Draft(match_confidence=[], prefill_s=prefill_s, passes=0)
+        self._q: list[torch.Tensor | None] = []
+        self._unforced = UnforcedPolicy(policy) if free.forces else None
+        self.policy = self._unforced or policy
+
+    def continues(self, context: Sequence[int], budget: int, limit: int, sampling: Sampling) -> bool:
+        """Add the tokens that are forced now; return whether a token of another origin may follow.
+
+        Args:
+            context, budget, sampling: See ``Drafter.propose``.
+            limit: The longest draft, without its forced tokens.
+        """
+        draft = self.draft
+        while self._unforced and (token := forced_token(context, draft, budget, sampling)) is not None:
+            draft.forced.append(len(draft.tokens))
+            draft.match_confidence.append(1.0)  # type: ignore[union-attr]
+            self.add_guess(Guess(token, 1.0), token)
+        return len(draft.tokens) - len(draft.forced) < limit and len(draft.tokens) < budget
+
+    def add_guess(self, guess: Guess, token: int) -> None:
+        draft = self.draft
+        if draft.logits:
+            draft.logits.append(_as_logits(token, guess.q))
+        draft.tokens.append(token)
+        self._q.append(guess.q)
+
+    def add_drawn(self, token: int, logits: Logits, q: torch.Tensor | None) -> None:
+        draft = self.draft
+        assert draft.match_confidence is not None
+        if draft.logits is None:
+            earlier = zip(draft.tokens, self._q, strict=True)
+            draft.logits = [_as_logits(token, certain) for token, certain in earlier]
+        draft.logits.append(logits)
+        draft.tokens.append(token)
+        draft.match_confidence.append(math.nan)
+        self._q.append(q)
+
+    def finished(self) -> Draft:
+        draft = self.draft
+        if self._unforced is not None:
+            self._unforced.update(draft)
+        known = next((q for q in self._q if q is not None), None)
+        if known is not None:
+            rows = zip(draft.tokens, self._q, strict=True)
+            draft.q = torch.stack([_one_hot(token, known) if q is None else q for token, q in rows])
+        return draft
+
+
+def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:
+    row = torch.zeros_like(like)
+    row[token] = 1.0
+    return row
+
+
+def _as_logits(token: int, q: torch.Tensor | None) -> Logits:
+    """Return logits whose softmax is q, or one-hot."""
+    return Logits.certain(token) if q is None else Logits(q.log())

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.layers import cheaper_form, check_form
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -49,7 +49,15 @@ from specbench.models.pairing import translation_of
 from specbench.models.quantized_layers import quantized_layers
 from specbench.models.target import Target, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
-from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, Several, SmallModel, parse_drafter
+from specbench.specs.drafters import (
+    Cascade,
+    DrafterSpec,
+    FreeSpec,
+    SelfForm,
+    Several,
+    SmallModel,
+    parse_drafter,
+)
 from specbench.specs.models import ModelSpec
 
 # -- checks before weights are loaded --------------------------------------------------------------
@@ -191,8 +199,7 @@ class DrafterLoader:
         if isinstance(spec, SelfForm):
             return self_drafter(spec, self._target, progress=self._progress)
         if not isinstance(spec, SmallModel):
-            drafter: Drafter = _free_drafter(spec)
-            return drafter
+            return make_free(spec) if isinstance(spec, FreeSpec) else NoDraft()
         if spec.model not in self.loaded or spec.model in self._used:  # another drafter has trimmed its head
             check_options(self._options)
             self.loaded[spec.model] = load_drafter_model(
@@ -247,14 +254,7 @@ def load_drafter_model(
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
-    return CascadeDrafter(_free_drafter(spec.front), model, spec.passes)
-
-
-def _free_drafter(spec: DrafterSpec) -> Any:
-    if spec.drafter is None:
-        return NoDraft()
-    module, _, name = spec.drafter.partition(":")
-    return getattr(import_module(f"specbench.drafters.{module}"), name)(spec)
+    return CascadeDrafter(make_free(spec.front), model, spec.passes)
 
 
 # -- models of their own ---------------------------------------------------------------------------

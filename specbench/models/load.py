@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,9 @@ from specbench.backends.torch.kernels.instructions import has_bfloat16
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.progress import Progress, announce, quiet_transformers
 from specbench.base.textsafe import excerpt
+from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.model_defaults import ModelDefaults
+from specbench.decoding.sampling import Sampling
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
     check_class,
@@ -50,7 +52,7 @@ from specbench.models.dtypes import (
 )
 from specbench.models.hub import HubModel
 from specbench.models.tokenizers import TEMPLATE, end_ids_of, make_tokenizer, tokenizer_digest
-from specbench.options import LoadOptions, QuantizedName, quantized
+from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 
 
@@ -118,6 +120,22 @@ class LanguageModel:
     @property
     def layers(self) -> int:
         return int(text_config(self.model.config).num_hidden_layers)
+
+    @cached_property
+    def formats(self) -> FormatCompiler:
+        """Compiles the formats of its outputs."""
+        return FormatCompiler(self.tokenizer, self.vocab_size, self.end_ids)
+
+    def transforms(self, sampling: Sampling, decoding: DecodingOptions) -> Sampling:
+        """Return the transforms with the model's own settings and the format of the output.
+
+        Raises:
+            UsageError: They cannot be applied to this model.
+        """
+        sampling = sampling.with_defaults(self.defaults.with_options(decoding), self.vocab_size)
+        return sampling.with_format(
+            None if decoding.format is None else self.formats.compile(decoding.format)
+        )
 
 
 def load_model(

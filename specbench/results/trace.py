@@ -81,6 +81,7 @@ class TraceTimes(Record):
     rollback_s: Number
     other_s: Number
     draft_prefill_s: Number
+    mask_s: Number = 0.0
 
 
 class TraceVerdict(Record):

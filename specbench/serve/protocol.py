@@ -37,7 +37,6 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -83,6 +82,23 @@ class _StreamOptions(_Body):
     include_obfuscation: bool | None = None  # padding, which our stream does not have
 
 
+class _JsonSchema(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+
+    content: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class _ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @property
+    def schema_text(self) -> str:
+        """The JSON Schema of the answer; of any text, that of any object."""
+        content = self.json_schema.content if self.type == "json_schema" and self.json_schema else None
+        return json.dumps({"type": "object"} if content is None else content)
+
+
 class BaseRequest(_Body):
     """Fields of both kinds of requests; ``None`` means the server's default."""
 
@@ -99,6 +115,7 @@ class BaseRequest(_Body):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     ignore_eos: bool | None = None
+    response_format: _ResponseFormat | None = None
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -125,6 +142,10 @@ class BaseRequest(_Body):
             given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.ignore_eos is not None:
             given["ignore_eos"] = self.ignore_eos
+        if (
+            self.response_format is not None and self.response_format.type != "text"
+        ):  # in place of the server's own format
+            given |= {"json_schema": self.response_format.schema_text, "regex": None, "grammar": None}
         return given
 
     @property

@@ -8,6 +8,7 @@ from specbench.decoding.origins import Origin
 # Codes of SGR: what tells the origins apart without color, and the color.
 _TERMINAL: dict[Origin, tuple[str, str]] = {
     "accepted": ("4", "32"),
+    "forced": ("2;4", "32"),
     "sibling": ("1;4", "36"),
     "corrected": ("1", "33"),
     "bonus": ("3", "35"),

@@ -7,7 +7,7 @@ drafter: its options (``specbench.specs.notation.option``) and the class that dr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -243,6 +243,31 @@ class Recycle(FreeSpec):
 
 
 @dataclass(frozen=True)
+class Grammar(FreeSpec):
+    """The tokens that the format of the output forces.
+
+    Attributes:
+        rest: The free drafter that drafts elsewhere; ``None`` for none.
+    """
+
+    word = "grammar"
+    summary = (
+        "The tokens that --json-schema, --regex or --grammar force, at no cost; before any other drafter of chains:"
+        " grammar+lookup."
+    )
+    drafter = "grammar:GrammarDrafter"
+
+    rest: FreeSpec | None = None
+
+    def __str__(self) -> str:
+        return super().__str__() if self.rest is None else f"{super().__str__()}+{self.rest}"
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.rest is not None and self.rest.keeps_state
+
+
+@dataclass(frozen=True)
 class SelfForm(DrafterSpec):
     """The target's own weights in a cheaper form.
 
@@ -358,8 +383,8 @@ class Cascade(DrafterSpec):
     word = "A+B"
     summary = (
         "A cascade, such as lookup+self:int8. For each token, A drafts if it can, otherwise B. A is lookup, ngram or"
-        " suffix, with a match of at least two tokens (min=N), or recycle, if it knows the last token. B is self or a"
-        " MODEL."
+        " suffix, with a match of at least two tokens (min=N), recycle, if it knows the last token, or grammar, also"
+        " before one of these. B is self or a MODEL."
     )
     probabilities = "A's and B's, token by token"
 
@@ -433,6 +458,7 @@ DRAFTERS: tuple[type[DrafterSpec], ...] = (
     NGram,
     Suffix,
     Recycle,
+    Grammar,
     SelfForm,
     Mtp,
     SmallModel,
@@ -485,8 +511,14 @@ def _model_options(text: str) -> tuple[str, dict[str, str | bool]]:
     return text, {}
 
 
-def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
+def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade | Grammar:
     """Parse a cascade; its option ``passes`` is written among the options of its first drafter."""
+    if issubclass(kind, Grammar) and first.strip() == Grammar.word and second:
+        rest = _parse(second, _WORDS)
+        if isinstance(rest, FreeSpec) and not isinstance(rest, Grammar):
+            return Grammar(rest)
+        if isinstance(rest, Cascade) and not isinstance(rest.front, Grammar):
+            return replace(rest, front=Grammar(rest.front, before_model=True))
     values = read_options(kind.word, split_spec(first)[1], (*kind.options(), *Cascade.options()))
     passes = values.pop("passes", None)
     front = kind(**with_defaults(values, kind.options(), before_model=True), before_model=True)

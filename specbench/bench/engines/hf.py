@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
@@ -68,6 +68,9 @@ def generate_with_transformers(
         extra["assistant_model"] = assistant.model
     elif config.kind == "assisted":
         extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+    if decoding.format is not None:
+        matcher = target.language_model.formats.compile(decoding.format).matcher(len(prompt))
+        extra["logits_processor"] = LogitsProcessorList([matcher.process])
     greedy = config.temperature == 0
     settings = GenerationConfig(
         do_sample=not greedy,

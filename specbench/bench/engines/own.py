@@ -314,8 +314,7 @@ class ModelEngine:
         from specbench.backends.torch.parity import find_difference
 
         target = self.target
-        defaults = target.language_model.defaults.with_options(decoding)
-        transforms = Greedy().with_defaults(defaults, target.vocab_size)
+        transforms = target.language_model.transforms(Greedy(), decoding)
         transforms = transforms.at(len(prompt), None, decoding.end_ids(target.end_ids))
         return find_difference(target.scorer, prompt, tokens, plain, transforms)
 

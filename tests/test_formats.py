@@ -1,0 +1,218 @@
+"""Formats: masked targets, forced tokens, messages for what cannot work."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from typing import Any
+
+import pytest
+from test_exact import largest_gap
+from tiny import letter_tokenizer, tiny_llama, tiny_tokenizer
+
+from specbench.base.errors import RunError, UsageError
+from specbench.check.reference import reference_output
+from specbench.decoding.formats import FormatCompiler
+from specbench.decoding.model_defaults import ModelDefaults
+from specbench.decoding.sampling import Sampling
+from specbench.generate import speculative_generate
+from specbench.generate_many import speculative_generate_many
+from specbench.models.target import Target, wrap_target
+from specbench.options import DecodingOptions, Format
+from specbench.specs.drafters import parse_drafter
+
+table: Any = importlib.import_module("distributions")
+
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"enum": [1, 23, None]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+FORMATS: list[dict[str, Any]] = [
+    {"json_schema": PERSON},
+    {"regex": "(the cat|a dog) (sat|ran)[.!]"},
+    {"grammar": 'start: item ("; " item)~0..2\nitem: /[a-z]{1,3}/ "=" ("on" | "off")'},
+]
+MODEL = "self:int8"
+DRAFTERS = (
+    "lookup",
+    "suffix",
+    MODEL,
+    "grammar",
+    "grammar+lookup",
+    f"grammar+{MODEL}",
+    f"grammar+lookup+{MODEL}",
+)
+PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return wrap_target(tiny_llama(), tiny_tokenizer(), pack=False)
+
+
+# -- exactness ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("drafter", ["model", "lookup", "ngram:sample", "grammar", "grammar+lookup+model"])
+def test_chains_have_the_masked_distribution(drafter):
+    for verification in ("rejection", "block"):
+        cell = table.Cell(verification, "fixed:gamma=2", drafter, "format")
+        assert table.measure(cell) < table.TOLERANCE
+
+
+def test_trees_have_the_masked_distribution():
+    for verification, policy in (
+        ("traversal", "auto-tree:nodes=3"),
+        ("naive", "dynamic-tree:top-k=2,nodes=3,depth=2"),
+    ):
+        assert table.measure(table.Cell(verification, policy, "model", "format")) < table.TOLERANCE
+
+
+def test_the_masked_distribution_is_the_targets_without_what_does_not_match():
+    """By the definition alone: every text up to some length, and a pattern of Python."""
+    tokenizer, sampling = letter_tokenizer("ab"), table.SAMPLINGS["format"]
+    expected = table.target_distribution(sampling, 3)
+    free = table.target_distribution(Sampling(temperature=1.0), 3)
+    for tokens, weight in expected.items():
+        end = tokens.index(2) if 2 in tokens else len(tokens)
+        text = tokenizer.decode(tokens[:end]).replace(" ", "")
+        assert any(re.fullmatch("(aab|b)+", text + more) for more in ("", "b", "ab")), text
+        assert (2 not in tokens) or re.fullmatch("(aab|b)+", text)
+        assert weight >= free[tokens] - 1e-9
+    assert largest_gap(expected, free) > 0.01
+
+
+# -- greedy parity -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=lambda each: next(iter(each)))
+def test_greedy_outputs_are_those_of_the_masked_target(target, options):
+    decoding = DecodingOptions(max_new_tokens=40, **options)
+    sampling = target.language_model.transforms(Sampling(), decoding)
+    expected = reference_output(
+        target.language_model.model, PROMPT, 40, end_ids=target.end_ids, format=sampling.format
+    ).tokens
+    forced = 0
+    for drafter in ("none", *DRAFTERS):
+        result = speculative_generate(PROMPT, target, drafter, gamma=3, decoding=decoding)
+        assert list(result.token_ids) == expected, drafter
+        forced += sum(step.forced_accepted for step in result.steps)
+        assert all(step.times.mask_s > 0 for step in result.steps)
+    assert forced > 0
+    if options.get("json_schema") and expected[-1] in target.end_ids:
+        assert set(json.loads(result.text)) == {"name", "age"}
+    for drafter in ("none", "grammar+lookup"):
+        runs = speculative_generate_many(
+            [PROMPT, PROMPT[:5], PROMPT[2:]], target, drafter, max_batch=3, decoding=decoding
+        )
+        assert list(runs.results()[0].token_ids) == expected
+
+
+def test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_policy(target):
+    text = "the long constant that nobody could write otherwise"
+    result = speculative_generate(PROMPT, target, "grammar", gamma=1, regex=f"{text}(a|b)", max_new_tokens=80)
+    assert result.text in (text + "a", text + "b")
+    assert len(result.steps) <= 3
+    (step, *_) = result.steps
+    assert step.forced == tuple(range(len(step.drafted)))
+    assert len(step.unforced.drafted) == 0
+    assert step.unforced.verified == step.verified
+    assert set(step.origins[: step.accepted]) == {"forced"}
+
+
+def test_a_rolled_back_matcher_gives_the_same_masks(target):
+    """Forward, back and forth over branches, against a fresh matcher for each path."""
+    compiled = target.language_model.formats.compile(Format("json_schema", PERSON))
+    ids = tiny_tokenizer()('{"name": "the", "age": 23}')["input_ids"]
+    wandering = compiled.matcher(0)
+    for length in (3, 9, 2, len(ids), 7, 7, 1, 12, 0, len(ids)):
+        for rows in (1, min(3, length + 1)):
+            found = wandering.masks([], ids[:length], rows)[-1]
+            fresh = compiled.matcher(0).mask_after(ids[:length])
+            assert found is not None
+            assert fresh is not None
+            assert found.only == fresh.only
+            assert [found.allows(t) for t in range(280)] == [fresh.allows(t) for t in range(280)]
+    assert wandering.mask_after([*ids, *target.end_ids]) is None
+    assert wandering.mask_after([ids[0], ids[0], ids[0]]) is None, "outside the format"
+
+
+# -- what cannot work --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regex": "(a"}, "The regular expression cannot be used: unclosed group."),
+        ({"regex": r"a[^\s\S]b"}, "The regular expression allows no output."),
+        ({"json_schema": "{"}, "The JSON Schema cannot be used:"),
+        ({"json_schema": "[]"}, "The JSON Schema cannot be used: it is no JSON object."),
+        ({"json_schema": '{"type": "strange"}'}, "Invalid type: strange"),
+        ({"json_schema": '{"type": "integer", "minimum": 5, "maximum": 3}'}, "Unsatisfiable schema"),
+        ({"json_schema": '{"$ref": "#"}'}, "The JSON Schema allows no output."),
+        ({"json_schema": '{"not": ' * 90_000}, "The JSON Schema has 720,000 characters"),
+        ({"json_schema": '{"items": ' * 5000 + "{}" + "}" * 5000}, "nested too deeply"),
+        ({"grammar": "start: start"}, "The grammar allows no output."),
+        ({"grammar": "start: ("}, "The grammar cannot be used:"),
+        ({"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "too deeply nested"),
+    ],
+)
+def test_a_format_that_cannot_work_is_refused_in_a_sentence(target, options, message):
+    with pytest.raises(UsageError) as error:
+        speculative_generate(PROMPT, target, "none", **options)
+    assert message in error.value.message
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("options", [{"grammar": 'start: "a" start'}, {"regex": "((a|b){1,100}c){1,1000}d"}])
+def test_a_hostile_format_ends_within_the_librarys_limits(target, options):
+    try:
+        result = speculative_generate(PROMPT, target, "grammar", max_new_tokens=30, **options)
+    except (UsageError, RunError) as error:
+        message = str(error)
+    else:
+        message = result.finish_reason
+    assert "\n" not in message
+
+
+def test_formats_exclude_each_other_and_what_changes_the_end():
+    with pytest.raises(UsageError, match="--json-schema does not go with --regex"):
+        DecodingOptions(json_schema="{}", regex="a")
+    with pytest.raises(UsageError, match="--regex does not go with --ignore-eos"):
+        DecodingOptions(regex="a", ignore_eos=True)
+    with pytest.raises(UsageError, match="--grammar does not go with --min-new-tokens"):
+        DecodingOptions(grammar="start: A", min_new_tokens=3)
+
+
+def test_without_its_library_a_format_is_refused(target, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    compiler = FormatCompiler(tiny_tokenizer(), 300, (1,))
+    with pytest.raises(UsageError, match="need the package llguidance") as error:
+        compiler.compile(Format("regex", "a"))
+    assert "specbench-llm[formats]" in error.value.hint
+
+
+def test_a_target_without_tokenizer_has_no_formats():
+    with pytest.raises(UsageError, match="needs the target's tokenizer"):
+        speculative_generate(PROMPT, wrap_target(tiny_llama(), pack=False), "none", regex="a")
+
+
+def test_own_settings_that_ban_what_the_format_demands_are_an_error(target, monkeypatch):
+    monkeypatch.setattr(target.language_model, "defaults", ModelDefaults({"suppress_tokens": [*range(280)]}))
+    for temperature in (0.0, 1.0):
+        with pytest.raises(RunError, match="leaves no token that the model's own settings allow"):
+            speculative_generate(
+                PROMPT, target, "none", regex="aaa", sampling=Sampling(temperature=temperature)
+            )
+
+
+@pytest.mark.parametrize("text", [*DRAFTERS, f"grammar+lookup:n=5,passes=2+{MODEL}"])
+def test_specs_are_written_as_they_are_read(text):
+    assert str(parse_drafter(text)) == text
