@@ -171,7 +171,9 @@ MUTANTS = (
         "decoding/records.py:Step.unforced",
         "not self.forced",
         "True",
-        ("tests/test_formats.py::test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_policy",),
+        (
+            "tests/test_formats.py::test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_policy",
+        ),
     ),
     Mutant(
         "a node of a tree is expected whether the one before it is kept or not",
