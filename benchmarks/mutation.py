@@ -606,9 +606,23 @@ MUTANTS = (
     Mutant(
         "native passes write where keys and values were",
         "backends/torch/cache_layers.py:LayerGroup.extend",
-        "layer.used != length or layer.keys is not keys",
-        "layer.used != length",
+        "layer.used + dropped != length or layer.keys is not keys",
+        "layer.used + dropped != length",
         ("tests/test_native.py", "-k", "in_between"),
+    ),
+    Mutant(
+        "native passes attend to what is behind a window",
+        "backends/torch/kernels/decoder_parts.py:_window_of",
+        'types[index] == "sliding_attention"',
+        "False",
+        ("tests/test_native_families.py", "-k", "greedy"),
+    ),
+    Mutant(
+        "windows are not tried",
+        "backends/torch/trials.py:_with_short_windows",
+        "not windows - {None}",
+        "True",
+        ("tests/test_native_families.py", "-k", "read_wrongly"),
     ),
     Mutant(
         "the prompt and drafts of a first pass go in together",

@@ -164,7 +164,7 @@ int main(int count, char **arguments) {
         for (int i = 0; i < 4; i++) {
             const int bits = WIDTHS_IN_BITS[i], biased = i % 2;
             Layer layers[LAYERS];
-            float *norms = numbers(5 * 64);
+            float *norms = numbers(6 * 64 + HEADS * SIZE);
             for (int l = 0; l < LAYERS; l++)
                 layers[l] = (Layer){
                     .projections = matrix((HEADS + 2 * SHARED) * SIZE, HIDDEN, bits, biased, level),
@@ -173,11 +173,13 @@ int main(int count, char **arguments) {
                     .down = matrix(HIDDEN, MIDDLE, bits, biased, level),
                     .attention_norm = norms, .mlp_norm = norms + 64,
                     .query_norm = biased ? norms + 128 : NULL, .key_norm = biased ? norms + 192 : NULL,
+                    .attention_out_norm = biased ? norms + 320 : NULL, .mlp_out_norm = biased ? norms + 320 : NULL,
+                    .window = biased && l ? 40 : 0, .rotation = l && i > 1 ? -1 : 0,
                 };
             const Model model = {
                 .layers = layers, .head = matrix(WORDS, HIDDEN, bits, 0, level), .norm = norms + 256, .count = LAYERS,
                 .hidden = HIDDEN, .heads = HEADS, .shared = SHARED, .size = SIZE, .middle = MIDDLE,
-                .epsilon = 1e-5f, .scaling = 0.25f,
+                .epsilon = 1e-5f, .scaling = 0.25f, .turned = SIZE, .joint_norms = i == 1, .gelu = biased, .added = 0.5f,
             };
             for (int pass = 0; pass < passes; pass++)
                 if (!same(&model, level)) {

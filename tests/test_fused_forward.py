@@ -17,8 +17,8 @@ from specbench.backends.torch import forward as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.kernels import llama_layers, native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_attention, fold_mask
+from specbench.backends.torch.kernels.decoder_parts import FAMILIES, Norm, read_layer, read_parts
 from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
-from specbench.backends.torch.kernels.llama_layers import fused_layers
 from specbench.backends.torch.kernels.surgery import (
     first_layers,
     pack_linears,
@@ -295,14 +295,15 @@ def test_around_the_layers_a_fused_forward_is_the_model_s_own_to_the_bit(kind, c
 
 def short_forward(layer: Any) -> Any:
     """A layer's ``forward`` that is short in short passes."""
-    short, whole = llama_layers.FusedLayer(layer), layer.forward
+    read = read_layer(layer, 0, FAMILIES["Llama"], by_type=False)
+    short, whole = llama_layers.FusedLayer(read), layer.forward
 
     def forward(x: torch.Tensor, attention_mask: Any = None, **more: Any) -> Any:
         if x.shape[1] > LONGEST_PASS:
             return whole(x, attention_mask=attention_mask, **more)
         if attention_mask is None and x.shape[1] > 1:  # attention itself leaves out what follows
             attention_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None]
-        masks = None if attention_mask is None else fold_mask(attention_mask, short.groups, x.dtype)
+        masks = None if attention_mask is None else fold_mask(attention_mask, read.groups, x.dtype)
         rotation = llama_layers.spread_rotation(*more["position_embeddings"])
         return short(x, rotation, masks, more["past_key_values"].layers[short.place])
 
@@ -568,14 +569,20 @@ def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype():
     assert float((owner.logits([*CONTEXT, 5]) - expected).abs().max()) < 0.1 * float(expected.abs().max())
 
 
+def fused_layers(model: Any) -> list[llama_layers.FusedLayer]:
+    read = read_parts(model)
+    assert read is not None
+    return [llama_layers.FusedLayer(layer) for layer in read.layers]
+
+
 def test_products_with_float32_io_alone_are_read_in_float32(monkeypatch):
     monkeypatch.setattr(native, "is_available", lambda: False)
     alike = build("Llama", torch.bfloat16, int8=True)
-    assert {layer._residual_dtype for layer in fused_layers(alike) or ()} == {torch.bfloat16}
+    assert {layer._residual_dtype for layer in fused_layers(alike)} == {torch.bfloat16}
     if has_fbgemm():
         quick = build("Llama", torch.bfloat16, packed=False)
         quantize_linears(quick, row_invariant=False)
-        assert {layer._residual_dtype for layer in fused_layers(quick) or ()} == {torch.float32}
+        assert {layer._residual_dtype for layer in fused_layers(quick)} == {torch.float32}
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
@@ -583,7 +590,8 @@ def test_the_norm_in_few_operators_is_the_norm(scale):
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * scale
     norm = hf.models.llama.modeling_llama.LlamaRMSNorm(40, eps=1e-5)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    few = llama_layers._root_mean_square_norm(x, *llama_layers._scale_of(norm))
+    scale = llama_layers._scale_of(Norm(norm, norm.weight.detach(), 1e-5))
+    few = llama_layers._root_mean_square_norm(x, *scale)
     torch.testing.assert_close(few, norm(x).detach())
-    zeros = llama_layers._root_mean_square_norm(x * 0, *llama_layers._scale_of(norm))
+    zeros = llama_layers._root_mean_square_norm(x * 0, *scale)
     assert not zeros.any()

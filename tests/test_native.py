@@ -620,9 +620,6 @@ def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits):
 
 
 def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
-    windowed = rounded_target("Mistral", 8, sliding_window=24)
-    batch = BatchedModel(windowed.scorer, KVPool(windowed.scorer.model.config, "paged", 256))
-    assert "bytes" in (batch.why_not_batched or "")
     monkeypatch.setattr(trials, "_native_is_fast", lambda *_: False)
     other = rounded_target("Llama", 8)
     factory = RequestFactory(other.scorer, 256, 2)
@@ -763,13 +760,6 @@ def test_models_of_other_sizes_are_fused(sizes):
     target = Scorer(target_of("Llama", torch.float32, **sizes))
     assert type(scorer.forward) is type(target.forward) is ways.FusedForward
     assert deviation(passes(scorer), passes(Scorer(build("Llama", **sizes)))) < 0.4
-
-
-def test_a_window_goes_the_short_way():
-    copy = quantized_copy(build("Mistral", sliding_window=24))
-    expected = Scorer(copy)
-    expected.forward = ways.FusedForward(copy, expected.cache)
-    assert all(torch.equal(a, b) for a, b in zip(passes(Scorer(copy)), passes(expected), strict=True))
 
 
 def test_what_comes_out_differently_is_not_taken(monkeypatch):

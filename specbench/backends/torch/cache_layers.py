@@ -56,6 +56,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    dropped = 0  # positions before the first that the buffers hold
     keys: Any
     values: Any
 
@@ -136,20 +137,6 @@ class PreallocatedLayer(CacheLayerMixin):
         self.used = self.written = 0
 
 
-class GrowingLayer(PreallocatedLayer):
-    """Replaces a ``DynamicLayer`` in native forwards: its buffers grow in steps, since they may hold long contexts."""
-
-    def __init__(self, layer: DynamicLayer) -> None:
-        super().__init__()
-        if layer.is_initialized and layer.get_seq_length():
-            self.dtype, self.device = layer.dtype, layer.device
-            self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
-            self.used = self.written = layer.get_seq_length()
-
-    def _grown(self, capacity: int) -> int:
-        return capacity + max(_MIN_GROWTH, capacity // _GROWTH_SHARE)
-
-
 class PreallocatedSlidingLayer(PreallocatedLayer):
     """The same for a layer that attends to the last ``window`` positions.
 
@@ -205,14 +192,52 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
         self.dropped = 0
 
 
+class _Growing(PreallocatedLayer):
+    """Replaces a layer of ``DynamicCache`` in native forwards: its buffers grow in steps, since they may hold long
+    contexts.
+    """
+
+    def take(self, layer: DynamicLayer) -> None:
+        """Take what a layer holds."""
+        if layer.keys is not None and layer.get_seq_length():
+            self.dtype, self.device = layer.dtype, layer.device
+            self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
+            self.used = self.written = layer.keys.shape[-2]
+            self.dropped = layer.get_seq_length() - self.used
+
+    def _grown(self, capacity: int) -> int:
+        return capacity + max(_MIN_GROWTH, capacity // _GROWTH_SHARE)
+
+
+class GrowingLayer(_Growing):
+    """Replaces a ``DynamicLayer``."""
+
+    def __init__(self, layer: DynamicLayer) -> None:
+        super().__init__()
+        self.take(layer)
+
+
+class GrowingSlidingLayer(_Growing, PreallocatedSlidingLayer):
+    """Replaces a ``DynamicSlidingWindowLayer``."""
+
+    def __init__(self, layer: DynamicSlidingWindowLayer) -> None:
+        PreallocatedSlidingLayer.__init__(self, layer.sliding_window)
+        self.take(layer)
+
+
+_INDEXED = (PreallocatedLayer, PreallocatedSlidingLayer, GrowingLayer, GrowingSlidingLayer)
+
+
 class LayerGroup:
     """Layers of a cache that native forwards extend together; native.c finds their keys and values by ``pointers``."""
 
     def __init__(self, layers: Sequence[PreallocatedLayer]) -> None:
-        self._layers = layers
-        self._keys = [layer.keys for layer in layers]
-        self._capacity = min(keys.shape[-2] for keys in self._keys)
-        self.pointers = KVPointers([(layer.keys, layer.values) for layer in layers])
+        self._held = [(layer, layer.keys, layer.dropped) for layer in layers]
+        self._capacity = min(keys.shape[-2] + dropped for _, keys, dropped in self._held)
+        dropped = [layer.dropped for layer in layers]
+        self.pointers = KVPointers(
+            [(layer.keys, layer.values) for layer in layers], dropped if any(dropped) else None
+        )
 
     @classmethod
     def extended(
@@ -226,7 +251,7 @@ class LayerGroup:
         """Count ``tokens`` more positions of layers as used, which the caller writes.
 
         Args:
-            layers: The layers of a cache; ``transformers``' layers that keep every position are replaced in this list.
+            layers: The layers of a cache; those of ``transformers`` are replaced in this list.
             places: Indices of the layers.
             dtypes: Dtypes that keys and values may have; those of all layers are equal.
             empty: Keys or values of no position, [1, heads, 0, head size], from which layers without buffers make them.
@@ -237,11 +262,11 @@ class LayerGroup:
         for place in places:
             if type(layers[place]) is DynamicLayer:
                 layers[place] = GrowingLayer(layers[place])
+            elif type(layers[place]) is DynamicSlidingWindowLayer:
+                layers[place] = GrowingSlidingLayer(layers[place])
         own = [layers[place] for place in places]
         length = own[0].get_seq_length()
-        if not all(
-            type(layer) in (GrowingLayer, PreallocatedLayer) and layer.used == length for layer in own
-        ):
+        if not all(type(layer) in _INDEXED and layer.get_seq_length() == length for layer in own):
             return None
         for layer in own:
             if not layer.is_initialized:
@@ -255,17 +280,17 @@ class LayerGroup:
 
     def extend(self, tokens: int) -> bool:
         """Count more positions as used; return ``False``, with nothing changed, if that needs other buffers."""
-        length = self._layers[0].used
-        end = length + tokens
-        if end > self._capacity:
+        first, _, before = self._held[0]
+        length = first.used + before
+        if length + tokens > self._capacity:
             return False
-        for layer, keys in zip(self._layers, self._keys, strict=True):
-            if layer.used != length or layer.keys is not keys:
+        for layer, keys, dropped in self._held:
+            if layer.used + dropped != length or layer.keys is not keys:
                 return False
-        for layer in self._layers:
-            layer.used = end
-            if layer.written < end:
-                layer.written = end
+        for layer, _, _ in self._held:
+            layer.used += tokens
+            if layer.written < layer.used:
+                layer.written = layer.used
         return True
 
 

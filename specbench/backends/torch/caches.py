@@ -161,7 +161,7 @@ class NoKVCache(KVCache):
 class DynamicKVCache(KVCache):
     """``transformers``' DynamicCache with the layer kinds of the model's configuration.
 
-    Native forwards replace its full-attention layers by ``GrowingLayer`` (``LayerGroup``). Layers with sliding windows
+    Native forwards replace its layers by growing ones (``LayerGroup``). ``transformers``' layers with sliding windows
     can be rolled back only if they record past positions. Recording begins after the first forward, so that a long
     prompt is not stored whole. Every rollback then crops all such layers, even by 0, which trims them to their window.
     Recurrent layers store some states (``RecurrentCache``); after a rollback to before these, the context is fed again.
@@ -190,7 +190,7 @@ class DynamicKVCache(KVCache):
         gather(self._cache.layers, start, positions)
 
     def model_kwargs(self) -> dict[str, Any]:
-        attends = any(isinstance(layer, DynamicLayer | GrowingLayer) for layer in self._cache.layers)
+        attends = any(isinstance(layer, DynamicLayer | PreallocatedLayer) for layer in self._cache.layers)
         return {"past_key_values" if attends else "cache_params": self._cache, "use_cache": True}
 
     def after_forward(self) -> None:
@@ -214,7 +214,7 @@ class DynamicKVCache(KVCache):
         if recurrent:
             recurrent.rollback(length)
         for layer in self._cache.layers:
-            if isinstance(layer, GrowingLayer):
+            if isinstance(layer, PreallocatedLayer):
                 layer.rollback(length)
             elif recurrent is None and isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._rollback_convolution(layer, surplus)

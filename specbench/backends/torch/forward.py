@@ -19,13 +19,10 @@ from torch import Tensor
 from specbench.backends.torch.cache_layers import LayerGroup
 from specbench.backends.torch.caches import KVCache, rotates_by_length
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
-from specbench.backends.torch.kernels.llama_layers import (
-    FusedLayer,
-    fused_layers,
-    native_stack,
-    spread_rotation,
-)
+from specbench.backends.torch.kernels.decoder_parts import LayerParts, ModelParts, read_parts
+from specbench.backends.torch.kernels.llama_layers import FusedLayer, spread_rotation
 from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
+from specbench.backends.torch.kernels.native_stacks import native_stack
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import BatchedCache, KVPool
 from specbench.backends.torch.recurrent import keep_states
@@ -116,15 +113,11 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models of ``transformers`` that compute around their layers what ``FusedForward`` computes."""
-
-
 class FusedForward(Forward):
-    """A forward of a few tokens in few torch operators, without the modules in between.
+    """A forward of a few tokens in few torch operators, without the modules in between, for models like Llama.
 
     Used where native forwards are not: no C compiler when specbench was installed, other processors than x86-64 with
-    AVX2, float16, sliding windows. There it takes 0.86 of ``HFForward``'s time on SmolLM2-135M in bfloat16, and 0.77 on
+    AVX2, float16. There it takes 0.86 of ``HFForward``'s time on SmolLM2-135M in bfloat16, and 0.77 on
     its int8 copy (docs/log.md, 2026-11-25). Longer forwards, and models with hooks, go to ``HFForward``.
 
     Args:
@@ -139,14 +132,15 @@ class FusedForward(Forward):
 
     def is_available(self) -> bool:
         """Return whether the model is of a known kind and has no hooks now."""
-        return self._lookup(self._hf_cache()) is not None
+        parts = self._lookup(self._hf_cache())
+        return parts is not None and bool(parts.fused)
 
     def _run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         tokens, cache = ids.shape[1], self._hf_cache()
         parts = self._lookup(cache) if tokens <= LONGEST_PASS else None
-        if parts is None:
+        if parts is None or not parts.fused:
             return self._fallback.run(ids, rows, layers, positions, mask)
         past, groups, dtype = cache.get_seq_length(), parts.layers[0].groups, parts.layers[0].dtype
         if positions is None:
@@ -164,7 +158,7 @@ class FusedForward(Forward):
             return masks[window]
 
         wanted = slice(-rows, None)
-        output = _run_fused(self._model, parts.layers, ids, positions, cache, masks_of, wanted, layers)
+        output = _run_fused(self._model, parts.fused, ids, positions, cache, masks_of, wanted, layers)
         self._cache.after_forward()
         return output
 
@@ -182,60 +176,100 @@ _CHUNK_ROWS = 512
 
 
 class RotaryTable:
-    """Cosines and sines by position, [positions, head size],
-    of a model or head with this configuration, computed once.
+    """Cosines and sines by position, [rotations, positions, rotated numbers of a head], computed once.
+
+    They are those of a model or head with this configuration; ``names`` are the rotations that its module knows, if it
+    has several.
     """
 
-    def __init__(self, module: Any, config: PretrainedConfig) -> None:
-        self._module = module
+    def __init__(self, module: Any, config: PretrainedConfig, names: Sequence[str] = ("",)) -> None:
+        self._module, self._names = module, names
         self._is_fixed = not rotates_by_length(config)
-        self._cosines = self._sines = torch.empty(0)
+        self._cosines = self._sines = torch.empty(1, 0, 0)
 
     def of(self, positions: Tensor | range) -> tuple[Tensor, Tensor]:
         """Return those of positions, [tokens], in float32."""
         if not self._is_fixed:
             return self._compute(torch.as_tensor(positions))
         last = positions[-1] if isinstance(positions, range) else int(positions.max())
-        if last >= len(self._cosines):
+        if last >= self._cosines.shape[1]:
             self._cosines, self._sines = self._compute(torch.arange(last + 1 + _ROTARY_STEP))
         rows = slice(positions[0], last + 1) if isinstance(positions, range) else positions
-        return self._cosines[rows], self._sines[rows]
+        return self._cosines[:, rows], self._sines[:, rows]
+
+    def size(self) -> int:
+        """Return how many numbers of a head are rotated."""
+        return self.of(range(1))[0].shape[-1]
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self._module(torch.empty(0), positions[None])  # the tensor gives the dtype alone
-        return cosines[0], sines[0]
+        empty = torch.empty(0)  # gives the dtype alone
+        made = [
+            self._module(empty, positions[None], name) if name else self._module(empty, positions[None])
+            for name in self._names
+        ]
+        cosines, sines = (torch.cat(each) for each in zip(*made, strict=True))
+        return cosines, sines
 
 
 class _Parts:
     """The parts of a model, as found when a context begins.
 
     ``context`` is a weak reference to an object that is new in every context. ``layers`` is empty if a part is of an
-    unknown kind.
+    unknown kind, and ``fused`` if layers are not those of Llama.
     """
 
     def __init__(self, model: Any, context: object) -> None:
         self._model = model
         self.context, self.hooks = ref(context), Hooks(model.modules())
-        self.layers: Sequence[FusedLayer] = (fused_layers(model) if _is_unmodified(model) else None) or ()
+        self._read = read_parts(model)
+        self.layers: Sequence[LayerParts] = () if self._read is None else self._read.layers
+
+    @property
+    def whole(self) -> ModelParts:
+        """Everything; only if there are ``layers``."""
+        assert self._read is not None
+        return self._read
+
+    @cached_property
+    def fused(self) -> Sequence[FusedLayer]:
+        alike = {(layer.groups, layer.dtype) for layer in self.layers}
+        return (
+            [FusedLayer(each) for each in self.layers]
+            if self.whole.family.is_fused and len(alike) == 1
+            else []
+        )
 
     @cached_property
     def stack(self) -> DecoderStack | None:
         """The native stack of its layers; ``None`` where there is none."""
-        return native_stack(self._model, self.layers)
+        return native_stack(self.whole, self._model.lm_head, self.rotary.size())
 
     @cached_property
     def rotary(self) -> RotaryTable:
-        return RotaryTable(self._model.model.rotary_emb, self._model.config)
+        names = self.whole.rotations or [""]
+        return RotaryTable(self._model.model.rotary_emb, self._model.config, names)
 
     @cached_property
     def empty(self) -> Tensor:
         """Keys or values of no position, from which layers of a cache make their buffers."""
         first = self.layers[0]
-        return torch.empty(1, first.heads // first.groups, 0, first.size, dtype=first.dtype)
+        return torch.empty(1, first.kv_heads, 0, first.head_size, dtype=first.dtype)
 
-    def stack_for(self, rows: int) -> DecoderStack | None:
-        """Return the native stack if it is the fastest for ``rows`` rows."""
-        return self.stack if self.stack is not None and rows <= self.stack.max_rows else None
+    def stack_for(self, rows: int, *, masked: bool = False) -> DecoderStack | None:
+        """Return the native stack if it is the fastest for ``rows`` rows; ``None`` for masks together with windows."""
+        if (
+            self.stack is None
+            or rows > self.stack.max_rows
+            or (masked and any(each.window for each in self.layers))
+        ):
+            return None
+        return self.stack
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the inputs of the first layer, [rows, hidden size], float32."""
+        embedded: Tensor = self._model.model.embed_tokens(ids)[0].float()
+        multiplier = self.whole.embedding_multiplier
+        return embedded if multiplier == 1.0 else embedded * multiplier
 
 
 class _PartsLookup:
@@ -277,27 +311,32 @@ class NativeForward(FusedForward):
     ) -> ForwardOutput:
         tokens, cache = ids.shape[1], self._hf_cache()
         parts = self._lookup(cache)
-        stack = None if parts is None else parts.stack_for(tokens)
+        stack = None if parts is None else parts.stack_for(tokens, masked=mask is not None)
         if parts is None or stack is None:
             return super()._run(ids, rows, layers, positions, mask)
         past = cache.get_seq_length()
-        pointers = self._extend(cache, parts, tokens)
+        pointers = self._extend(cache, parts, min(tokens, _CHUNK_ROWS))
         if pointers is None:
             return super()._run(ids, rows, layers, positions, mask)
-        x = self._model.model.embed_tokens(ids)[0].float()
+        x = parts.embed(ids)
         cosines, sines = parts.rotary.of(range(past, past + tokens) if positions is None else positions[0])
         outputs = []
         for first in range(0, tokens, _CHUNK_ROWS):
             chunk = slice(first, min(first + _CHUNK_ROWS, tokens))
+            if first:  # by chunks, since layers with windows give up what is behind them
+                pointers = self._extend(cache, parts, chunk.stop - first)
+                assert pointers is not None
             own_mask = None if mask is None else mask[0, 0, chunk]
             request = NativeRequest(chunk.stop - first, past + first, own_mask)
             wanted = range(max(0, tokens - rows - first), chunk.stop - first)
             inputs = (
-                (x, cosines, sines) if tokens <= _CHUNK_ROWS else (x[chunk], cosines[chunk], sines[chunk])
+                (x, cosines, sines)
+                if tokens <= _CHUNK_ROWS
+                else (x[chunk], cosines[:, chunk], sines[:, chunk])
             )
             outputs.append(stack(*inputs, pointers, [request], wanted, layers))
         self._cache.after_forward()
-        return _join_outputs(outputs, parts.layers[0].dtype)
+        return _join_outputs(outputs, parts)
 
     def _extend(self, cache: Any, parts: _Parts, tokens: int) -> KVPointers | None:
         """Extend the cache by ``tokens`` positions and return where its buffers are."""
@@ -311,11 +350,11 @@ class NativeForward(FusedForward):
         return group.pointers
 
 
-def _join_outputs(outputs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> ForwardOutput:
+def _join_outputs(outputs: Sequence[tuple[Tensor, Tensor | None]], parts: _Parts) -> ForwardOutput:
     """Join logits and hidden states of consecutive native calls, the states in the model's dtype."""
     logits = [logits for logits, _ in outputs]
-    states = [states.to(dtype) for _, states in outputs if states is not None]
-    return ForwardOutput(concat(logits), concat(states) if states else None)
+    states = [states.to(parts.layers[0].dtype) for _, states in outputs if states is not None]
+    return ForwardOutput(parts.whole.finish(concat(logits)), concat(states) if states else None)
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -343,10 +382,8 @@ class RaggedForward:
         parts = self._lookup(pool.context_id) if self._lookup is not None and self._is_native else None
         if parts is None:
             return False
-        stack = parts.stack
-        windows = any(store is not None and store.window is not None for store in pool.buffers)
-        dtype = parts.layers[0].dtype
-        return stack is not None and stack.quantizes_rows and dtype in NATIVE_KV_DTYPES and not windows
+        stack, dtype = parts.stack, parts.layers[0].dtype
+        return stack is not None and stack.quantizes_rows and dtype in NATIVE_KV_DTYPES
 
     def __call__(
         self, ids: Tensor, cache: BatchedCache, wanted: Tensor, layers: Sequence[int] = ()
@@ -364,8 +401,9 @@ class RaggedForward:
             output = self._run_native(parts, ids, cache, wanted, layers) if self._is_native else None
             if output is not None:
                 return output
+        if parts is not None and parts.fused:
             return _run_fused(
-                self._model, parts.layers, ids, cache.position_ids, cache, _no_masks, wanted, layers
+                self._model, parts.fused, ids, cache.position_ids, cache, _no_masks, wanted, layers
             )
         arguments = cache.model_kwargs()
         if self._limits_logits:
@@ -388,10 +426,9 @@ class RaggedForward:
         if extended is None:
             return None
         buffers, requests = extended
-        x = self._model.model.embed_tokens(ids)[0].float()
         rotation = parts.rotary.of(cache.position_ids[0])
-        output = stack(x, *rotation, KVPointers(buffers), requests, wanted.tolist(), layers)
-        return _join_outputs([output], parts.layers[0].dtype)
+        output = stack(parts.embed(ids), *rotation, KVPointers(buffers), requests, wanted.tolist(), layers)
+        return _join_outputs([output], parts)
 
 
 def _no_masks(_: Any) -> None:
@@ -428,16 +465,6 @@ def _run_fused(
         x = inner.norm(x[:, wanted])
     logits: Tensor = model.lm_head(x)[0]
     return ForwardOutput(logits, torch.stack([states[layer] for layer in layers], dim=1) if layers else None)
-
-
-def _is_unmodified(model: Any) -> bool:
-    """Return whether the modules around the layers, which ``FusedForward`` skips, are unmodified."""
-    known = any(kind.__name__ in _MODELS for kind in type(model).__mro__)
-    return (
-        known
-        and all(hasattr(model, name) for name in ("model", "lm_head"))
-        and all("forward" not in vars(module) for module in (model, model.model))
-    )
 
 
 def _causal_mask(

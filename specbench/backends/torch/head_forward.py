@@ -20,7 +20,7 @@ from specbench.backends.torch.forward import NATIVE_KV_DTYPES, RotaryTable, conc
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
-from specbench.backends.torch.kernels.llama_layers import joint_product, make_stack, native_product
+from specbench.backends.torch.kernels.native_stacks import joint_product, make_stack, native_product
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 

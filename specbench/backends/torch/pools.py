@@ -337,11 +337,7 @@ class BatchedCache:
             Keys and values of each layer, [1, heads, positions of the pool, head size], and what each request attends
                 to; ``None``, and nothing has changed, where layers are of other kinds or dtypes.
         """
-        found = [
-            each
-            for layer in layers
-            if (each := self._pool.buffers[layer]) is not None and each.window is None
-        ]
+        found = [each for layer in layers if (each := self._pool.buffers[layer]) is not None]
         if len(found) < len(layers) or empty.dtype not in dtypes:
             return None
         for each in found:

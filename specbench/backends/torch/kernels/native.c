@@ -1,4 +1,4 @@
-/* Short passes of the Llama family, each in one call, over weights in 8 or 4 bits, in bfloat16 or in float32.
+/* Short passes of decoders like Llama, each in one call, over weights in 8 or 4 bits, in bfloat16 or in float32.
  *
  * Weights lie in panels of some outputs, in the order in which they are read. In float32 for every input one number of
  * each output, in bfloat16 for every two inputs two of each: so oneDNN packs them too, whose memory is read in place. In
@@ -29,7 +29,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 7,        /* of what Python hands over */
+    VERSION = 8,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -60,10 +60,14 @@ typedef struct {
     int32_t unused;
 } Matrix;
 
+/* Norms are NULL where a layer has none. */
 typedef struct {
     Matrix projections, output, gates, down;
-    const float *attention_norm, *mlp_norm;
-    const float *query_norm, *key_norm; /* NULL for none */
+    const float *attention_norm, *mlp_norm;         /* of what goes into attention and MLP */
+    const float *query_norm, *key_norm;             /* of every head, or of all heads together */
+    const float *attention_out_norm, *mlp_out_norm; /* of what they add to x */
+    int32_t window;   /* positions that a row attends to, its own among them; 0 for all */
+    int32_t rotation; /* which of the rotations of a pass turns its heads; -1 for none */
 } Layer;
 
 typedef struct {
@@ -74,6 +78,10 @@ typedef struct {
     int32_t count, hidden, heads, shared, size, middle;
     float epsilon, scaling;
     int32_t adds_to_normed; /* whether the first layer of a head adds to x behind its norm */
+    int32_t turned;         /* first numbers of a head, which rotation turns */
+    int32_t joint_norms;    /* whether queries and keys have one norm for all heads */
+    int32_t gelu;           /* whether gates are GELU, by tanh, in place of SiLU */
+    float added;            /* what the numbers that a part adds to x are multiplied by */
     int32_t unused;
 } Model;
 
@@ -94,9 +102,10 @@ typedef struct {
     const Model *model;
     float *x; /* in the end what the last layer puts out */
     const float *embedded; /* [rows, hidden], for a head */
-    const float *cosines, *sines; /* [rows, size] */
+    const float *cosines, *sines; /* [rotations, rows, turned] */
     void *const *keys, *const *values;
     const int64_t *strides; /* from one head to the next, for keys and values of each layer, in numbers */
+    const int32_t *dropped; /* positions before the first that keys and values of each layer hold; NULL for none */
     const Request *requests;
     const int32_t *which; /* the rows wanted */
     float *logits;
@@ -139,7 +148,7 @@ typedef struct {
     const int32_t *places; /* of keys and values; NULL for one behind the other */
     const uint8_t *mask;
     float *out, scaling;
-    int count, groups, size, is_bfloat16;
+    int first, count, groups, size, is_bfloat16; /* positions from `first` on, up to `count` */
     int is_first; /* of the rows that attend to the same: it has their keys and values fetched */
 } Attention;
 
@@ -148,8 +157,8 @@ typedef struct {
     void (*products[FORMS])(const Matrix *, const Given *, int, int, float *, int64_t);
     void (*halve)(const float *, uint16_t *, int); /* where products take halves */
     void (*norm)(const float *, const float *, float, int, float *);
-    void (*add)(float *, const float *, int);
-    void (*gate)(float *, const float *, int);
+    void (*add)(float *, const float *, float, int);
+    void (*gate)(float *, const float *, int, int);
     void (*rotate)(float *, const float *, const float *, int);
     void (*attend)(const Attention *);
     void (*pack)(const Packing *, int);
@@ -498,8 +507,12 @@ static void normed(const Work *work, const float *weight) {
 }
 
 static void give_normed(const Work *work, const float *weight) {
-    normed(work, weight);
-    for (int r = 0; r < work->pass->rows; r++) give(work->ways, work->more + r * work->stride, &work->narrow, r);
+    const Pass *pass = work->pass;
+    if (weight) normed(work, weight);
+    for (int r = 0; r < pass->rows; r++) {
+        const float *x = weight ? work->more + r * work->stride : pass->x + (int64_t)r * pass->model->hidden;
+        give(work->ways, x, &work->narrow, r);
+    }
 }
 
 static const Request *whose(const Pass *pass, int row) {
@@ -562,24 +575,40 @@ static Kept kept_for(const Pass *pass, const Request *request, int place) {
     };
 }
 
+/* Positions of a layer that its keys and values do not hold any more. */
+INLINE int dropped_of(const Pass *pass, int place) { return pass->dropped ? pass->dropped[place] : 0; }
+
+/* Norms and rotation of the queries and keys of a row. */
+static void turn(const Work *work, const Layer *layer, int r) {
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const int size = model->size, turned = model->turned, queries = model->heads * size, keys = model->shared * size;
+    const int64_t at = ((int64_t)layer->rotation * pass->rows + r) * turned;
+    float *row = work->row + r * work->stride;
+    if (model->joint_norms) {
+        work->ways->norm(row, layer->query_norm, model->epsilon, queries, row);
+        work->ways->norm(row + queries, layer->key_norm, model->epsilon, keys, row + queries);
+    }
+    for (int head = 0; head < model->heads + model->shared; head++) {
+        float *x = row + (int64_t)head * size;
+        const float *norm = head < model->heads ? layer->query_norm : layer->key_norm;
+        if (norm && !model->joint_norms) work->ways->norm(x, norm, model->epsilon, size, x);
+        if (layer->rotation >= 0) work->ways->rotate(x, pass->cosines + at, pass->sines + at, turned);
+    }
+}
+
 /* Head norms, rotation, and keys and values to where they are kept. */
 static void rotate(const Work *work, const Layer *layer, int piece) {
     (void)piece;
     const Pass *pass = work->pass;
     const Model *model = pass->model;
-    const int size = model->size, place = (int)(layer - model->layers);
+    const int size = model->size, place = (int)(layer - model->layers), dropped = dropped_of(pass, place);
     for (int r = 0; r < pass->rows; r++) {
-        const float *cosines = pass->cosines + (int64_t)r * size, *sines = pass->sines + (int64_t)r * size;
         const Request *request = whose(pass, r);
         const Kept kept = kept_for(pass, request, place);
-        const int64_t at = place_of(request->places, request->past + r - request->first) * size;
-        float *row = work->row + r * work->stride;
-        for (int head = 0; head < model->heads + model->shared; head++) {
-            float *x = row + (int64_t)head * size;
-            const float *norm = head < model->heads ? layer->query_norm : layer->key_norm;
-            if (norm) work->ways->norm(x, norm, model->epsilon, size, x);
-            work->ways->rotate(x, cosines, sines, size);
-        }
+        const int64_t at = (place_of(request->places, request->past + r - request->first) - dropped) * size;
+        const float *row = work->row + r * work->stride;
+        turn(work, layer, r);
         for (int head = 0; head < model->shared; head++) {
             const float *key = row + (int64_t)(model->heads + head) * size;
             const float *value = key + (int64_t)model->shared * size;
@@ -597,12 +626,15 @@ static void rotate(const Work *work, const Layer *layer, int piece) {
 }
 
 /* What the query heads of a row that share a head of keys and values attend to; `query` and `out` are theirs. */
-static Attention attention_of(const Pass *pass, int place, int row, int head, const float *query, float *out) {
+static Attention attention_of(
+    const Pass *pass, int place, int window, int row, int head, const float *query, float *out) {
     const Model *model = pass->model;
     const size_t number = pass->is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
     const Request *request = whose(pass, row);
     const Kept kept = kept_for(pass, request, place);
     const int own = row - request->first, after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
+    const int count = request->past + (request->mask ? after - request->first : own + 1);
+    const int unseen = window && count > window ? count - window : 0, dropped = dropped_of(pass, place);
     return (Attention){
         .query = query,
         .keys = kept.keys + (size_t)(head * kept.keys_stride) * number,
@@ -611,7 +643,8 @@ static Attention attention_of(const Pass *pass, int place, int row, int head, co
         .mask = request->mask ? request->mask + own * request->mask_stride : NULL,
         .out = out,
         .scaling = model->scaling,
-        .count = request->past + (request->mask ? after - request->first : own + 1),
+        .first = unseen - dropped,
+        .count = count - dropped,
         .groups = model->heads / model->shared,
         .size = model->size,
         .is_bfloat16 = pass->is_bfloat16,
@@ -625,7 +658,8 @@ static void attend(const Work *work, const Layer *layer, int piece) {
     const int row = piece / model->shared, head = piece % model->shared, own = model->heads / model->shared * model->size;
     const int64_t first = row * work->stride + (int64_t)head * own;
     const int place = (int)(layer - model->layers);
-    const Attention attention = attention_of(pass, place, row, head, work->row + first, work->more + first);
+    const Attention attention =
+        attention_of(pass, place, layer->window, row, head, work->row + first, work->more + first);
     work->ways->attend(&attention);
     const Given given = given_to(work, &layer->output);
     if (given.form != IN_BYTES) put(work->ways, attention.out, &given, row, head * own, own);
@@ -643,30 +677,36 @@ static void put_out(const Work *work, const Layer *layer, int piece) {
     multiply(work, &layer->output, &given, work->pass->rows, piece, work->row, work->stride);
 }
 
-static void added(const Work *work) {
+/* What attention or MLP puts out, behind its norm if it has one, is added to x. */
+static void added(const Work *work, const float *norm) {
     const Pass *pass = work->pass;
-    const int hidden = pass->model->hidden;
-    for (int r = 0; r < pass->rows; r++)
-        work->ways->add(pass->x + (int64_t)r * hidden, work->row + r * work->stride, hidden);
+    const Model *model = pass->model;
+    for (int r = 0; r < pass->rows; r++) {
+        float *more = work->row + r * work->stride;
+        if (norm) work->ways->norm(more, norm, model->epsilon, model->hidden, more);
+        work->ways->add(pass->x + (int64_t)r * model->hidden, more, model->added, model->hidden);
+    }
 }
 
 static void after_attention(const Work *work, const Layer *layer, int piece) {
     (void)piece;
-    added(work);
+    added(work, layer->attention_out_norm);
     give_normed(work, layer->mlp_norm);
 }
 
 /* Gates of some panels and what they let through: the second half of the same product. */
 static void gate(const Work *work, const Layer *layer, int piece) {
     const Matrix *gates = &layer->gates;
-    const int middle = work->pass->model->middle, width = gates->width, half = middle / width, rows = work->pass->rows;
+    const Model *model = work->pass->model;
+    const int middle = model->middle, gelu = model->gelu, width = gates->width, half = middle / width;
+    const int rows = work->pass->rows;
     const int some = panels_at_once(gates), end = (piece + 1) * some;
     for (int panel = piece * some; panel < end && panel < half; panel++) {
         work->ways->products[work->narrow.form](gates, &work->narrow, rows, panel, work->row, work->stride);
         work->ways->products[work->narrow.form](gates, &work->narrow, rows, half + panel, work->row, work->stride);
         for (int r = 0; r < rows; r++) {
             float *x = work->row + r * work->stride + (int64_t)panel * width;
-            work->ways->gate(x, x + middle, width);
+            work->ways->gate(x, x + middle, width, gelu);
             if (work->wide.form != IN_BYTES) put(work->ways, x, &work->wide, r, panel * width, width);
         }
     }
@@ -688,7 +728,7 @@ static void after_layer(const Work *work, const Layer *layer, int piece) {
     const Pass *pass = work->pass;
     const Model *model = pass->model;
     const int index = (int)(layer - model->layers) + 1;
-    added(work);
+    added(work, layer->mlp_out_norm);
     if (index < model->count) {
         tell_states(work, index, pass->x, model->hidden);
         give_normed(work, layer[1].attention_norm);
@@ -828,7 +868,7 @@ static void attend_alone(const Single *work, int piece) {
     const Model *model = pass->model;
     const int row = piece / model->shared, head = piece % model->shared, groups = model->heads / model->shared;
     const int64_t first = ((int64_t)row * model->heads + head * groups) * model->size;
-    const Attention attention = attention_of(pass, 0, row, head, pass->x + first, pass->logits + first);
+    const Attention attention = attention_of(pass, 0, 0, row, head, pass->x + first, pass->logits + first);
     work->ways->attend(&attention);
 }
 

@@ -191,15 +191,17 @@ TARGET static void NAME(norm)(const float *x, const float *weight, float epsilon
     for (int i = 0; i < count; i += LANES) F_STORE(out + i, F_MUL(F_MUL(F_LOAD(x + i), scale), F_LOAD(weight + i)));
 }
 
-TARGET static void NAME(add)(float *x, const float *more, int count) {
-    for (int i = 0; i < count; i += LANES) F_STORE(x + i, F_ADD(F_LOAD(x + i), F_LOAD(more + i)));
+TARGET static void NAME(add)(float *x, const float *more, float times, int count) {
+    for (int i = 0; i < count; i += LANES) F_STORE(x + i, F_FMA(F_LOAD(more + i), F_SET(times), F_LOAD(x + i)));
 }
 
-/* silu(gates) * gates of the other half, in place of the first. */
-TARGET static void NAME(gate)(float *gates, const float *up, int count) {
+/* silu(gates), or gelu(gates) by tanh, times gates of the other half, in place of the first. Both are x / (1 + exp(-y)):
+ * y is x in silu, and sqrt(8 / pi) (x + 0.044715 x^3) in gelu (Hendrycks and Gimpel 2016). */
+TARGET static void NAME(gate)(float *gates, const float *up, int count, int gelu) {
     for (int i = 0; i < count; i += LANES) {
-        VF x = F_LOAD(gates + i);
-        VF below = F_ADD(F_SET(1.0f), NAME(exponential)(F_SUB(F_SET(0.0f), x)));
+        VF x = F_LOAD(gates + i), y = x;
+        if (gelu) y = F_MUL(F_MUL(x, F_SET(1.59576912f)), F_FMA(F_MUL(x, x), F_SET(0.044715f), F_SET(1.0f)));
+        VF below = F_ADD(F_SET(1.0f), NAME(exponential)(F_SUB(F_SET(0.0f), y)));
         F_STORE(gates + i, F_MUL(F_DIV(x, below), F_LOAD(up + i)));
     }
 }
@@ -275,11 +277,11 @@ INLINE TARGET void NAME(weigh)(
 }
 
 /* Query heads of one row that share a key/value head attend to it, KEYS keys at a time with a running maximum
- * (Milakov and Gimelshein 2018). Blocks begin at the same keys in every pass. */
+ * (Milakov and Gimelshein 2018). Blocks begin at the same keys in every pass, with a window at the first that it sees. */
 INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
     const int size = a->size;
     _Alignas(64) float scores[HEADS_AT_ONCE][KEYS], sums[HEADS_AT_ONCE][MOST_SIZE];
-    for (int j = 0; a->is_first && j < KEYS_AHEAD && j < a->count; j++) NAME(fetch)(a, a->keys, j);
+    for (int j = a->first; a->is_first && j < a->first + KEYS_AHEAD && j < a->count; j++) NAME(fetch)(a, a->keys, j);
     for (int begin = 0; begin < a->groups; begin += HEADS_AT_ONCE) {
         const int heads = a->groups - begin < HEADS_AT_ONCE ? a->groups - begin : HEADS_AT_ONCE;
         float most[HEADS_AT_ONCE], weight[HEADS_AT_ONCE];
@@ -288,7 +290,7 @@ INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
             weight[g] = 0.0f;
             memset(sums[g], 0, sizeof(float) * (size_t)size);
         }
-        for (int first = 0; first < a->count; first += KEYS) {
+        for (int first = a->first; first < a->count; first += KEYS) {
             const int count = a->count - first < KEYS ? a->count - first : KEYS;
             const uint8_t *mask = a->mask ? a->mask + first : NULL;
             if (mask && !memchr(mask, 1, (size_t)count)) continue;

@@ -1,4 +1,4 @@
-"""Native matrix products, and whole forward passes of the Llama family, in C (native.c).
+"""Native matrix products, and whole forward passes of decoders like Llama, in C (native.c).
 
 With torch operators, half of the time of a small model's forward is spent on starting products, while memory is idle;
 here a forward is one call. Weights in 4 and 8 bits have their own layout. Weights in bfloat16 and float32 are used in
@@ -39,7 +39,7 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 7  # of the interface; the library's must be the same
+_VERSION = 8  # of the interface; the library's must be the same
 
 LAYOUT = 2
 """Version of the layout of our own panels, with which they are stored."""
@@ -64,7 +64,8 @@ class CMatrix(Structure):
 class CLayer(Structure):
     _fields_ = (
         *_fields(CMatrix, "projections output gates down"),
-        *_fields(c_void_p, "attention_norm mlp_norm query_norm key_norm"),
+        *_fields(c_void_p, "attention_norm mlp_norm query_norm key_norm attention_out_norm mlp_out_norm"),
+        *_fields(c_int32, "window rotation"),
     )
 
 
@@ -75,7 +76,9 @@ class CModel(Structure):
         *_fields(c_void_p, "norm embedding_norm"),
         *_fields(c_int32, "count hidden heads shared size middle"),
         *_fields(c_float, "epsilon scaling"),
-        *_fields(c_int32, "adds_to_normed unused"),
+        *_fields(c_int32, "adds_to_normed turned joint_norms gelu"),
+        ("added", c_float),
+        ("unused", c_int32),
     )
 
 
@@ -95,6 +98,7 @@ class CPass(Structure):
         *_fields(c_void_p, "x embedded cosines sines"),
         *_fields(POINTER(c_void_p), "keys values"),
         ("strides", POINTER(c_int64)),
+        ("dropped", POINTER(c_int32)),
         ("requests", POINTER(CRequest)),
         *_fields(c_void_p, "which logits"),
         ("states", POINTER(c_void_p)),
@@ -300,18 +304,23 @@ class Product(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A decoder layer of the Llama family."""
+    """A decoder layer. Norms are weights, [hidden size] unless stated otherwise; ``None`` without."""
 
     projections: Product  # queries, keys and values, in this order
     output: Product  # of attention
     gates: Product  # gate and up projections, in this order
     down: Product
-    # weights of the norms before attention and before the MLP, [hidden size]
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    # of heads, [head size]; None without
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    # of the inputs of attention and of the MLP
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    # of every head, [head size], or of all heads together, [heads · head size]
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    # of the outputs of attention and of the MLP
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    window: int = 0  # positions that a token attends to, with its own; 0 for all
+    rotation: int = 0  # index of the rotation of its queries and keys; -1 without
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -336,15 +345,17 @@ class KVPointers:
     """Pointers to keys and values for native.c; valid as long as this object.
 
     They are [1, heads, positions, head size], all bfloat16 or all float32, with contiguous positions of each head.
+    ``dropped`` is the number of positions of each layer before the first one that they hold; ``None`` for 0.
     """
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], dropped: Sequence[int] | None = None) -> None:
         self._referenced = layers
         self.keys = array(c_void_p, len(layers))(*(keys.data_ptr() for keys, _ in layers))
         self.values = array(c_void_p, len(layers))(*(values.data_ptr() for _, values in layers))
         self.strides = array(c_int64, 2 * len(layers))(
             *(each.stride(1) for entries in layers for each in entries)
         )
+        self.dropped = None if dropped is None else array(c_int32, len(layers))(*dropped)
         self.is_bfloat16 = layers[0][0].dtype == torch.bfloat16
 
 
@@ -360,6 +371,10 @@ class StackConfig(NamedTuple):
     # of an EAGLE head, whose first layer reads embeddings and features: the norm of embeddings, [hidden size]
     embedding_norm: Tensor | None = None
     adds_to_normed: bool = False  # whether that layer adds to the normalized features
+    rotated: int = 0  # first numbers of a head that are rotated; 0 for all
+    joint_norms: bool = False  # whether queries and keys have one norm for all heads
+    gelu: bool = False  # GELU in its tanh form in place of SiLU
+    residual_multiplier: float = 1.0  # of the outputs of attention and MLP
 
 
 class DecoderStack:
@@ -390,6 +405,10 @@ class DecoderStack:
             epsilon=config.epsilon,
             scaling=config.scaling,
             adds_to_normed=config.adds_to_normed,
+            turned=config.rotated or config.head_size,
+            joint_norms=config.joint_norms,
+            gelu=config.gelu,
+            added=config.residual_multiplier,
         )
         bits, self._vocabulary = head.panels.bits, head.panels.outputs
         self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
@@ -421,8 +440,9 @@ class DecoderStack:
         return product.panels.matrix(bias)
 
     def _layer(self, layer: Layer) -> CLayer:
-        norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-        return CLayer(*map(self._matrix, layer.products), *map(self._vector, norms))
+        before = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+        norms = map(self._vector, (*before, layer.attention_out_norm, layer.mlp_out_norm))
+        return CLayer(*map(self._matrix, layer.products), *norms, layer.window, layer.rotation)
 
     def __call__(
         self,
@@ -440,7 +460,8 @@ class DecoderStack:
         Args:
             x: Embeddings, or a head's features, [rows, hidden size], float32, contiguous; overwritten by the last
                 layer's output.
-            cosines, sines: Rotation of the rows' positions, [rows, head size], float32.
+            cosines, sines: Rotations of the rows' positions, [rotations, rows, ``rotated``], float32; without the
+                first dimension if there is one.
             pointers: Keys and values of each layer, with space for those of the rows.
             requests: The requests that the rows belong to, in the order of the rows.
             wanted: Rows whose logits are wanted.
@@ -468,6 +489,7 @@ class DecoderStack:
             keys=pointers.keys,
             values=pointers.values,
             strides=pointers.strides,
+            dropped=pointers.dropped,
             requests=c_requests.array,
             which=ctypes.addressof(which),
             logits=logits.data_ptr(),
