@@ -27,7 +27,10 @@ class Manner:
         per_piece: Tokens in an event.
         usage: What it says of its tokens: their number, that of its events, or nothing.
         named: Whether it names the ids of its tokens.
-        facts: What its last event holds besides.
+        facts: What its last event holds besides, for any body or for each.
+        unasked: Whether this event comes to those too who did not ask for it.
+        beyond: How many tokens its answers are longer than asked for.
+        logprobs: What it says of tokens in an answer without a stream; ``None`` refuses to.
         wrong: What goes wrong with the answer to a body: an ``error`` in its middle, a ``cut`` there, or a status
             before it; ``None`` for nothing.
         another: Whether its answers are other texts than those of other servers.
@@ -40,7 +43,10 @@ class Manner:
     per_piece: int = 1
     usage: Literal["right", "events", "none"] = "right"
     named: bool = False
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] | Callable[[dict[str, Any]], Mapping[str, Any]] = field(default_factory=dict)
+    unasked: bool = False
+    beyond: int = 0
+    logprobs: Mapping[str, Any] | None = None
     wrong: Callable[[dict[str, Any]], str | int | None] = lambda body: None
     another: bool = False
     metrics: str = ""
@@ -60,7 +66,7 @@ def answer_ids(body: Mapping[str, Any], manner: Manner) -> list[int]:
     """Tokens that the prompt alone decides."""
     turn = (zlib.crc32(prompt_of(body).encode()) + manner.another) % len(WORDS)
     text = " ".join([*WORDS[turn:], *WORDS[:turn]] * 8)
-    return list(tokenizer()(text)["input_ids"])[: body["max_tokens"]]
+    return list(tokenizer()(text)["input_ids"])[: body["max_tokens"] + manner.beyond]
 
 
 def events(body: Mapping[str, Any], manner: Manner) -> Iterator[dict[str, Any] | str]:
@@ -76,9 +82,25 @@ def events(body: Mapping[str, Any], manner: Manner) -> Iterator[dict[str, Any] |
         said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
         yield {"choices": [{"index": 0, **said, **({"token_ids": piece} if manner.named else {})}]}
     yield {"choices": [{"index": 0, **({"delta": {}} if chat else {"text": ""}), "finish_reason": "length"}]}
-    if manner.usage != "none":
+    asked = body.get("stream_options", {}).get("include_usage", True)
+    if manner.usage != "none" and (asked or manner.unasked):
         count = len(ids) if manner.usage == "right" else len(pieces)
-        yield {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": count}, **manner.facts}
+        yield {
+            "choices": [],
+            "usage": {"prompt_tokens": 7, "completion_tokens": count},
+            **facts(body, manner),
+        }
+
+
+def facts(body: Mapping[str, Any], manner: Manner) -> Mapping[str, Any]:
+    return manner.facts(dict(body)) if callable(manner.facts) else manner.facts
+
+
+def whole(body: Mapping[str, Any], manner: Manner) -> dict[str, Any]:
+    """An answer without a stream."""
+    text = tokenizer().decode(answer_ids(body, manner))
+    said = {"message": {"content": text}} if "messages" in body else {"text": text}
+    return {"choices": [{"index": 0, **said, "logprobs": manner.logprobs, "finish_reason": "length"}]}
 
 
 class ScriptedServer:
@@ -135,15 +157,17 @@ class ScriptedServer:
     def _post(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         if not self._knows(handler):
-            return
+            return None
         self.asked.append(body)
         if body["model"] not in self.manner.models:
-            self._refuse(handler, 404, f"there is no model {body['model']}")
-            return
+            return self._refuse(handler, 404, f"there is no model {body['model']}")
         wrong = self.manner.wrong(body)
         if isinstance(wrong, int):
-            self._refuse(handler, wrong, "not now")
-            return
+            return self._refuse(handler, wrong, "not now")
+        if not body.get("stream"):
+            if body.get("logprobs") and self.manner.logprobs is None:
+                return self._refuse(handler, 400, "no log probabilities")
+            return self._whole(handler, 200, json.dumps(whole(body, self.manner)).encode())
         handler.send_response(200)
         handler.send_header("Content-Type", "text/event-stream; charset=utf-8")
         handler.send_header("Transfer-Encoding", "chunked")
@@ -151,10 +175,11 @@ class ScriptedServer:
         for event in events(body, self.manner):
             if isinstance(event, str):
                 handler.close_connection = True
-                return
+                return None
             self._chunk(handler, f"data: {json.dumps(event)}\n\n".encode())
         self._chunk(handler, b"data: [DONE]\n\n")
         handler.wfile.write(b"0\r\n\r\n")
+        return None
 
     def _knows(self, handler: BaseHTTPRequestHandler) -> bool:
         """Whether the key is right; one that is not is repeated, as some servers do."""

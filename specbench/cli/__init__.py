@@ -27,6 +27,7 @@ from specbench.cli.calibrate import calibrate
 from specbench.cli.chat import chat
 from specbench.cli.check import check
 from specbench.cli.compare import compare
+from specbench.cli.doctor import doctor
 from specbench.cli.drafters import drafters
 from specbench.cli.export import export
 from specbench.cli.generate import generate
@@ -79,7 +80,7 @@ CONFIGURED = (generate, chat, serve, sweep, check)
 
 for _command in (
     *(generate, chat, serve, drafters, calibrate, train, tune, sweep),
-    *(plot, report, compare, export, check, trace, cache),
+    *(plot, report, compare, export, check, doctor, trace, cache),
 ):
     _more = (ConfigOptions, TracebackOptions) if _command in CONFIGURED else (TracebackOptions,)
     app.command(cls=GroupedCommand)(unfolded(_command, *_more))

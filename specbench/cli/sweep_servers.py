@@ -74,7 +74,7 @@ def sweep_servers(
     )
     named, limit = experiment.chosen(batches)
     prompts = tuple(chosen_prompts(experiment, options))
-    keys = _keys(specs)
+    keys = server_keys(specs)
     local = Recipe(parse_model(target), models=models)
     with StageProgress(quiet) as progress:
         tokenizer = load_tokenizer(local.target, progress=progress) if known else None
@@ -113,7 +113,7 @@ def sweep_servers(
         engine.close()
 
 
-def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
+def server_keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
     """Return the keys in the environment, by server."""
     found = {
         spec.name: os.environ[spec.key_variable].strip() for spec in specs if spec.key_variable in os.environ

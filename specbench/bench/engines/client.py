@@ -287,6 +287,33 @@ class ServerClient:
                     raise self._refusal(response)
                 return await self._read(response, began)
 
+    async def ask_whole(
+        self, model: str, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]
+    ) -> Json:
+        """Request an answer without a stream, and return its body; see ``ask``.
+
+        Raises:
+            ServerError: The server fails, or the answer is not a JSON object.
+        """
+        chat = not isinstance(prompt, str)
+        body = {"model": model, "messages" if chat else "prompt": prompt, **settings}
+        with self._explaining_errors():
+            response = await self._http.post(
+                f"{self._url}/{'chat/completions' if chat else 'completions'}", json=body
+            )
+        answer = _object(response.text)
+        if response.status_code != 200 or not answer:
+            raise self._refusal(response)
+        return answer
+
+    async def page(self, path: str) -> Json:
+        """Return a page of the server that holds a JSON object; an empty one if there is none."""
+        try:
+            response = await self._http.get(f"{self._url.removesuffix('/v1')}{path}")
+        except (httpx2.HTTPError, httpx2.InvalidURL):
+            return {}
+        return _object(response.text) if response.status_code == 200 else {}
+
     async def models(self) -> list[ListedModel]:
         """List the server's models.
 

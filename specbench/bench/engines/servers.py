@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import httpx2
@@ -30,6 +29,7 @@ from specbench.bench.engines.client import (
     StreamedAnswer,
     count_tokens,
 )
+from specbench.bench.engines.dialects import Dialect, dialect_of
 from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
 from specbench.bench.grid import Salt, SweepConfig
 from specbench.bench.serving import BenchRequest, Workload
@@ -63,37 +63,6 @@ _MAX_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Dialect:
-    """The fields that a kind of server understands in addition to the protocol.
-
-    Attributes:
-        always: Fields of every request.
-        salt: Name of a field; with a new value in it, the server's prompt cache finds nothing.
-        sampled: Fields that switch off the server's default truncation of the distribution (such as top-k).
-        caches: Whether its prompt cache finds something nevertheless.
-        reports_drafts: Whether every answer reports draft counts, with 0 for missing ones.
-    """
-
-    always: Mapping[str, Any] = field(default_factory=dict)
-    salt: str | None = None
-    sampled: Mapping[str, Any] = field(default_factory=dict)
-    caches: bool = False
-    reports_drafts: bool = False
-
-
-_WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0}
-_DIALECTS = {
-    "specbench": _Dialect(sampled=_WHOLE_DISTRIBUTION, reports_drafts=True),  # it caches no prompts
-    "llamacpp": _Dialect(always={"cache_prompt": False}, sampled=_WHOLE_DISTRIBUTION),
-    "vllm": _Dialect(always={"return_token_ids": True}, salt="cache_salt", sampled=_WHOLE_DISTRIBUTION),
-    "sglang": _Dialect(always={"return_token_ids": True}, salt="cache_salt", sampled=_WHOLE_DISTRIBUTION),
-}
-"""By the owner that a server lists for its models."""
-
-_UNKNOWN = _Dialect(caches=True)
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredServer:
     """A connected server, with the model's name and owner as the server gives them, and notes for the user."""
 
@@ -115,8 +84,8 @@ class MeasuredServer:
         return one_line(path[1] if path else self.model)
 
     @property
-    def dialect(self) -> _Dialect:
-        return _DIALECTS.get(self.owner, _UNKNOWN)
+    def dialect(self) -> Dialect:
+        return dialect_of(self.owner)
 
     def speculation(self, answer: StreamedAnswer, meanwhile: SpeculationCounters | None) -> Speculation:
         """Return draft counts of an answer: those it reports, or else the increase of the server's counters
@@ -223,7 +192,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         client, listed = self._clients[spec.name], list[ListedModel]()
         try:
             listed = await client.models()
-            model = spec.model or _only_model(spec, listed)
+            model = spec.model or only_model(spec, listed)
             owner = next(
                 (each.owner for each in listed if each.name == model), listed[0].owner if listed else ""
             )
@@ -235,7 +204,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             )
             answer, _ = await self._ask(server, prompt, settings)
         except ServerError as error:
-            raise self._explain(error, spec, listed) from error
+            raise explain(error, spec, listed, has_key=spec.name in self._keys) from error
         return MeasuredServer(spec, model, owner, has_counters, tuple(self._notes(spec, answer)))
 
     def _notes(self, spec: ServerSpec, answer: StreamedAnswer) -> list[str]:
@@ -253,26 +222,6 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         if len(answer.pieces) == 1 and count.tokens > 2:
             found.append(f"{spec.name}: an answer comes in one chunk, so only its total time is known.")
         return found
-
-    def _explain(self, error: ServerError, spec: ServerSpec, listed: Sequence[ListedModel]) -> SpecbenchError:
-        """Return an error of the first connection, with a hint what to change."""
-        variable, status = spec.key_variable, error.status
-        if status in (401, 403):
-            if spec.name in self._keys:
-                what = f"The server {spec.name} refuses the key in {variable} (status {status})."
-                return UsageError(what, "Put a valid key there.")
-            what = f"The server {spec.name} needs a key (status {status})."
-            return UsageError(what, f"Put it into the environment variable {variable}.")
-        if status is not None and 300 <= status < 400:
-            return UsageError(error.message, f"Name that address in place of {spec.url}.")
-        if status == 404 and listed:
-            names = ", ".join(one_line(each.name) for each in listed[:_MAX_LISTED])
-            return UsageError(
-                error.message, f"Its models are {names}; name one after a #, or check {spec.url}."
-            )
-        if status is not None and 400 <= status < 500:
-            return UsageError(error.message, f"Check its address {spec.url}, its model and the options.")
-        return RunError(error.message, f"Check that it runs at {spec.url}.")
 
     # -- the interface of engines --------------------------------------------------------------------
 
@@ -422,7 +371,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             **({"seed": seed, "top_p": 1.0, **dialect.sampled} if temperature else {}),
             **({"ignore_eos": True} if decoding.ignore_eos else {}),
             **dialect.always,
-            **({dialect.salt: secrets.token_hex(16)} if dialect.salt else {}),
+            **dialect.without_cache(),
         }
 
     def _salted(self, config: SweepConfig, request: BenchRequest[ServerPrompt]) -> ServerPrompt:
@@ -495,12 +444,33 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def explain(
+    error: ServerError, spec: ServerSpec, listed: Sequence[ListedModel], *, has_key: bool
+) -> SpecbenchError:
+    """Return an error of the first connection, with a hint what to change."""
+    variable, status = spec.key_variable, error.status
+    if status in (401, 403):
+        if has_key:
+            what = f"The server {spec.name} refuses the key in {variable} (status {status})."
+            return UsageError(what, "Put a valid key there.")
+        what = f"The server {spec.name} needs a key (status {status})."
+        return UsageError(what, f"Put it into the environment variable {variable}.")
+    if status is not None and 300 <= status < 400:
+        return UsageError(error.message, f"Name that address in place of {spec.url}.")
+    if status == 404 and listed:
+        names = ", ".join(one_line(each.name) for each in listed[:_MAX_LISTED])
+        return UsageError(error.message, f"Its models are {names}; name one after a #, or check {spec.url}.")
+    if status is not None and 400 <= status < 500:
+        return UsageError(error.message, f"Check its address {spec.url}, its model and the options.")
+    return RunError(error.message, f"Check that it runs at {spec.url}.")
+
+
 def _messages(system: str | None, text: str) -> tuple[Mapping[str, str], ...]:
     user = {"role": "user", "content": text}
     return (user,) if system is None else ({"role": "system", "content": system}, user)
 
 
-def _only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
+def only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
     """Return the only model of a server.
 
     Raises:

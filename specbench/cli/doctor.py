@@ -1,0 +1,167 @@
+"""`specbench doctor`: what one running server does with its drafts, and what is wrong with its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from specbench.base.errors import UsageError
+from specbench.base.record import Json, not_json
+from specbench.base.textsafe import counted
+from specbench.cli.console import write_json
+from specbench.cli.options import JsonOption
+from specbench.options import panel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.doctor.findings import Finding
+    from specbench.doctor.probes import Observations
+    from specbench.show.document import Part
+    from specbench.specs.servers import ServerSpec
+
+_option = panel("Options")
+_LABELS = {"problem": "PROBLEM", "advice": "advice", "note": "note", "ok": "ok"}
+_STYLES = {"problem": "bold red", "advice": "yellow", "note": "dim", "ok": "green"}
+_WIDTH = 11
+
+
+def doctor(
+    server: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Address of the server, or NAME=URL; with #MODEL if it lists several. The key of NAME is read from"
+            " SPECBENCH_KEY_NAME, without a name from SPECBENCH_KEY_SERVER.",
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        _option(
+            "--target", "MODEL", "Model whose tokenizer checks the server's token counts. It is not loaded."
+        ),
+    ] = None,
+    expect: Annotated[
+        Literal["on", "off"] | None,
+        _option("--expect", "on|off", "Report a problem if speculation is not on, or not off."),
+    ] = None,
+    api: Annotated[
+        Literal["chat", "completions"] | None,
+        _option("--api", "WHAT", "Endpoint: chat or completions. Default: chat if the server has it."),
+    ] = None,
+    body: Annotated[
+        str | None, _option("--body", "JSON", "Object with further fields of every request.")
+    ] = None,
+    draft_cost: Annotated[
+        float,
+        _option(
+            "--draft-cost",
+            "X",
+            "Time of drafting a token, in units of a pass of the target. It is used for the best draft length if the"
+            " server cannot switch speculation off for a request.",
+            min=0.0,
+            max=10.0,
+        ),
+    ] = 0.1,
+    seconds: Annotated[
+        float, _option("--seconds", "X", "Time for all requests.", min=5.0, max=3600.0)
+    ] = 55.0,
+    json_output: JsonOption = False,
+) -> None:
+    """Examine a running server: does it speculate, do its counts and outputs hold, which draft length suits it?
+
+    Exits with code 1 if there is a problem.
+    """
+    from specbench.doctor.findings import Examined, diagnose
+
+    spec = _spec(server)
+    fields = _fields(body)
+    seen = asyncio.run(_examine(spec, api, fields, seconds))
+    tokenizer = None
+    if target is not None:
+        from specbench.models.load import load_tokenizer
+        from specbench.specs.models import parse_model
+
+        tokenizer = load_tokenizer(parse_model(target))
+    findings = diagnose(Examined(seen, tokenizer, expect, draft_cost))
+    if json_output:
+        write_json(
+            {"model": seen.model, "owner": seen.owner, "findings": [asdict(each) for each in findings]}
+        )
+    else:
+        from rich.console import Console
+
+        from specbench.show.document import show
+
+        console = Console(highlight=False)
+        show(console, *_parts(seen, findings), wrap=console.is_terminal)
+    if any(each.status == "problem" for each in findings):
+        raise typer.Exit(1)
+
+
+def _spec(text: str) -> ServerSpec:
+    from specbench.specs.servers import parse_server
+
+    return parse_server(text if re.match(r"[\w.-]+=", text) else f"server={text}")
+
+
+def _fields(body: str | None) -> Json:
+    """Parse ``--body``.
+
+    Raises:
+        UsageError: It is not a JSON object.
+    """
+    try:
+        found: Any = json.loads(body or "{}", parse_constant=not_json)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--body is not JSON: {error}.", 'Give an object, such as \'{"user": "me"}\'.'
+        ) from error
+    if not isinstance(found, dict):
+        raise UsageError("--body is not a JSON object.", 'Give one, such as \'{"user": "me"}\'.')
+    return found
+
+
+async def _examine(
+    spec: ServerSpec, api: Literal["chat", "completions"] | None, body: Json, seconds: float
+) -> Observations:
+    from specbench.bench.engines.client import ListedModel, ServerClient, ServerError
+    from specbench.bench.engines.servers import explain, only_model
+    from specbench.cli.sweep_servers import server_keys
+    from specbench.doctor.probes import Examination
+
+    key = server_keys([spec]).get(spec.name)
+    client, listed = ServerClient(spec.name, spec.url, key=key, timeout_s=seconds), list[ListedModel]()
+    try:
+        listed = await client.models()
+        model = spec.model or only_model(spec, listed)
+        owner = next((each.owner for each in listed if each.name == model), "")
+        return await Examination(client, model, owner, api=api, body=body, seconds=seconds).run()
+    except ServerError as error:
+        raise explain(error, spec, listed, has_key=key is not None) from error
+    finally:
+        await client.close()
+
+
+def _parts(seen: Observations, findings: Sequence[Finding]) -> list[Part]:
+    from specbench.show.document import Facts, Heading, Items, Paragraph
+
+    engine = f", {seen.owner}" if seen.owner else ""
+    pairs = [
+        (each.check, [(f"{_LABELS[each.status]:<8}", _STYLES[each.status]), (each.text, "")])
+        for each in findings
+    ]
+    remedies = [f"{each.check}: {each.remedy}" for each in findings if each.remedy and each.status != "ok"]
+    problems = sum(each.status == "problem" for each in findings)
+    verdict = f"{counted(problems, 'problem')} found." if problems else "No problem found."
+    return [
+        Heading(f"{seen.model}{engine}"),
+        Facts(pairs, width=max(_WIDTH, *(len(name) + 3 for name, _ in pairs))),
+        Items(remedies, "What to do:"),
+        Paragraph(verdict, "bold"),
+    ]

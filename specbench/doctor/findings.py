@@ -1,0 +1,527 @@
+"""What the observations of a server say: findings, each with its remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from specbench.base.record import Json, ratio
+from specbench.base.textsafe import counted, one_line
+from specbench.bench.engines.client import count_tokens
+from specbench.decoding.theory import SLOPE, best_length, expected_tokens_by_position
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specbench.bench.engines.client import StreamedAnswer, TokenCount
+    from specbench.doctor.probes import Observations
+
+Status = Literal["ok", "note", "advice", "problem"]
+Expected = Literal["on", "off"]
+
+_TELLING = 20
+"""Draft tokens without an accepted one that are no coincidence."""
+
+_LEAST_GAIN = 0.05
+"""Gain from which another draft length is recommended."""
+
+_FURTHER = 4
+"""How many positions acceptance is extrapolated by."""
+
+_SUM_SLACK = 0.01
+_WORDS_PER_TOKEN = 1.05
+"""Most words of a text per token; ordinary text has fewer words than tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A result of one check, in a sentence, and what to change; ``advice`` is about speed only."""
+
+    check: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+
+@dataclass
+class Examined:
+    """The observations with what is computed from them.
+
+    Attributes:
+        tokenizer: The target's; ``None`` relies on the server's counts and on words.
+        expected: Whether speculation should be on; ``None`` takes what is found.
+        draft_cost: Assumed time of drafting a token, in units of a target pass.
+    """
+
+    seen: Observations
+    tokenizer: PreTrainedTokenizerBase | None = None
+    expected: Expected | None = None
+    draft_cost: float = 0.1
+
+    @cached_property
+    def counts(self) -> list[TokenCount]:
+        """The token counts of the answers."""
+        return [count_tokens(answer, self.tokenizer) for answer in self.seen.answers]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all answers, as far as known."""
+        return sum(count.tokens or 0 for count in self.counts)
+
+    @cached_property
+    def miscount(self) -> str | None:
+        """A sentence about the first answer whose token counts or text disagree; ``None`` for none."""
+        for answer, count in zip(self.seen.answers, self.counts, strict=True):
+            words = len(answer.text.split())
+            if count.problem is not None:
+                return count.problem
+            if words > _WORDS_PER_TOKEN * (count.tokens or 0):
+                return f"The server reports {count.tokens} tokens, but its text has {words} words."
+            if count.tokens and not answer.text:
+                return f"The server reports {count.tokens} tokens, but sends no text."
+        return None
+
+    @property
+    def told(self) -> tuple[int, int] | None:
+        """Drafted and accepted tokens that the answers report; ``None`` if one of them does not."""
+        answers, always = self.seen.answers, self.seen.dialect.reports_drafts
+        known = all(each.drafted is not None and each.accepted is not None for each in answers)
+        if not answers or not (known or always):
+            return None
+        return sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
+
+    @property
+    def drafted(self) -> int | None:
+        """Draft tokens over all answers; ``None`` if unknown."""
+        if self.told is not None:
+            return self.told[0]
+        return None if self.seen.counted is None else self.seen.counted.drafted
+
+    @property
+    def accepted(self) -> int:
+        if self.told is not None:
+            return self.told[1]
+        return 0 if self.seen.counted is None else self.seen.counted.accepted
+
+    @cached_property
+    def by_position(self) -> tuple[int, tuple[int, ...]] | None:
+        """Steps that drafted, and accepted tokens by position, of the counters or of the answers."""
+        counted = self.seen.counted
+        if counted is not None and counted.kept_at and counted.drafts:
+            return counted.drafts, counted.kept_at
+        each = [answer.speculation for answer in self.seen.answers]
+        known = [one for one in each if one is not None]
+        if not known or len(known) < len(each):
+            return None
+        longest = max(len(one.kept_at) for one in known)
+        kept = (
+            sum(one.kept_at[place] for one in known if place < len(one.kept_at)) for place in range(longest)
+        )
+        return sum(one.drafts for one in known), tuple(kept)
+
+    @cached_property
+    def gamma(self) -> float | None:
+        """Mean draft length of the steps that drafted."""
+        drafts = self.by_position[0] if self.by_position else getattr(self.seen.counted, "drafts", 0)
+        return self.drafted / drafts if self.drafted and drafts else None
+
+
+# -- speculation -------------------------------------------------------------------------------------
+
+
+def _speculation(e: Examined) -> Iterator[Finding]:
+    seen, drafted = e.seen, e.drafted
+    if drafted is None:
+        per_chunk = ratio(e.tokens, sum(len(each.pieces) for each in seen.answers))
+        guess = f"; a chunk holds {per_chunk:.1f} tokens on average" if per_chunk > 1.2 else ""
+        yield Finding(
+            "speculation",
+            "note" if e.expected is None else "problem",
+            f"The server does not report whether it drafts{guess}.",
+            "Switch its metrics on: --metrics (llama.cpp), --enable-metrics (SGLang); vLLM has /metrics.",
+        )
+    elif not drafted:
+        configured = seen.dialect.counts_if_on and seen.counted is not None
+        if e.expected == "on" or configured:
+            how = "is configured, but" if configured else "is off:"
+            remedy = (
+                "Check its log for the draft model: it may not be loaded, or not fit the target's vocabulary."
+            )
+            yield Finding("speculation", "problem", f"Speculation {how} nothing was drafted.", remedy)
+        else:
+            yield Finding("speculation", "ok", "Speculation is off.")
+    elif e.expected == "off":
+        yield Finding("speculation", "problem", "Speculation is on.", "Start the server without its options.")
+    else:
+        yield Finding(
+            "speculation",
+            "ok",
+            f"Speculation is on: {counted(drafted, 'draft token')} for {e.tokens} tokens.",
+        )
+
+
+def _method(e: Examined) -> Iterator[Finding]:
+    if not e.drafted:
+        return
+    parts = []
+    named = _named_method(e.seen.about)
+    if named:
+        parts.append(f"Method: {named}")
+    if e.gamma is not None:
+        parts.append(f"effective γ {e.gamma:.1f}")
+        drafts = e.drafted / e.gamma
+        steps = max(e.tokens - e.accepted - len(e.seen.answers), drafts)
+        parts.append(f"{100 * drafts / steps:.0f}% of the steps draft")
+    if parts:
+        said = ", ".join(parts)
+        yield Finding("method", "ok", said[0].upper() + said[1:] + ".")
+
+
+def _named_method(about: Json) -> str:
+    """Return the method that a server's page names; empty if it names none."""
+    places: list[Any] = [about.get("speculative_algorithm")]
+    for model in about.get("data") or ():
+        if isinstance(model, dict) and isinstance(model.get("speculation"), dict):
+            places += [model["speculation"].get("drafter")]
+    defaults = about.get("default_generation_settings")
+    if isinstance(defaults, dict) and isinstance(defaults.get("params"), dict):
+        places += [defaults["params"].get("speculative.types")]
+    return next((one_line(each) for each in places if isinstance(each, str) and each not in ("", "none")), "")
+
+
+def _acceptance(e: Examined) -> Iterator[Finding]:
+    if not e.drafted:
+        return
+    if not e.accepted and e.drafted >= _TELLING:
+        yield Finding(
+            "acceptance",
+            "problem",
+            f"None of {e.drafted} draft tokens was accepted.",
+            "The drafter does not fit the target: check its tokenizer, its weights and its revision.",
+        )
+        return
+    text = f"{100 * e.accepted / e.drafted:.0f}% of draft tokens are accepted"
+    if e.by_position:
+        drafts, kept = e.by_position
+        text += "; by position, of all drafts: " + " ".join(f"{100 * each / drafts:.0f}%" for each in kept)
+    yield Finding("acceptance", "ok", f"{text}.")
+
+
+def _dummy_tokens(e: Examined) -> Iterator[Finding]:
+    if not e.drafted or not e.by_position or not e.accepted:
+        return
+    drafts, kept = e.by_position
+    useful = max((place for place, count in enumerate(kept, 1) if count), default=0)
+    beyond = e.drafted - drafts * useful  # at least so many draft tokens are at later positions
+    if useful and beyond >= _TELLING and kept[useful - 1] >= _TELLING:
+        yield Finding(
+            "dummy tokens",
+            "problem",
+            f"No draft token after position {useful} was accepted, of {beyond} or more: they may be placeholders.",
+            f"Set the draft length to {useful}{_option_for(e, useful)}.",
+        )
+
+
+def _option_for(e: Examined, gamma: int) -> str:
+    """Return the engine's option for a draft length, in brackets; empty if unknown."""
+    options = {
+        "vllm": f"--speculative-config '{{\"num_speculative_tokens\": {gamma}, ...}}'",
+        "llamacpp": f"--draft-max {gamma}",
+        "sglang": f"--speculative-num-steps {gamma}",
+        "specbench": f"--gamma {gamma}",
+    }
+    return f" ({options[e.seen.owner]})" if e.seen.owner in options else ""
+
+
+# -- counts ------------------------------------------------------------------------------------------
+
+
+def _counters(e: Examined) -> Iterator[Finding]:
+    now, told = e.seen.counted, e.told
+    if now is None:
+        return
+    if e.seen.idle is not None and e.seen.idle.drafts:
+        yield Finding(
+            "counters",
+            "note",
+            "The counters increase while nothing is asked: others use the server.",
+            "Examine it while nobody else uses it.",
+        )
+        return
+    wrong = []
+    if now.accepted > now.drafted:
+        wrong.append(f"{now.accepted} accepted of {now.drafted} drafted")
+    if now.drafted < now.drafts:
+        wrong.append(f"{now.drafts} drafts of {now.drafted} tokens")
+    if now.kept_at and sum(now.kept_at) != now.accepted:
+        wrong.append(f"{sum(now.kept_at)} accepted by position, {now.accepted} in all")
+    if list(now.kept_at) != sorted(now.kept_at, reverse=True) or (
+        now.kept_at and now.kept_at[0] > now.drafts
+    ):
+        wrong.append("a position accepted more often than the one before it")
+    if told is not None and told != (now.drafted, now.accepted):
+        wrong.append(
+            f"answers say {told[0]} drafted, {told[1]} accepted; counters {now.drafted} and {now.accepted}"
+        )
+    slack = len(e.seen.answers) * (len(now.kept_at) + 1)  # a step may draft beyond the end
+    if e.miscount is None and now.accepted + now.drafts > e.tokens + slack:
+        wrong.append(f"{now.accepted} accepted in {now.drafts} steps, but only {e.tokens} tokens")
+    if wrong:
+        remedy = "Do not use these figures; report it to the engine's developers."
+        yield Finding("counters", "problem", f"Counts disagree: {'; '.join(wrong)}.", remedy)
+    elif now.drafts:
+        yield Finding("counters", "ok", "Counters agree with each other and with the answers.")
+
+
+def _tokens(e: Examined) -> Iterator[Finding]:
+    longest = max((count.tokens or 0 for count in e.counts), default=0)
+    if e.miscount is not None:
+        remedy = "Count tokens with the tokenizer (--target MODEL): it may count steps or chunks."
+        yield Finding("tokens", "problem", e.miscount, remedy)
+    elif longest > e.seen.limit:
+        text = f"An answer has {longest} tokens, but max_tokens is {e.seen.limit}."
+        remedy = (
+            "Limits on the output do not hold; check that max_tokens is supported, also with speculation."
+        )
+        yield Finding("tokens", "problem", text, remedy)
+    elif e.counts:
+        sources = sorted({count.source for count in e.counts} | ({"tokenizer"} if e.tokenizer else set()))
+        yield Finding("tokens", "ok", f"{e.tokens} tokens, according to {' and '.join(sources)}.")
+
+
+def _usage(e: Examined) -> Iterator[Finding]:
+    if e.seen.unasked is None:
+        return
+    if e.seen.unasked.used_tokens is not None:
+        yield Finding(
+            "usage",
+            "problem",
+            "A stream has usage although stream_options.include_usage is false.",
+            "Strict clients may fail on the extra chunk; ignore it.",
+        )
+
+
+# -- outputs -----------------------------------------------------------------------------------------
+
+
+def _logprobs(e: Examined) -> Iterator[Finding]:
+    entries = list(_entries(e.seen.logprobs)) if e.seen.logprobs else []
+    if not entries:
+        if e.seen.answers and "repeat" not in e.seen.skipped:
+            yield Finding("logprobs", "note", "The server gives no log probabilities.")
+        return
+    wrong = ""
+    bare = 0
+    for place, (own, others) in enumerate(entries, 1):
+        total = (
+            sum(math.exp(min(each, 1.0)) for each in others) if all(map(math.isfinite, others)) else math.nan
+        )
+        bare += not others
+        if math.isnan(own) or math.isnan(total) or not math.isfinite(own):
+            wrong = f"a log probability of token {place} is not finite"
+        elif own > _SUM_SLACK:
+            wrong = f"token {place} has a probability of {math.exp(own):.2f}"
+        elif total > 1.0 + _SUM_SLACK:
+            wrong = f"the probabilities of token {place} sum to {total:.2f}"
+        elif others and max(others) > own + 0.5:
+            wrong = f"token {place} is not the most likely one of its own list, though decoding is greedy"
+        if wrong:
+            remedy = "Do not use its log probabilities; compare with speculation switched off."
+            yield Finding("logprobs", "problem", f"Log probabilities are wrong: {wrong}.", remedy)
+            return
+    if 0 < bare < len(entries):
+        yield Finding(
+            "logprobs",
+            "note",
+            f"{bare} of {len(entries)} tokens have no alternatives: the server leaves them out for draft tokens.",
+            "For log probabilities, switch speculation off.",
+        )
+    else:
+        yield Finding("logprobs", "ok", "Log probabilities are finite, and sum to at most 1.")
+
+
+def _entries(logprobs: Json) -> Iterator[tuple[float, list[float]]]:
+    """Yield the log probability of each token, and those of its alternatives, of either endpoint's form."""
+    content = logprobs.get("content")
+    for each in content if isinstance(content, list) else ():
+        if isinstance(each, dict):
+            top = each.get("top_logprobs") or each.get("top_probs") or ()
+            yield (
+                _number(each.get("logprob")),
+                [_number(one.get("logprob")) for one in top if isinstance(one, dict)],
+            )
+    own, top = logprobs.get("token_logprobs"), logprobs.get("top_logprobs")
+    for place, value in enumerate(own if isinstance(own, list) else ()):
+        others = top[place] if isinstance(top, list) and place < len(top) else None
+        yield _number(value), [_number(one) for one in others.values()] if isinstance(others, dict) else []
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _repeat(e: Examined) -> Iterator[Finding]:
+    texts = e.seen.again
+    if len(texts) < 2:
+        return
+    place = _first_difference(texts)
+    if place is None:
+        yield Finding("repeat", "ok", f"{len(texts)} greedy answers to one prompt are the same.")
+        return
+    yield Finding(
+        "repeat",
+        "problem",
+        f"Greedy answers to one prompt differ after {counted(place, 'character')}.",
+        "Temperature 0 may not be honored, or rounding depends on the batch (vLLM: VLLM_BATCH_INVARIANT=1).",
+    )
+
+
+def _first_difference(texts: Sequence[str]) -> int | None:
+    """Return how many characters texts share; ``None`` if each is the beginning of the longest."""
+    shown = [text.rstrip("\N{REPLACEMENT CHARACTER}") for text in texts]
+    least = min(map(len, shown))
+    place = next((i for i in range(least) if len({text[i] for text in shown}) > 1), None)
+    return place
+
+
+def _cache(e: Examined) -> Iterator[Finding]:
+    if len(e.seen.turns) < 2:
+        return
+    first, second = e.seen.turns
+    cached, known = second.cached_tokens, first.prompt_tokens
+    if cached is None or known is None:
+        yield Finding(
+            "cache",
+            "note",
+            "The server does not report cached prompt tokens.",
+            "vLLM: --enable-prompt-tokens-details." if e.seen.owner == "vllm" else "",
+        )
+    elif cached > (second.prompt_tokens or cached):
+        remedy = "Do not use its counts of cached tokens."
+        text = f"{cached} cached tokens are reported for a prompt of {second.prompt_tokens}."
+        yield Finding("cache", "problem", text, remedy)
+    elif cached < known / 2:
+        yield Finding(
+            "cache",
+            "problem",
+            f"The second turn finds {cached} of the first turn's {known} tokens in the prompt cache.",
+            "Switch prefix caching on (vLLM: --enable-prefix-caching; llama.cpp: cache_prompt), and check that it"
+            " works together with speculation.",
+        )
+    else:
+        text = (
+            f"The second turn finds {cached} of its {second.prompt_tokens} prompt tokens in the prompt cache."
+        )
+        yield Finding("cache", "ok", text)
+
+
+def _plain_outputs(e: Examined) -> Iterator[Finding]:
+    pairs = [(with_.text, without.text) for with_, without in e.seen.plain]
+    if any(without.drafted for _, without in e.seen.plain) or not pairs:
+        return
+    same = sum(_first_difference(pair) is None for pair in pairs)
+    text = f"{same} of {counted(len(pairs), 'greedy answer')} are the same without speculation."
+    if not same and len(pairs) > 2:
+        remedy = "Speculation may change the output: check it with `specbench check --outputs`."
+        yield Finding("outputs", "problem", text, remedy)
+    else:
+        yield Finding("outputs", "ok" if same == len(pairs) else "note", text)
+
+
+# -- speed -------------------------------------------------------------------------------------------
+
+
+def _pace(answer: StreamedAnswer, tokens: int | None) -> float:
+    """Return the seconds per token after the first chunk; NaN if unknown."""
+    if answer.first is None or not tokens or tokens < 2 or len(answer.pieces) < 2:
+        return math.nan
+    first = len(answer.first.ids or (0,))
+    return (answer.pieces[-1].at_s - answer.first.at_s) / max(1, tokens - first)
+
+
+def _paces(e: Examined) -> list[tuple[float, float]]:
+    """Return the seconds per token with and without speculation, of each prompt with both."""
+    paces = [
+        (_pace(a, count_tokens(a, e.tokenizer).tokens), _pace(b, count_tokens(b, e.tokenizer).tokens))
+        for a, b in e.seen.plain
+        if not b.drafted
+    ]
+    return [pair for pair in paces if all(map(math.isfinite, pair)) and min(pair) > 0]
+
+
+def _speed(e: Examined) -> Iterator[Finding]:
+    from specbench.results.stats import geometric_mean, ratio_text, verdict
+
+    paces = _paces(e)
+    if not paces:
+        return
+    gain = geometric_mean([plain / drafting for drafting, plain in paces], list(range(len(paces))))
+    found = verdict(gain)
+    text = (
+        f"Speculation is {ratio_text(gain)} as fast as plain decoding, over {counted(len(paces), 'prompt')}."
+    )
+    if found == "slower":
+        remedy = "Switch it off, or find a better setting with `specbench tune`."
+        yield Finding("speed", "problem", text, remedy)
+    else:
+        yield Finding("speed", "ok", text)
+
+
+def _best_gamma(e: Examined) -> Iterator[Finding]:
+    if not e.by_position or e.gamma is None or not e.accepted:
+        return
+    drafts, kept = e.by_position
+    reached = [drafts, *kept[:-1]]
+    rates = [count / before if before else 0.0 for count, before in zip(kept, reached, strict=True)]
+    seen = max(1, min(len(rates), round(e.gamma)))
+    rates = rates[:seen] + [min(rates[:seen])] * _FURTHER  # later positions are accepted less often
+    tokens = expected_tokens_by_position(rates)
+    now = seen
+    paces = _paces(e)
+    if paces:
+        plain_s = sum(plain for _, plain in paces) / len(paces)
+        step_s = tokens[now] * sum(drafting for drafting, _ in paces) / len(paces)
+        cost, source = max(0.0, (step_s / plain_s - 1.0) / now), "measured"
+    else:
+        cost, source = e.draft_cost + SLOPE, "assumed"
+    verify = [0.0, *(1.0 + cost * number for number in range(len(tokens)))]
+    best = best_length(tokens, 0.0, verify)
+    speed = [tokens[gamma] / verify[gamma + 1] for gamma in range(len(tokens))]
+    gain = speed[best] / speed[now] - 1.0
+    basis = f"{source}: a draft token costs {cost:.2f} of a target pass"
+    if gain < _LEAST_GAIN:
+        yield Finding("gamma", "ok", f"A draft length of {now} suits the acceptance by position ({basis}).")
+    elif not best:
+        text = f"Plain decoding would be {100 * gain:.0f}% faster than γ = {now} ({basis})."
+        remedy = "Switch speculation off for such prompts, or use a better drafter."
+        yield Finding("gamma", "advice", text, remedy)
+    else:
+        text = f"γ = {best} would be {100 * gain:.0f}% faster than γ = {now} ({basis})."
+        yield Finding(
+            "gamma", "advice", text, f"Set it{_option_for(e, best)}, and measure with `specbench sweep`."
+        )
+
+
+def _failures(e: Examined) -> Iterator[Finding]:
+    names = {"plain": "The comparison with plain decoding", "counters": "Reading the counters"}
+    for name, reason in e.seen.failed.items():
+        remedy = "Read the server's log."
+        yield Finding(name, "problem", f"{names.get(name, f'The check of {name}')} failed: {reason}", remedy)
+    missing = [name for name in e.seen.skipped if not (name == "plain" and e.seen.plain)]
+    if missing:
+        text = f"There was no time for: {', '.join(missing)}."
+        yield Finding("time", "note", text, "Give more with --seconds.")
+
+
+_CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
+    _speculation, _method, _acceptance, _dummy_tokens, _counters, _tokens, _usage, _logprobs, _repeat,
+    _plain_outputs, _cache, _speed, _best_gamma, _failures,
+)  # fmt: skip
+
+
+def diagnose(examined: Examined) -> list[Finding]:
+    """Return the findings of all checks, in a fixed order."""
+    return [finding for check in _CHECKS for finding in check(examined)]

@@ -1,0 +1,276 @@
+"""The requests of `specbench doctor`: a minute of short ones, one at a time, and what came back."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from specbench.base.errors import RunError
+from specbench.base.record import Json
+from specbench.bench.engines.client import ServerError
+from specbench.bench.engines.dialects import Dialect, dialect_of
+
+if TYPE_CHECKING:
+    from specbench.bench.engines.client import ServerClient, SpeculationCounters, StreamedAnswer
+
+_T = TypeVar("_T")
+ProbeApi = Literal["chat", "completions"]
+
+TOKENS = 64
+"""Tokens of an answer whose acceptance is counted, if the server is fast enough."""
+
+_SHORT = 16
+_LEAST = 24
+_LATE_S = 0.3
+"""Seconds that counters get to catch up with answers."""
+
+_PROMPTS = (
+    "Repeat this list three times: red apples, green pears, yellow lemons, blue plums, black cherries.",
+    "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
+    "Explain in a few sentences why the sky is blue.",
+    'Write the capitals of France, Spain, Italy and Poland as JSON: [{"country": "...", "capital": "..."}].',
+)
+_DOCUMENT = " ".join(
+    f"Rule {number}: {what} of room {number} is open from {8 + number % 4} to {16 + number % 5} and has {number} seats."
+    for number, what in enumerate(("the library", "the kitchen", "the workshop", "the garden") * 5, 1)
+)
+_QUESTIONS = ("When is room 3 open?", "And how many seats has room 7?")
+
+
+@dataclass
+class Observations:
+    """What a server did.
+
+    Attributes:
+        owner, model: As the server names them.
+        limit: ``max_tokens`` of each of the answers.
+        answers: Answers to different prompts, greedy.
+        counted: Increase of the server's counters over ``answers``; ``None`` without counters.
+        before: Counters before the first request.
+        idle: Increase of the counters while nothing was asked.
+        again: Texts of one prompt, greedy: two streams, and one answer without a stream if there is one.
+        plain: Answers of one prompt with speculation and without it, for servers that can switch it off.
+        turns: The answers of a conversation's first two turns; empty if they were not asked.
+        logprobs: The field of that name in an answer that was asked for it; ``None`` if the server refused it.
+        unasked: An answer for which ``usage`` was not requested.
+        about: The server's page with its configuration.
+        failed: Why a probe has no result, by its name.
+        skipped: Probes for which there was no time.
+    """
+
+    owner: str
+    model: str
+    limit: int = TOKENS
+    answers: list[StreamedAnswer] = field(default_factory=list)
+    counted: SpeculationCounters | None = None
+    before: SpeculationCounters | None = None
+    idle: SpeculationCounters | None = None
+    again: list[str] = field(default_factory=list)
+    plain: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
+    turns: list[StreamedAnswer] = field(default_factory=list)
+    logprobs: Json | None = None
+    unasked: StreamedAnswer | None = None
+    about: Json = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def dialect(self) -> Dialect:
+        return dialect_of(self.owner)
+
+
+class Examination:
+    """The probes of one server, within a given time.
+
+    Args:
+        client: The connected client.
+        model, owner: As the server lists them.
+        api: The endpoint; ``None`` tries chat first.
+        body: Further fields of every request.
+        seconds: Time for all requests. A probe that is not finished by then is given up.
+        clock, pause: Functions that return the time, and that wait, in seconds.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        model: str,
+        owner: str,
+        *,
+        api: ProbeApi | None = None,
+        body: Mapping[str, Any] | None = None,
+        seconds: float = 55.0,
+        clock: Callable[[], float] = time.perf_counter,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._client, self._clock, self._pause = client, clock, pause
+        self._api: ProbeApi = api or "chat"
+        self._may_change = api is None
+        self._body = dict(body or {})
+        self._seconds = seconds
+        self.seen = Observations(owner, model)
+
+    async def run(self) -> Observations:
+        """Send all requests.
+
+        Raises:
+            ServerError: The first request fails.
+        """
+        self._ends = self._clock() + self._seconds
+        seen, client = self.seen, self._client
+        if seen.dialect.about:
+            seen.about = await client.page(seen.dialect.about)
+        await self._first()
+        seen.before = await client.counters()
+        await self._acceptance()
+        await self._attempt("repeat", self._repeat())
+        await self._attempt("cache", self._turns())
+        await self._attempt("usage", self._unasked())
+        if seen.dialect.plain and any(answer.drafted for answer in seen.answers):
+            await self._attempt("plain", self._without_speculation())
+        return seen
+
+    # -- probes --------------------------------------------------------------------------------------
+
+    async def _first(self) -> None:
+        """Send a short request that is not counted, and find the endpoint."""
+        try:
+            await self._ask(_PROMPTS[2], _SHORT)
+        except ServerError as error:
+            if not self._may_change or error.status is None or not 400 <= error.status < 500:
+                raise
+            self._api = "completions"
+            try:
+                await self._ask(_PROMPTS[2], _SHORT)
+            except ServerError:
+                raise error from None
+
+    async def _acceptance(self) -> None:
+        """Ask all prompts; shorter answers if the first one is slow."""
+        seen = self.seen
+        for number, prompt in enumerate(_PROMPTS):
+            began = self._clock()
+            if not await self._attempt("answers", self._add_answer(prompt)):
+                break
+            took = self._clock() - began
+            if number == 0 and took > (budget := self._seconds / 12):
+                seen.limit = max(_LEAST, int(seen.limit * budget / took))
+        counters = await self._since_start()
+        if counters is not None and not self._agree(counters):  # some servers count a moment later
+            await self._pause(_LATE_S)
+            counters = await self._since_start()
+        seen.counted = counters
+        if counters is not None:
+            await self._pause(_LATE_S)
+            later = await self._since_start()
+            seen.idle = None if later is None else later.since(counters)
+
+    async def _add_answer(self, prompt: str) -> None:
+        self.seen.answers.append(await self._ask(prompt, self.seen.limit))
+
+    def _agree(self, counted: SpeculationCounters) -> bool:
+        """Return whether the answers report as many draft tokens as the counters."""
+        answers = self.seen.answers
+        return (counted.drafted, counted.accepted) == (
+            sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
+        )  # fmt: skip
+
+    async def _since_start(self) -> SpeculationCounters | None:
+        now, before = await self._client.counters(), self.seen.before
+        if now is None or before is None:
+            return None
+        try:
+            return now.since(before)
+        except RunError as error:
+            self.seen.failed["counters"] = error.message
+            return None
+
+    async def _repeat(self) -> None:
+        """Ask a prompt again, and once more without a stream and with log probabilities."""
+        seen = self.seen
+        if not seen.answers:
+            return
+        again = await self._ask(_PROMPTS[0], seen.limit)
+        seen.again = [seen.answers[0].text, again.text]
+        wanted = {"logprobs": True, "top_logprobs": 5} if self._api == "chat" else {"logprobs": 5}
+        settings = {**self._settings(min(seen.limit, _LEAST)), **wanted}
+        try:
+            body = await self._client.ask_whole(seen.model, self._prompt(_PROMPTS[0]), settings)
+        except ServerError as error:
+            if error.status is None or not 400 <= error.status < 500:
+                raise
+            return
+        choice = next(iter(body.get("choices") or ()), None)
+        if isinstance(choice, dict):
+            message = choice.get("message")
+            text = message.get("content") if isinstance(message, dict) else choice.get("text")
+            seen.again += [text] if isinstance(text, str) and text else []
+            found = choice.get("logprobs")
+            seen.logprobs = found if isinstance(found, dict) else None
+
+    async def _turns(self) -> None:
+        """Ask two turns of a conversation about a text that is new to the server."""
+        begin = f"{secrets.token_hex(4)}. These are the rules of a house. {_DOCUMENT}"
+        asked = f"{begin}\n\n{_QUESTIONS[0]}"
+        first = await self._ask(asked, _SHORT, warm=True)
+        history = (asked, first.text or "I do not know.", _QUESTIONS[1])
+        self.seen.turns = [first, await self._ask(history, _SHORT, warm=True)]
+
+    async def _unasked(self) -> None:
+        self.seen.unasked = await self._ask(_PROMPTS[2], _SHORT // 2, stream_options={"include_usage": False})
+
+    async def _without_speculation(self) -> None:
+        """Ask prompts with and without speculation, in alternating order, for as long as there is time."""
+        plain = self.seen.dialect.plain
+        for number, prompt in enumerate(_PROMPTS):
+            pair: dict[bool, StreamedAnswer] = {}
+            for off in (True, False) if number % 2 else (False, True):
+                pair[off] = await self._ask(prompt, self.seen.limit, **(plain if off else {}))
+            self.seen.plain.append((pair[False], pair[True]))
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    async def _attempt(self, name: str, probe: Awaitable[object]) -> bool:
+        """Run a probe in the time that is left; return whether it has succeeded."""
+        left = self._ends - self._clock()
+        task = asyncio.ensure_future(probe)
+        try:
+            await asyncio.wait_for(task, max(left, 0.0))
+        except TimeoutError:
+            self.seen.skipped.append(name)
+            return False
+        except ServerError as error:
+            self.seen.failed[name] = error.message
+            return False
+        return True
+
+    async def _ask(
+        self, prompt: str | Sequence[str], tokens: int, *, warm: bool = False, **more: Any
+    ) -> StreamedAnswer:
+        return await self._client.ask(
+            self.seen.model, self._prompt(prompt), {**self._settings(tokens, warm=warm), **more}
+        )
+
+    def _prompt(self, prompt: str | Sequence[str]) -> str | list[dict[str, str]]:
+        """Return a prompt, or the turns of a conversation by user and model, as the endpoint takes it."""
+        turns = [prompt] if isinstance(prompt, str) else list(prompt)
+        if self._api == "completions":
+            return "\n".join(turns)
+        return [
+            {"role": "assistant" if number % 2 else "user", "content": text}
+            for number, text in enumerate(turns)
+        ]
+
+    def _settings(self, tokens: int, *, warm: bool = False) -> Json:
+        dialect = self.seen.dialect
+        return {
+            "max_tokens": tokens,
+            "temperature": 0,
+            **dialect.always,
+            **({} if warm else dialect.without_cache()),
+            **self._body,
+        }

@@ -1,0 +1,351 @@
+"""`specbench doctor`: every planted fault is named, and nothing is alarming about a healthy server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from cli_runs import Cli, Result
+from scripted_server import Manner, ScriptedServer, prompt_of
+
+from specbench.bench.engines.client import Chunk, ServerClient, SpeculationCounters, StreamedAnswer
+from specbench.doctor import probes
+from specbench.doctor.findings import Examined, Finding, diagnose
+from specbench.doctor.probes import Examination, Observations
+
+pytestmark = pytest.mark.timeout(60)  # whatever a socket is waited for
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch) -> None:
+    monkeypatch.setattr(probes, "_LATE_S", 0.0)
+
+GOOD_LOGPROBS = {
+    "content": [
+        {"token": "a", "logprob": -0.1,
+         "top_logprobs": [{"token": "a", "logprob": -0.1}, {"token": "b", "logprob": -3.0}]},
+        {"token": "b", "logprob": -0.5, "top_logprobs": [{"token": "b", "logprob": -0.5}]},
+    ]
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Counts:
+    """Drafts of every answer: steps by the number of draft tokens that they kept, at a draft length.
+
+    Attributes:
+        histogram: ``None`` for a server that drafts nothing.
+        told: What answers say instead; ``None`` for the same.
+        skewed: What is added to the counter of accepted tokens.
+    """
+
+    histogram: Sequence[int] | None = (2, 2, 2, 2, 8)
+    gamma: int = 4
+    told: Sequence[int] | None = None
+    skewed: int = 0
+
+    def metrics(self, answers: int) -> str:
+        """As vLLM writes them."""
+        steps = self.histogram or ()
+        kept = [sum(steps[place:]) for place in range(1, len(steps))]
+        drafts, accepted = sum(steps), sum(kept) + self.skewed
+        labels = 'engine="0",model_name="tiny"'
+        lines = [
+            "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",
+            "# TYPE vllm:spec_decode_num_drafts_total counter",
+            f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(drafts * answers)}",
+            f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7536e+09",
+            f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(drafts * self.gamma * answers)}",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(accepted * answers)}",
+        ]
+        for place, count in enumerate(kept):
+            name = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}}'
+            lines.append(f"{name} {float(count * answers)}")
+        return "\n".join(lines) + "\n"
+
+    def facts(self) -> Mapping[str, Any]:
+        """As an answer of vLLM has them."""
+        steps = self.told or self.histogram
+        if steps is None:
+            return {}
+        accepted = sum(kept * count for kept, count in enumerate(steps))
+        counts = {"num_draft_tokens": sum(steps) * self.gamma, "num_accepted_draft_tokens": accepted}
+        return {"metrics": {"speculative_decoding": {**counts, "acceptance_histogram": list(steps)}}}
+
+
+def vllm(
+    counts: Counts | None = None,
+    *,
+    cached: Callable[[int], int] = lambda known: known // 16 * 16,
+    **manner: Any,
+) -> Manner:
+    """The manner of vLLM with speculation: it names ids, and finds whole blocks of earlier turns in its cache."""
+    counts = counts or Counts()
+
+    def facts(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        texts = (
+            [each["content"] for each in body["messages"]]
+            if "messages" in body
+            else prompt_of(body).split("\n")
+        )
+        lengths = [len(text.split()) for text in texts]
+        known = sum(lengths[:-2])
+        usage = {
+            "prompt_tokens": sum(lengths),
+            "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": cached(known)},
+        }
+        return {**({} if manner.get("usage") else {"usage": usage}), **counts.facts()}
+
+    given = {
+        "owner": "vllm",
+        "per_piece": 3,
+        "named": True,
+        "logprobs": GOOD_LOGPROBS,
+        "facts": facts,
+        **manner,
+    }
+    return Manner(**given)
+
+
+class Doctored(ScriptedServer):
+    """A scripted server that counts drafts with every answer."""
+
+    def __init__(self, manner: Manner, counts: Counts) -> None:
+        super().__init__(manner)
+        before = manner.wrong
+        manner.metrics = counts.metrics(0)
+
+        def count(body: dict[str, Any]) -> str | int | None:
+            manner.metrics = counts.metrics(len(self.asked))
+            return before(body)
+
+        manner.wrong = count
+
+
+@pytest.fixture
+def examine(cli: Cli, models) -> Callable[..., tuple[Result, list[dict[str, str]]]]:
+    def call(
+        manner: Manner, counts: Counts | None = None, *words: object
+    ) -> tuple[Result, list[dict[str, str]]]:
+        with Doctored(manner, counts or Counts()) as server:
+            done = cli("doctor", f"{server.url}", "--json", *words)
+        return done, json.loads(done.out)["findings"] if done.out else []
+
+    return call
+
+
+def problems(findings: Sequence[Mapping[str, str]]) -> set[str]:
+    return {each["check"] for each in findings if each["status"] == "problem"}
+
+
+def test_a_healthy_server_has_no_problem(examine, models):
+    done, findings = examine(vllm(), None, "--target", models / "target", "--expect", "on")
+    assert (done.code, problems(findings)) == (0, set()), findings
+    said = {each["check"]: each["text"] for each in findings}
+    assert said["speculation"] == "Speculation is on: 256 draft tokens for 256 tokens."
+    assert said["method"] == "Effective γ 4.0, 84% of the steps draft."
+    assert said["acceptance"] == (
+        "69% of draft tokens are accepted; by position, of all drafts: 88% 75% 62% 50%."
+    )
+    assert said["repeat"] == "3 greedy answers to one prompt are the same."
+    assert said["counters"] == "Counters agree with each other and with the answers."
+    assert {"tokens", "logprobs", "cache"} <= {each["check"] for each in findings if each["status"] == "ok"}
+
+
+def test_servers_without_speculation_have_no_problem(examine, cli, models):
+    target = ("--target", models / "target")
+    plain = Manner(owner="llamacpp", facts={"timings": {"predicted_n": 64, "cache_n": 5}})
+    done, findings = examine(plain, Counts(None), "--expect", "off", *target)
+    assert (done.code, problems(findings)) == (0, set()), findings
+    with ScriptedServer() as unknown:
+        done = cli("doctor", unknown.url, "--json", *target)
+    findings = json.loads(done.out)["findings"]
+    assert (done.code, problems(findings)) == (0, set()), findings
+    assert {each["check"] for each in findings if each["status"] == "note"} == {
+        "speculation",
+        "logprobs",
+        "cache",
+    }
+
+
+def flipping() -> Manner:
+    """Answers differ from one request to the next."""
+    manner = vllm()
+
+    def flip(body: dict[str, Any]) -> None:
+        manner.another = body["max_tokens"] == 64 and not manner.another
+
+    manner.wrong = flip
+    return manner
+
+
+def breaking(body: dict[str, Any]) -> str | None:
+    return "cut" if "rules of a house" in json.dumps(body) else None
+
+
+NAN = {"content": [{"token": "a", "logprob": float("nan"), "top_logprobs": []}]}
+HEAVY = {"content": [{"token": "a", "logprob": -0.1,
+                      "top_logprobs": [{"token": "a", "logprob": -0.1}, {"token": "b", "logprob": -0.2}]}]}  # fmt: skip
+SHIFTED = {"tokens": ["a"], "token_logprobs": [-4.0], "top_logprobs": [{"a": -4.0, "b": -0.1}]}
+FAULTS: dict[str, tuple[Callable[[], Manner], Counts, str]] = {
+    "nothing is drafted": (lambda: vllm(Counts(None)), Counts(None), "speculation"),
+    "no draft is kept": (lambda: vllm(Counts((16,))), Counts((16,)), "acceptance"),
+    "the ends of drafts are dummies": (
+        lambda: vllm(Counts((2, 2, 12))),
+        Counts((2, 2, 12, 0, 0)),
+        "dummy tokens",
+    ),
+    "answers count otherwise": (lambda: vllm(Counts(told=(3, 2, 2, 2, 8))), Counts(), "counters"),
+    "counters contradict each other": (lambda: vllm(facts={}), Counts(skewed=9), "counters"),
+    "more steps than tokens": (lambda: vllm(facts={}), Counts((60, 40), gamma=1), "counters"),
+    "usage counts steps": (lambda: vllm(usage="events"), Counts(), "tokens"),
+    "usage counts steps, without ids": (lambda: vllm(usage="events", named=False), Counts(), "tokens"),
+    "max_tokens does not hold": (lambda: vllm(usage="right", beyond=9), Counts(), "tokens"),
+    "usage comes unasked": (lambda: vllm(unasked=True), Counts(), "usage"),
+    "a log probability is NaN": (lambda: vllm(logprobs=NAN), Counts(), "logprobs"),
+    "probabilities sum to more than 1": (lambda: vllm(logprobs=HEAVY), Counts(), "logprobs"),
+    "log probabilities are another token's": (lambda: vllm(logprobs=SHIFTED), Counts(), "logprobs"),
+    "greedy answers differ": (flipping, Counts(), "repeat"),
+    "the second turn finds nothing in the cache": (lambda: vllm(cached=lambda _: 0), Counts(), "cache"),
+    "more is cached than was sent": (lambda: vllm(cached=lambda _: 9999), Counts(), "cache"),
+    "long prompts break the stream": (lambda: vllm(wrong=breaking), Counts(), "cache"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(examine, fault):
+    manner, counts, check = FAULTS[fault]
+    done, findings = examine(manner(), counts)
+    assert problems(findings) == {check}, findings
+    assert done.code == 1
+    assert all(each["remedy"] for each in findings if each["status"] == "problem")
+
+
+def test_what_is_expected(examine):
+    assert problems(examine(vllm(), None, "--expect", "off")[1]) == {"speculation"}
+    assert problems(examine(Manner(owner="llamacpp"), Counts(None), "--expect", "on")[1]) == {"speculation"}
+
+
+# -- speed, from scripted times ----------------------------------------------------------------------
+
+
+def answer(seconds: float, text: str = "one two", *, drafted: int | None = 0) -> StreamedAnswer:
+    """64 tokens in as many chunks."""
+    pieces = tuple(Chunk(seconds * number / 63, "x" if number else text, (number,)) for number in range(64))
+    return StreamedAnswer(
+        pieces, "length", seconds, 9, 64, drafted=drafted, accepted=drafted and drafted // 2
+    )
+
+
+def drafting(gamma: int, kept_at: tuple[int, ...], drafts: int = 100, **more: Any) -> Examined:
+    counted = SpeculationCounters(drafts, gamma * drafts, sum(kept_at), kept_at)
+    seen = Observations("vllm", "m", counted=counted, **more)
+    seen.answers = [answer(6.3, drafted=None)] * 4
+    return Examined(seen)
+
+
+def found(examined: Examined, check: str) -> Finding:
+    return next(each for each in diagnose(examined) if each.check == check)
+
+
+def test_the_draft_length_that_the_positions_suggest():
+    assert found(drafting(2, (90, 80)), "gamma").status == "advice"  # longer
+    assert found(drafting(2, (90, 80)), "gamma").text.startswith("γ = 6 would be")
+    assert "--speculative-config" in found(drafting(2, (90, 80)), "gamma").remedy
+    shorter = found(drafting(5, (60, 24, 8, 3, 1)), "gamma")
+    assert (
+        shorter.text
+        == "γ = 2 would be 21% faster than γ = 5 (assumed: a draft token costs 0.12 of a target pass)."
+    )
+    plain = found(drafting(4, (10, 2, 1, 1)), "gamma")
+    assert plain.text.startswith("Plain decoding would be")
+    free = drafting(5, (60, 24, 8, 3, 1))
+    free.draft_cost = 0.0
+    assert found(free, "gamma").status == "ok"
+
+
+def test_speculation_that_is_slower_than_plain_decoding_is_named():
+    pairs = [(answer(2.0 + 0.01 * number, drafted=90), answer(1.0)) for number in range(4)]
+    slower = drafting(4, (60, 30, 20, 10), plain=pairs)
+    speed = found(slower, "speed")
+    assert (speed.status, speed.text[:27]) == ("problem", "Speculation is 0.50× [0.49,")
+    assert "measured" in found(slower, "gamma").text
+    faster = drafting(4, (60, 30, 20, 10), plain=[pair[::-1] for pair in pairs])
+    assert not any(each.check == "speed" for each in diagnose(faster)), "speculation was not off"
+    alike = drafting(4, (90, 80, 70, 60), plain=[(answer(1.0, drafted=90), answer(1.0))] * 4)
+    assert found(alike, "speed").status == "ok"
+
+
+def test_outputs_that_change_with_speculation_are_named():
+    pairs = [(answer(1.0, "one", drafted=9), answer(1.0, "two"))] * 4
+    assert found(drafting(4, (60, 30, 20, 10), plain=pairs), "outputs").status == "problem"
+    pairs[0] = (answer(1.0, drafted=9), answer(1.0))
+    assert found(drafting(4, (60, 30, 20, 10), plain=pairs), "outputs").status == "note"
+
+
+def test_other_clients_are_noticed():
+    busy = drafting(2, (90, 80), idle=SpeculationCounters(1, 2, 1, (1,)))
+    assert found(busy, "counters").status == "note"
+
+
+# -- the command --------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_to_do(cli, models):
+    with Doctored(vllm(cached=lambda _: 0), Counts()) as server:
+        done = cli("doctor", f"here={server.url}", "--api", "completions")
+        assert all("prompt" in body for body in server.asked)
+    assert done.code == 1
+    assert "cache         PROBLEM" in done.out
+    assert "cache: Switch prefix caching on" in done.out
+    assert done.out.endswith("1 problem found.\n")
+
+
+def test_a_server_without_chat_continues_texts(cli):
+    def no_chat(body: dict[str, Any]) -> int | None:
+        return 400 if "messages" in body else None
+
+    with Doctored(vllm(wrong=no_chat), Counts()) as server:
+        assert cli("doctor", server.url).code == 0
+        assert "prompt" in server.asked[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fragment"),
+    [
+        (["http://127.0.0.1:9/v1"], 1, "cannot be reached"),
+        (["nowhere"], 2, "no http:// or https:// address"),
+        (["http://h", "--body", "[1]"], 2, "not a JSON object"),
+        (["http://h", "--body", "{"], 2, "--body is not JSON"),
+    ],
+)
+def test_what_is_refused(cli, words, code, fragment):
+    done = cli("doctor", *words)
+    assert done.code == code
+    assert fragment in done.err
+
+
+def test_what_there_is_no_time_for_is_said():
+    """A clock that passes 9 s with each look: it is looked at before each probe, and twice more for each answer."""
+    clock = iter(range(0, 10_000, 9))
+
+    async def examined(url: str) -> Observations:
+        client = ServerClient("server", url)
+        try:
+            return await Examination(
+                client, "tiny", "vllm", seconds=55.0, clock=lambda: float(next(clock))
+            ).run()
+        finally:
+            await client.close()
+
+    with Doctored(vllm(), Counts()) as server:
+        seen = asyncio.run(examined(server.url))
+    assert (len(seen.answers), seen.limit) == (2, 24)
+    assert seen.skipped == ["answers", "repeat", "cache", "usage"]
+    last = diagnose(Examined(seen))[-1]
+    assert (last.status, last.text) == ("note", "There was no time for: answers, repeat, cache, usage.")
