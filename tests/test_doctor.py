@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(60)  # whatever a socket is waited for
 def _without_pauses(monkeypatch) -> None:
     monkeypatch.setattr(probes, "_LATE_S", 0.0)
 
+
 GOOD_LOGPROBS = {
     "content": [
         {"token": "a", "logprob": -0.1,
