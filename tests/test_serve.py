@@ -29,6 +29,7 @@ from forked import Forked, specbench
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench.bench.engines.client import speculation_counters
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
@@ -40,6 +41,7 @@ from specbench.serve import app, server
 from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.server import Server
+from specbench.specs.drafters import parse_drafter
 
 pytestmark = pytest.mark.timeout(180)  # whatever a socket or a signal is waited for
 
@@ -106,6 +108,9 @@ class Running:
             if line[0] != "#"
         ]
         return {each[1]: float(each[2]) for each in found if each is not None}
+
+    def metrics_text(self) -> str:
+        return str(self.http.get("/metrics").text)
 
     def becomes_idle(self) -> dict[str, float]:
         """The metrics as soon as nothing is under way."""
@@ -653,3 +658,77 @@ def test_a_signal_ends_it_and_nothing_listens_elsewhere(folder, tmp_path, number
     assert process.kill(number) == 128 + number
     assert out.read_text() == ""
     assert errors.read_text().endswith("specbench: interrupted.\n")
+
+
+# -- speculation of a request ------------------------------------------------------------------------
+
+
+def drafts(answer: dict[str, Any]) -> dict[str, Any]:
+    return dict(answer["metrics"]["speculative_decoding"])
+
+
+def test_a_request_decides_how_it_is_drafted_for():
+    asked = {"prompt": "the king and the queen", "temperature": 0, "ignore_eos": True}
+    with Running(engine_of(), replace(DEFAULTS, drafter=parse_drafter(DRAFTER))) as running:
+        usual = running.text(**asked)
+        off = running.text(**asked, speculation="off")
+        short = running.text(**asked, speculation={"gamma": 1})
+        egag = running.text(**asked, speculation={"policy": "heuristic:max=6"})
+        refused = [
+            running.post("/v1/completions", **asked, speculation=wrong)
+            for wrong in (
+                "on",
+                {"gamma": 0},
+                {"policy": "nothing"},
+                {"policy": "auto", "gamma": 2},
+                {"length": 2},
+            )
+        ]
+        metrics = running.metrics_text()
+    assert {each["choices"][0]["text"] for each in (usual, off, short, egag)} == {usual["choices"][0]["text"]}
+    assert drafts(off) == {
+        "num_draft_tokens": 0, "num_accepted_draft_tokens": 0, "acceptance_histogram": []
+    }  # fmt: skip
+    assert len(drafts(short)["acceptance_histogram"]) <= 2
+    for answer in (usual, short, egag):
+        told, histogram = drafts(answer), drafts(answer)["acceptance_histogram"]
+        assert told["num_accepted_draft_tokens"] == sum(n * count for n, count in enumerate(histogram))
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == told["num_accepted_draft_tokens"]
+        assert sum(details.values()) == told["num_draft_tokens"] > 0
+    assert drafts(short)["num_draft_tokens"] == sum(drafts(short)["acceptance_histogram"])
+    assert [each.status_code for each in refused] == [400] * 5
+    assert "nothing" in refused[2].text
+    counted = speculation_counters(metrics)
+    assert counted is not None
+    told = [drafts(each) for each in (usual, short, egag)]
+    assert counted.drafted == sum(each["num_draft_tokens"] for each in told)
+    assert counted.accepted == sum(each["num_accepted_draft_tokens"] for each in told) == sum(counted.kept_at)
+
+
+def test_metrics_have_the_names_of_vllm():
+    with Running(engine_of()) as running:
+        running.text(prompt="the king", ignore_eos=True)
+        found = running.becomes_idle()
+        text = running.metrics_text()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:"))
+    labels = f'engine="0",model_name="{target().name}"'
+    for ours, theirs in {
+        "requests_running": "num_requests_running", "generation_tokens_total": "generation_tokens_total",
+        "spec_decode_num_drafts_total": "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total": "spec_decode_num_draft_tokens_total",
+    }.items():  # fmt: skip
+        assert float(samples[f"vllm:{theirs}{{{labels}}}"]) == found[ours]
+    assert samples[f'vllm:request_success_total{{{labels},finished_reason="length"}}'] == "1"
+    assert 0 <= float(samples[f"vllm:kv_cache_usage_perc{{{labels}}}"]) <= 1
+
+
+def test_the_doctor_finds_no_problem(cli):
+    with Running(engine_of()) as running:
+        done = cli("doctor", running.url, "--api", "completions", "--expect", "on", "--json")
+    findings = {each["check"]: each for each in json.loads(done.out)["findings"]}
+    assert {name for name, each in findings.items() if each["status"] == "problem"} <= {"speed"}, findings
+    assert {"counters", "tokens", "repeat", "outputs"} <= {
+        k for k, v in findings.items() if v["status"] == "ok"
+    }
+    assert "speed" in findings

@@ -175,6 +175,7 @@ def test_bodies_of_answers():
             }
         ],
         "usage": Usage(1, 2).body(),
+        "metrics": Usage(1, 2).metrics(),
     }
     reply = Reply(text(), "i", 5, "m")
     assert reply.first_chunk() is None

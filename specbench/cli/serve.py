@@ -108,6 +108,7 @@ def serve(
             sampling=sampling.transforms,
             seed=sampling.seed if given(ctx, "seed") else None,
             decoding=decoding,
+            drafter=recipe.drafter,
         )
         if not quiet:
             address, port = listening.getsockname()[:2]

@@ -85,7 +85,7 @@ class Examined:
         return None
 
     @property
-    def told(self) -> tuple[int, int] | None:
+    def reported(self) -> tuple[int, int] | None:
         """Drafted and accepted tokens that the answers report; ``None`` if one of them does not."""
         answers, always = self.seen.answers, self.seen.dialect.reports_drafts
         known = all(each.drafted is not None and each.accepted is not None for each in answers)
@@ -96,14 +96,14 @@ class Examined:
     @property
     def drafted(self) -> int | None:
         """Draft tokens over all answers; ``None`` if unknown."""
-        if self.told is not None:
-            return self.told[0]
+        if self.reported is not None:
+            return self.reported[0]
         return None if self.seen.counted is None else self.seen.counted.drafted
 
     @property
     def accepted(self) -> int:
-        if self.told is not None:
-            return self.told[1]
+        if self.reported is not None:
+            return self.reported[1]
         return 0 if self.seen.counted is None else self.seen.counted.accepted
 
     @cached_property
@@ -240,7 +240,7 @@ def _option_for(e: Examined, gamma: int) -> str:
 
 
 def _counters(e: Examined) -> Iterator[Finding]:
-    now, told = e.seen.counted, e.told
+    now, reported = e.seen.counted, e.reported
     if now is None:
         return
     if e.seen.idle is not None and e.seen.idle.drafts:
@@ -262,9 +262,9 @@ def _counters(e: Examined) -> Iterator[Finding]:
         now.kept_at and now.kept_at[0] > now.drafts
     ):
         wrong.append("a position accepted more often than the one before it")
-    if told is not None and told != (now.drafted, now.accepted):
+    if reported is not None and reported != (now.drafted, now.accepted):
         wrong.append(
-            f"answers say {told[0]} drafted, {told[1]} accepted; counters {now.drafted} and {now.accepted}"
+            f"answers say {reported[0]} drafted, {reported[1]} accepted; counters {now.drafted} and {now.accepted}"
         )
     slack = len(e.seen.answers) * (len(now.kept_at) + 1)  # a step may draft beyond the end
     if e.miscount is None and now.accepted + now.drafts > e.tokens + slack:

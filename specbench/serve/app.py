@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -24,11 +24,23 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import Json
 from specbench.base.textsafe import excerpt
 from specbench.decoding.sampling import Sampling
+from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
 from specbench.options import DecodingOptions
+from specbench.policies import build_policy
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.metrics import CONTENT_TYPE, metrics_text
-from specbench.serve.protocol import MAX_NAME, ChatRequest, Reply, TextRequest, Usage, error_body, parse
+from specbench.serve.protocol import (
+    MAX_NAME,
+    ChatRequest,
+    Reply,
+    SpeculationOptions,
+    TextRequest,
+    Usage,
+    error_body,
+    parse,
+)
+from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -38,6 +50,7 @@ if TYPE_CHECKING:
     from specbench.decoding.request import DraftPlan
     from specbench.decoding.schedule import Event
     from specbench.serve.engine import Job
+    from specbench.specs.drafters import DrafterSpec
 
 _T = TypeVar("_T")
 
@@ -58,12 +71,14 @@ class RequestDefaults:
         policy: The draft policy of all requests; ``None`` for the default of a request's sampling.
         sampling: Transforms, by the names of ``Sampling``.
         seed: The seed; ``None`` draws one for each request.
+        drafter: The drafter's spec, which the draft policies of requests have to fit; ``None`` does not check them.
     """
 
     policy: DraftPlan | None = None
     sampling: Json = field(default_factory=dict)
     seed: int | None = None
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
+    drafter: DrafterSpec | None = None
 
 
 def application(engine: Engine, defaults: RequestDefaults, *, hosts: Sequence[str] = ("*",)) -> Starlette:
@@ -115,6 +130,7 @@ class _Api:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "specbench",
+            "speculation": {"drafter": engine.drafter.name},
         }
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002 - an endpoint's signature
@@ -174,15 +190,32 @@ class _Api:
         if limit is not None:
             decoding = decoding.with_changes(max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt)))
         seed = defaults.seed if parsed.sampling_seed is None else parsed.sampling_seed
+        sampling = Sampling(**{**defaults.sampling, **parsed.transforms})
         return parsed, GenerationRun(
             prompt,
             self._engine.target,
-            self._engine.drafter,
-            policy=defaults.policy,
-            sampling=Sampling(**{**defaults.sampling, **parsed.transforms}),
+            NoDraft() if parsed.speculation == "off" else self._engine.drafter,
+            policy=self._policy(parsed.speculation, sampling) or defaults.policy,
+            sampling=sampling,
             seed=secrets.randbits(63) if seed is None else seed,
             decoding=decoding,
         )
+
+    def _policy(
+        self, asked: Literal["off"] | SpeculationOptions | None, sampling: Sampling
+    ) -> DraftPlan | None:
+        """Return the draft policy that a request asks for; ``None`` for the server's.
+
+        Raises:
+            UsageError: There is no such policy, it has no draft length, or it does not apply to the drafter.
+        """
+        if not isinstance(asked, SpeculationOptions) or (asked.gamma, asked.policy) == (None, None):
+            return None
+        default = default_policy(greedy=sampling.greedy, gamma=asked.gamma)
+        spec = default if asked.policy is None else parse_policy(asked.policy)
+        if self._defaults.drafter is not None:
+            spec.check(self._defaults.drafter)
+        return build_policy(spec, gamma=asked.gamma)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model["id"]:

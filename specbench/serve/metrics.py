@@ -1,6 +1,6 @@
 """`/metrics` in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/).
 
-Metrics of speculation have the names and meanings that vLLM and llama.cpp give them.
+Metrics that vLLM has too are repeated under its names, with its labels, for tools that read those.
 """
 
 from __future__ import annotations
@@ -34,7 +34,44 @@ def metrics_text(engine: Engine) -> str:
     if use is not None:
         lines += _metric("kv_blocks", "gauge", "Blocks of the target's KV cache pool.", use.blocks)
         lines += _metric("kv_blocks_used", "gauge", "Used blocks of it.", use.used)
+        lines += _vllm("kv_cache_usage_perc", "gauge", use.used / max(1, use.blocks), engine.target.name)
+    lines += _vllm_metrics(engine)
     return "\n".join(lines) + "\n"
+
+
+def _vllm_metrics(engine: Engine) -> list[str]:
+    """Return the metrics that vLLM has as well, under its names."""
+    counts, model = engine.counts, engine.target.name
+    values = (
+        ("num_requests_running", "gauge", engine.running),
+        ("num_requests_waiting", "gauge", engine.waiting),
+        ("prompt_tokens_total", "counter", counts.prompt_tokens),
+        ("generation_tokens_total", "counter", counts.tokens),
+        ("spec_decode_num_drafts_total", "counter", counts.drafts),
+        ("spec_decode_num_draft_tokens_total", "counter", counts.drafted),
+        ("spec_decode_num_accepted_tokens_total", "counter", counts.accepted),
+    )
+    lines = [line for name, kind, value in values for line in _vllm(name, kind, value, model)]
+    places = {f'position="{place}"': count for place, count in sorted(counts.kept_at.copy().items())}
+    lines += _vllm("spec_decode_num_accepted_tokens_per_pos_total", "counter", places, model)
+    ended = counts.ended.copy()
+    reasons = {
+        "stop": ended["eos"] + ended["stop-string"],
+        "length": ended["length"] + ended["context-limit"],
+        "abort": ended["cancelled"],
+        "error": ended["failed"],
+    }
+    labeled = {f'finished_reason="{reason}"': count for reason, count in reasons.items()}
+    return lines + _vllm("request_success_total", "counter", labeled, model)
+
+
+def _vllm(name: str, kind: str, value: float | Mapping[str, float], model: str) -> list[str]:
+    """Return the lines of a metric under vLLM's name: one value, or values by a further label."""
+    escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    labels = f'engine="0",model_name="{escaped}"'
+    values = {"": value} if not isinstance(value, Mapping) else value
+    samples = (f"vllm:{name}{{{labels}{',' * bool(each)}{each}}} {count}" for each, count in values.items())
+    return [f"# HELP vllm:{name} As in vLLM.", f"# TYPE vllm:{name} {kind}", *samples]
 
 
 def _metric(

@@ -7,8 +7,9 @@ https://platform.openai.com/docs/api-reference/chat and /completions. Fields tha
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -99,6 +100,13 @@ class _ResponseFormat(BaseModel):
         return json.dumps({"type": "object"} if content is None else content)
 
 
+class SpeculationOptions(_Body):
+    """How much is drafted for a request: a draft length, or a draft policy as ``--draft-policy`` takes it."""
+
+    gamma: int | None = Field(None, ge=1, le=1024)
+    policy: str | None = Field(None, max_length=200)
+
+
 class BaseRequest(_Body):
     """Fields of both kinds of requests; ``None`` means the server's default."""
 
@@ -116,6 +124,7 @@ class BaseRequest(_Body):
     repetition_penalty: float | None = Field(None, gt=0)
     ignore_eos: bool | None = None
     response_format: _ResponseFormat | None = None
+    speculation: Literal["off"] | SpeculationOptions | None = None
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -266,13 +275,15 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 @dataclass
 class Usage:
     """Token counts of a generation so far:
-    prompt, output including an end token, drafted (for a tree, its depth), accepted.
+    prompt, output including an end token, drafted (for a tree, its depth), accepted, and steps with a draft by how
+    many of its tokens were accepted.
     """
 
     prompt: int = 0
     completion: int = 0
     drafted: int = 0
     accepted: int = 0
+    steps_by_accepted: Counter[int] = field(default_factory=Counter)
 
     def add(self, record: Prefill | Step) -> Sequence[int]:
         """Count a record and return its tokens."""
@@ -282,6 +293,8 @@ class Usage:
         else:
             self.drafted += record.gamma
             self.accepted += record.accepted
+            if record.drafted:
+                self.steps_by_accepted[record.accepted] += 1
             tokens = record.tokens
         self.completion += len(tokens)
         return tokens
@@ -296,6 +309,17 @@ class Usage:
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": self.drafted - self.accepted,
             },
+        }
+
+    def metrics(self) -> Json:
+        """Return the draft counts under vLLM's names; the histogram has the steps with 0, 1, ... accepted tokens."""
+        steps = self.steps_by_accepted
+        return {
+            "speculative_decoding": {
+                "num_draft_tokens": self.drafted,
+                "num_accepted_draft_tokens": self.accepted,
+                "acceptance_histogram": [steps[count] for count in range(max(steps, default=-1) + 1)],
+            }
         }
 
 
@@ -321,6 +345,7 @@ class Reply:
             **self._head(self.request.kind),
             "choices": [_choice(content, finish_reason)],
             "usage": usage.body(),
+            "metrics": usage.metrics(),
         }
 
     def first_chunk(self) -> Json | None:
@@ -337,7 +362,12 @@ class Reply:
 
     def usage_chunk(self, usage: Usage) -> Json:
         """Return the last chunk, for clients that ask for the usage."""
-        return {**self._head(self._chunk_kind), "choices": [], "usage": usage.body()}
+        return {
+            **self._head(self._chunk_kind),
+            "choices": [],
+            "usage": usage.body(),
+            "metrics": usage.metrics(),
+        }
 
     @property
     def _chunk_kind(self) -> str:

@@ -187,22 +187,24 @@ class SpeculationCounters:
         return found
 
 
-_SAMPLE = re.compile(r"[a-z_]*:?spec_decode_num_(\w+?)_total(?:\{([^}]*)\})?\s+([0-9.eE+]+)(?:\s.*)?")
+_SAMPLE = re.compile(r"(?:([a-z_]*):)?spec_decode_num_(\w+?)_total(?:\{([^}]*)\})?\s+([0-9.eE+]+)(?:\s.*)?")
 
 
 def speculation_counters(metrics: str) -> SpeculationCounters | None:
     """Parse the draft counters of `/metrics`; ``None`` if it has none.
 
-    vLLM, llama.cpp and specbench name them equally, except for a prefix. If a server has several engines or models,
-    their counters are added.
+    vLLM, llama.cpp and specbench name them equally, except for a prefix, of which the first one is read. If a server
+    has several engines or models, their counters are added.
     """
     found: dict[str, float] = {}
     places: dict[int, float] = {}
+    prefix: str | None = None
     for line in metrics.splitlines():
         sample = _SAMPLE.fullmatch(line.strip())
-        if sample is None:
+        if sample is None or prefix not in (None, sample[1] or ""):
             continue
-        name, labels, value = sample[1], sample[2] or "", float(sample[3])
+        prefix = sample[1] or ""
+        name, labels, value = sample[2], sample[3] or "", float(sample[4])
         place = re.search(r'position="(\d+)"', labels)
         if name == "accepted_tokens_per_pos" and place is not None:
             places[int(place[1])] = places.get(int(place[1]), 0) + value
