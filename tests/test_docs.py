@@ -103,7 +103,9 @@ def test_ci_runs_the_readmes_test_command():
 
 def small(arguments: list[str], out: Path) -> list[str] | None:
     """Return the command at a size that a test can afford; ``None`` if it needs the hub, a server or a person."""
-    if arguments[0] in ("chat", "serve", "tune") or "--server" in arguments:  # they run in tests of their own
+    if (
+        arguments[0] in ("chat", "doctor", "serve", "tune") or "--server" in arguments
+    ):  # they run in tests of their own
         return None
     if any("/" in argument and argument.count("/") == 1 and argument[0].isupper() for argument in arguments):
         return None

@@ -194,7 +194,8 @@ def test_bodies_of_answers():
         "index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"
     }  # fmt: skip
     assert streamed.usage_chunk(Usage(1, 2)) == {
-        **head, "object": "chat.completion.chunk", "choices": [], "usage": Usage(1, 2).body()
+        **head, "object": "chat.completion.chunk", "choices": [], "usage": Usage(1, 2).body(),
+        "metrics": Usage(1, 2).metrics(),
     }  # fmt: skip
 
 
