@@ -224,6 +224,7 @@ DRAFTERS: dict[str, Entry] = {
         kind: Entry("org/head", lambda _, kind=kind: head(kind), kind)  # type: ignore[misc]
         for kind in ("eagle3", "eagle", "peagle", "dflash", "medusa")
     },
+    "mtp": Entry("mtp", lambda _: head("mtp"), "mtp"),
     "lookup+eagle3": Entry(
         "lookup+org/head", lambda _: CascadeDrafter(LookupDrafter(), head("eagle3")), "eagle3"
     ),
