@@ -568,6 +568,7 @@ def test_servers_that_are_none(sweep, tmp_path):
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
+        (["--regex", "a"], "--regex does not go with --server: it is for models"),
         (["--gamma", "3"], "--gamma does not go with --server: it is for models"),
         (["--dtype", "float32"], "--dtype does not go with --server: no model is loaded"),
         (["--turns", "2"], "first turn"),

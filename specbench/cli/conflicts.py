@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.options import ModelOptions, SharedPolicyOptions
+from specbench.options import FORMATS, ModelOptions, SharedPolicyOptions
 
 if TYPE_CHECKING:
     import typer
@@ -45,7 +45,7 @@ EXCLUDE = (
     Row(
         "sweep",
         ("drafter", "baseline", "assisted", "gamma", "draft_policy", "tree", "keep_policy_state", "cache",
-         "bit_exact", "compiled", SharedPolicyOptions, "min_new_tokens"),
+         "bit_exact", "compiled", SharedPolicyOptions, "min_new_tokens", *FORMATS),
         "server",
         "it is for models",
     ),
@@ -53,11 +53,11 @@ EXCLUDE = (
     Row(
         "sweep",
         ("baseline", "assisted", "tree", "keep_policy_state", "cache", "bit_exact", "compiled", SharedPolicyOptions,
-         ModelOptions, "min_new_tokens", "check_outputs"),
+         ModelOptions, "min_new_tokens", "check_outputs", *FORMATS),
         "engine",
         "it is for specbench's own decoding",
     ),
-    Row("tune", (ModelOptions, "cache", "out", "overwrite", "min_new_tokens"), "engine",
+    Row("tune", (ModelOptions, "cache", "out", "overwrite", "min_new_tokens", *FORMATS), "engine",
         "it is for specbench's own decoding"),
 )  # fmt: skip
 """The options do not go with the other one."""
