@@ -62,6 +62,8 @@ DRAFTERS = (
     "org/small",
     "org/small@v1",
     "org/small:vocab=100",
+    "mtp",
+    "lookup+mtp",
     "lookup+org/small",
     "lookup:n=4,passes=2+org/small",
 )
@@ -107,7 +109,7 @@ def test_every_name_is_one_of_that_version(name):
     assert not set(known["names"]) & set(known.get("removed", ()))
     tried, used = set(), set()
     for each in SETTINGS:
-        if not isinstance(each.drafter, engine.drafters):
+        if not engine.supports(each.drafter):
             continue
         options = dict(flat(engine.export(each).options))
         assert set(options) - groups <= set(known["names"]), each
@@ -146,6 +148,9 @@ CASES = {
     "suffix": setting("suffix:n=10"),
     "suffix, kept": setting("suffix:keep"),
     "layers": setting("self:layers=3"),
+    "MTP layer": setting("mtp"),
+    "MTP layer, sampled": setting("mtp", temperature=0.7),
+    "MTP layer in a cascade": setting("lookup+mtp"),
     "cascade": setting("lookup+org/small"),
     "head": setting("org/head", head=TrainingMetadata(kind="eagle3")),
     "head, parallel": setting("org/head", head=TrainingMetadata(kind="peagle")),

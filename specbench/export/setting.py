@@ -136,7 +136,7 @@ class Setting:
     def models(self) -> list[Model]:
         """The target, and the drafter's own model if it has one."""
         model = self.drafter.model_spec
-        if model is None:
+        if model is None or model.kind == "mtp":
             return [self.target]
         return [self.target, replace(Model.named(model.name), path=self.drafter_path)]
 

@@ -11,7 +11,7 @@ from specbench.export import engine
 from specbench.export.engine import NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
-from specbench.specs.drafters import Lookup, SmallModel, Suffix
+from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 
 TREES = ((3, 4, 8), (5, 8, 32))
 """Depth, width and verified tokens of the draft trees to try."""
@@ -23,7 +23,7 @@ class SGLang(StartedEngine):
     name = "sglang"
     title = "SGLang"
     version = "0.5.23"
-    drafters = (Lookup, Suffix, SmallModel)
+    drafters = (Lookup, Suffix, SmallModel, Mtp)
     heads: ClassVar[Heads] = {
         "eagle": NO_SPECULATORS,
         "eagle3": HeadSupport("EAGLE3", in_format_of_authors("EAGLE-3"), speculators=False),
@@ -85,6 +85,14 @@ class SGLang(StartedEngine):
             export.differs.append(
                 "All requests share one trie, so answers of others are copied too, and drafts improve over time."
             )
+        elif isinstance(drafter, Mtp):
+            export.options |= {
+                "--speculative-algorithm": "NEXTN",
+                "--speculative-num-steps": setting.gamma,
+                "--speculative-eagle-topk": 1,
+                "--speculative-num-draft-tokens": width,
+            }
+            export.differs.append(engine.GREEDY_DRAFTS)
         else:
             is_dflash = setting.head is not None and setting.head.kind == "dflash"  # drafts all in one pass
             chain = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}

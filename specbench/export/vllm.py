@@ -11,7 +11,7 @@ from specbench.export import engine
 from specbench.export.engine import Heads, HeadSupport
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
-from specbench.specs.drafters import Lookup, SmallModel, Suffix
+from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 
 
 class VLLM(StartedEngine):
@@ -20,7 +20,7 @@ class VLLM(StartedEngine):
     name = "vllm"
     title = "vLLM"
     version = "0.33.0"
-    drafters = (Lookup, Suffix, SmallModel)
+    drafters = (Lookup, Suffix, SmallModel, Mtp)
     verifications = ("block",)
     heads: ClassVar[Heads] = {
         "eagle": HeadSupport("eagle3"),
@@ -65,11 +65,14 @@ class VLLM(StartedEngine):
                 " rare tokens (suffix_decoding_min_token_prob)."
             )
         else:
-            model = setting.draft_model
-            speculative = {"method": self.method(setting, "draft_model"), "model": model.location}
-            if setting.head is not None and setting.head.kind == "peagle":
-                speculative["parallel_drafting"] = True
-            speculative |= engine.revision(model, "revision")
+            if isinstance(drafter, Mtp):
+                speculative = {"method": "mtp"}
+            else:
+                model = setting.draft_model
+                speculative = {"method": self.method(setting, "draft_model"), "model": model.location}
+                if setting.head is not None and setting.head.kind == "peagle":
+                    speculative["parallel_drafting"] = True
+                speculative |= engine.revision(model, "revision")
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench samples and tests
                 if setting.policy.options.get("verification") == "block":
