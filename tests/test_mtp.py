@@ -23,6 +23,7 @@ from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTree
+from specbench.results.results import load_results
 from specbench.specs.drafters import Cascade, Mtp, parse_drafter
 from specbench.specs.models import parse_model
 
@@ -139,3 +140,14 @@ def test_a_wrong_layer_is_refused_in_a_sentence(tmp_path, changed, message):
     head = write_head(tmp_path / "head", mtp_settings(), mtp_tensors() | changed)
     target = wrap_target(tiny_language_model(vocab_size=VOCAB).model, name="tiny", pack=False)
     assert message in refusal(load_drafter, str(head), target, PLAIN, kind=UsageError)
+
+
+def test_a_sweep_measures_a_checkpoints_own_layer(cli, folder, tmp_path):
+    made = checkpoint("deepseek", folder)
+    few = ("--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--gamma", 1)
+    common = ("--target", made.folder, "--dtype", "float32", "--drafter", "mtp")
+    assert cli("sweep", *common, *few, "--out", tmp_path / "run").code == 0
+    models = [
+        each.recipe.drafter_models for each in load_results(tmp_path / "run").run.configs if each.recipe
+    ]
+    assert [model.kind for each in models for model in each][:1] == ["mtp"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -293,7 +293,11 @@ def _drafter_weights(
     if spec.model_spec is None:
         return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
     rounded: QuantizedName | None = "int8" if options.dtype == "auto" else None
-    return _weights(_size(spec.model_spec, progress), options, rounded=rounded)[0]
+    if spec.model_spec.kind == "mtp":  # about a layer of the target
+        size = replace(target, parameters=target.parameters // target.layers)
+    else:
+        size = _size(spec.model_spec, progress)
+    return _weights(size, options, rounded=rounded)[0]
 
 
 def _bytes_per_number(options: LoadOptions) -> float:

@@ -10,6 +10,7 @@ from specbench.base.record import Count, Estimate, Json, Length, Number, Record,
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.recipe import Recipe
+from specbench.specs.models import ModelKind
 
 VERSION = 3
 """Of the files of a run. 1: first form. 2: configurations have recipes."""
@@ -79,7 +80,7 @@ class TargetModel(Record):
 class StoredModel(Record):
     """A model that a recipe names."""
 
-    kind: Literal["hub", "folder", "gguf", "builtin", "packaged"]
+    kind: ModelKind
     name: Annotated[str, doc("of a folder or file its last name")]
 
 

@@ -43,6 +43,9 @@ PACKAGED_HEADS = {"smollm2-135m-head": "smollm2-135m"}
 """Trained heads that may come with specbench, and the built-in model that each of them drafts for."""
 
 
+ModelKind = Literal["hub", "folder", "gguf", "builtin", "packaged", "mtp"]
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model.
@@ -53,7 +56,7 @@ class ModelSpec:
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
     """
 
-    kind: Literal["hub", "folder", "gguf", "builtin", "packaged", "mtp"]
+    kind: ModelKind
     source: str
     revision: str | None = None
 
