@@ -235,7 +235,7 @@ def one_by_one(model: Any, ids: Sequence[int], prompt: int) -> torch.Tensor:
     """
     cache = transformers.DynamicCache(config=model.config)
     names = inspect.signature(model.forward).parameters
-    keyword = "cache_params" if "cache_params" in names else "past_key_values"
+    keyword = next(name for name in ("cache_params", "cache", "past_key_values") if name in names)
     found, past = [], 0
     with torch.inference_mode():
         for piece in (ids[:prompt], *([token] for token in ids[prompt:])):

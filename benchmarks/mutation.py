@@ -578,8 +578,22 @@ MUTANTS = (
     Mutant(
         "a recurrent state is handed out and overwritten",
         "backends/torch/recurrent.py:History.begin",
-        "self.states[-1].clone()",
-        "self.states[-1]",
+        "self.state.clone()",
+        "self.state",
+        RECURRENT,
+    ),
+    Mutant(
+        "a state that is still kept is written over",
+        "backends/torch/recurrent.py:History.rollback",
+        "state is not kept and state.is_contiguous()",
+        "state.is_contiguous()",
+        RECURRENT,
+    ),
+    Mutant(
+        "the native delta rule reads its inputs in another order",
+        "backends/torch/kernels/delta_rule.py:delta_rule",
+        "each.float().contiguous()",
+        "each.float()",
         RECURRENT,
     ),
     Mutant(

@@ -75,10 +75,10 @@ DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, 
 @pytest.fixture(params=[1, 2, 3], ids=["avx2", "avx512", "bfloat16"])
 def level(request, monkeypatch) -> int:
     """Instructions to be used, below those of the processor too."""
-    own = native._native()
+    own = native.loaded()
     if own.level < request.param:
         pytest.skip("this processor has no such instructions")
-    monkeypatch.setattr(native, "_native", lambda: own._replace(level=request.param))
+    monkeypatch.setattr(native, "loaded", lambda: own._replace(level=request.param))
     return int(request.param)
 
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from specbench.backends.torch import recurrent
+from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.delta_rule import delta_rule
 from specbench.backends.torch.recurrent import LONGEST_FORWARD
 from specbench.backends.torch.scorer import Scorer
 from specbench.generate import GenerationRun
@@ -153,3 +156,68 @@ def test_a_recurrent_model_as_the_drafter():
     target = wrap_target(model, name="tiny", pack=False)
     drafter = wrap_drafter(wrap_model(copy.deepcopy(model), None, "copy"), target)
     assert survey.decoded(IDS, target, drafter, 7) == expected
+
+
+@pytest.mark.skipif(not native.is_available(), reason="there is no native library")
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("decays", [(), (24,)], ids=["one decay", "a decay for each key"])
+def test_the_native_delta_rule_follows_its_formula_with_the_same_bits_in_passes_of_any_length(
+    level, decays, monkeypatch
+):
+    own = native.loaded()
+    if own.level < level:
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(native, "loaded", lambda: own._replace(level=level))
+    source = torch.Generator().manual_seed(0)
+    rows, heads, values = 5, 4, 84  # vectors of four, of one, and what is left
+    query, key = (torch.randn(1, rows, 2, 24, generator=source) for _ in range(2))
+    value = torch.randn(1, values, heads, rows, generator=source).permute(0, 3, 2, 1)  # not contiguous
+    g = -torch.rand(1, rows, heads, *decays, generator=source)
+    beta, before = (
+        torch.rand(1, rows, heads, generator=source),
+        torch.randn(1, heads, 24, values, generator=source),
+    )
+
+    def run(first, last, state):
+        part = [each[:, first:last] for each in (query, key, value, g, beta)]
+        after = [torch.empty_like(state) for _ in range(last - first)]
+        return delta_rule(*part, state, after, normalize=True), after
+
+    found, states = run(0, rows, before)
+    state = before
+    for row in range(rows):
+        alone, (after,) = run(row, row + 1, state)
+        assert torch.equal(alone[:, 0], found[:, row])
+        assert torch.equal(after, states[row])
+        q, k = (
+            torch.nn.functional.normalize(each[0, row], dim=-1).repeat_interleave(2, 0)
+            for each in (query, key)
+        )
+        decay = g[0, row].exp() if decays else g[0, row].exp()[:, None]
+        faded = state[0] * decay[..., None]
+        delta = (value[0, row] - torch.einsum("hkv,hk->hv", faded, k)) * beta[0, row][:, None]
+        expected = faded + k[..., None] * delta[:, None]
+        torch.testing.assert_close(after[0], expected, atol=1e-4, rtol=1e-4)
+        read = torch.einsum("hkv,hk->hv", expected, q) / 24**0.5
+        torch.testing.assert_close(found[0, row], read, atol=1e-4, rtol=1e-4)
+        state = after
+
+
+def test_without_the_native_delta_rule_tokens_are_the_same(monkeypatch):
+    monkeypatch.setattr(recurrent, "fits", lambda value, before: False)
+    model, expected = built("qwen3_next")
+    target = wrap_target(model, name="tiny", pack=False)
+    assert survey.decoded(IDS, target, survey.Guesses(IDS, expected, 4), 4) == expected
+
+
+def test_a_step_without_a_draft_after_an_accepted_one():
+    model, expected = built("qwen3_5_text")
+    text = [*IDS, *expected]
+    whole = survey.one_by_one(model, text, len(IDS))
+    scorer, read = Scorer(model), len(IDS)
+    scorer.logits(IDS)
+    for accepted in (4, 0, 4, 0, 0, 2):
+        found = scorer.logits(text[: read + 1], text[read + 1 : read + 1 + accepted])
+        torch.testing.assert_close(found, whole[read : read + accepted + 1], atol=2e-4, rtol=0)
+        read += 1 + accepted
+        scorer.rollback(read)

@@ -33,7 +33,7 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.backends.torch.recurrent import RecurrentCache, is_recurrent
+from specbench.backends.torch.recurrent import RecurrentCache, cache_argument, is_recurrent
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
 
@@ -191,7 +191,10 @@ class DynamicKVCache(KVCache):
 
     def model_kwargs(self) -> dict[str, Any]:
         attends = any(isinstance(layer, DynamicLayer | PreallocatedLayer) for layer in self._cache.layers)
-        return {"past_key_values" if attends else "cache_params": self._cache, "use_cache": True}
+        return {
+            "past_key_values" if attends else cache_argument(self._config): self._cache,
+            "use_cache": True,
+        }
 
     def after_forward(self) -> None:
         if isinstance(self._cache, RecurrentCache):

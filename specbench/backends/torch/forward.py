@@ -164,7 +164,7 @@ class FusedForward(Forward):
 
     def _hf_cache(self) -> Any:
         kwargs = self._cache.model_kwargs()
-        return kwargs["past_key_values" if "past_key_values" in kwargs else "cache_params"]
+        return next(kwargs[name] for name in ("past_key_values", "cache_params", "cache") if name in kwargs)
 
 
 NATIVE_KV_DTYPES = (torch.float32, torch.bfloat16)

@@ -9,11 +9,15 @@ roundings than its passes of one token, and for Mamba 1 no regard to the state b
 chunked functions in the modules of these models: a pass of up to ``LONGEST_FORWARD`` tokens on top of a state calls the
 function for one token for each in turn. So there is a state after each, and a pass of n tokens has the recurrences of
 n passes of one, to the bit. First passes, longer ones, and passes over other caches run as before.
+
+On CPUs, gated delta rules take one native call for all tokens instead (``kernels/delta_rule.py``), if a trial gives the
+results of the function for one token. The convolution before a recurrence takes a few operators over its last inputs.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -23,11 +27,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from specbench.backends.torch.kernels.delta_rule import delta_rule, fits
+
 LONGEST_FORWARD = 64
 """Tokens of a pass up to which the state after each is kept; of a longer one only the last state is."""
+
+_MOST_SPARE = 8
+"""Memory of states that is used again: drafts are rarely longer."""
 
 
 @dataclass(slots=True)
@@ -43,6 +53,8 @@ class History:
         rows: Tokens of the pass that runs.
         state: What this pass was given as its state. A pass of one token may overwrite it.
         kept: For each group of heads that is computed by itself, the states after each token of this pass.
+        overwrites: Whether a function for one token overwrites the state that it is given.
+        spare: States that are no longer kept, whose memory is used again.
     """
 
     length: int = 0
@@ -53,28 +65,38 @@ class History:
     rows: int = 0
     state: torch.Tensor | None = None
     kept: list[list[torch.Tensor]] = field(default_factory=list)
+    overwrites: bool = True
+    spare: list[torch.Tensor] = field(default_factory=list)
 
     def begin(self) -> torch.Tensor | None:
-        """Return a copy of the last state for a pass; ``None`` before the first one."""
+        """Return the last state, or a copy that may be overwritten, for a pass; ``None`` before the first one."""
         self.end()
-        self.state = self.states[-1].clone() if self.states else None
+        self.state = self.states[-1] if self.states else None
+        if self.overwrites and self.state is not None:
+            self.state = self.state.clone()
         return self.state
+
+    def memory(self, rows: int) -> list[torch.Tensor]:
+        """Return memory for the states after each row of a pass."""
+        like = self.states[-1]
+        return [self.spare.pop() if self.spare else torch.empty_like(like) for _ in range(rows)]
 
     def convolve(self, inputs: torch.Tensor, kernel: int) -> torch.Tensor:
         """Add the convolution's inputs of a pass, [batch, channels, tokens]; return them after those it reads back."""
         rows = inputs.shape[-1]
         first, self.kernel, self.rows = self.columns is None, kernel, rows
         before = functional.pad(inputs[..., :0], (kernel, 0)) if self.columns is None else self.columns
-        self.columns = torch.cat([before, inputs], dim=-1)
+        # Models make [batch, tokens, channels] in memory, which is joined fastest.
+        columns = self.columns = torch.cat([before.mT, inputs.mT], dim=1).mT
         self.length += rows
         if first or rows > LONGEST_FORWARD:
-            self.base, self.columns = self.length, self.columns[..., -kernel:]
-        return inputs if first else torch.cat([before[..., -kernel:], inputs], dim=-1)
+            self.base, self.columns = self.length, columns[..., -kernel:]
+        return inputs if first else columns[..., -(kernel + rows) :]
 
     def update(self, last: torch.Tensor) -> None:
         """Add the state after a pass, and those after each of its tokens where they were kept."""
         if self.base == self.length:
-            self.states = [last]
+            self.states = [last.contiguous()]
         elif self.kept:
             groups = self.kept
             by_row = (
@@ -100,7 +122,11 @@ class History:
         self.length -= surplus
         index = self.length - self.base
         if self.states:
-            self.states = [self.states[index]]
+            kept = self.states[index]
+            if not self.overwrites:
+                others = [state for state in self.states if state is not kept and state.is_contiguous()]
+                self.spare = [*self.spare, *others][:_MOST_SPARE]
+            self.states = [kept]
         if self.columns is not None:
             end = self.columns.shape[-1] - surplus
             self.columns = self.columns[..., end - self.kernel : end]
@@ -116,9 +142,10 @@ class RecurrentCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        _running.history = None
+        _running.history = _running.columns = None
+        overwrites = _overwrites(config)
         self.histories = {
-            (index, state): History()
+            (index, state): History(overwrites=overwrites)
             for index, layer in enumerate(self.layers)
             if isinstance(layer, LinearAttentionCacheLayerMixin)
             for state in range(layer.number_of_states)
@@ -141,7 +168,10 @@ class RecurrentCache(DynamicCache):
         **_: Any,
     ) -> torch.Tensor:
         kernel = conv_kernel_size or conv_states.shape[-1]
-        return self.histories[layer_idx, state_idx].convolve(conv_states, kernel)
+        history = self.histories[layer_idx, state_idx]
+        columns = history.convolve(conv_states, kernel)
+        _running.columns = columns if history.base < history.length else None
+        return columns
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         _running.history = self.histories[layer_idx, state_idx]
@@ -155,7 +185,7 @@ class RecurrentCache(DynamicCache):
 
     def end_forward(self) -> None:
         """To be called after every pass."""
-        _running.history = None
+        _running.history = _running.columns = None
         for history in self.histories.values():
             history.end()
 
@@ -165,15 +195,21 @@ class RecurrentCache(DynamicCache):
 
     def rollback(self, length: int) -> None:
         """Cut the recurrent layers to this many tokens, or what they hold of them."""
-        _running.history = None
+        _running.history = _running.columns = None
         for history in self.histories.values():
             history.rollback(length)
 
 
 class _Running(threading.local):
-    """The layer whose forward pass runs: Mamba 1's function is not handed the state before."""
+    """The layer whose forward pass runs.
+
+    Attributes:
+        history: Its states; Mamba 1's function is not handed the state before.
+        columns: Inputs of its convolution in a short pass, with those before.
+    """
 
     history: History | None = None
+    columns: torch.Tensor | None = None
 
 
 _running = _Running()
@@ -192,23 +228,83 @@ def can_keep_states(model_class: type) -> bool:
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Whether models of this configuration have recurrent layers that can be rolled back."""
+    return any(can_keep_states(each) for each in _classes(config))
+
+
+def cache_argument(config: PreTrainedConfig) -> str:
+    """Return how the forward of models without attention names its cache: `transformers` 5.24 has renamed it."""
+    names = [inspect.signature(each.forward).parameters for each in _classes(config)]  # type: ignore[attr-defined]
+    return "cache" if any("cache" in each for each in names) else "cache_params"
+
+
+def _classes(config: PreTrainedConfig) -> list[type]:
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     kinds = {type(config), type(config.get_text_config(decoder=True))}
-    return any(kind in mapping and can_keep_states(mapping[kind]) for kind in kinds)
+    return [mapping[kind] for kind in kinds if kind in mapping]
+
+
+def _overwrites(config: PreTrainedConfig) -> bool:
+    """Whether the functions for one token of models of this configuration overwrite the state they are given."""
+    modules = [sys.modules[each.__module__] for each in _classes(config)]
+    return any(
+        hasattr(module, single)
+        for (_, single), by_token in _FUNCTIONS.items()
+        if by_token is not _delta_by_token
+        for module in modules
+    )
 
 
 def keep_states(model: Any) -> bool:
     """Replace the chunked functions in the module of a model's class; return whether it has any."""
     module: Any = sys.modules[type(model).__module__]
     for (chunked, single), by_token in _FUNCTIONS.items():
-        function = getattr(module, chunked, None)
-        if function is not None and not hasattr(function, "by_token"):
-            replaced: Any = functools.wraps(function)(
-                functools.partial(by_token, function, getattr(module, single))
-            )
-            replaced.by_token = True
-            setattr(module, chunked, replaced)
+        if hasattr(module, chunked):
+            one = getattr(module, single)
+            _replace(module, chunked, by_token, one)
+            if by_token is _delta_by_token:
+                _replace(module, single, by_token, one)
+    if can_keep_states(type(model)) and hasattr(module, _CONVOLUTION):
+        _replace(module, _CONVOLUTION, _convolve_short)
     return can_keep_states(type(model))
+
+
+def _replace(module: Any, name: str, by: Function, *more: Function) -> None:
+    """Replace a function of a module by one that is given it first; only once."""
+    function = getattr(module, name)
+    if not hasattr(function, "by_token"):
+        replaced: Any = functools.wraps(function)(functools.partial(by, function, *more))
+        replaced.by_token = True
+        setattr(module, name, replaced)
+
+
+_CONVOLUTION = "causal_conv1d_fn"
+
+
+def _convolve_short(
+    function: Function,
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The convolution of a short pass, [batch, channels, columns] -> [batch, channels, new columns], in float32."""
+    if inputs is not _running.columns:
+        found: torch.Tensor = function(inputs, weight, bias, activation, **kwargs)
+        return found
+    _running.columns = None
+    size = weight.shape[-1]
+    columns, weights = inputs.mT.float(), weight.float().mT.contiguous()
+    rows = columns.shape[1] - size
+    total = columns[:, 1 : 1 + rows] * weights[0]
+    for place in range(1, size):
+        total.addcmul_(columns[:, 1 + place : 1 + place + rows], weights[place])
+    if bias is not None:
+        total += bias.float()
+    if activation is not None:
+        total = ACT2FN[activation](total)
+    made: torch.Tensor = total.to(inputs.dtype).mT
+    return made
 
 
 def _short(rows: int, state: torch.Tensor | None) -> History | None:
@@ -219,22 +315,59 @@ def _short(rows: int, state: torch.Tensor | None) -> History | None:
     return history if state is None or state is history.state else None
 
 
-def _delta_by_token(chunked: Function, single: Function, *args: Any, **kwargs: Any) -> Any:
+def _delta_by_token(function: Function, single: Function, *args: Any, **kwargs: Any) -> Any:
     """Gated delta rules: query, key, value, g and beta are [batch, tokens, ...]."""
-    names = ("query", "key", "value", "g", "beta")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(_DELTA, args, strict=False)), **kwargs}
     state, rows = given.get("initial_state"), given["query"].shape[1]
     history = None if state is None else _short(rows, state)
-    if history is None or rows > LONGEST_FORWARD:
-        return chunked(*args, **kwargs)
+    if history is None or state is None or rows > LONGEST_FORWARD:
+        return function(*args, **kwargs)
+    if fits(given["value"], state) and _native_is_right(single):
+        states = history.memory(rows)
+        query, key, value, g, beta = (given[name] for name in _DELTA)
+        normalize = bool(given.get("use_qk_l2norm_in_kernel", False))
+        output = delta_rule(query, key, value, g, beta, state, states, normalize=normalize)
+        history.kept = [states]
+        return output, states[-1]
     outputs, states = [], []
     for row in range(rows):
-        one = {name: given[name][:, row : row + 1] for name in names}
+        one = {name: given[name][:, row : row + 1] for name in _DELTA}
         output, state = single(**{**given, **one, "initial_state": state, "output_final_state": True})
         outputs.append(output)
         states.append(state)
     history.kept = [states]
     return torch.cat(outputs, dim=1), state
+
+
+_DELTA = ("query", "key", "value", "g", "beta")
+
+
+@functools.cache
+def _native_is_right(single: Function) -> bool:
+    """Whether the native call gives what a function of `transformers` for one token does, in two random rows."""
+    source = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=source)
+
+    for decays in ((2,), (2, 24)):  # one for each head, or for each of its keys
+        query, key, value = drawn(1, 2, 2, 24), drawn(1, 2, 2, 24), drawn(1, 2, 2, 40)
+        g, beta, before = -drawn(1, 2, *decays).abs(), drawn(1, 2, 2).sigmoid(), drawn(1, 2, 24, 40)
+        rows, expected, state = (query, key, value, g, beta), [], before
+        try:
+            for row in range(2):
+                one = dict(zip(_DELTA, (each[:, row : row + 1] for each in rows), strict=True))
+                output, state = single(
+                    **one, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+                )
+                expected.append(output)
+        except (RuntimeError, TypeError, ValueError):
+            continue  # it has the other kind of decays
+        after = [torch.empty_like(before) for _ in range(2)]
+        found = delta_rule(query, key, value, g, beta, before, after, normalize=True)
+        pairs = ((found, torch.cat(expected, dim=1)), (after[-1], state))
+        return all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in pairs)
+    return False
 
 
 def _mamba2_by_token(

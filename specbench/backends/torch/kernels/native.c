@@ -29,7 +29,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 8,        /* of what Python hands over */
+    VERSION = 9,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -152,6 +152,21 @@ typedef struct {
     int is_first; /* of the rows that attend to the same: it has their keys and values fetched */
 } Attention;
 
+/* A gated delta rule over the rows of a short pass: every head has a state [keys, values], and a row's output is what its
+ * query reads from the state after it. The states after all rows are kept. */
+typedef struct {
+    const float *query, *key; /* [batch, rows, shared, keys] */
+    const float *value;       /* [batch, rows, heads, values] */
+    const float *decay;       /* [batch, rows, heads, decays] */
+    const float *beta;        /* [batch, rows, heads] */
+    const float *before;      /* [batch, heads, keys, values] */
+    float *const *after;      /* of each row, like `before` */
+    float *out;               /* [batch, rows, heads, values] */
+    int32_t batch, rows, heads, shared, keys, values;
+    int32_t decays;     /* 1, or one for each key */
+    int32_t normalizes; /* whether queries and keys are scaled to length 1 */
+} DeltaRule;
+
 typedef struct {
     void (*quantize)(const float *, const Given *, int);
     void (*products[FORMS])(const Matrix *, const Given *, int, int, float *, int64_t);
@@ -162,6 +177,7 @@ typedef struct {
     void (*rotate)(float *, const float *, const float *, int);
     void (*attend)(const Attention *);
     void (*pack)(const Packing *, int);
+    void (*recur)(const DeltaRule *, int);
 } Ways;
 
 INLINE int padded_to_groups(int count) { return (count + GROUP - 1) / GROUP * GROUP; }
@@ -844,6 +860,7 @@ typedef struct {
     const Matrix *matrix;
     const Packing *packing;
     const Pass *pass;
+    const DeltaRule *rule;
     const Ways *ways;
     const float *x;
     float *out;
@@ -874,6 +891,8 @@ static void attend_alone(const Single *work, int piece) {
 
 static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }
 
+static void recur_head(const Single *work, int piece) { work->ways->recur(work->rule, piece); }
+
 static void take_singly(Single *work, Stage *stage, int pieces, void (*step)(const Single *, int)) {
     int piece;
     while ((piece = atomic_fetch_add_explicit(&stage->next, 1, memory_order_relaxed)) < pieces) {
@@ -897,6 +916,11 @@ static void run_attention(void *given) {
 static void run_packing(void *given) {
     Single *work = given;
     take_singly(work, &work->stages[0], (work->packing->rows + PANEL - 1) / PANEL, pack_panel);
+}
+
+static void run_rule(void *given) {
+    Single *work = given;
+    take_singly(work, &work->stages[0], work->rule->batch * work->rule->heads, recur_head);
 }
 
 static void no_pieces_taken(Single *work) {
@@ -942,5 +966,14 @@ int specbench_pack(const Packing *packing, Parallel parallel, int threads, int l
     Single work = {.packing = packing, .ways = WAYS[level]};
     no_pieces_taken(&work);
     all_threads(parallel, threads, run_packing, &work);
+    return 0;
+}
+
+/* The recurrence of a short pass: 0, or 1 where sizes or instructions are not supported. */
+int specbench_delta_rule(const DeltaRule *rule, Parallel parallel, int threads, int level) {
+    if (level < 1 || level > specbench_level() || rule->keys > MOST_SIZE) return 1;
+    Single work = {.rule = rule, .ways = WAYS[level]};
+    no_pieces_taken(&work);
+    all_threads(parallel, threads, run_rule, &work);
     return 0;
 }

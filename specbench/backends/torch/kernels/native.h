@@ -430,9 +430,86 @@ TARGET static void NAME(pack)(const Packing *given, int panel) {
     }
 }
 
+/* ---- gated delta rules ---- */
+
+/* `parts` vectors of the values of one head, a constant where this is inlined, for one row. */
+INLINE TARGET void NAME(recur_values)(
+    const float *before, float *after, const float *query, const float *key, const float *decay, const float *value,
+    const float beta, float *out, const int keys, const int values, const int parts) {
+    VF found[4], delta[4];
+    for (int part = 0; part < parts; part++) found[part] = F_SET(0.0f);
+    for (int i = 0; i < keys; i++) {
+        const VF read = F_SET(key[i] * decay[i]);
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++)
+            found[part] = F_FMA(F_LOAD(before + (int64_t)i * values + part * LANES), read, found[part]);
+    }
+    for (int part = 0; part < parts; part++) {
+        delta[part] = F_MUL(F_SUB(F_LOAD(value + part * LANES), found[part]), F_SET(beta));
+        found[part] = F_SET(0.0f);
+    }
+    for (int i = 0; i < keys; i++) {
+        const VF faded = F_SET(decay[i]), written = F_SET(key[i]), asked = F_SET(query[i]);
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++) {
+            const int64_t place = (int64_t)i * values + part * LANES;
+            const VF now = F_FMA(written, delta[part], F_MUL(faded, F_LOAD(before + place)));
+            F_STORE(after + place, now);
+            found[part] = F_FMA(asked, now, found[part]);
+        }
+    }
+    for (int part = 0; part < parts; part++) F_STORE(out + part * LANES, found[part]);
+}
+
+/* 1 over the length of a vector, as `transformers` computes it, or 1. */
+INLINE float NAME(inverse_length)(const float *x, int count, int normalizes) {
+    float sum = 0.0f;
+    if (!normalizes) return 1.0f;
+    for (int i = 0; i < count; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum + 1e-6f);
+}
+
+/* All rows of one head of one request. */
+TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
+    const int keys = rule->keys, values = rule->values, heads = rule->heads, request = piece / heads, head = piece % heads;
+    const int64_t place = (int64_t)piece * keys * values;
+    const float *before = rule->before + place;
+    float query[MOST_SIZE], key[MOST_SIZE], decay[MOST_SIZE];
+    for (int row = 0; row < rule->rows; row++) {
+        const int64_t number = (int64_t)request * rule->rows + row, own = number * heads + head;
+        const int64_t given = (number * rule->shared + head / (heads / rule->shared)) * keys;
+        const float *x = rule->query + given, *k = rule->key + given, *value = rule->value + own * values;
+        const float asked = NAME(inverse_length)(x, keys, rule->normalizes) / sqrtf((float)keys);
+        const float written = NAME(inverse_length)(k, keys, rule->normalizes), beta = rule->beta[own];
+        float *after = rule->after[row] + place, *out = rule->out + own * values;
+        int j = 0;
+        for (int i = 0; i < keys; i++) {
+            query[i] = x[i] * asked;
+            key[i] = k[i] * written;
+            decay[i] = rule->decay[own * rule->decays + (rule->decays > 1 ? i : 0)];
+        }
+        for (; j + 4 * LANES <= values; j += 4 * LANES)
+            NAME(recur_values)(before + j, after + j, query, key, decay, value + j, beta, out + j, keys, values, 4);
+        for (; j + LANES <= values; j += LANES)
+            NAME(recur_values)(before + j, after + j, query, key, decay, value + j, beta, out + j, keys, values, 1);
+        for (; j < values; j++) {
+            float found = 0.0f, delta;
+            for (int i = 0; i < keys; i++) found += key[i] * (decay[i] * before[i * values + j]);
+            delta = (value[j] - found) * beta;
+            found = 0.0f;
+            for (int i = 0; i < keys; i++) {
+                after[i * values + j] = decay[i] * before[i * values + j] + key[i] * delta;
+                found += query[i] * after[i * values + j];
+            }
+            out[j] = found;
+        }
+        before = after;
+    }
+}
+
 static const Ways NAME(ways) = {
     .quantize = NAME(quantize), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
-    .rotate = NAME(rotate), .attend = NAME(attend_one), .pack = NAME(pack),
+    .rotate = NAME(rotate), .attend = NAME(attend_one), .pack = NAME(pack), .recur = NAME(recur),
 };
 
 #undef LANES

@@ -39,7 +39,7 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 8  # of the interface; the library's must be the same
+_VERSION = 9  # of the interface; the library's must be the same
 
 LAYOUT = 2
 """Version of the layout of our own panels, with which they are stored."""
@@ -170,6 +170,7 @@ def _load() -> _Native | str:
         POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int
     )  # fmt: skip
     library.specbench_pack.argtypes = (POINTER(CPacking), c_void_p, c_int, c_int)
+    library.specbench_delta_rule.argtypes = (c_void_p, c_void_p, c_int, c_int)
     library.specbench_pass.argtypes = library.specbench_attend.argtypes = (POINTER(CPass),)
     return _Native(library, parallel, level)
 
@@ -184,13 +185,13 @@ def is_available() -> bool:
     return why_unavailable() is None
 
 
-def _native() -> _Native:
+def loaded() -> _Native:
     found = _load()
     assert not isinstance(found, str), found
     return found
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
     if status:
         raise MemoryError("no memory for a pass")
 
@@ -219,15 +220,15 @@ class Panels:
         self.data, self._address, self.width, self._depth = laid
 
     def _bytes_of(self, outputs: int) -> int:
-        return int(_native().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
+        return int(loaded().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
 
     def _pack(self, first: int, packing: CPacking) -> None:
         """Pack rows from ``first`` on, which begins a panel."""
-        native = _native()
+        native = loaded()
         packing.panels = self._address + self._bytes_of(first)
         packing.columns, packing.bits = self.inputs, self.bits
         threads = torch.get_num_threads()
-        _check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
+        check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
 
     @classmethod
     def from_data(cls, bits: int, outputs: int, inputs: int, data: Tensor) -> Panels:
@@ -266,7 +267,7 @@ class Panels:
     @classmethod
     def from_onednn(cls, packed: Tensor, weight: Tensor) -> Panels | None:
         """Read a weight, [out, in], where oneDNN has packed it; ``None`` if its layout is not known."""
-        found = layout_of(packed, weight, _native().level) if weight.dtype in _BITS else None
+        found = layout_of(packed, weight, loaded().level) if weight.dtype in _BITS else None
         outputs, inputs = weight.shape
         return None if found is None else cls(_BITS[weight.dtype], outputs, inputs, found)
 
@@ -288,11 +289,11 @@ class Panels:
 
     def product(self, x: Tensor) -> Tensor:
         """[rows, in], float32 -> [rows, out], float32; a row's bits do not depend on the others."""
-        native, x = _native(), x.contiguous()
+        native, x = loaded(), x.contiguous()
         out = torch.empty(len(x), self.outputs)
         matrix, threads = self.matrix(None), torch.get_num_threads()
         arguments = (x.data_ptr(), len(x), out.data_ptr(), native.parallel, threads, native.level)
-        _check(native.library.specbench_product(byref(matrix), *arguments))
+        check(native.library.specbench_product(byref(matrix), *arguments))
         return out
 
 
@@ -414,7 +415,7 @@ class DecoderStack:
         self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
         self._head_nbytes = head.panels.nbytes
         self.sizes = (len(layers), hidden, *config[:3], middle, self._vocabulary, bits)
-        level = _native().level
+        level = loaded().level
         self.quantizes_rows = bits <= 8
         unlimited = self.quantizes_rows or (bits == 16 and level < 3)
         self.max_rows = math.inf if unlimited else _MAX_ROWS[level]
@@ -500,14 +501,14 @@ class DecoderStack:
             count=len(requests),
             is_bfloat16=pointers.is_bfloat16,
         )
-        _run(_native().library.specbench_pass, c_pass)
+        _run(loaded().library.specbench_pass, c_pass)
         return logits, states if layers else None
 
 
 def _run(function: Any, c_pass: CPass) -> None:
-    native = _native()
+    native = loaded()
     c_pass.parallel, c_pass.threads, c_pass.level = native.parallel, torch.get_num_threads(), native.level
-    _check(function(byref(c_pass)))
+    check(function(byref(c_pass)))
 
 
 class _CRequests:
@@ -578,5 +579,5 @@ class Attention:
             count=len(self._requests.array),
             is_bfloat16=keys.dtype == torch.bfloat16,
         )
-        _run(_native().library.specbench_attend, c_pass)
+        _run(loaded().library.specbench_attend, c_pass)
         return out
