@@ -166,7 +166,10 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder, tmp_path):
     ("words", "found"),
     [
         ("generate --drafter lo", ["lookup", "lookup+self:int8", "lookup:n=", "lookup:min="]),
-        ("generate --drafter ", ["none", "lookup", "ngram", "suffix", "recycle", "self", "lookup+self:int8"]),
+        (
+            "generate --drafter ",
+            ["none", "lookup", "ngram", "suffix", "recycle", "grammar", "self", "mtp", "lookup+self:int8"],
+        ),
         ("check --draft-policy s", ["svip", "static-tree"]),
         ("sweep --prompts co", ["code", "code-editing"]),
         ("calibrate --prompts a", ["all"]),

@@ -274,15 +274,15 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 
 @dataclass
 class Usage:
-    """Token counts of a generation so far:
-    prompt, output including an end token, drafted (for a tree, its depth), accepted, and steps with a draft by how
-    many of its tokens were accepted.
+    """Token counts of a generation so far: prompt, output including an end token, drafted (for a tree, its depth),
+    accepted, in the longest draft, and steps with a draft by how many of its tokens were accepted.
     """
 
     prompt: int = 0
     completion: int = 0
     drafted: int = 0
     accepted: int = 0
+    longest: int = 0
     steps_by_accepted: Counter[int] = field(default_factory=Counter)
 
     def add(self, record: Prefill | Step) -> Sequence[int]:
@@ -294,6 +294,7 @@ class Usage:
             self.drafted += record.gamma
             self.accepted += record.accepted
             if record.drafted:
+                self.longest = max(self.longest, record.gamma)
                 self.steps_by_accepted[record.accepted] += 1
             tokens = record.tokens
         self.completion += len(tokens)
@@ -318,7 +319,7 @@ class Usage:
             "speculative_decoding": {
                 "num_draft_tokens": self.drafted,
                 "num_accepted_draft_tokens": self.accepted,
-                "acceptance_histogram": [steps[count] for count in range(max(steps, default=-1) + 1)],
+                "acceptance_histogram": [steps[count] for count in range(self.longest + 1)] if steps else [],
             }
         }
 

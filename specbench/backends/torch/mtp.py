@@ -154,6 +154,7 @@ def build_mtp_layers(
     model, report = model_class.from_pretrained(
         None,
         config=own,
+        trust_remote_code=False,
         state_dict=tensors,
         output_loading_info=True,
         dtype=next(iter(tensors.values())).dtype,
