@@ -1209,6 +1209,21 @@ MUTANTS = (
         "",
         ("tests/test_batch_costs.py", "-k", "learnt_anew"),
     ),
+    # -- stopping --------------------------------------------------------------------------------
+    Mutant(
+        "a run that may stop at several looks has ordinary intervals",
+        "results/summary.py:confidence_of",
+        "run.stopping is None",
+        "True",
+        ("tests/test_stopping.py",),
+    ),
+    Mutant(
+        "a sweep with --until looks after every prompt",
+        "bench/stopping.py:StoppingRule.ending_before",
+        "decoded in self._looks",
+        "decoded",
+        ("tests/test_stopping.py",),
+    ),
 )
 
 

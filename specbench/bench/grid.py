@@ -16,6 +16,7 @@ from specbench.results.lines import Key
 from specbench.results.run import RunConfig, StoredRecipe
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.stopping import parse_until
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -115,6 +116,7 @@ class SweepOptions:
             size.
         servers: Servers to measure in place of models, each as its name and its model's name.
         salt: How prompt caches of servers are avoided.
+        until: When to stop, in the notation of ``--until``; ``None`` to measure everything.
 
     Raises:
         UsageError: A value is out of range, or not possible with batches.
@@ -139,6 +141,7 @@ class SweepOptions:
     servers: tuple[str, ...] = ()
     api: Literal["chat", "completions"] = "chat"
     salt: Salt = "none"
+    until: str | None = None
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -157,6 +160,8 @@ class SweepOptions:
         ):
             if len(set(values)) < len(values):
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
+        if self.until is not None:
+            parse_until(self.until)
         if self.beams and 0.0 not in self.temperatures:
             raise UsageError(
                 "Beam search needs temperature 0, which is not among the temperatures.",
@@ -171,6 +176,11 @@ class SweepOptions:
             if self.arrivals:
                 raise UsageError("--arrivals needs a batch.", "Add --batch N.")
             return
+        if self.until is not None:
+            raise UsageError(
+                "--until is for prompts that are decoded one after the other.",
+                "Leave it out, or leave --batch out.",
+            )
         if self.turns != 1:
             raise UsageError(
                 "With --batch only the first turn of a conversation is decoded.",

@@ -7,6 +7,7 @@ surrogates, which no tokenizer can encode.
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,6 +243,11 @@ def _of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Pro
                 f"No prompt has the category {_shown(category)}.", f"The categories are {_listed(existing)}."
             )
     return [prompt for prompt in prompts if not categories or prompt.category in categories]
+
+
+def shuffled(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
+    """Return prompts in a random order that depends on their ids and the seed alone."""
+    return sorted(prompts, key=lambda prompt: random.Random(f"prompts/{seed}/{prompt.id}").random())
 
 
 def interleave_categories(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:

@@ -21,6 +21,7 @@ from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep, SweepC
 from specbench.bench.manifest import now
 from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs, shared_costs, shared_widths
 from specbench.bench.serving import BenchRequest, Encoded, Workload
+from specbench.bench.stopping import StoppingRule
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
 from specbench.results.advice import disturbances, review
@@ -138,9 +139,10 @@ def run_sweep(
     clock: Clock | None = None,
     on_event: Callable[[Event], None] | None = None,
     retry_failed: bool = False,
+    minutes: float | None = None,
     snapshot: Callable[[], LoadSnapshot] = load_snapshot,
 ) -> SweepResult:
-    """Measure everything that is not in the store yet, one line at a time.
+    """Measure everything that is not in the store yet, one line at a time; with ``until``, until that holds.
 
     A generation that fails is stored as failed, and the sweep continues. Warm-ups run whenever anything is left to
     measure, since each process has to be warmed up; their lines are stored once.
@@ -152,6 +154,7 @@ def run_sweep(
         clock: Clock of the estimated time left.
         on_event: Called between the measurements.
         retry_failed: Measure failed generations again.
+        minutes: Time limit of a sweep with ``until``; ``None`` for none.
         snapshot: Reads the machine load before and after each generation.
 
     Raises:
@@ -172,6 +175,15 @@ def run_sweep(
     time_left = TimeLeft(left, longest / min(WARMUP_TOKENS, longest))
     failed = 0
     planned = {cell.key for cell in cells if not cell.warmup} & done
+    rule = None
+    if sweep.options.until is not None:
+        rule = StoppingRule(sweep.options.until, minutes, store, [cell for cell in cells if not cell.warmup])
+        if (
+            ending := rule.ending_before(left[0], 0.0)
+        ) is not None:  # it was found before, and the run resumed
+            rule.end(ending)
+            return SweepResult(0, 0, total - len(left), finish_run(sweep, store, engine))
+    began_at = clock.now()
     report(SweepStarted([each for each in store.measurements() if each.key in planned], total))
 
     def run(cell: Cell, count: int) -> None:
@@ -194,7 +206,11 @@ def run_sweep(
     # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
     of_batch = Counter(runner.configs[cell.config].batch for cell in left)
     seen, timed = Counter[int | None](), Counter[int | None]()
+    ending = None
     for number, cell in enumerate(left):
+        if rule is not None and (ending := rule.ending_before(cell, clock.now() - began_at)) is not None:
+            left = left[:number]
+            break
         batch = runner.configs[cell.config].batch
         rounds = COST_ROUNDS if batch is None else SHARED_COST_ROUNDS
         # Only between blocks: within one, configurations run back to back.
@@ -203,6 +219,8 @@ def run_sweep(
             timed[batch] += 1
         run(cell, found + number + 1)
         seen[batch] += 1
+    if rule is not None:
+        rule.end(ending)
     return SweepResult(len(left), failed, found, finish_run(sweep, store, engine))
 
 

@@ -50,6 +50,7 @@ EXCLUDE = (
         "it is for models",
     ),
     Row("sweep", ("engine",), "server", "it starts its own servers"),
+    Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
         ("baseline", "assisted", "tree", "keep_policy_state", "cache", "bit_exact", "compiled", SharedPolicyOptions,
@@ -67,6 +68,7 @@ NEED = (
     Row("generate", ("batch", "kv_memory", "kv_pool", "disable_by_batch_size"), "prompts"),
     Row("calibrate", ("drafter", "temperature", "verification", "drafter_dtype", "drafter_device"), "tree"),
     Row("check", ("minutes", "bias"), "sample"),
+    Row("sweep", ("minutes",), "until"),
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
     Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),

@@ -131,7 +131,8 @@ def sweep(
 
         for name in engine.drafters:  # refused if they lack one
             parse_costs(options.costs, name)
-    job = SweepJob(Sweep(options, chosen, tuple(configs)), engine, folder, results, **shown)
+    sweep = Sweep(options, chosen, tuple(configs))
+    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, **shown)
     job.run(sources, start, notes)
 
 
@@ -195,6 +196,7 @@ def _compared_models(
         keep_policy_state=keep_policy_state,
         batches=batches,
         arrivals=compared.arrivals,
+        until=experiment.until,
     )
     return options, drafters, notes
 

@@ -172,11 +172,24 @@ class ExperimentOptions:
         int, _experiment("--warmup", "N", "Warm-up generations of each configuration, short and not counted.")
     ] = 1
     seed: Annotated[int, _experiment("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
+    until: Annotated[
+        str | None,
+        _experiment(
+            "--until",
+            "WIDTH",
+            "Stop as soon as the answer is known: sure (the verdict on the fastest configuration) or 5% (its interval"
+            " reaches at most 5% to each side). --limit and --repeats are then upper limits; the default of --limit is"
+            " all prompts.",
+        ),
+    ] = None
+    minutes: Annotated[
+        float, _experiment("--minutes", "X", "Time limit of --until, without loading.", min=0.0)
+    ] = 60.0
 
     def chosen(self, batches: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
         """The sets that prompts are taken from, and how many."""
         limit = self.limit
-        if limit is None and not self.prompts and not self.category:
+        if limit is None and self.until is None and not self.prompts and not self.category:
             limit = max(_DEFAULT_LIMIT, _GROUPS * max(batches, default=1))
         return self.prompts or (_DEFAULT_PROMPTS,), limit
 
@@ -289,10 +302,12 @@ class SearchOptions:
 
 def chosen_prompts(experiment: ExperimentOptions, options: SweepOptions) -> list[Prompt]:
     from specbench.bench.grid import check_batches
-    from specbench.bench.prompts import load_prompts
+    from specbench.bench.prompts import interleave_categories, load_prompts, shuffled
 
     named, limit = experiment.chosen(options.batches)
     prompts = load_prompts(named, experiment.category, limit)
+    if experiment.until is not None:  # the first ones have to stand for all
+        prompts = interleave_categories(shuffled(prompts, experiment.seed))
     check_batches(options, len(prompts))
     return prompts
 

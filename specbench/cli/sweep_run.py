@@ -219,6 +219,7 @@ class SweepJob(RunJob):
     Args:
         sweep, engine, folder: What is measured, with what, and into which folder.
         results: Which run is continued.
+        minutes: Time limit of ``--until``.
         quiet: Print no progress.
         verbose: Print the notes of tables.
     """
@@ -234,9 +235,10 @@ class SweepJob(RunJob):
         *,
         quiet: bool,
         verbose: bool,
+        minutes: float | None = None,
     ) -> None:
         super().__init__(sweep, engine, folder, quiet)
-        self._results, self._verbose = results, verbose
+        self._results, self._minutes, self._verbose = results, minutes, verbose
         self._cells = "batches" if sweep.options.batches else "generations"
 
     def run(self, sources: dict[str, Any], start: LoadSnapshot, notes: Sequence[str]) -> None:
@@ -265,7 +267,12 @@ class SweepJob(RunJob):
             with SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display:
                 try:
                     result = run_sweep(
-                        self.sweep, store, self.engine, on_event=display.handle, retry_failed=retry_failed
+                        self.sweep,
+                        store,
+                        self.engine,
+                        on_event=display.handle,
+                        retry_failed=retry_failed,
+                        minutes=self._minutes,
                     )
                     warnings, failed = result.warnings, result.failed
                 except KeyboardInterrupt:
@@ -318,3 +325,5 @@ class SweepJob(RunJob):
             answers = find_answers(results, summary, categories, self.recipes, more)
             said = [part for each in answers for part in answer_parts(each)]
             show(console, *said, *(each if self._verbose else replace(each, notes=[]) for each in sheets))
+            if summary.stopping:
+                self.say(f"note: {summary.stopping}")

@@ -71,6 +71,7 @@ def sweep_servers(
         arrivals=compared.arrivals,
         servers=tuple(spec.name for spec in specs),
         api=servers.api,
+        until=experiment.until,
     )
     named, limit = experiment.chosen(batches)
     prompts = tuple(chosen_prompts(experiment, options))
@@ -103,7 +104,9 @@ def sweep_servers(
             show_plan(sweep, folder)
             return
         RunStore.check_writable(folder)
-        job = SweepJob(sweep, engine, folder, results, quiet=quiet, verbose=verbose)
+        job = SweepJob(
+            sweep, engine, folder, results, minutes=experiment.minutes, quiet=quiet, verbose=verbose
+        )
         try:
             job.run(sources, start, _server_notes(engine))
         finally:

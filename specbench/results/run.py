@@ -217,6 +217,20 @@ class Tuning(Record):
     answer: Annotated[TuningAnswer | None, doc("what everything shows")] = None
 
 
+class Stopping(Record):
+    """When a sweep with ``--until`` stops ([metrics](metrics.md#stop-when-sure))."""
+
+    until: Annotated[str, doc("`sure`, or the half-width of the interval, such as `5%`")]
+    minutes: Annotated[Size | None, doc("time limit")]
+    confidence: Annotated[
+        Number, doc("of the intervals of speedups, so that those of all looks hold together")
+    ]
+    ended: Annotated[
+        Literal["answered", "time", "prompts"] | None,
+        doc("why: `answered`, `time` (the limit), `prompts` (all were decoded); `null` until it ends"),
+    ] = None
+
+
 class Change(Record):
     """What differed when a run was continued with ``--accept-changes``."""
 
@@ -256,6 +270,7 @@ class Run(Record):
     differences: Annotated[list[Mismatch] | None, doc("looked at when the run ends; `null` before")] = None
     warnings: Annotated[list[RunWarning], doc("what is doubtful")] = []
     tuning: Annotated[Tuning | None, doc("of `specbench tune`")] = None
+    stopping: Annotated[Stopping | None, doc("with `--until`: when it stops")] = None
     changes: Annotated[list[Change], doc("if the run went on with `--accept-changes`")] = []
 
     @property

@@ -21,6 +21,10 @@ from specbench.base.record import Estimate
 CONFIDENCE = 0.95
 """Nominal coverage of intervals."""
 
+AT_EVERY_LOOK = 0.9925
+"""Nominal coverage of each interval in a run that may stop at any of several looks, so that those of all looks hold
+together as often as a single interval of ``CONFIDENCE`` (benchmarks/interval_coverage.py)."""
+
 WIDEST = 10.0
 """Largest ratio of an interval's ends; a wider interval is not given."""
 

@@ -146,6 +146,7 @@ class Summary:
         disturbance: Why verdicts are provisional, in a sentence: other programs used the machine most of the time.
             Empty if they are not.
         withheld: Why there are no predictions, in a sentence; empty if there are.
+        stopping: Why measuring stopped, if the run was made with ``--until``.
         fastest: Id of the configuration that `specbench tune` found fastest, if its speedup is certain; ``None`` for
             other runs.
     """
@@ -155,6 +156,7 @@ class Summary:
     dtype: str | None = None
     disturbance: str = ""
     withheld: str = ""
+    stopping: str = ""
     fastest: tuple[str, ...] | None = None
 
     @cached_property
@@ -226,6 +228,24 @@ def disturbance(results: Results) -> str:
     return f"Verdicts are provisional: other programs used the processor during {busy} of {len(warnings)} generations."
 
 
+def _stopped(run: Run, prompts: int) -> str:
+    """Return why measuring stopped with ``--until``, and what that means for intervals; empty without it."""
+    if run.stopping is None:
+        return ""
+    until, goal = run.stopping.until, "the verdict on the fastest was sure"
+    if until != "sure":
+        goal = f"the interval of the fastest reached {until} to each side"
+    why = {
+        "answered": f"after {prompts} of {len(run.prompts)} prompts, when {goal}",
+        "time": f"after {run.stopping.minutes or 0:g} minutes, before {goal}",
+        "prompts": f"after all {len(run.prompts)} prompts, before {goal}",
+        None: f"before {goal}",
+    }[run.stopping.ended]
+    return (
+        f"Measuring stopped {why}. The intervals of speedups are wide enough to hold at every look together."
+    )
+
+
 def configs_of(results: Results) -> list[RunConfig]:
     """Return the configurations that have generations, in the order of the run."""
     present = set(results.generations["config"])
@@ -246,7 +266,9 @@ def summarize(results: Results) -> Summary:
     for config in configs_of(results):
         mine, its_steps = rows.iloc[places[config.id]], steps.get(config.id, no_steps)
         row = _summary_row(results, config, mine, its_steps)
-        row = _with_speedups(row, pairs.get(config.id), groups.get(config.id), run.differences or ())
+        row = _with_speedups(
+            row, pairs.get(config.id), groups.get(config.id), run.differences or (), confidence_of(run)
+        )
         if config.id in tuned:
             row = replace(row, speedup=tuned[config.id].speedup, verdict=tuned[config.id].verdict)
         if tuned:  # it is over the same generations without noise correction
@@ -266,7 +288,8 @@ def summarize(results: Results) -> Summary:
             f"Predicted speedups are left out:{why.partition(':')[2]} Forward passes timed meanwhile say little about"
             " what generations took."
         )
-    return Summary(found, baseline_name(run), run.target.dtype, disturbed, withheld, fastest)
+    stopped = _stopped(run, rows["prompt"].nunique())
+    return Summary(found, baseline_name(run), run.target.dtype, disturbed, withheld, stopped, fastest)
 
 
 def categorize(results: Results) -> Categories:
@@ -279,7 +302,7 @@ def categorize(results: Results) -> Categories:
         for config in configs_of(results):
             if (category, config.id) not in groups:
                 continue
-            speedup, pooled = _speedups_of(groups[category, config.id])
+            speedup, pooled = _speedups_of(groups[category, config.id], confidence_of(results.run))
             prompts = speedup.prompts
             if tuned:
                 pooled = NO_FIGURE
@@ -290,6 +313,11 @@ def categorize(results: Results) -> Categories:
     if disturbed:
         rows = [*map(_with_provisional_verdict, rows)]
     return Categories(rows, baseline_name(results.run), disturbed)
+
+
+def confidence_of(run: Run) -> float:
+    """Return the nominal coverage of a speedup's interval; larger if the run could stop at several looks."""
+    return stats.CONFIDENCE if run.stopping is None else run.stopping.confidence
 
 
 def baseline_name(run: Run) -> str:
@@ -353,7 +381,11 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
 
 
 def _with_speedups(
-    row: SummaryRow, pairs: pd.DataFrame | None, groups: pd.DataFrame | None, differences: Iterable[Mismatch]
+    row: SummaryRow,
+    pairs: pd.DataFrame | None,
+    groups: pd.DataFrame | None,
+    differences: Iterable[Mismatch],
+    confidence: float,
 ) -> SummaryRow:
     """Return a row with its speedups, from the pairs of a configuration's generations and groups."""
     config = row.config
@@ -364,7 +396,7 @@ def _with_speedups(
     if pairs is None:
         return row
     compared = pairs if groups is None else groups
-    speedup, pooled = _speedups_of(compared)
+    speedup, pooled = _speedups_of(compared, confidence)
     # With a batch, the speedup itself is about whole times.
     totals = pairs["ratio_total"] * (1.0 if groups is None else _NAN)
     identical = pairs["identical"].dropna()
@@ -374,8 +406,8 @@ def _with_speedups(
         speedup=speedup,
         verdict=stats.verdict(speedup),
         pooled_speedup=pooled,
-        speedup_total=_mean_of(pairs, totals),
-        speedup_first=_mean_of(first, first["ratio"]) if config.kind == "server" else NO_FIGURE,
+        speedup_total=_mean_of(pairs, totals, confidence),
+        speedup_first=_mean_of(first, first["ratio"], confidence) if config.kind == "server" else NO_FIGURE,
         identical_share=float(identical.astype(bool).mean()) if len(identical) else _NAN,
         difference=None if identical.all() else _cause(differences, config.id),
     )
@@ -386,11 +418,12 @@ def without_interval(value: float) -> Estimate:
     return Estimate(value, None, None, 0)
 
 
-def _speedups_of(pairs: pd.DataFrame) -> tuple[Estimate, Estimate]:
+def _speedups_of(pairs: pd.DataFrame, confidence: float) -> tuple[Estimate, Estimate]:
     columns = pairs[["tokens", "seconds", "base_tokens", "base_seconds"]].to_numpy().T
     tokens, seconds, base_tokens, base_seconds = columns
-    pooled = stats.pooled_speedup(tokens, seconds, base_tokens, base_seconds, pairs["prompt"].to_numpy())
-    return _mean_of(pairs, pairs["ratio"]), pooled
+    prompts = pairs["prompt"].to_numpy()
+    pooled = stats.pooled_speedup(tokens, seconds, base_tokens, base_seconds, prompts, confidence)
+    return _mean_of(pairs, pairs["ratio"], confidence), pooled
 
 
 def _cause(differences: Iterable[Mismatch], config: str) -> str:
@@ -484,8 +517,10 @@ def _warming(done: pd.DataFrame) -> Estimate:
     return _mean_of(again, again["tokens_per_second"] / again["tokens_per_second_first"])
 
 
-def _mean_of(rows: pd.DataFrame, values: pd.Series[float]) -> Estimate:
-    return stats.geometric_mean(values.to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy())
+def _mean_of(rows: pd.DataFrame, values: pd.Series[float], confidence: float = stats.CONFIDENCE) -> Estimate:
+    return stats.geometric_mean(
+        values.to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy(), confidence
+    )
 
 
 # -- data frames -----------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def notes(summary: Summary) -> list[str]:
     if any(row.measured and row.speedup.low is None for row in rows):
         out.append(_too_few(one))
     provisional = stats.PROVISIONAL if any(row.provisional for row in rows) else ""
-    out += filter(None, (summary.disturbance, provisional, summary.withheld))
+    out += filter(None, (summary.stopping, summary.disturbance, provisional, summary.withheld))
     differing: dict[str | None, list[SummaryRow]] = {}
     for row in rows:
         label = row.config.label
