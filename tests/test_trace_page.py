@@ -100,6 +100,9 @@ def test_the_command_writes_a_page_of_what_can_be_read(cli, tmp_path):
     assert (result.code, result.out.strip()) == (0, str(out))
     whole = out.read_text()
     assert "Step 1" in whole
+    result = cli("trace", file, "--html", tmp_path / "none" / "trace.html")
+    assert (result.code, result.out) == (1, "")
+    assert "cannot be written (No such file or directory)" in result.err
     file.write_text(file.read_text()[:-20])
     result = cli("trace", file, "--html", out)
     assert result.code == 2

@@ -41,7 +41,7 @@ def trace(
 
 def _write_page(events: Iterable[Event], path: Path) -> None:
     """Write the page of a trace; of a damaged one, that of the events before the damage."""
-    from specbench.base.files import write_text
+    from specbench.base.files import file_errors, write_text
     from specbench.show.trace_page.page import to_html
 
     read: list[Event] = []
@@ -50,5 +50,8 @@ def _write_page(events: Iterable[Event], path: Path) -> None:
             read.append(event)  # noqa: PERF402 - those before an error stay
     finally:
         if read:
-            write_text(path, to_html(read))
+            with file_errors(
+                f"The page {str(path)!r} cannot be written", "Name a file in a folder that exists."
+            ):
+                write_text(path, to_html(read))
             typer.echo(str(path))
