@@ -15,15 +15,15 @@ from scripted import ScriptedCache, ScriptedScorer, random_table
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from specbench.backends.torch.block_heads import DFlashHead
+from specbench.backends.torch.block_scorers import DFlashScorer
 from specbench.backends.torch.head_scorers import (
-    DFlashScorer,
     EagleScorer,
     HeadScorer,
     MedusaScorer,
     ParallelScorer,
 )
 from specbench.backends.torch.heads import (
-    DFlashHead,
     Eagle1Head,
     EagleHead,
     EagleShape,

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from specbench.backends.torch.block_scorers import DFlashScorer
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_scorers import (
     AnyHeadScorer,
-    DFlashScorer,
     EagleScorer,
     MedusaScorer,
     ParallelScorer,

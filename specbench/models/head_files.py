@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 
+from specbench.backends.torch.block_heads import DFlashHead
 from specbench.backends.torch.heads import (
-    DFlashHead,
     Eagle1Head,
     EagleHead,
     EagleShape,

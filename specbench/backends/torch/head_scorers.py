@@ -8,7 +8,6 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.forward import concat
@@ -18,7 +17,7 @@ from specbench.backends.torch.head_forward import (
     HeadOutput,
     choose_head_forward,
 )
-from specbench.backends.torch.heads import Attend, DFlashHead, MedusaHeads, ParallelEagleHead, RecurrentHead
+from specbench.backends.torch.heads import MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -315,7 +314,7 @@ class ParallelScorer(EagleScorer):
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[HeadInput, HeadOutput]:
         if self._read < len(request.context) - 1:
             yield from self._read_context(request.context)
-        return torch.stack([self._rows[depth] for depth in _depths(request)[-rows:]])
+        return torch.stack([self._rows[depth] for depth in node_depths(request)[-rows:]])
 
     def _read_context(self, context: Sequence[int]) -> Generator[HeadInput, HeadOutput]:
         """Run the head over new tokens and masks after them; the next forward pass drops the masks."""
@@ -378,7 +377,7 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
         self._rows = []
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[MedusaInput, Tensor]:
-        depths = _depths(request)[-rows:]
+        depths = node_depths(request)[-rows:]
         assert self._state is not None
         while len(self._rows) <= max(depths):
             self._rows.append((yield MedusaInput(self._state, len(self._rows))))
@@ -393,92 +392,9 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
         return [found[i] for i in range(len(inputs))]
 
 
-def _depths(request: ForwardRequest) -> list[int]:
+def node_depths(request: ForwardRequest) -> list[int]:
     """Return the depth in the draft of each row, from 0 after the context."""
     depths = [0]
     for parent in range(-1, len(request.tokens) - 1) if request.parents is None else request.parents:
         depths.append(depths[parent + 1] + 1)
     return depths
-
-
-class BlockInput(NamedTuple):
-    """The beginning of a block for DFlash."""
-
-    last: int  # the context's last token
-    position: int  # its position
-    caches: Sequence[Any]  # keys and values of the context, by layer
-
-
-class DFlashScorer(HeadScorer[BlockInput, Tensor]):
-    """DFlash with keys and values of the context; its logits depend on the depth in the draft, not on draft tokens."""
-
-    def __init__(
-        self,
-        head: DFlashHead,
-        embed: Embed,
-        layers: Sequence[int],
-        fitted: FittedLogits,
-        context_limit: int | None,
-    ) -> None:
-        config: Any = head.shape.layer
-        weight = head.norm.weight
-        super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
-        self.head, self.longest, self._dtype = head, head.block - 1, weight.dtype
-        self._embed = head.embed_tokens or embed
-        self._caches = [PreallocatedLayer() for _ in head.layers]
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._rows: Tensor | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        return self.head
-
-    def resume(self, cached_tokens: int) -> None:
-        super().resume(cached_tokens)
-        self._rows = None
-        for cache in self._caches:
-            cache.rollback(cached_tokens)
-
-    @torch.inference_mode()
-    def take_states(self, length: int, states: Tensor) -> None:
-        fresh = states[states.shape[0] + self._known - length :].to(self.device, self._dtype)
-        positions = torch.arange(self._known, length, device=self.device)
-        added = self.head.keys_values(fresh[None], positions[None])
-        for cache, entries in zip(self._caches, added, strict=True):
-            cache.update(*entries)
-        self._known, self._rows = length, None
-
-    def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
-        self._rows = None
-
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[BlockInput, Tensor]:
-        if self._rows is None:
-            self._rows = yield BlockInput(request.context[-1], self._known, self._caches)
-        return self._rows[_depths(request)[-rows:]]
-
-    def compute(self, inputs: Sequence[BlockInput]) -> list[Tensor]:
-        block, masks = self.head.block, [self.head.mask] * (self.head.block - 1)
-        ids = torch.tensor([[each.last, *masks] for each in inputs], device=self.device)
-        ranges = [[*range(each.position, each.position + block)] for each in inputs]
-        positions = torch.tensor(ranges, device=self.device)
-        layers = range(len(self.head.layers))
-        attends = [_attend_to([each.caches[layer] for each in inputs]) for layer in layers]
-        return [*self.head.guess(self._embed(ids).to(self._dtype), positions, attends)]
-
-
-def _attend_to(caches: Sequence[Any]) -> Attend:
-    """Let all tokens of each request attend to its cache and to each other; the cache does not get them."""
-
-    def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = zip(caches, *(each.split(1) for each in (query, key, value)), strict=True)
-        return concat([_attend_with(cache, *row) for cache, *row in rows])
-
-    return attended
-
-
-def _attend_with(cache: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    keys = torch.cat((cache.keys[:, :, : cache.used], key), dim=2)
-    values = torch.cat((cache.values[:, :, : cache.used], value), dim=2)
-    return scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
