@@ -50,6 +50,7 @@ POLICIES = (
     "auto:max=2",
     "egag:max=2",
     "confidence:max=2",
+    "confidence-head:max=2,threshold=0.5",
     "entropy-bound:max=2",
     "svip:max=2,threshold=0.35",
     "heuristic:gamma=1,max=2",

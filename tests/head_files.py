@@ -166,6 +166,65 @@ def speculators_block_settings(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def conditional_tensors(
+    kind: str, seed: int = 0, *, vocab: int = VOCAB, drafted: int | None = None, markov: str = "vanilla",
+    spread: float = 0.3,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Of a DSpark (``dspark``) or DFlash 2 (``dflash2``) head: those of DFlash, and what they add."""
+    tensors = block_tensors(seed, vocab=vocab, drafted=drafted, spread=spread)
+    _, random, _ = drawn(seed + 1, spread)
+    if kind == "dspark":
+        tensors |= {
+            "markov_head.markov_w1.weight": 3 * random(vocab, RANK),
+            "markov_head.markov_w2.weight": random(drafted or vocab, RANK),
+            "confidence_head.proj.weight": random(1, WIDTH + RANK),
+            "confidence_head.proj.bias": random(1),
+        }
+        gate, joint = random(RANK, WIDTH + RANK), random(3 * RANK, 2 * RANK + WIDTH)
+        more = {"gated": ("gate_proj", gate, RANK), "rnn": ("joint_proj", joint, 3 * RANK)}
+        if markov in more:
+            name, weight, rows = more[markov]
+            tensors |= {f"markov_head.{name}.weight": weight, f"markov_head.{name}.bias": random(rows)}
+        return tensors
+    tensors |= {
+        "candidate_selector.predecessor_codebook": 3 * random(vocab, RANK),
+        "candidate_selector.successor_codebook": 3 * random(vocab, RANK),
+        "candidate_selector.hidden_projection.weight": random(RANK, WIDTH),
+    }
+    for layer in range(2):
+        for name in ("attention_conv", "mlp_conv"):
+            tensors |= {
+                f"layers.{layer}.{name}.base_kernel": 1 + random(2, 2, WIDTH),
+                f"layers.{layer}.{name}.kernel_projection.weight": random(2 * 2 * WIDTH // GROUP, WIDTH),
+            }
+    return tensors
+
+
+RANK, GROUP = 5, 8
+
+
+def spark_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of DSpark's authors."""
+    return {
+        "architectures": ["Qwen3DSparkModel"], **LAYER, "vocab_size": vocab, "num_hidden_layers": 2,
+        "block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [0, 2], "num_anchors": 512,
+        "markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": True, **more,
+    }  # fmt: skip
+
+
+def flash_two_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of DFlash 2's authors."""
+    section = {
+        "block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [0, 2], "conv_group_size": GROUP,
+        "conv_kernel_size": 2, "selector_rank": RANK, "selector_top_k": 4,
+    }  # fmt: skip
+    return {
+        "architectures": ["DFlash2DraftModel"], **LAYER, "vocab_size": vocab, "num_hidden_layers": 2,
+        "is_causal": False, "dflash_config": {**section, **more},
+    }  # fmt: skip
+
+
 def write_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
     """A folder with a head in it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -256,6 +315,10 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
         settings, tensors = mtp_settings(9), mtp_tensors()
     elif kind == "dflash":
         settings, tensors = block_settings(9), block_tensors(vocab=9)
+    elif kind == "dspark":
+        settings, tensors = spark_settings(9), conditional_tensors(kind, vocab=9)
+    elif kind == "dflash2":
+        settings, tensors = flash_two_settings(9), conditional_tensors(kind, vocab=9)
     elif kind == "peagle":
         settings = parallel_settings(9, 2, draft_vocab_size=6)
         tensors = parallel_tensors(vocab=9, drafted=6, layers=2)

@@ -15,8 +15,8 @@ from scripted import ScriptedCache, ScriptedScorer, random_table
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from specbench.backends.torch.block_heads import DFlashHead
-from specbench.backends.torch.block_scorers import DFlashScorer
+from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlashHead, DSparkHead
+from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.head_scorers import (
     EagleScorer,
     HeadScorer,
@@ -79,6 +79,18 @@ def model(table: Any = None, name: str = "model") -> ModelDrafter:
 # -- trained heads ---------------------------------------------------------------------------------
 
 
+BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dflash": (DFlashHead, {"block": DEPTH + 1}),
+    "dflash2": (DFlash2Head, {"block": DEPTH + 1, "rank": 2, "selected": 2, "kernel": 2, "group": 4}),
+    "dspark": (
+        DSparkHead,
+        {"block": DEPTH, "first": 0, "markov": "vanilla", "rank": 2, "confidence": True,
+         "confidence_reads_token": True},
+    ),
+}  # fmt: skip
+"""Block drafters: their class, and the structure of their blocks."""
+
+
 @cache
 def small_head(kind: str) -> Any:
     """Of a target with hidden states of the size 8; draws two of three tokens."""
@@ -95,15 +107,20 @@ def small_head(kind: str) -> Any:
                 num_key_value_heads=1,
             )
             shape = EagleShape(
-                1 if kind == "eagle" else 3, 8, 2, layer, embeds=True, head_norms=kind == "dflash"
+                1 if kind == "eagle" else 3,
+                8,
+                VOCAB if kind == "dflash2" else 2,
+                layer,
+                embeds=True,
+                head_norms=kind in BLOCKS,
             )
             if kind == "mtp":
                 block = LlamaDecoderLayer(layer, 0).state_dict()
                 (module,) = build_mtp_layers(layer, [block], final_norm=True, hidden_first=False)
                 module.embed_tokens = torch.nn.Embedding(VOCAB, 8)
                 module.lm_head = torch.nn.Linear(8, 2, bias=False)
-            elif kind == "dflash":
-                module = DFlashHead(shape, 1, DEPTH + 1, 1)
+            elif kind in BLOCKS:
+                module = BLOCKS[kind][0](shape, BlockShape(mask=1, **BLOCKS[kind][1]))
             elif kind == "peagle":
                 module = ParallelEagleHead(shape, DEPTH, 1)
             else:
@@ -114,12 +131,12 @@ def small_head(kind: str) -> Any:
 
 
 def small_scorer(kind: str) -> HeadScorer:
-    fitted = FittedLogits(VOCAB, torch.tensor([2, 0]))
+    fitted = FittedLogits(VOCAB, None if kind == "dflash2" else torch.tensor([2, 0]))
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, VOCAB)
     layers = (2,) if kind in ("eagle", "mtp") else (0, 1, 2)
-    scorer: Any = {"dflash": DFlashScorer, "peagle": ParallelScorer}.get(kind, EagleScorer)
+    scorer: Any = BlockScorer if kind in BLOCKS else ParallelScorer if kind == "peagle" else EagleScorer
     made: HeadScorer = scorer(head, head.embed_tokens, layers, fitted, None)
     return made
 
@@ -222,7 +239,7 @@ DRAFTERS: dict[str, Entry] = {
     "model|lookup": Entry("org/model|lookup", lambda _: SeveralDrafters([model(), LookupDrafter()])),
     **{
         kind: Entry("org/head", lambda _, kind=kind: head(kind), kind)  # type: ignore[misc]
-        for kind in ("eagle3", "eagle", "peagle", "dflash", "medusa")
+        for kind in ("eagle3", "eagle", "peagle", *BLOCKS, "medusa")
     },
     "mtp": Entry("mtp", lambda _: head("mtp"), "mtp"),
     "lookup+eagle3": Entry(

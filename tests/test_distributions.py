@@ -38,6 +38,7 @@ REFUSALS = (
     "drafts only chains",
     "Several drafters draft chains of one fixed length",
     "reads the drafter's distribution, and",
+    "needs a drafter with a confidence head, and",
 )
 
 

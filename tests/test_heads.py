@@ -568,7 +568,8 @@ def outputs(
 def on_caches() -> Iterator[Any]:
     """A head that reads states on every kind of cache; the others on two in turn."""
     for (row, kind), (column, kept) in itertools.product(
-        enumerate(("eagle", "eagle-1", "mtp", "peagle", "dflash", "medusa")), enumerate(CACHE_KINDS)
+        enumerate(("eagle", "eagle-1", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa")),
+        enumerate(CACHE_KINDS),
     ):
         quick = row < 1 or (row + column) % 2 == 0
         yield pytest.param(kept, kind, marks=() if quick else pytest.mark.slow)
@@ -595,7 +596,7 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     assert accepted > 20
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp", "peagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
 def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -624,7 +625,7 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     assert any(len(each.requests) > 1 for each in drafting) == shared
 
 
-@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "dflash2", "dspark", "medusa"])
 def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, kind, monkeypatch):
     """Shared passes of the head fail when they have been made, and so do all of one request's of the target."""
     target = wrap_target(few_tokens(), pack=False)
@@ -672,7 +673,7 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
     assert many.factory.use.used == 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "dspark", "medusa"])
 def test_what_several_requests_want_of_a_head_is_made_in_one(tmp_path, kind, monkeypatch):
     loaded = few_head(tmp_path / "head", kind, wrap_target(few_tokens(), pack=False)).scorer
     contexts = [[number % 9, *range(9), 4, 7, 1][: 4 + 3 * number] for number in range(4)]
@@ -701,7 +702,9 @@ def test_what_several_requests_want_of_a_head_is_made_in_one(tmp_path, kind, mon
         found = HeadBatch(loaded).score(asked[0])
         for rows, each in zip(found, asked[1], strict=True):
             torch.testing.assert_close(rows.logits, each.scorer.score(each).logits, atol=1e-4, rtol=1e-4)
-    assert calls == ([4] if kind in ("peagle", "dflash") else [4, 3])
+    # DSpark reads a block once, and then what its logits are conditioned on in both rounds.
+    once = {"peagle": [4], "dflash": [4], "dspark": [4, 4, 4]}
+    assert calls == once.get(kind, [4, 3])
 
 
 @pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])
@@ -751,7 +754,13 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path):
 
 def test_timed_passes_are_real_ones(tmp_path, monkeypatch):
     target = wrap_target(few_tokens(), pack=False)
-    for kind, name in {"eagle": "read", "peagle": "read", "dflash": "guess", "medusa": "logits"}.items():
+    for kind, name in {
+        "eagle": "read",
+        "peagle": "read",
+        "dflash": "guess",
+        "dspark": "guess",
+        "medusa": "logits",
+    }.items():
         head = few_head(tmp_path / kind, kind, target)
         made: list[int] = []
         module = head.scorer.heads if kind == "medusa" else head.scorer.head
@@ -784,7 +793,7 @@ class Flattering(HeadDrafter):
         return draft
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa"])
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         checking = DecodingCheck(check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))])
@@ -864,7 +873,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "no list of layers": (
         speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "no list of whole numbers"
     ),
-    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, {}, "of a kind that is not supported: DFlash 2."),
+    "MLP speculator": ({"model_type": "mlp_speculator"}, {}, "of a kind that is not supported: MLP speculator."),
     "DFlash with a projector": (
         speculators_block_settings(projector_type="domino"), block_tensors(drafted=DRAFTED), "it has projector_type."
     ),

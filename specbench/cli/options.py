@@ -304,9 +304,9 @@ class DraftingOptions:
         policy_option(
             "--draft-policy",
             "RULE",
-            "Draft policy: auto, fixed, egag, confidence, entropy-bound, svip or heuristic; options follow a colon:"
-            " entropy-bound:lambda=0.6. Default: auto at temperature 0; fixed above it (a seed then repeats a run) and"
-            " with --gamma.",
+            "Draft policy: auto, fixed, egag, confidence, confidence-head, entropy-bound, svip or heuristic; options"
+            " follow a colon: entropy-bound:lambda=0.6. Default: auto at temperature 0; fixed above it (a seed then"
+            " repeats a run) and with --gamma.",
             autocompletion=complete_policies,
         ),
     ] = None

@@ -49,9 +49,9 @@ def sweep(
         opt.Fields(
             words={
                 "gamma": "Draft lengths γ of the policy fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
-                "draft_policy": "Draft policy; repeatable: auto, fixed (with each γ), egag, confidence, entropy-bound,"
-                " svip or heuristic; options follow a colon: egag:scale=0.5. Default: fixed, and at temperature 0"
-                " auto too.",
+                "draft_policy": "Draft policy; repeatable: auto, fixed (with each γ), egag, confidence,"
+                " confidence-head, entropy-bound, svip or heuristic; options follow a colon: egag:scale=0.5. Default:"
+                " fixed, and at temperature 0 auto too.",
             },
             gamma="1..8",
         ),

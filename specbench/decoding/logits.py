@@ -51,10 +51,17 @@ class Logits:
     Args:
         values: [tokens].
         vocabulary: The tokens they belong to; ``None`` for the target's first ones.
+        acceptance: The probability that the token drawn here is accepted if those before it are, as predicted by the
+            confidence head of a drafter; ``None`` without one.
     """
 
-    def __init__(self, values: torch.Tensor, vocabulary: DraftVocabulary | None = None) -> None:
-        self.values, self._vocabulary = values, vocabulary
+    def __init__(
+        self,
+        values: torch.Tensor,
+        vocabulary: DraftVocabulary | None = None,
+        acceptance: float | None = None,
+    ) -> None:
+        self.values, self._vocabulary, self.acceptance = values, vocabulary, acceptance
 
     @classmethod
     def certain(cls, token: int) -> Logits:

@@ -113,10 +113,11 @@ class DraftPolicy:
         branches: Whether its drafts are trees; otherwise a node has one child at most.
         certain_only: Whether it selects nodes by their own tokens. Then all candidates must be certain, none drawn.
         unconditional: Whether ``begin`` alone decides the length, so that nothing is read from the draft.
+        needs_acceptance: Whether it needs a drafter that ``predicts_acceptance``.
     """
 
     name: str
-    branches = certain_only = unconditional = False
+    branches = certain_only = unconditional = needs_acceptance = False
 
     def reset(self) -> None:
         """Forget everything: a new prompt begins."""
@@ -312,6 +313,11 @@ class Drafter:
     @property
     def takes_trees(self) -> bool:
         """Whether it can draft trees with its model and cache."""
+        return False
+
+    @property
+    def predicts_acceptance(self) -> bool:
+        """Whether its logits come with predicted acceptance probabilities, see ``Logits``."""
         return False
 
     @property

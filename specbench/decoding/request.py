@@ -125,6 +125,12 @@ class Request:
                 f"The prompt has {len(self.prompt)} tokens, but the target's context holds only {limit}.",
                 "Shorten the prompt.",
             )
+        if self.plan.policy.needs_acceptance and not self.drafter.predicts_acceptance:
+            raise UsageError(
+                f"The draft policy {self.plan.policy.name} needs a drafter with a confidence head, and"
+                f" {self.drafter.name} has none.",
+                "Use a DSpark head, or another draft policy.",
+            )
         self._check_tree()
 
     def _check_tree(self) -> None:

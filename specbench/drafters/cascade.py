@@ -45,6 +45,10 @@ class CascadeDrafter(Drafter):
         return self.model.draftable
 
     @property
+    def predicts_acceptance(self) -> bool:
+        return self.model.predicts_acceptance
+
+    @property
     def layers(self) -> Sequence[int]:
         return self.model.layers
 

@@ -25,6 +25,14 @@ class HeadDrafter(ModelDrafter):
     def layers(self) -> Sequence[int]:
         return self.scorer.layers
 
+    @property
+    def predicts_acceptance(self) -> bool:
+        return self.scorer.predicts_acceptance
+
+    def _predicted_acceptance(self) -> float | None:
+        predicted = self.scorer.acceptance
+        return None if predicted is None else float(predicted[-1])
+
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         return self.scorer.can_read(context, drafted)
 

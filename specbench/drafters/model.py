@@ -241,7 +241,7 @@ class ModelDrafter(Drafter):
             The token; ``None`` if the policy stops there, or every token is ruled out.
         """
         logits = yield from self._next_logits(context, draft)
-        known = Logits(logits[0], self.scorer.vocabulary)
+        known = Logits(logits[0], self.scorer.vocabulary, self._predicted_acceptance())
         if not policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
             return None
         logits, vocabulary = self._as_seen(logits, sampling)
@@ -258,6 +258,10 @@ class ModelDrafter(Drafter):
         else:
             q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
         return Drawn(random.draw(q), known, q)
+
+    def _predicted_acceptance(self) -> float | None:
+        """Return the predicted acceptance of the token after the last row, see ``Logits``."""
+        return None
 
     def _next_logits(self, context: Sequence[int], draft: Draft) -> Decoding[torch.Tensor]:
         """Return the logits after context and draft, one row. A prefill or catching up is timed as drafting."""

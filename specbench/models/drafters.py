@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specbench.backends.torch.block_scorers import DFlashScorer
+from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_scorers import (
     AnyHeadScorer,
@@ -37,6 +37,7 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation
+from specbench.models.block_files import BLOCK_KINDS
 from specbench.models.calibrations import COUNTS, FORMS, calibrated_form, not_counted
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
@@ -382,8 +383,8 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
 
 # -- trained heads ---------------------------------------------------------------------------------
 
-_SCORERS: Mapping[str, type[EagleScorer] | type[DFlashScorer]] = {
-    "dflash": DFlashScorer,
+_SCORERS: Mapping[str, type[EagleScorer] | type[BlockScorer]] = {
+    **dict.fromkeys(BLOCK_KINDS, BlockScorer),
     "peagle": ParallelScorer,
 }
 """Scorers of heads of decoder layers, by kind; ``EagleScorer`` for the others."""

@@ -14,27 +14,26 @@ from safetensors import safe_open
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 
-from specbench.backends.torch.block_heads import DFlashHead
 from specbench.backends.torch.heads import (
     Eagle1Head,
     EagleHead,
     EagleShape,
     MedusaHeads,
     ParallelEagleHead,
-    RecurrentHead,
 )
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
+from specbench.models.block_files import BLOCK_KINDS, block_head
 from specbench.models.checkpoints import MAX_HEADER, read_settings, text_config
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec
 
-HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "mtp")
+HEAD_KINDS = ("eagle3", "eagle", "peagle", *BLOCK_KINDS, "medusa", "mtp")
 """The supported kinds of heads; ``eagle`` is EAGLE-1 and 2."""
 
-_NOT_READ = {"dflash2": "DFlash 2", "dspark": "DSpark", "mlp_speculator": "MLP speculator"}
+_NOT_READ = {"mlp_speculator": "MLP speculator"}
 """Kinds of heads that are recognized and not supported."""
 
 _STATES = 3
@@ -82,6 +81,10 @@ class HeadFiles:
     @property
     def is_eagle(self) -> bool:
         return self.kind in ("eagle", "eagle3", "peagle")
+
+    @property
+    def is_block(self) -> bool:
+        return self.kind in BLOCK_KINDS
 
     @property
     def layer(self) -> LlamaConfig:
@@ -133,7 +136,7 @@ class HeadFiles:
             UsageError: The target has no such layers.
         """
         total = text_config(target).num_hidden_layers
-        if self.kind == "dflash":
+        if self.is_block:
             return self._layers_of_block(total)
         if self.kind not in ("eagle3", "peagle"):
             return (total,)
@@ -149,18 +152,18 @@ class HeadFiles:
         return self._there(ids, total - 1)
 
     def _layers_of_block(self, total: int) -> tuple[int, ...]:
-        """Return the layers whose hidden states DFlash reads.
+        """Return the layers whose hidden states a block drafter reads.
 
         The files of its authors name layers by their outputs; the output of the last layer is taken after the norm.
         """
         ids = self.settings.get("aux_hidden_state_layer_ids")
         if ids is None:
-            given = self._of_block("target_layer_ids")
+            given = self.of_block("target_layer_ids")
             ids = [each + 1 for each in _whole_numbers(given, self.name)]
         return self._there(_whole_numbers(ids, self.name), total)
 
-    def _of_block(self, key: str) -> Any:
-        """Return a setting of DFlash, which its authors store in a section of their configuration."""
+    def of_block(self, key: str) -> Any:
+        """Return a setting of a block drafter, which its authors may store in a section of their configuration."""
         nested = self.settings.get("dflash_config")
         return (nested if isinstance(nested, dict) else {}).get(key, self.settings.get(key))
 
@@ -197,7 +200,7 @@ class HeadFiles:
             UsageError: The head is for another target. RunError: Its configuration is damaged.
         """
         text = text_config(target)
-        if self.is_eagle or self.kind == "dflash":
+        if self.is_eagle or self.is_block:
             self._check_layer()
         self.layers(target)
         for what, own, others in (
@@ -233,21 +236,16 @@ class HeadFiles:
             odd = f"it has {given['num_hidden_layers']} layers"
         elif given.get("hidden_act", "silu") not in ("silu", "swish"):
             odd = f"its activation is {given['hidden_act']!r}"
-        elif given.get("sliding_window") and given.get("use_sliding_window", True):
+        elif not self.is_block and given.get("sliding_window") and given.get("use_sliding_window", True):
             odd = f"its attention has a sliding window of {given['sliding_window']} tokens"
         elif self.is_eagle and (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
             odd = "it uses only the last hidden state"
         elif self.settings.get("layernorms") or self.settings.get("add_para_norm"):
             odd = "it normalizes its inputs, as HASS does"
-        elif self.kind == "dflash":
-            plain = (None, False, 1.0, "dflash")
-            odd = next(
-                (f"it has {key}" for key in _OF_OTHER_BLOCKS if self._of_block(key) not in plain), None
-            )
         if odd is not None:
             raise UsageError(f"The head {self.name} is of a kind that is not supported: {odd}.", _READ)
 
-    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | DFlashHead:
+    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> nn.Module:
         """Make a head of decoder layers without weights.
 
         Args:
@@ -272,15 +270,14 @@ class HeadFiles:
             **{name: bool(settings.get(name)) for name in norms},
         )
         with torch.device("meta"):
-            if self.kind == "dflash":
-                mask = self._token("mask_token_id", self._of_block("mask_token_id"))
-                return DFlashHead(shape, shape.layers, self.number("block_size"), mask)
+            if self.is_block:
+                return block_head(self, shape)
             if self.kind == "peagle":
                 key = next((key for key in _MASKS if key in settings), _MASKS[0])
-                return ParallelEagleHead(shape, self._ahead(), self._token(key, settings.get(key)))
+                return ParallelEagleHead(shape, self._ahead(), self.token(key, settings.get(key)))
             return EagleHead(shape) if self.kind == "eagle3" else Eagle1Head(shape)
 
-    def _token(self, key: str, value: Any) -> int:
+    def token(self, key: str, value: Any) -> int:
         if type(value) is not int or not 0 <= value < self.number("vocab_size"):
             raise RunError(f"The config.json of {self.name} is damaged: its {key} is no token.")
         return value
@@ -313,14 +310,9 @@ class HeadFiles:
             )
 
 
-_OF_OTHER_BLOCKS = (
-    "sample_from_anchor", "projector_type", "is_causal", "input_embedding_scale", "final_logit_softcapping",
-)  # fmt: skip
-"""Settings of unsupported kinds of DFlash."""
-
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
-_READ = "EAGLE, P-EAGLE, DFlash, Medusa and MTP heads with full attention are supported."
+_READ = "EAGLE, P-EAGLE, DFlash, DFlash 2, DSpark, Medusa and MTP heads are supported."
 
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",

@@ -132,6 +132,16 @@ POLICIES: tuple[PolicyKind, ...] = (
         ),
     ),
     PolicyKind(
+        "confidence-head",
+        "Stops where a DSpark head predicts that the draft will hardly be accepted that far.",
+        "confidence_head:ConfidenceHeadLength",
+        (
+            _number("threshold", "threshold=P", 0.2, "the least predicted probability that all is accepted"),
+            _most(16),
+        ),
+        needs_logits=True,
+    ),
+    PolicyKind(
         "entropy-bound",
         "AdaEDL: stops where a lower bound on the acceptance probability, computed from the entropy, is below a"
         " moving threshold.",

@@ -1,14 +1,69 @@
-"""Block drafters: heads that predict a block of tokens in one forward pass."""
+"""Block drafters: heads that compute the hidden states of a block of tokens in one forward pass.
+
+Their logits at a place may also depend on the draft tokens before it. Then these are drawn one after the other, which
+takes no further pass through the layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specbench.backends.torch.heads import Attend, DecoderLayer, EagleShape
+
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
+"""How DSpark's bias depends on what was drafted, by the names of its authors."""
+
+Conditioned: TypeAlias = tuple[Tensor, Tensor | None]
+"""Logits at places of a block, [n, vocab], and the predicted probabilities that the tokens drawn from them are
+accepted, [n]; ``None`` without a confidence head.
+"""
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The structure of a block drafter, besides that of its layers.
+
+    Attributes:
+        block: Tokens of a block: the last token of the context, and masks.
+        mask: The token that is read in place of one to be guessed.
+        first: The first token of a block whose output predicts a draft token: 1, or 0, where the last token of the
+            context predicts the token after it (DSpark; ``sample_from_anchor`` in configurations).
+        windows: By layer how many positions a token sees, itself included; ``None`` for all. Empty for all layers.
+        causal: By layer whether a token sees only those before it in its block. Empty for none.
+        embedding_scale, logit_scale: Factors of embeddings and logits.
+        logit_cap: Logits are ``cap · tanh(logits / cap)``; ``None`` for no cap.
+        markov: DSpark's kind of bias, one of ``MARKOV_TYPES``, with ``rank`` numbers for each token; ``None`` for none.
+        confidence: Whether there is a confidence head; it may also read the rank numbers of the token before.
+        kernel, group: DFlash 2: taps of its convolutions, and channels that share one.
+        selected: DFlash 2: the most probable tokens among which its selector, of ``rank`` numbers, chooses.
+    """
+
+    block: int
+    mask: int
+    first: int = 1
+    windows: tuple[int | None, ...] = ()
+    causal: tuple[bool, ...] = ()
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    markov: str | None = None
+    rank: int = 0
+    confidence: bool = False
+    confidence_reads_token: bool = False
+    kernel: int = 0
+    group: int = 0
+    selected: int = 0
+
+    @property
+    def drafted(self) -> int:
+        """The number of tokens that a block predicts."""
+        return self.block - self.first
 
 
 class DFlashHead(nn.Module):
@@ -18,16 +73,22 @@ class DFlashHead(nn.Module):
     every layer the features of the context as further keys and values. The output at a mask predicts the token there.
     """
 
-    def __init__(self, shape: EagleShape, layers: int, block: int, mask: int) -> None:
+    conditional = False
+    """Whether the logits at a place depend on the draft tokens before it."""
+
+    def __init__(self, shape: EagleShape, block: BlockShape) -> None:
         super().__init__()
-        self.shape, self.block, self.mask, config = shape, block, mask, shape.layer
+        self.shape, self.block, config = shape, block, shape.layer
         hidden = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
         self.fc = shape.linear("fc", shape.states * shape.width, hidden)
         self.hidden_norm, self.norm = shape.norm(hidden), shape.norm(hidden)
-        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(layers))
+        self.layers = nn.ModuleList(self._layer() for _ in range(shape.layers))
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def _layer(self) -> nn.Module:
+        return DecoderLayer(self.shape)
 
     def keys_values(self, states: Tensor, positions: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
         """Return keys and values of positions of a context, by layer,
@@ -39,11 +100,200 @@ class DFlashHead(nn.Module):
         return [attention.keys_values(features, rotation) for attention in attentions]
 
     def guess(self, embedded: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Return logits at the masks, [batch, block - 1, vocab],
-        from embeddings, [batch, block, hidden], and positions.
+        """Return the last hidden states at the places that predict tokens, [batch, drafted, hidden].
+
+        Args:
+            embedded: Embeddings of blocks, [batch, block, hidden].
+            positions: [batch, block].
+            attends: How each layer attends.
         """
-        x, rotation = embedded, self.rotary_emb(embedded, positions)
+        x = embedded * self.block.embedding_scale if self.block.embedding_scale != 1 else embedded
+        rotation = self.rotary_emb(x, positions)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, rotation, attend)
-        logits: Tensor = self.lm_head(self.norm(x[:, 1:]))
-        return logits
+        normed: Tensor = self.norm(x[:, self.block.first :])
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits, [..., vocab], which do not depend on draft tokens, from hidden states, see ``guess``."""
+        logits: Tensor = self.lm_head(hidden)
+        if self.block.logit_scale != 1:
+            logits = logits * self.block.logit_scale
+        cap = self.block.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def condition(self, logits: Tensor, hidden: Tensor, tokens: Tensor) -> Conditioned:
+        """Return the logits after draft tokens.
+
+        Args:
+            logits: Those of the places, see ``logits``, [n, vocab].
+            hidden: Hidden states up to the places, [n, depth, hidden].
+            tokens: The token before each of these, [n, depth]: the context's last one, and draft tokens.
+        """
+        raise NotImplementedError
+
+
+# -- DSpark ----------------------------------------------------------------------------------------
+
+
+class DSparkHead(DFlashHead):
+    """DSpark (arXiv 2607.05147): DFlash with a low-rank bias by the token before, and a confidence head."""
+
+    conditional = True
+
+    def __init__(self, shape: EagleShape, block: BlockShape) -> None:
+        super().__init__(shape, block)
+        hidden = shape.layer.hidden_size
+        self.markov_head = None
+        if block.markov is not None:
+            self.markov_head = MarkovHead(
+                block.markov, shape.layer.vocab_size, shape.vocab, block.rank, hidden
+            )
+        self.confidence_head = None
+        if block.confidence:
+            inputs = hidden + (block.rank if block.confidence_reads_token else 0)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(inputs, 1)})
+
+    def condition(self, logits: Tensor, hidden: Tensor, tokens: Tensor) -> Conditioned:
+        before = None
+        if self.markov_head is not None:
+            numbers = self.markov_head.markov_w1(tokens)
+            before = numbers[:, -1]
+            logits = logits + self.markov_head.markov_w2(self.markov_head.latents(numbers, hidden)[:, -1])
+        if self.confidence_head is None:
+            return logits, None
+        return logits, self.confidence(hidden[:, -1], before).sigmoid()
+
+    def confidence(self, hidden: Tensor, before: Tensor | None) -> Tensor:
+        """Return the log-odds that the token at a place is accepted, [...].
+
+        Args:
+            hidden: Hidden states at the places, [..., hidden].
+            before: What ``markov_w1`` has for the tokens before them, [..., rank].
+        """
+        assert self.confidence_head is not None
+        if self.block.confidence_reads_token:
+            assert before is not None
+            hidden = torch.cat((hidden, before), dim=-1)
+        odds: Tensor = self.confidence_head["proj"](hidden)
+        return odds[..., 0].float()
+
+
+class MarkovHead(nn.Module):
+    """DSpark's bias of the logits: ``markov_w2`` of a few numbers, which ``markov_w1`` has for the token before.
+
+    They are taken as they are (``vanilla``), times a gate by the hidden state (``gated``), or pass through a recurrent
+    state over the places of the block (``rnn``).
+    """
+
+    def __init__(self, kind: str, tokens: int, vocab: int, rank: int, hidden: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.markov_w1 = nn.Embedding(tokens, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def latents(self, before: Tensor, hidden: Tensor) -> Tensor:
+        """Return the inputs of ``markov_w2`` at consecutive places of blocks, the first included, [n, depth, rank].
+
+        Args:
+            before: What ``markov_w1`` has for the tokens before the places, [n, depth, rank].
+            hidden: Hidden states at the places, [n, depth, hidden].
+        """
+        if self.kind == "vanilla":
+            return before
+        if self.kind == "gated":
+            gate: Tensor = self.gate_proj(torch.cat((hidden, before), dim=-1)).sigmoid()
+            return gate * before
+        state, found = torch.zeros_like(before[:, 0]), []
+        for place in range(before.shape[1]):
+            read = torch.cat((state, before[:, place], hidden[:, place]), dim=-1)
+            kept, fresh, out = self.joint_proj(read).chunk(3, dim=-1)
+            kept = kept.sigmoid()
+            state = kept * state + (1 - kept) * fresh.tanh()
+            found.append(out.tanh())
+        return torch.stack(found, dim=1)
+
+
+# -- DFlash 2 --------------------------------------------------------------------------------------
+
+
+class DFlash2Head(DFlashHead):
+    """DFlash 2 of z-lab: DFlash with convolutions around attention and MLP, and a selector.
+
+    The selector adds scores of pairs of tokens to the logits of the most probable tokens at a place; it rules all
+    others out.
+    """
+
+    conditional = True
+
+    def __init__(self, shape: EagleShape, block: BlockShape) -> None:
+        super().__init__(shape, block)
+        self.candidate_selector = CandidateSelector(shape, block)
+
+    def _layer(self) -> nn.Module:
+        return _ConvolvedLayer(self.shape, self.block)
+
+    def condition(self, logits: Tensor, hidden: Tensor, tokens: Tensor) -> Conditioned:
+        return self.candidate_selector(logits, hidden[:, -1], tokens[:, -1]), None
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2's selector: the score of a pair of tokens is ``Σ predecessor · projected hidden state · successor``."""
+
+    def __init__(self, shape: EagleShape, block: BlockShape) -> None:
+        super().__init__()
+        self._selected = block.selected
+        self.predecessor_codebook = nn.Parameter(torch.zeros(shape.layer.vocab_size, block.rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape.layer.vocab_size, block.rank))
+        self.hidden_projection = nn.Linear(shape.layer.hidden_size, block.rank, bias=False)
+
+    def forward(self, logits: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits, [n, vocab]; arguments as of ``DFlashHead.condition``, at the places alone."""
+        unary, candidates = logits.topk(self._selected, dim=-1)
+        read = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)
+        scores = unary + (self.successor_codebook[candidates] @ read[..., None])[..., 0]
+        return torch.full_like(logits, float("-inf")).scatter_(-1, candidates, scores)
+
+
+class _ConvolvedLayer(DecoderLayer):
+    def __init__(self, shape: EagleShape, block: BlockShape) -> None:
+        super().__init__(shape)
+        hidden = shape.layer.hidden_size
+        self.attention_conv = _CausalConvolution(hidden, block.kernel, block.group)
+        self.mlp_conv = _CausalConvolution(hidden, block.kernel, block.group)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed, after = self.attention_conv(self.input_layernorm(x))
+        x = x + self.attention_conv.convolve(self.self_attn(normed, rotation, attend), 1, after)
+        normed, after = self.mlp_conv(self.post_attention_layernorm(x))
+        return x + self.mlp_conv.convolve(self.mlp(normed), 1, after)
+
+
+class _CausalConvolution(nn.Module):
+    """Convolutions over the tokens of a block, one before a part of a layer and one after it.
+
+    The kernels are those of ``base_kernel`` and, for each group of channels, a summand that the input determines.
+    """
+
+    def __init__(self, hidden: int, kernel: int, group: int) -> None:
+        super().__init__()
+        self._kernel, self._group = kernel, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, kernel, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * kernel * (hidden // group), bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the convolved input, [batch, block, hidden], and the kernels for the output."""
+        before, after = self.kernel_projection(x).unflatten(-1, (2, self._kernel, -1)).unbind(-3)
+        return self.convolve(x, 0, before), after
+
+    def convolve(self, x: Tensor, which: int, added: Tensor) -> Tensor:
+        """Convolve with the kernels before (0) or after (1) the part; ``added`` is [batch, block, kernel, groups]."""
+        kernels = self.base_kernel[which] + added.repeat_interleave(self._group, dim=-1)
+        out = kernels[..., 0, :] * x
+        for tap in range(1, self._kernel):
+            out[:, tap:] += kernels[:, tap:, tap] * x[:, :-tap]
+        return out

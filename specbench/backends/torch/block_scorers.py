@@ -1,9 +1,10 @@
-"""Block drafters as scorers: keys and values of the context, and the logits of a block."""
+"""Block drafters as scorers: keys and values of the context, a block after it, and logits after draft tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +20,44 @@ from specbench.decoding.protocols import ForwardRequest
 
 
 class BlockInput(NamedTuple):
-    """The beginning of a block for DFlash."""
+    """The beginning of a block."""
 
     last: int  # the context's last token
     position: int  # its position
     caches: Sequence[Any]  # keys and values of the context, by layer
 
 
-class DFlashScorer(HeadScorer[BlockInput, Tensor]):
-    """DFlash with keys and values of the context; its logits depend on the depth in the draft, not on draft tokens."""
+class Block(NamedTuple):
+    """A block after its forward pass."""
+
+    hidden: Tensor  # [drafted, hidden]
+    logits: Tensor  # before they are conditioned on draft tokens, [drafted, vocab]
+
+
+class PathsInput(NamedTuple):
+    """Drafts whose next token's logits are wanted."""
+
+    block: Block
+    paths: Sequence[Sequence[int]]  # each the context's last token, and a branch of the draft
+
+
+class Rows(NamedTuple):
+    """The logits after drafts, [drafts, vocab], and the predicted acceptance of the token after each, [drafts]."""
+
+    logits: Tensor
+    acceptance: Tensor | None
+
+
+BlockStep: TypeAlias = BlockInput | PathsInput
+BlockFound: TypeAlias = Block | Rows
+
+
+class BlockScorer(HeadScorer[BlockStep, BlockFound]):
+    """A block drafter with keys and values of the context.
+
+    The logits of DFlash depend on the depth in the draft alone; those of DSpark and DFlash 2 also on the draft tokens
+    before. The layers run once for a context, and these logits are computed when they are wanted.
+    """
 
     def __init__(
         self,
@@ -40,13 +70,13 @@ class DFlashScorer(HeadScorer[BlockInput, Tensor]):
         config: Any = head.shape.layer
         weight = head.norm.weight
         super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
-        self.head, self.longest, self._dtype = head, head.block - 1, weight.dtype
-        self._embed = head.embed_tokens or embed
+        self.head, self.longest, self._dtype = head, head.block.drafted, weight.dtype
+        self._embed, self.predicts_acceptance = head.embed_tokens or embed, head.block.confidence
         self._caches = [PreallocatedLayer() for _ in head.layers]
 
     def _reset(self) -> None:
         super()._reset()
-        self._rows: Tensor | None = None
+        self._block: Block | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -54,7 +84,7 @@ class DFlashScorer(HeadScorer[BlockInput, Tensor]):
 
     def resume(self, cached_tokens: int) -> None:
         super().resume(cached_tokens)
-        self._rows = None
+        self._block = None
         for cache in self._caches:
             cache.rollback(cached_tokens)
 
@@ -65,37 +95,106 @@ class DFlashScorer(HeadScorer[BlockInput, Tensor]):
         added = self.head.keys_values(fresh[None], positions[None])
         for cache, entries in zip(self._caches, added, strict=True):
             cache.update(*entries)
-        self._known, self._rows = length, None
+        self._known, self._block = length, None
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
-        self._rows = None
+        self._block = None
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[BlockInput, Tensor]:
-        if self._rows is None:
-            self._rows = yield BlockInput(request.context[-1], self._known, self._caches)
-        return self._rows[node_depths(request)[-rows:]]
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[BlockStep, BlockFound]:
+        if self._block is None:
+            found = yield BlockInput(request.context[-1], self._known, self._caches)
+            assert isinstance(found, Block)
+            self._block = found
+        if not self.head.conditional:
+            return self._block.logits[node_depths(request)[-rows:]]
+        conditioned = yield PathsInput(self._block, _paths(request)[-rows:])
+        assert isinstance(conditioned, Rows)
+        self.acceptance = conditioned.acceptance
+        return conditioned.logits
 
-    def compute(self, inputs: Sequence[BlockInput]) -> list[Tensor]:
-        block, masks = self.head.block, [self.head.mask] * (self.head.block - 1)
+    def compute(self, inputs: Sequence[BlockStep]) -> list[BlockFound]:
+        blocks = [each for each in inputs if isinstance(each, BlockInput)]
+        paths = [each for each in inputs if isinstance(each, PathsInput)]
+        found_blocks = iter(self._blocks(blocks) if blocks else ())
+        found_rows = iter(self._rows(paths) if paths else ())
+        return [next(found_blocks) if isinstance(each, BlockInput) else next(found_rows) for each in inputs]
+
+    def _blocks(self, inputs: Sequence[BlockInput]) -> list[Block]:
+        shape = self.head.block
+        masks = [shape.mask] * (shape.block - 1)
         ids = torch.tensor([[each.last, *masks] for each in inputs], device=self.device)
-        ranges = [[*range(each.position, each.position + block)] for each in inputs]
+        ranges = [[*range(each.position, each.position + shape.block)] for each in inputs]
         positions = torch.tensor(ranges, device=self.device)
-        layers = range(len(self.head.layers))
-        attends = [_attend_to([each.caches[layer] for each in inputs]) for layer in layers]
-        return [*self.head.guess(self._embed(ids).to(self._dtype), positions, attends)]
+        attends = [self._attend_to([each.caches[layer] for each in inputs], layer) for layer in self._layers]
+        hidden = self.head.guess(self._embed(ids).to(self._dtype), positions, attends)
+        return [Block(*each) for each in zip(hidden, self.head.logits(hidden), strict=True)]
+
+    @property
+    def _layers(self) -> range:
+        return range(len(self.head.layers))
+
+    def _rows(self, inputs: Sequence[PathsInput]) -> list[Rows]:
+        """Compute rows of equal depth together."""
+        wanted = [(each.block, path) for each in inputs for path in each.paths]
+        logits: list[Any] = [None] * len(wanted)
+        acceptance: list[Any] = [None] * len(wanted)
+        for depth in {len(path) for _, path in wanted}:
+            same = [i for i, (_, path) in enumerate(wanted) if len(path) == depth]
+            tokens = torch.tensor([[*wanted[i][1]] for i in same], device=self.device)
+            hidden = torch.stack([wanted[i][0].hidden[:depth] for i in same])
+            known = torch.stack([wanted[i][0].logits[depth - 1] for i in same])
+            conditioned, accepted = self.head.condition(known, hidden, tokens)
+            for place, i in enumerate(same):
+                logits[i] = conditioned[place]
+                acceptance[i] = None if accepted is None else accepted[place]
+        found, ends = [], accumulate(len(each.paths) for each in inputs)
+        for each, end in zip(inputs, ends, strict=True):
+            part = slice(end - len(each.paths), end)
+            predicted = None if acceptance[end - 1] is None else torch.stack(acceptance[part])
+            found.append(Rows(torch.stack(logits[part]), predicted))
+        return found
+
+    def _attend_to(self, caches: Sequence[Any], layer: int) -> Attend:
+        """Let all tokens of each block attend to its cache and to each other; the cache does not keep them."""
+        shape = self.head.block
+        window = shape.windows[layer] if shape.windows else None
+        causal = bool(shape.causal and shape.causal[layer])
+
+        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            rows = zip(caches, *(each.split(1) for each in (query, key, value)), strict=True)
+            return concat([_attend_with(cache, window, causal, *row) for cache, *row in rows])
+
+        return attended
 
 
-def _attend_to(caches: Sequence[Any]) -> Attend:
-    """Let all tokens of each request attend to its cache and to each other; the cache does not get them."""
+def _attend_with(
+    cache: Any, window: int | None, causal: bool, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    past, block = cache.used, key.shape[2]
+    keys, values = cache.update(key, value)
+    cache.rollback(past)
+    mask = _block_mask(past, block, window, causal, query.device)
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)
 
-    def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = zip(caches, *(each.split(1) for each in (query, key, value)), strict=True)
-        return concat([_attend_with(cache, *row) for cache, *row in rows])
 
-    return attended
+def _block_mask(
+    past: int, block: int, window: int | None, causal: bool, device: torch.device
+) -> Tensor | None:
+    """Return which positions the tokens of a block see, bool [block, past + block]; ``None`` for all."""
+    if not causal and (window is None or past + block <= window):
+        return None
+    distance = torch.arange(past, past + block, device=device)[:, None] - torch.arange(
+        past + block, device=device
+    )
+    seen = distance >= (0 if causal else -block)
+    return seen if window is None else seen & (distance < window)
 
 
-def _attend_with(cache: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    keys = torch.cat((cache.keys[:, :, : cache.used], key), dim=2)
-    values = torch.cat((cache.values[:, :, : cache.used], value), dim=2)
-    return scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
+def _paths(request: ForwardRequest) -> list[list[int]]:
+    """Return for the context and each node the context's last token and the draft tokens up to the node."""
+    found = [[request.context[-1]]]
+    tokens = [int(token) for token in request.tokens]
+    for token, parent in zip(tokens, request.parents or range(-1, len(tokens) - 1), strict=True):
+        found.append([*found[parent + 1], token])
+    return found

@@ -46,12 +46,17 @@ class HeadScorer(Generic[Input, Output]):
         Attributes:
             epoch: Number of contexts begun so far.
             longest: Maximum length of a branch of its drafts; ``None`` for no limit.
+            predicts_acceptance: Whether it has a confidence head.
+            acceptance: For each row of its last pass the predicted probability that the token drawn from it is
+                accepted, [rows]; ``None`` without a confidence head.
     """
 
     takes_trees = reads_trees = True
+    predicts_acceptance: bool = False
     batch: Batch | None = None
     reads_in_parts = False
     longest: int | None = None
+    acceptance: Tensor | None = None
     _caches: Sequence[Any] = ()  # a PreallocatedLayer for each layer that has keys and values
 
     def __init__(

@@ -1,0 +1,351 @@
+"""DSpark and DFlash 2: rows as of the formulas, their files, and the confidence head as a draft policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_files import (
+    BLOCK,
+    DRAFTED,
+    GROUP,
+    HEADS,
+    LAYER,
+    MASK,
+    RANK,
+    SHARED,
+    SIZE,
+    VOCAB,
+    block_settings,
+    block_tensors,
+    conditional_tensors,
+    few_head,
+    few_tokens,
+    flash_two_settings,
+    spark_settings,
+    speculators_block_settings,
+    write_head,
+)
+from tiny import tiny_language_model
+
+from specbench.base.errors import RunError, UsageError
+from specbench.decoding.drafts import StepOutcome
+from specbench.decoding.protocols import ForwardRequest
+from specbench.decoding.request import DraftPlan
+from specbench.generate import GenerationRun
+from specbench.models.drafters import load_drafter
+from specbench.models.target import wrap_target
+from specbench.options import LoadOptions
+from specbench.policies import ConfidenceHeadLength, FixedLength
+
+CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
+DRAFT = [44, 8, 61]
+Tensors = Mapping[str, torch.Tensor]
+
+
+@cache
+def target_model() -> Any:
+    model = tiny_language_model(layers=3).model
+    model.config.architectures = ["LlamaForCausalLM"]  # as if it had been loaded
+    return model
+
+
+def states_of(tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        output = target_model()(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+    return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
+
+
+def drafter_of(folder: Path, settings: Mapping[str, Any], tensors: Tensors) -> Any:
+    target = wrap_target(target_model(), name="tiny", pack=False)
+    return load_drafter(str(write_head(folder, settings, tensors)), target, LoadOptions(dtype="float32"))
+
+
+# -- the formulas, written without anything of the package -----------------------------------------
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + LAYER["rms_norm_eps"]).sqrt() * weight
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, size]: pairs (i, i + size / 2) as complex numbers, turned."""
+    half = SIZE // 2
+    angles = positions[:, None, None] / LAYER["rope_theta"] ** (torch.arange(half) * 2 / SIZE)
+    numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((numbers.real, numbers.imag), dim=-1)
+
+
+def convolved(x: torch.Tensor, base: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Channel c of token t: the sum over taps k of (base[k, c] + added[t, k, group of c]) · x[t - k, c]."""
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for tap in range(min(2, token + 1)):
+            for channel in range(x.shape[1]):
+                weight = base[tap, channel] + added[token, tap, channel // GROUP]
+                out[token, channel] += weight * x[token - tap, channel]
+    return out
+
+
+def hidden_of(
+    tensors: Tensors, layers: Sequence[int], context: Sequence[int], *, window: int = 999, causal: bool = False,
+    scale: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """The normed outputs of a block after a context, [block, width]."""
+    known = len(context) - 1
+    states = states_of(context[:-1], layers).flatten(1)
+    features = rms(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    embedding = target_model().get_input_embeddings().weight
+    x = scale * embedding[[context[-1], *[MASK] * (BLOCK - 1)]]
+    positions = torch.arange(known + BLOCK)
+    distance = positions[known:, None] - positions
+    hidden_from = (distance >= window) | (causal & (distance < 0))
+    for layer in range(2):
+        part = {
+            name.removeprefix(f"layers.{layer}."): each for name, each in tensors.items()
+            if name.startswith(f"layers.{layer}.")
+        }  # fmt: skip
+
+        def around(
+            name: str, read: torch.Tensor, inner: Any, part: Mapping[str, torch.Tensor] = part
+        ) -> torch.Tensor:
+            """What a part of the layer adds, with convolutions around it if there are any."""
+            if f"{name}.base_kernel" not in part:
+                return inner(read)
+            base = part[f"{name}.base_kernel"]
+            added = (read @ part[f"{name}.kernel_projection.weight"].T).view(len(read), 2, 2, -1)
+            return convolved(inner(convolved(read, base[0], added[:, 0])), base[1], added[:, 1])
+
+        def attention(read: torch.Tensor, part: Mapping[str, torch.Tensor] = part) -> torch.Tensor:
+            def projected(name: str, heads: int, read: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+                by_head = (read @ part[f"self_attn.{name}_proj.weight"].T).view(-1, heads, SIZE)
+                if name == "v":
+                    return by_head
+                return turned(rms(by_head, part[f"self_attn.{name}_norm.weight"]), at)
+
+            both = torch.cat((features, read))
+            query = projected("q", HEADS, read, positions[known:])
+            keys, values = (
+                projected(name, SHARED, both, positions).repeat_interleave(HEADS // SHARED, 1)
+                for name in "kv"
+            )
+            scores = torch.einsum("qhs,khs->hqk", query, keys) / SIZE**0.5
+            weights = scores.masked_fill(hidden_from, -torch.inf).softmax(-1)
+            out = torch.einsum("hqk,khs->qhs", weights, values).flatten(1)
+            return out @ part["self_attn.o_proj.weight"].T
+
+        def mlp(read: torch.Tensor, part: Mapping[str, torch.Tensor] = part) -> torch.Tensor:
+            gate = read @ part["mlp.gate_proj.weight"].T
+            return (gate * gate.sigmoid() * (read @ part["mlp.up_proj.weight"].T)) @ part[
+                "mlp.down_proj.weight"
+            ].T
+
+        x = x + around("attention_conv", rms(x, part["input_layernorm.weight"]), attention)
+        x = x + around("mlp_conv", rms(x, part["post_attention_layernorm.weight"]), mlp)
+    return rms(x, tensors["norm.weight"])
+
+
+def output_rows(tensors: Tensors) -> torch.Tensor:
+    return tensors.get("lm_head.weight", target_model().get_output_embeddings().weight)
+
+
+def spread(tensors: Tensors, row: torch.Tensor) -> torch.Tensor:
+    """Over the target's vocabulary."""
+    if "d2t" not in tensors:
+        return row
+    whole = torch.full((VOCAB,), -torch.inf)
+    whole[torch.arange(DRAFTED) + tensors["d2t"]] = row
+    return whole
+
+
+def spark_row(
+    tensors: Tensors, hidden: torch.Tensor, path: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DSpark's logits after a path of the context's last token and draft tokens, and its confidence there."""
+    head = {name.removeprefix("markov_head."): each for name, each in tensors.items()}
+    state = torch.zeros(RANK)
+    for place, token in enumerate(path):
+        known = latent = head["markov_w1.weight"][token]
+        if "gate_proj.weight" in head:
+            read = torch.cat((hidden[place], known))
+            latent = known * (head["gate_proj.weight"] @ read + head["gate_proj.bias"]).sigmoid()
+        if "joint_proj.weight" in head:
+            read = torch.cat((state, known, hidden[place]))
+            gate, fresh, out = (head["joint_proj.weight"] @ read + head["joint_proj.bias"]).chunk(3)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * fresh.tanh()
+            latent = out.tanh()
+    last = len(path) - 1
+    row = output_rows(tensors) @ hidden[last] + head["markov_w2.weight"] @ latent
+    read = torch.cat((hidden[last], head["markov_w1.weight"][path[-1]]))
+    odds = head["confidence_head.proj.weight"] @ read + head["confidence_head.proj.bias"]
+    return spread(tensors, row), odds.sigmoid()[0]
+
+
+def selected_row(tensors: Tensors, logits: torch.Tensor, hidden: torch.Tensor, token: int) -> torch.Tensor:
+    """DFlash 2's scores of the four most probable tokens at a place, after a token."""
+    part = {name.removeprefix("candidate_selector."): each for name, each in tensors.items()}
+    read = part["predecessor_codebook"][token] * (part["hidden_projection.weight"] @ hidden)
+    row = torch.full((VOCAB,), -torch.inf)
+    for candidate in logits.topk(4).indices.tolist():
+        row[candidate] = logits[candidate] + part["successor_codebook"][candidate] @ read
+    return row
+
+
+def rows_after(drafter: Any, tokens: Sequence[int], parents: Sequence[int] | None = None) -> torch.Tensor:
+    """All rows of the head after the context and a draft, over the target's vocabulary."""
+    scorer = drafter.scorer
+    scorer.begin()
+    for end in (5, len(CONTEXT)):
+        states = states_of(CONTEXT[: end - 1], drafter.layers)
+        drafter.update(StepOutcome(CONTEXT[:end], 1, torch.empty(0), states=states))
+    rows = scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents)).logits
+    return rows if scorer.vocabulary is None else scorer.vocabulary.spread(rows, -torch.inf)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def spark_speculators(**more: Any) -> dict[str, Any]:
+    named = {
+        "speculators_model_type": "dspark",
+        "architectures": ["DSparkSpeculator"],
+        "projector_type": None,
+    }
+    return speculators_block_settings(**{**named, "markov_rank": RANK, "sample_from_anchor": True, **more})
+
+
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("form", ["authors", "speculators", "speculators, from the first mask"])
+def test_rows_of_dspark_are_those_of_the_formulas(tmp_path, markov, form):
+    authors, first = form == "authors", int("mask" in form)
+    tensors = conditional_tensors("dspark", drafted=None if authors else DRAFTED, markov=markov)
+    settings = (
+        spark_settings(markov_head_type=markov)
+        if authors
+        else spark_speculators(markov_head_type=markov, sample_from_anchor=not first)
+    )
+    drafter = drafter_of(tmp_path / "head", settings, tensors)
+    assert drafter.layers == ((1, 3) if authors else (1, 2))
+    assert drafter.scorer.longest == BLOCK - first
+    hidden = hidden_of(tensors, drafter.layers, CONTEXT)[first:]
+    for parents, paths in (
+        (None, [[], DRAFT[:1], DRAFT[:2]]),
+        ([-1, -1, 1], [[], [44], [8], [8, 61]]),
+    ):
+        tokens = DRAFT[:2] if parents is None else DRAFT
+        found = rows_after(drafter, tokens, parents)
+        expected = [spark_row(tensors, hidden, [CONTEXT[-1], *path]) for path in paths]
+        close(found, torch.stack([row for row, _ in expected]))
+        close(drafter.scorer.acceptance, torch.stack([chance for _, chance in expected]))
+
+
+@pytest.mark.parametrize("form", ["authors", "speculators"])
+def test_rows_of_dflash_2_are_those_of_the_formulas(tmp_path, form):
+    tensors = conditional_tensors("dflash2")
+    named = {
+        "speculators_model_type": "dflash2", "draft_vocab_size": VOCAB, "conv_group_size": GROUP,
+        "selector_rank": RANK, "selector_top_k": 4, "projector_type": None,
+    }  # fmt: skip
+    settings = flash_two_settings() if form == "authors" else speculators_block_settings(**named)
+    drafter = drafter_of(tmp_path / "head", settings, tensors)
+    hidden = hidden_of(tensors, drafter.layers, CONTEXT)[1:]
+    logits = hidden @ output_rows(tensors).T
+    found = rows_after(drafter, [44, 8, 61], [-1, -1, 1])
+    places = [(0, CONTEXT[-1]), (1, 44), (1, 8), (2, 61)]
+    expected = [selected_row(tensors, logits[place], hidden[place], token) for place, token in places]
+    close(found, torch.stack(expected))
+    assert drafter.scorer.acceptance is None
+
+
+WINDOWED = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
+
+
+@pytest.mark.parametrize("causal", [True, False, None])
+def test_blocks_see_through_windows_and_have_caps(tmp_path, causal):
+    more = {} if causal is None else {"is_causal": causal}
+    more |= {"final_logit_softcapping": 2.0, "output_multiplier": 0.5, "input_embedding_scale": 1.5}
+    tensors = block_tensors()
+    drafter = drafter_of(tmp_path / "head", block_settings(**WINDOWED, **more), tensors)
+    hidden = hidden_of(tensors, drafter.layers, CONTEXT, window=5, causal=causal is not False, scale=1.5)
+    expected = 2 * torch.tanh(hidden[1:] @ output_rows(tensors).T * 0.5 / 2)
+    close(rows_after(drafter, DRAFT[:2]), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (spark_settings(markov_head_type="other"), "markov_head_type is none of vanilla, gated, rnn"),
+        (spark_settings(markov_rank=0), "confidence_head_with_markov needs a markov_rank"),
+        (spark_settings(enable_confidence_head=3), "enable_confidence_head is neither"),
+        (flash_two_settings(conv_group_size=7), "conv_group_size does not divide"),
+        (block_settings(final_logit_softcapping=-1), "final_logit_softcapping is no number above 0"),
+        (block_settings(**{**WINDOWED, "sliding_window": None}), "sliding_window is no whole number"),
+        (block_settings(block_size=1), "block_size is too small"),
+    ],
+)
+def test_damaged_settings_are_refused(tmp_path, settings, message):
+    with pytest.raises(RunError, match=message):
+        drafter_of(tmp_path / "head", settings, conditional_tensors("dspark"))
+
+
+def test_a_head_without_a_confidence_head_does_not_size_drafts(tmp_path):
+    target = wrap_target(few_tokens(), pack=False)
+    plan = DraftPlan(ConfidenceHeadLength())
+    with pytest.raises(UsageError, match="needs a drafter with a confidence head"):
+        GenerationRun([1, 2], target, few_head(tmp_path, "dflash", target), policy=plan, max_new_tokens=4)
+
+
+def test_drafts_end_where_their_predicted_acceptance_falls_below_the_threshold(tmp_path):
+    target = wrap_target(few_tokens(), pack=False)
+    drafter = few_head(tmp_path, "dspark", target)
+
+    def run(policy: Any) -> Any:
+        made = GenerationRun([1, 2], target, drafter, policy=DraftPlan(policy), max_new_tokens=30)
+        assert all(True for _ in made)
+        return made.result()
+
+    plain, lengths = run(FixedLength(4)), []
+    for threshold in (0.0, 0.3, 0.9):
+        found = run(ConfidenceHeadLength(threshold, 4))
+        assert found.token_ids == plain.token_ids
+        lengths.append(sum(len(step.drafted) for step in found.steps) / len(found.steps))
+        assert all(step.policy["survival"] >= threshold or len(step.drafted) < 4 for step in found.steps)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1]
+
+
+def test_speculators_modules_compute_these_rows(tmp_path):
+    """With the package at hand, its own modules compute what the formulas here say."""
+    pytest.importorskip("speculators.models.dspark.model_definitions")
+    from speculators.models.dspark.model_definitions import ConfidenceHead, MarkovHead
+
+    for markov in ("vanilla", "gated", "rnn"):
+        tensors = conditional_tensors("dspark", markov=markov)
+        head = MarkovHead(
+            verifier_vocab_size=VOCAB, draft_vocab_size=VOCAB, markov_rank=RANK, hidden_size=LAYER["hidden_size"],
+            head_type=markov,
+        )  # fmt: skip
+        head.load_state_dict(
+            {
+                name.removeprefix("markov_head."): each
+                for name, each in tensors.items()
+                if "markov_head" in name
+            }
+        )
+        confidence = ConfidenceHead(LAYER["hidden_size"] + RANK)
+        confidence.proj.load_state_dict(
+            {name: tensors[f"confidence_head.proj.{name}"] for name in ("weight", "bias")}
+        )
+        hidden, path = hidden_of(tensors, (1, 3), CONTEXT), [9, 44, 8, 61]
+        before = torch.tensor([path])
+        bias = head.block_bias(prev_token_ids=before, hidden_states=hidden[None])[0]
+        odds = confidence(torch.cat((hidden[None], head.prev_embeddings(before)), dim=-1))[0]
+        for place in range(BLOCK):
+            row, chance = spark_row(tensors, hidden, path[: place + 1])
+            close(output_rows(tensors) @ hidden[place] + bias[place], row)
+            close(odds[place].sigmoid(), chance)
