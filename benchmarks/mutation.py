@@ -1097,6 +1097,20 @@ MUTANTS = (
         HEADS,
     ),
     Mutant(
+        "the bias of DSpark is that of the token before the last",
+        "backends/torch/block_scorers.py:_paths",
+        "[*found[parent + 1], token]",
+        "[*found[parent + 1], found[parent + 1][-1]]",
+        ("tests/test_block_heads.py", "-k", "dspark"),
+    ),
+    Mutant(
+        "a draft goes on although it will hardly be accepted",
+        "policies/confidence_head.py:ConfidenceHeadLength.num_children",
+        "self._survival >= self.threshold",
+        "self._survival >= 0",
+        ("tests/test_block_heads.py", "-k", "threshold"),
+    ),
+    Mutant(
         "a head continues from keys of its own drafts",
         "backends/torch/head_scorers.py:EagleScorer._drop_drafts",
         "cache.rollback(self._read)",

@@ -297,7 +297,7 @@ def test_a_head_without_a_confidence_head_does_not_size_drafts(tmp_path):
     target = wrap_target(few_tokens(), pack=False)
     plan = DraftPlan(ConfidenceHeadLength())
     with pytest.raises(UsageError, match="needs a drafter with a confidence head"):
-        GenerationRun([1, 2], target, few_head(tmp_path, "dflash", target), policy=plan, max_new_tokens=4)
+        next(iter(GenerationRun([1, 2], target, few_head(tmp_path, "dflash", target), policy=plan)))
 
 
 def test_drafts_end_where_their_predicted_acceptance_falls_below_the_threshold(tmp_path):

@@ -111,7 +111,7 @@ def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy,
         "trimmed|lookup": (lambda target: SeveralDrafters([trimmed(target), LookupDrafter()]), "org/model|lookup"),
     }[drafter]  # fmt: skip
     rule = parse_policy(policy)
-    if not rule.applies(specs.parse_drafter(spec)):
+    if rule.word == "confidence-head" or not rule.applies(specs.parse_drafter(spec)):
         return
     target = scripted_target()
     sampling = Sampling(temperature=temperature).with_defaults(

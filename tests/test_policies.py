@@ -369,7 +369,9 @@ def test_no_draft_is_longer_than_the_room(rule):
             assert step.gamma <= max(0, limit - step.position + 1)
 
 
-@pytest.mark.parametrize("word", [rule.word for rule in policies.POLICIES if not rule.tree])
+@pytest.mark.parametrize(
+    "word", [rule.word for rule in policies.POLICIES if not rule.tree and rule.word != "confidence-head"]
+)
 def test_no_draft_is_longer_than_the_maximum(word):
     option = "gamma" if word == "fixed" else "gamma_max"
     more = {"gamma": 2} if word == "heuristic" else {}
@@ -1153,7 +1155,7 @@ def test_what_is_kept_on_request_makes_a_difference(rule):
 
 
 def test_every_rule_has_a_word_and_says_what_it_takes():
-    chains = ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
+    chains = ("auto", "fixed", "egag", "confidence", "confidence-head", "entropy-bound", "svip", "heuristic")
     trees = ("auto-tree", "static-tree", "dynamic-tree")
     assert policy_words() == (*chains, *trees)
     for policy in policies.POLICIES:
@@ -1226,6 +1228,7 @@ def test_options_of_other_rules_are_refused():
         ("confidence", {"threshold": 1.1}),
         ("confidence", {"threshold": math.nan}),
         ("entropy-bound", {"threshold": -0.1}),
+        ("confidence-head", {"threshold": 1.1}),
         ("svip", {"threshold": 0.0}),
         ("svip", {"threshold": math.inf}),
         ("heuristic", {"gamma": 0}),

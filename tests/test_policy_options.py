@@ -43,6 +43,8 @@ from specbench.specs.policies import POLICIES, parse_policy, policy_words
 from specbench.specs.verification import VERIFICATIONS
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
+WORDS = [word for word in policy_words() if word != "confidence-head"]
+"""Those that need no confidence head."""
 READING = ("egag", "entropy-bound", "svip")
 DRAFTERS = ("lookup", "ngram", "ngram:sample", "self:int8", "self:layers=1", "small")
 
@@ -267,7 +269,7 @@ def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> Swe
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rule", [*policy_words(), "confidence:adapt", "egag:beta=0.5,scale=1"])
+@pytest.mark.parametrize("rule", [*WORDS, "confidence:adapt", "egag:beta=0.5,scale=1"])
 def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule):
     if not parse_policy(rule).applies(specs_of(drafter)[drafter]):
         assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
@@ -493,7 +495,7 @@ def test_generate_gives_its_costs_and_takes_them_back(call, tmp_path, models):
 def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, models):
     code, out, err = call(
         "sweep", "--drafter", "lookup", "--drafter", models / "small", "--gamma", 2,
-        *(word for rule in policy_words() for word in ("--draft-policy", rule)),
+        *(word for rule in WORDS for word in ("--draft-policy", rule)),
         "--draft-policy", "egag:scale=0.9", "-o", "run",
     )  # fmt: skip
     assert code == 0, err
@@ -504,12 +506,12 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
     assert set(frame.generations["label"]) == {
         "plain", "lookup γ=2", "small (int8) γ=2",
         *(f"lookup {rule}" for rule in ("auto", "confidence", "heuristic")),
-        *(f"small (int8) {rule}" for rule in (*policy_words(), "egag:scale=0.9") if rule != "fixed"),
+        *(f"small (int8) {rule}" for rule in (*WORDS, "egag:scale=0.9") if rule != "fixed"),
     }  # fmt: skip
     assert frame.generations["token_ids"].map(tuple).nunique() == 1
     assert frame.generations.set_index("config")["gamma"].isna().sum() == len(frame.generations) - 2
     described = run_json(tmp_path / "run")
-    assert described["options"]["policies"] == [*policy_words(), "egag:scale=0.9"]
+    assert described["options"]["policies"] == [*WORDS, "egag:scale=0.9"]
     assert {"1", "2", "3", "17"} <= described["costs"]["target_pass_s"].keys()  # as wide as the trees
     notes = frame.generations.set_index("config")["steps_policy"]
     assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])

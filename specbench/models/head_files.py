@@ -24,7 +24,7 @@ from specbench.backends.torch.heads import (
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
-from specbench.models.block_files import BLOCK_KINDS, block_head
+from specbench.models.block_files import BLOCK_KINDS, BlockSettings, block_head
 from specbench.models.checkpoints import MAX_HEADER, read_settings, text_config
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
@@ -158,11 +158,11 @@ class HeadFiles:
         """
         ids = self.settings.get("aux_hidden_state_layer_ids")
         if ids is None:
-            given = self.of_block("target_layer_ids")
+            given = self._of_block("target_layer_ids")
             ids = [each + 1 for each in _whole_numbers(given, self.name)]
         return self._there(_whole_numbers(ids, self.name), total)
 
-    def of_block(self, key: str) -> Any:
+    def _of_block(self, key: str) -> Any:
         """Return a setting of a block drafter, which its authors may store in a section of their configuration."""
         nested = self.settings.get("dflash_config")
         return (nested if isinstance(nested, dict) else {}).get(key, self.settings.get(key))
@@ -253,7 +253,11 @@ class HeadFiles:
             states: Hidden states at each position.
         """
         layer, settings = self.layer, self.settings
-        biases = {name.split(".")[-2] for name in names if name.endswith(".bias")}
+        # A block drafter's own parts also have layers called gate_proj.
+        own = ("markov_head.", "confidence_head.")
+        biases = {
+            name.split(".")[-2] for name in names if name.endswith(".bias") and not name.startswith(own)
+        }
         for key, linear in (("attention_bias", ("q_proj", "k_proj", "v_proj")), ("mlp_bias", _MLP)):
             if getattr(layer, key):
                 biases |= {*linear}
@@ -271,13 +275,19 @@ class HeadFiles:
         )
         with torch.device("meta"):
             if self.is_block:
-                return block_head(self, shape)
+                return block_head(
+                    self.kind,
+                    BlockSettings(self.name, self._of_block),
+                    self.layer_settings,
+                    shape,
+                    speculators="speculators_model_type" in settings,
+                )
             if self.kind == "peagle":
                 key = next((key for key in _MASKS if key in settings), _MASKS[0])
-                return ParallelEagleHead(shape, self._ahead(), self.token(key, settings.get(key)))
+                return ParallelEagleHead(shape, self._ahead(), self._token(key, settings.get(key)))
             return EagleHead(shape) if self.kind == "eagle3" else Eagle1Head(shape)
 
-    def token(self, key: str, value: Any) -> int:
+    def _token(self, key: str, value: Any) -> int:
         if type(value) is not int or not 0 <= value < self.number("vocab_size"):
             raise RunError(f"The config.json of {self.name} is damaged: its {key} is no token.")
         return value

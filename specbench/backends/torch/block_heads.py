@@ -27,7 +27,7 @@ accepted, [n]; ``None`` without a confidence head.
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The structure of a block drafter, besides that of its layers.
+    """The structure of a block drafter, without that of its layers.
 
     Attributes:
         block: Tokens of a block: the last token of the context, and masks.

@@ -41,7 +41,7 @@ class PathsInput(NamedTuple):
     paths: Sequence[Sequence[int]]  # each the context's last token, and a branch of the draft
 
 
-class Rows(NamedTuple):
+class BlockLogits(NamedTuple):
     """The logits after drafts, [drafts, vocab], and the predicted acceptance of the token after each, [drafts]."""
 
     logits: Tensor
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 BlockStep: TypeAlias = BlockInput | PathsInput
-BlockFound: TypeAlias = Block | Rows
+BlockFound: TypeAlias = Block | BlockLogits
 
 
 class BlockScorer(HeadScorer[BlockStep, BlockFound]):
@@ -108,7 +108,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         if not self.head.conditional:
             return self._block.logits[node_depths(request)[-rows:]]
         conditioned = yield PathsInput(self._block, _paths(request)[-rows:])
-        assert isinstance(conditioned, Rows)
+        assert isinstance(conditioned, BlockLogits)
         self.acceptance = conditioned.acceptance
         return conditioned.logits
 
@@ -133,7 +133,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     def _layers(self) -> range:
         return range(len(self.head.layers))
 
-    def _rows(self, inputs: Sequence[PathsInput]) -> list[Rows]:
+    def _rows(self, inputs: Sequence[PathsInput]) -> list[BlockLogits]:
         """Compute rows of equal depth together."""
         wanted = [(each.block, path) for each in inputs for path in each.paths]
         logits: list[Any] = [None] * len(wanted)
@@ -151,7 +151,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         for each, end in zip(inputs, ends, strict=True):
             part = slice(end - len(each.paths), end)
             predicted = None if acceptance[end - 1] is None else torch.stack(acceptance[part])
-            found.append(Rows(torch.stack(logits[part]), predicted))
+            found.append(BlockLogits(torch.stack(logits[part]), predicted))
         return found
 
     def _attend_to(self, caches: Sequence[Any], layer: int) -> Attend:
