@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from cli_runs import refusal
 from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
 from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
+from safetensors.torch import load_file
 from tiny import save_tiny, tiny_language_model
 
 from specbench.base.errors import UsageError
+from specbench.cli.options import default_drafter
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun
@@ -26,6 +30,7 @@ from specbench.policies.trees import StaticTree
 from specbench.results.results import load_results
 from specbench.specs.drafters import Cascade, Mtp, parse_drafter
 from specbench.specs.models import parse_model
+from specbench.tune.loading import _come_with
 
 CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
 DRAFT = [44, 8, 61]
@@ -151,3 +156,44 @@ def test_a_sweep_measures_a_checkpoints_own_layer(cli, folder, tmp_path):
         each.recipe.drafter_models for each in load_results(tmp_path / "run").run.configs if each.recipe
     ]
     assert [model.kind for each in models for model in each][:1] == ["mtp"]
+
+
+def test_it_drafts_by_default_where_a_checkpoint_has_the_layer(cli, folder, tmp_path, monkeypatch):
+    made, without = checkpoint("mimo", folder), save_tiny(tmp_path / "without")
+    monkeypatch.chdir(tmp_path)
+
+    def drafter(target: Path, *more: object) -> str:
+        words = ("generate", "the thing", "--target", target, "--dtype", "float32", "-n", 2, "--json")
+        return str(cli(*words, *more).json()["drafter"])
+
+    assert drafter(made.folder) == "mtp (int8)"
+    assert drafter(made.folder, "--drafter", "lookup") == "lookup"
+    assert drafter(without) == "lookup"
+    (tmp_path / "specbench.toml").write_text('version = 1\ndrafter = "suffix"\n')
+    assert drafter(made.folder) == "suffix"
+    assert _come_with(parse_model(str(made.folder))) == [Mtp()]
+    assert _come_with(parse_model(str(without))) == []
+
+
+def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, tmp_path, monkeypatch):
+    made, asked = checkpoint("deepseek", folder), []
+
+    def config(repository: str, file: str, *, revision: str | None) -> str:
+        asked.append((repository, file, revision))
+        return str(made.folder / file)
+
+    def headers(repository: str, *, revision: str | None) -> Any:
+        tensors = load_file(made.folder / "model.safetensors")
+        known = {name: SimpleNamespace(dtype="F32", shape=[*each.shape]) for name, each in tensors.items()}
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=known)})
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", config)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", headers)
+    assert default_drafter("org/model@1") == "mtp"
+    assert asked == [("org/model", "config.json", "1")]
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: "missing")
+    assert default_drafter("org/model@1") == "lookup"
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(made.folder / "config.json")
+    )
+    assert default_drafter("org/model@1") == "mtp"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
@@ -39,7 +40,11 @@ HEADS_AHEAD: Mapping[str, str] = {"smollm2-135m": "lookup+smollm2-135m-head"}
 stored run shows ahead of it (docs/training.md)."""
 
 _DEFAULT_DRAFTERS = ", ".join(
-    [DEFAULT_DRAFTER, *(f"{drafter} for {target}" for target, drafter in HEADS_AHEAD.items())]
+    [
+        DEFAULT_DRAFTER,
+        "mtp for targets whose checkpoint has MTP layers",
+        *(f"{drafter} for {target}" for target, drafter in HEADS_AHEAD.items()),
+    ]
 )
 """As help has them."""
 
@@ -134,11 +139,16 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
 
 def default_drafter(target: str) -> str:
     """Return the default drafter of a target."""
+    from specbench.models.mtp_layouts import has_mtp_layers
     from specbench.models.training_metadata import is_packaged
     from specbench.specs import models
 
-    there = any(is_packaged(alias) for alias, model in models.PACKAGED_HEADS.items() if model == target)
-    return HEADS_AHEAD.get(target, DEFAULT_DRAFTER) if there else DEFAULT_DRAFTER
+    if any(is_packaged(alias) for alias, model in models.PACKAGED_HEADS.items() if model == target):
+        return HEADS_AHEAD.get(target, DEFAULT_DRAFTER)
+    with suppress(UsageError):  # the command reports a target that is none
+        if has_mtp_layers(models.parse_model(target)):
+            return models.CHECKPOINT_MTP.name
+    return DEFAULT_DRAFTER
 
 
 class GroupedCommand(TyperCommand):
@@ -157,9 +167,10 @@ class GroupedCommand(TyperCommand):
             if not given.get("help"):
                 lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
                 defaults = defaults_from_config(given, lists)
-                drafter = default_drafter(given.get("target") or defaults.get("target", DEFAULT_TARGET))
-                if drafter != DEFAULT_DRAFTER:
-                    defaults.setdefault("drafter", [drafter] if "drafter" in lists else drafter)
+                if "drafter" in names and not given.get("drafter") and "drafter" not in defaults:
+                    drafter = default_drafter(given.get("target") or defaults.get("target", DEFAULT_TARGET))
+                    if drafter != DEFAULT_DRAFTER:
+                        defaults["drafter"] = [drafter] if "drafter" in lists else drafter
                 ctx.default_map = defaults
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:

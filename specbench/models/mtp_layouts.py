@@ -4,7 +4,7 @@ An MTP (multi-token prediction) layer normalizes a token's embedding and the tar
 before it, joins both by a linear layer, and runs a decoder layer of the target's own class. A norm may follow, and then
 the target's output head. The names are those that the checkpoints of each family have and vLLM reads.
 
-Only the headers of safetensors files are read here.
+Only ``config.json`` and the headers of safetensors files are read here, without torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from specbench.specs.models import ModelSpec
 
 BLOCK = "layers.0."
 """Prefix of the decoder layer's tensors in ``MtpLayer``."""
@@ -149,6 +151,55 @@ class MtpTensors:
     plain: bool
 
 
+def has_mtp_layers(target: ModelSpec) -> bool:
+    """Return whether a target's checkpoint has MTP layers that draft for it, without loading or fetching weights.
+
+    For a hub model that is not in the cache, the headers of its files are fetched. ``False`` if it cannot be told:
+    loading the target reports why.
+    """
+    try:
+        folder = Path(target.source) if target.kind == "folder" else _cached(target)
+        if folder is not None:
+            headers = _headers(folder)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        elif target.kind == "hub":
+            headers, config = _fetched(target)
+        else:
+            return False
+        layers = (config.get("text_config") or config)["num_hidden_layers"]
+        found = _find(headers, layers)
+    except Exception:  # what networks, damaged files and odd configurations raise
+        return False
+    return found is not None and found.plain and found.layers == 1
+
+
+def _cached(target: ModelSpec) -> Path | None:
+    """Return the folder of a hub model whose weights are in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if target.kind != "hub":
+        return None
+    found = try_to_load_from_cache(target.source, "config.json", revision=target.revision)
+    folder = Path(found).parent if isinstance(found, str) else None
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+
+
+def _fetched(target: ModelSpec) -> tuple[Headers, dict[str, Any]]:
+    """Return the headers of a hub model's weights, and its configuration, without fetching the weights."""
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+
+    path = hf_hub_download(target.source, "config.json", revision=target.revision)
+    files = get_safetensors_metadata(target.source, revision=target.revision).files_metadata
+    headers = [
+        (
+            Path(file),
+            {name: {"dtype": each.dtype, "shape": each.shape} for name, each in found.tensors.items()},
+        )
+        for file, found in files.items()
+    ]
+    return headers, json.loads(Path(path).read_text(encoding="utf-8"))
+
+
 def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
     """Return the tensors of MTP layers in the safetensors files of a folder; ``None`` if there are none.
 
@@ -159,7 +210,19 @@ def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
         folder: The folder of the target, or of a head.
         target_layers: Number of the target's layers.
     """
-    headers = [(path, _header(path)) for path in sorted(folder.glob("*.safetensors"))]
+    return _find(_headers(folder), target_layers)
+
+
+Headers: TypeAlias = list[tuple[Path, dict[str, Any]]]
+"""The tensors that files describe, by name."""
+
+
+def _headers(folder: Path) -> Headers:
+    return [(path, _header(path)) for path in sorted(folder.glob("*.safetensors"))]
+
+
+def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
+    """Return the tensors of MTP layers in files with these headers; ``None`` if there are none."""
     for layout in LAYOUTS:
         places = {
             name: place

@@ -23,13 +23,14 @@ from specbench.export.registry import load_engines
 from specbench.generate import encode_prompt
 from specbench.models.calibrations import calibrated_form
 from specbench.models.devices import resolve_device
+from specbench.models.mtp_layouts import has_mtp_layers
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import Target, default_cache
 from specbench.models.training_metadata import is_packaged
 from specbench.options import quantized
 from specbench.recipe import Recipe
 from specbench.results import stats
-from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel, parse_drafter
+from specbench.specs.drafters import Cascade, DrafterSpec, Mtp, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
 
@@ -74,7 +75,7 @@ def load_candidates(
         RunError: The target could not be loaded.
     """
     own = _own_forms(models)
-    given = [*given, *_packaged_heads(target)]
+    given = [*given, *_come_with(target)]
     fitting, notes = _fitting(target, list(dict.fromkeys([*given, *own])), models, sweep, progress)
     loaded, _ = prepare(target, (), models, cache=cache, progress=progress)
     rounded = loaded.quantization is not None
@@ -116,13 +117,14 @@ def load_candidates(
     return LoadedCandidates(engine, kind, tuple(notes))
 
 
-def _packaged_heads(target: ModelSpec) -> list[DrafterSpec]:
-    """Return the heads that come with specbench for a target."""
-    return [
+def _come_with(target: ModelSpec) -> list[DrafterSpec]:
+    """Return the heads that come with specbench for a target, and the MTP layers of its checkpoint."""
+    heads: list[DrafterSpec] = [
         parse_drafter(alias)
         for alias, model in PACKAGED_HEADS.items()
         if parse_model(model) == target and is_packaged(alias)
     ]
+    return [*heads, Mtp()] if has_mtp_layers(target) else heads
 
 
 def _int4_is_fast(device: str) -> bool:
