@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -141,39 +141,49 @@ def _command(
     return engine.command_line(target, setting.options, port, more, wrapper)
 
 
-@contextmanager
-def launched(
-    engine: StartedEngine,
-    target: Model,
-    settings: Sequence[EngineSetting],
-    folder: Path,
-    engines: EngineOptions,
-    servers: ServerOptions,
-    arguments: Sequence[str],
-    decoding: DecodingOptions,
-    temperature: float,
-    progress: Progress | None,
-) -> Iterator[LaunchedEngine]:
-    """Return the engine that starts and measures servers, and end them all afterwards.
+@dataclass(frozen=True)
+class EngineServers:
+    """The servers of a run: what is started, and how it is started and asked.
 
-    What earlier runs have left is ended before. Sentences on both go to stderr.
+    Attributes:
+        engine, target, settings: What is started.
+        options, requests: The user's options for starting servers and for requests.
+        arguments: The user's own words for every server.
+        decoding, temperature: Options that the first request to each server tests.
     """
-    for sentence in end_left():
-        say(sentence)
-    made = LaunchedEngine(
-        commands_of(engine, target, settings, arguments, engines.engine_command),
-        folder / "servers",
-        limit=engines.max_servers,
-        start_timeout_s=engines.start_timeout,
-        api=servers.api,
-        timeout_s=servers.timeout,
-        key=next((key for word, key in pairwise(arguments) if word == _KEY), None),
-        decoding=decoding,
-        temperature=temperature,
-        progress=progress,
-    )
-    try:
-        yield made
-    finally:
-        for sentence in made.close():
+
+    engine: StartedEngine
+    target: Model
+    settings: Sequence[EngineSetting]
+    options: EngineOptions
+    requests: ServerOptions
+    arguments: Sequence[str]
+    decoding: DecodingOptions
+    temperature: float
+
+    @contextmanager
+    def launched(self, logs: Path, progress: Progress | None) -> Iterator[LaunchedEngine]:
+        """Return the engine that starts and measures the servers, and end them all afterwards.
+
+        What earlier runs have left is ended before. Sentences on both go to stderr.
+        """
+        for sentence in end_left():
             say(sentence)
+        wrapper = self.options.engine_command
+        made = LaunchedEngine(
+            commands_of(self.engine, self.target, self.settings, self.arguments, wrapper),
+            logs,
+            limit=self.options.max_servers,
+            start_timeout_s=self.options.start_timeout,
+            api=self.requests.api,
+            timeout_s=self.requests.timeout,
+            key=next((key for word, key in pairwise(self.arguments) if word == _KEY), None),
+            decoding=self.decoding,
+            temperature=self.temperature,
+            progress=progress,
+        )
+        try:
+            yield made
+        finally:
+            for sentence in made.close():
+                say(sentence)

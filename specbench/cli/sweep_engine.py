@@ -10,7 +10,13 @@ from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import command_line
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
-from specbench.cli.started import engine_configs, engine_drafters, engine_target, launched, started_engine
+from specbench.cli.started import (
+    EngineServers,
+    engine_configs,
+    engine_drafters,
+    engine_target,
+    started_engine,
+)
 from specbench.cli.sweep_options import checked_temperatures, chosen_prompts
 from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
 from specbench.export.start import PLAIN, settings_of
@@ -97,20 +103,10 @@ def sweep_engine(
         show_plan(Sweep(options, prompts, configs), folder)
         return
     RunStore.check_writable(folder)
+    planned = EngineServers(engine, model, settings, engines, servers, arguments, decoding, max(temperatures))
     with (
         StageProgress(quiet) as progress,
-        launched(
-            engine,
-            model,
-            settings,
-            folder,
-            engines,
-            servers,
-            arguments,
-            decoding,
-            max(temperatures),
-            progress,
-        ) as made,
+        planned.launched(folder / "servers", progress) as made,
     ):
         made.server(PLAIN)
         together = None if made.fits([each.name for each in settings]) else made.limit or made.capacity

@@ -20,18 +20,23 @@ from specbench.bench.prompts import load_prompts
 from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.started import engine_configs, engine_drafters, engine_target, launched, started_engine
+from specbench.cli.started import (
+    EngineServers,
+    engine_configs,
+    engine_drafters,
+    engine_target,
+    started_engine,
+)
 from specbench.cli.sweep_run import RunJob
 from specbench.cli.tune_run import race_state, tune_folder, wrapped
 from specbench.decoding.clocks import WallClock
-from specbench.export.start import PLAIN, EngineSetting, StartedEngine, settings_of
+from specbench.export.start import PLAIN, settings_of
 from specbench.results.load import load_snapshot
 from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
     from specbench.bench.engines.launched import LaunchedEngine
     from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
-    from specbench.export.setting import Model
     from specbench.options import DecodingOptions
     from specbench.tune.answer import TuneAnswer
     from specbench.tune.engine_search import EngineFound
@@ -104,29 +109,21 @@ def tune_engine(
             "Add --resume to continue them, or give other --results.",
         )
     RunStore.check_writable(folder)
+    planned = EngineServers(
+        engine, model, settings, engines, servers, arguments, decoding, search.temperature
+    )
     with (
         StageProgress(quiet, animated=False) as progress,
-        launched(
-            engine,
-            model,
-            settings,
-            folder,
-            engines,
-            servers,
-            arguments,
-            decoding,
-            search.temperature,
-            progress,
-        ) as made,
+        planned.launched(folder / "servers", progress) as made,
     ):
         made.server(PLAIN)
-        job = _EngineJob(sweep, made, folder, quiet, engine, model, settings)
+        job = _EngineJob(sweep, made, folder, quiet, planned)
         with job.open_store(sources) as store:
             job.say_at_start(start, (), "" if results.resume else None)
             found = job.search(store, clock, seconds, began + seconds - _ENDING_S, progress)
             answer = job.answer(found, store)
         said = made.summary()
-    job.show(answer, found, arguments, engines.engine_command, said, json_output=json_output, verbose=verbose)
+    job.show(answer, found, said, json_output=json_output, verbose=verbose)
     if found.found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
@@ -142,14 +139,12 @@ class _EngineJob(RunJob):
         made: LaunchedEngine,
         folder: Path,
         quiet: bool,
-        engine: StartedEngine,
-        target: Model,
-        settings: Sequence[EngineSetting],
+        planned: EngineServers,
     ) -> None:
         super().__init__(sweep, made, folder, quiet)
-        self._launched, self._engine, self._target = made, engine, target
+        self._launched, self._planned = made, planned
         alone = [config for config in sweep.configs if config.batch is None]
-        self._settings = {config.id: setting for config, setting in zip(alone, settings, strict=True)}
+        self._settings = dict(zip((config.id for config in alone), planned.settings, strict=True))
 
     def search(
         self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
@@ -202,8 +197,6 @@ class _EngineJob(RunJob):
         self,
         answer: TuneAnswer,
         found: EngineFound,
-        arguments: Sequence[str],
-        wrapper: str,
         starts: str,
         *,
         json_output: bool,
@@ -219,8 +212,14 @@ class _EngineJob(RunJob):
 
         summary = summarize(load_results(self.folder))
         table = to_markdown(tables.summary_sheet(summary))
+        planned = self._planned
         shown = EngineAnswer.of(
-            self._engine, self._target, self._settings[answer.winner.id], found, arguments, wrapper
+            planned.engine,
+            planned.target,
+            self._settings[answer.winner.id],
+            found,
+            planned.arguments,
+            planned.options.engine_command,
         )
         lines = [
             *batch_lines(found),
@@ -236,7 +235,7 @@ class _EngineJob(RunJob):
                         str(batch): {str(gamma): ratio for gamma, ratio in ratios.items()}
                         for batch, ratios in found.batches.items()
                     },
-                    "engine": self._engine.name,
+                    "engine": planned.engine.name,
                     "command": shown.words,
                     "needs": list(shown.needs),
                     "results": str(self.folder),
