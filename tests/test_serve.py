@@ -721,6 +721,10 @@ def test_metrics_have_the_names_of_vllm():
         assert float(samples[f"vllm:{theirs}{{{labels}}}"]) == found[ours]
     assert samples[f'vllm:request_success_total{{{labels},finished_reason="length"}}'] == "1"
     assert 0 <= float(samples[f"vllm:kv_cache_usage_perc{{{labels}}}"]) <= 1
+    helps = dict(line.split(maxsplit=3)[2:] for line in text.splitlines() if line.startswith("# HELP"))
+    assert (
+        helps["vllm:num_requests_running"] == helps["specbench:requests_running"] == "Requests being decoded."
+    )
 
 
 def test_the_doctor_finds_no_problem(cli):
