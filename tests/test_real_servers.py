@@ -318,9 +318,9 @@ def test_llama_cpp_does_what_is_exported(llama_cpp_files, capsys):
         "--drafter",
         str(llama_cpp_files.draft),
         "--limit",
-        "4",
+        "3",
         "--new",
-        "32",
+        "24",
     ]
     engines.main([*words, "--", "--threads", "1"])
     ngram, draft, _ = map(json.loads, capsys.readouterr().out.splitlines())
@@ -340,7 +340,7 @@ def test_llama_cpp_is_tuned(llama_cpp_files, tmp_path, capsys):
         "--target",
         str(llama_cpp_files.target),
     ]
-    words += ["--max-servers", "2", "--prompts", "chat", "--minutes", "1.5", "-n", "16", "--json"]
+    words += ["--max-servers", "2", "--prompts", "chat", "--minutes", "0.8", "-n", "16", "--json"]
     assert run([*words, "--results", str(tmp_path / "run"), "--", "--threads", "1"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert {each["config"] for each in answer["tried"]} >= {"ngram-simple@4", "ngram-mod@4"}
