@@ -1040,6 +1040,13 @@ MUTANTS = (
         ("tests/test_started.py", "-k", "predicted_from_two"),
     ),
     Mutant(
+        "doctor says nothing of what it had no time for",
+        "doctor/findings.py:verdict_of",
+        "_not_examined(seen)",
+        "[]",
+        ("tests/test_doctor.py", "-k", "how_little"),
+    ),
+    Mutant(
         "a race drops slower candidates, sure or not",
         "tune/race.py:Race.upper_bound",
         "self._log_bound(name, over, self.level)",

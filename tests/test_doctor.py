@@ -14,7 +14,7 @@ from scripted_server import Manner, ScriptedServer, prompt_of
 
 from specbench.bench.engines.client import Chunk, ServerClient, SpeculationCounters, StreamedAnswer
 from specbench.doctor import probes
-from specbench.doctor.findings import Examined, Finding, diagnose
+from specbench.doctor.findings import Examined, Finding, diagnose, verdict_of
 from specbench.doctor.probes import Examination, Observations
 
 pytestmark = pytest.mark.timeout(60)  # whatever a socket is waited for
@@ -333,7 +333,30 @@ def test_what_is_refused(cli, words, code, fragment):
 
 def test_what_there_is_no_time_for_is_said():
     """A clock that passes 9 s with each look: it is looked at before each probe, and twice more for each answer."""
-    clock = iter(range(0, 10_000, 9))
+    seen = examined_by(range(0, 10_000, 9))
+    assert (len(seen.answers), seen.limit) == (2, 24)
+    assert seen.skipped == ["answers", "repeat", "cache", "usage"]
+    last = diagnose(Examined(seen))[-1]
+    assert (last.status, last.text) == ("note", "There was no time for: answers, repeat, cache, usage.")
+
+
+def test_the_verdict_says_how_little_was_examined():
+    healthy = drafting(2, (90, 80), skipped=["cache", "usage"])
+    said = verdict_of(healthy.seen, [])
+    assert said == "No problem found, but only a part was examined: 4 answers, and not cache, usage."
+    assert verdict_of(drafting(2, (90, 80)).seen, []) == "No problem found."
+
+
+def test_a_server_that_answers_nothing_in_time_has_a_problem():
+    seen = examined_by(range(0, 10_000, 60))
+    (only,) = diagnose(Examined(seen))
+    assert (only.check, only.status, len(seen.answers)) == ("time", "problem", 0)
+    assert "nothing was examined" in only.text
+
+
+def examined_by(times: range) -> Observations:
+    """A healthy server, examined in 55 seconds of a clock that shows these times."""
+    clock = iter(times)
 
     async def examined(url: str) -> Observations:
         client = ServerClient("server", url)
@@ -345,8 +368,4 @@ def test_what_there_is_no_time_for_is_said():
             await client.close()
 
     with Doctored(vllm(), Counts()) as server:
-        seen = asyncio.run(examined(server.url))
-    assert (len(seen.answers), seen.limit) == (2, 24)
-    assert seen.skipped == ["answers", "repeat", "cache", "usage"]
-    last = diagnose(Examined(seen))[-1]
-    assert (last.status, last.text) == ("note", "There was no time for: answers, repeat, cache, usage.")
+        return asyncio.run(examined(server.url))

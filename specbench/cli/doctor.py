@@ -12,7 +12,6 @@ import typer
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json, not_json
-from specbench.base.textsafe import counted
 from specbench.cli.console import write_json
 from specbench.cli.options import JsonOption
 from specbench.options import panel
@@ -91,7 +90,13 @@ def doctor(
     findings = diagnose(Examined(seen, tokenizer, expect, draft_cost))
     if json_output:
         write_json(
-            {"model": seen.model, "owner": seen.owner, "findings": [asdict(each) for each in findings]}
+            {
+                "model": seen.model,
+                "owner": seen.owner,
+                "answers": len(seen.answers),
+                "not_examined": seen.skipped,
+                "findings": [asdict(each) for each in findings],
+            }
         )
     else:
         from rich.console import Console
@@ -149,6 +154,7 @@ async def _examine(
 
 
 def _parts(seen: Observations, findings: Sequence[Finding]) -> list[Part]:
+    from specbench.doctor.findings import verdict_of
     from specbench.show.document import Facts, Heading, Items, Paragraph
 
     engine = f", {seen.owner}" if seen.owner else ""
@@ -157,11 +163,9 @@ def _parts(seen: Observations, findings: Sequence[Finding]) -> list[Part]:
         for each in findings
     ]
     remedies = [f"{each.check}: {each.remedy}" for each in findings if each.remedy and each.status != "ok"]
-    problems = sum(each.status == "problem" for each in findings)
-    verdict = f"{counted(problems, 'problem')} found." if problems else "No problem found."
     return [
         Heading(f"{seen.model}{engine}"),
         Facts(pairs, width=max(_WIDTH, *(len(name) + 3 for name, _ in pairs))),
         Items(remedies, "What to do:"),
-        Paragraph(verdict, "bold"),
+        Paragraph(verdict_of(seen, findings), "bold"),
     ]

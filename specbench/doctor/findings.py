@@ -229,7 +229,7 @@ def _option_for(e: Examined, gamma: int) -> str:
     """Return the engine's option for a draft length, in brackets; empty if unknown."""
     options = {
         "vllm": f"--speculative-config '{{\"num_speculative_tokens\": {gamma}, ...}}'",
-        "llamacpp": f"--draft-max {gamma}",
+        "llamacpp": f"--spec-draft-n-max {gamma}",
         "sglang": f"--speculative-num-steps {gamma}",
         "specbench": f"--gamma {gamma}",
     }
@@ -510,10 +510,19 @@ def _failures(e: Examined) -> Iterator[Finding]:
     for name, reason in e.seen.failed.items():
         remedy = "Read the server's log."
         yield Finding(name, "problem", f"{names.get(name, f'The check of {name}')} failed: {reason}", remedy)
-    missing = [name for name in e.seen.skipped if not (name == "plain" and e.seen.plain)]
-    if missing:
+    if not e.seen.answers and not e.seen.failed:
+        text = "No answer had ended when the time was over: nothing was examined."
+        yield Finding(
+            "time", "problem", text, "Give more with --seconds, or find out why the server is slow."
+        )
+    elif missing := _not_examined(e.seen):
         text = f"There was no time for: {', '.join(missing)}."
         yield Finding("time", "note", text, "Give more with --seconds.")
+
+
+def _not_examined(seen: Observations) -> list[str]:
+    """Return the names of the probes that were not finished in time."""
+    return [name for name in seen.skipped if not (name == "plain" and seen.plain)]
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
@@ -523,5 +532,17 @@ _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
 
 
 def diagnose(examined: Examined) -> list[Finding]:
-    """Return the findings of all checks, in a fixed order."""
-    return [finding for check in _CHECKS for finding in check(examined)]
+    """Return the findings of all checks, in a fixed order; without an answer only why there is none."""
+    checks = _CHECKS if examined.seen.answers else (_failures,)
+    return [finding for check in checks for finding in check(examined)]
+
+
+def verdict_of(seen: Observations, findings: Sequence[Finding]) -> str:
+    """Return the last sentence: whether there are problems, and what was not examined."""
+    problems = sum(each.status == "problem" for each in findings)
+    found = f"{counted(problems, 'problem')} found" if problems else "No problem found"
+    missing = _not_examined(seen)
+    if not missing:
+        return f"{found}."
+    answers = counted(len(seen.answers), "answer")
+    return f"{found}, but only a part was examined: {answers}, and not {', '.join(missing)}."
