@@ -9,6 +9,7 @@ from random import Random
 import architectures as survey
 import pytest
 import torch
+from scripted import ScriptedScorer, enumerate_outcomes, random_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch import recurrent
@@ -16,6 +17,10 @@ from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.delta_rule import delta_rule
 from specbench.backends.torch.recurrent import LONGEST_FORWARD
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.records import Prefill
+from specbench.decoding.sampling import Multinomial, TopK
+from specbench.drafters.model import ModelDrafter
 from specbench.generate import GenerationRun
 from specbench.generate_many import speculative_generate_many
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -34,31 +39,109 @@ KINDS = (
     "qwen3_next",
     "zamba",
 )  # one for each function of `transformers`, and groups
+BOUNDED = ("nemotron_h", "zamba2")
+"""Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""
 IDS = Random(1).choices(range(3, survey.VOCABULARY), k=24)
 
 
 @lru_cache(maxsize=1)
-def built(kind):
+def built(kind, vocabulary=survey.VOCABULARY):
     """A tiny random model, and what `generate` answers to ``IDS``."""
     config_class = next(each for each in MODEL_FOR_CAUSAL_LM_MAPPING if each.model_type == kind)
     config = survey.tiny_config(config_class)
+    config.vocab_size = vocabulary
     torch.manual_seed(0)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config).eval().requires_grad_(False)
     model.generation_config = survey.GenerationConfig()
-    return model, survey.generated(model, IDS)
+    return model, survey.generated(model, IDS) if vocabulary == survey.VOCABULARY else []
+
+
+def wrong(model, expected, cache):
+    """Drafters with which a model's tokens are not those of `generate`."""
+    target = wrap_target(model, name="tiny", pack=False, cache=cache)
+    drafters = (
+        (None, 1),
+        *((survey.Guesses(IDS, expected, gamma), gamma) for gamma in (1, 4, 7)),
+        (load_drafter("lookup", target), 4),
+        (load_drafter("self:int8", target), 4),
+    )
+    return [
+        f"{drafter} γ={gamma}"
+        for drafter, gamma in drafters
+        if survey.decoded(IDS, target, drafter, gamma) != expected
+    ]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(kind):
     model, expected = built(kind)
-    target = wrap_target(model, name="tiny", pack=False)
-    for drafter, gamma in (
-        (None, 1),
-        *((survey.Guesses(IDS, expected, gamma), gamma) for gamma in (1, 4, 7)),
-        (load_drafter("lookup", target), 4),
-        (load_drafter("self:int8", target), 4),
+    assert wrong(model, expected, "dynamic") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in BOUNDED])
+def test_greedy_tokens_without_a_cache_are_those_of_generate(kind):
+    model, expected = built(kind)
+    assert wrong(model, expected, "none") == []
+
+
+# -- sampled exactness ------------------------------------------------------------------------------
+
+FEW, NEW = 4, 3
+PROMPT = [1, 2, 0, 1, 2]
+
+
+def outcomes(model, drafter, sampling, gamma, first_target=True):
+    """The probability of every output of ``NEW`` tokens, over all drafts and verdicts."""
+    target = Scorer(model)
+
+    def run(random):
+        tokens = []
+        for record in decode_steps(
+            PROMPT, target, drafter, policy=FixedLength(gamma), sampling=sampling, random=random, max_new_tokens=NEW,
+            first_target=first_target,
+        ):  # fmt: skip
+            if isinstance(record, Prefill):
+                tokens += [] if record.token is None else [record.token]
+            else:
+                tokens += record.tokens
+        return tuple(tokens)
+
+    return enumerate_outcomes(run, NEW)
+
+
+def of_the_target(model, sampling):
+    """The same by the chain rule, from `transformers`' own decoding of every output."""
+    growing = {(): 1.0}
+    for _ in range(NEW):
+        grown = {}
+        for tokens, weight in growing.items():
+            context = [*PROMPT, *tokens]
+            logits = survey.one_by_one(model, context, len(PROMPT))[-1:]
+            p = sampling.probabilities(logits, context)[0].double()
+            grown |= {(*tokens, token): weight * float(p[token] / p.sum()) for token in range(FEW)}
+        growing = grown
+    return growing
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "mamba2"])
+def test_sampled_outputs_have_the_targets_distribution(kind):
+    """The drafts' every rejection rolls the states back, and a hybrid drafter's own states as well."""
+    model, _ = built(kind, FEW)
+    drafters = [ModelDrafter(ScriptedScorer(random_table(2, FEW), FEW), "table")]
+    if kind == "qwen3_next":
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1
+        drafters.append(ModelDrafter(Scorer(other), "hybrid"))
+    for drafter, sampling, gamma, first_target in (
+        (drafters[0], Multinomial(1.5), 2, True),
+        (drafters[-1], TopK(3, temperature=2.0), 1, False),
     ):
-        assert survey.decoded(IDS, target, drafter, gamma) == expected
+        expected = of_the_target(model, sampling)
+        found = outcomes(model, drafter, sampling, gamma, first_target)
+        assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+        assert max(abs(found.get(tokens, 0.0) - weight) for tokens, weight in expected.items()) < 1e-5
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -78,7 +161,7 @@ def test_a_pass_after_any_rollback_gives_the_logits_of_decoding_token_by_token(k
         scorer.rollback(read)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_the_target_is_read_once_per_step(kind, monkeypatch):
     """Neither a rejection nor a step without a draft reads anything again."""
     model, expected = built(kind)
@@ -98,7 +181,9 @@ def test_the_target_is_read_once_per_step(kind, monkeypatch):
     assert sum(fed) == len(IDS) + sum(1 + len(step.drafted) for step in result.steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in KINDS else pytest.mark.slow) for kind in FAMILIES]
+)
 def test_batches_give_what_requests_give_alone(kind):
     model, _ = built(kind)
     prompts = [IDS[: 8 + each] for each in range(4)]
@@ -210,8 +295,9 @@ def test_without_the_native_delta_rule_tokens_are_the_same(monkeypatch):
     assert survey.decoded(IDS, target, survey.Guesses(IDS, expected, 4), 4) == expected
 
 
-def test_a_step_without_a_draft_after_an_accepted_one():
-    model, expected = built("qwen3_5_text")
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_step_without_a_draft_after_an_accepted_one(kind):
+    model, expected = built(kind)
     text = [*IDS, *expected]
     whole = survey.one_by_one(model, text, len(IDS))
     scorer, read = Scorer(model), len(IDS)
