@@ -41,13 +41,14 @@ from specbench.train import run as run_module
 from specbench.train import state as state_module
 from specbench.train import texts as texts_module
 from specbench.train.hidden_states import HiddenStates
+from specbench.train.kinds import KINDS, make_student
 from specbench.train.learner import Learner
 from specbench.train.lessons import Lesson, Teacher, make_batches, pad_batch, trainable_texts
 from specbench.train.result import write_head
 from specbench.train.run import Training, processes
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 from specbench.train.state import TrainerState, read_state, write_state
-from specbench.train.students import KINDS, Metrics, make_student, soft_cross_entropy
+from specbench.train.students import Metrics, soft_cross_entropy
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 DEPTH = 3

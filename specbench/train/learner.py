@@ -14,9 +14,10 @@ from specbench.base.errors import UsageError
 from specbench.models.calibrations import TokenCounts
 from specbench.models.checkpoints import text_config
 from specbench.models.heads import shape_text
+from specbench.train.kinds import KINDS, make_student
 from specbench.train.lessons import TargetOutput, Teacher, make_batches, pad_batch
 from specbench.train.state import StepResult, restore_optimizer, stored_optimizer
-from specbench.train.students import KINDS, Metrics, Student, make_student
+from specbench.train.students import Metrics, Student
 from specbench.tune.vocabulary import ranked_tokens
 
 if TYPE_CHECKING:

@@ -6,15 +6,13 @@ target's own, with which the context ends.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import LlamaConfig, PreTrainedConfig
 
-from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 
@@ -23,12 +21,10 @@ if TYPE_CHECKING:
 
     from specbench.train.lessons import Lesson
 
-KINDS = ("eagle", "medusa")
-
 _ROWS = 256
 """Rows whose logits are computed together."""
 
-_EVERY = 4
+EVERY = 4
 """Default of ``EagleStudent.every``."""
 
 
@@ -55,7 +51,7 @@ class Student(nn.Module):
         depth: Tokens it learns to draft.
 
     Attributes:
-        kind: One of ``KINDS``.
+        kind: One of ``specbench.train.kinds.KINDS``.
         layers: The target's layers whose hidden states it reads.
         started_from: What its weights were initialized from, in words; ``None`` for random ones.
     """
@@ -140,7 +136,7 @@ def soft_cross_entropy(
     return loss, right
 
 
-class _MetricsBuilder:
+class MetricsBuilder:
     """Collector of metrics, for one place of the draft after the other."""
 
     def __init__(self, lesson: Lesson, head: torch.Tensor) -> None:
@@ -192,51 +188,10 @@ def shift_left(x: torch.Tensor, by: int, fill: float = 0) -> torch.Tensor:
     return pad(x[:, by:], padding, value=fill)
 
 
-# -- EAGLE-3 ---------------------------------------------------------------------------------------
+# -- what several kinds share -----------------------------------------------------------------------
 
 
-class DraftAttention:
-    """Attention of drafts after many positions together (EAGLE-3's training-time test).
-
-    The first forward is causal attention over the context. In each later forward, a row is the next token of one draft,
-    and each draft begins after another position of the context. The row attends to the context up to that position, and
-    to the earlier tokens of its draft. See ``Attend`` of ``specbench.backends.torch.heads``.
-    """
-
-    def __init__(self) -> None:
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        self._later = torch.empty(0)
-
-    def select(self, drafts: torch.Tensor, starts: torch.Tensor) -> None:
-        """Continue with some of the drafts.
-
-        Args:
-            starts: The positions after which these drafts began, [texts, drafts].
-        """
-        self._later = torch.arange(self._keys[0].shape[2], device=starts.device) > starts[:, None, :, None]
-        for kept in (self._keys, self._values):
-            kept[1:] = [_picked(each.transpose(1, 2), drafts).transpose(1, 2) for each in kept[1:]]
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        groups = query.shape[1] // key.shape[1]
-        self._keys.append(key.repeat_interleave(groups, dim=1))
-        self._values.append(value.repeat_interleave(groups, dim=1))
-        if len(self._keys) == 1:
-            out = scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
-            return out.transpose(1, 2)
-        query = query * query.shape[-1] ** -0.5
-        scores = (query @ self._keys[0].mT).masked_fill(self._later, float("-inf"))
-        own = [(query * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
-        weights = torch.cat((scores, *own), dim=-1).softmax(-1)
-        length = scores.shape[-1]
-        out = weights[..., :length] @ self._values[0]
-        for place, values in enumerate(self._values[1:]):
-            out = out + weights[..., length + place, None] * values
-        return out.transpose(1, 2)
-
-
-def _group_by_text(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def group_by_text(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the drafts of each text, padded with 0.
 
     Args:
@@ -254,84 +209,19 @@ def _group_by_text(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple
     return places, torch.arange(widest, device=text.device) < counts[:, None]
 
 
-def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Select from [texts, any, ...] by the indices of each text, [texts, n] -> [texts, n, ...]."""
     return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
-class EagleStudent(Student):
-    """An EAGLE-3 head that learns to continue its own outputs (Li et al. 2025, arXiv 2503.01840).
-
-    Embeddings and the projection to the draft vocabulary are the target's and are not trained.
-
-    Args:
-        model: The target; if it is of the Llama family, the head starts with its last layers.
-
-    Attributes:
-        every: One in ``every`` drafts continues after a wrong token; decoding would reject all of them there.
-    """
-
-    kind = "eagle"
-
-    def __init__(
-        self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int
-    ) -> None:
-        super().__init__(model, head, depth)
-        self.every, config = _EVERY, self._config
-        shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_config(config), layers)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.head = EagleHead(shape)
-        del self.head.lm_head
-        self.started_from = _init_from_target(self.head, model)
-
-    def forward(self, lesson: Lesson) -> Metrics:
-        metrics, head = _MetricsBuilder(lesson, self._rows), self.head
-        attends = [DraftAttention() for _ in head.layers]
-        features = head.fuse(lesson.states[:, :-1].to(head.norm.weight.dtype)).float()
-        texts, last = features.shape[:2]
-        starts = torch.arange(last, device=features.device).expand(texts, -1)
-        always = (starts + lesson.ids.sum()) % self.every == 0
-        kept = metrics.rows(0)
-        for place in range(self.depth):
-            tokens = (starts + place + 1).clamp(max=last)
-            out = head.read(_picked(lesson.embedded, tokens), features, starts + place, attends)
-            text, draft = kept.nonzero(as_tuple=True)
-            rows = text, starts[text, draft]
-            right = metrics.add(head.norm(out[text, draft]), place, rows)
-            if place + 1 == self.depth:
-                break
-            continues = metrics.rows(place + 1)[rows] & (right | always[rows])
-            drafts, kept = _group_by_text(text[continues], draft[continues], texts)
-            starts = _picked(starts, drafts)
-            features = _picked(head.recurring(out), drafts)
-            for attend in attends:
-                attend.select(drafts, starts)
-        return metrics.build()
-
-    def settings(self) -> Json:
-        layer = self.head.shape.layer.to_dict() | {"num_hidden_layers": self.head.shape.layers}
-        return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.3.0",
-            "transformer_layer_config": {name: layer[name] for name in _LAYER if layer.get(name) is not None},
-            "eagle_aux_hidden_state_layer_ids": [*self.layers],
-            "norm_before_residual": False,
-        }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
-
-
-_LAYER = (
+LAYER_SETTINGS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "rms_norm_eps", "rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings",
     "vocab_size", "num_hidden_layers", "attention_bias", "mlp_bias",
 )  # fmt: skip
 
 
-def _layer_config(target: PreTrainedConfig) -> LlamaConfig:
+def layer_config(target: PreTrainedConfig) -> LlamaConfig:
     """Return the configuration of decoder layers of the target's size."""
     own = target.to_dict()
     size = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
@@ -345,45 +235,17 @@ def _layer_config(target: PreTrainedConfig) -> LlamaConfig:
         "max_position_embeddings": own.get("max_position_embeddings") or 2048,
         "vocab_size": own["vocab_size"],
     }
-    if own.get("model_type") in _FAMILY:
+    if own.get("model_type") in FAMILY:
         names = ("rope_parameters", "rope_theta", "rope_scaling")
         known |= {name: own[name] for name in names if own.get(name)}
     return LlamaConfig(**known)
 
 
-_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Models whose decoder layers are Llama's, except for biases and norms of attention heads."""
 
 
-def _init_from_target(head: EagleHead, model: PreTrainedModel) -> str | None:
-    """Initialize a head with the target's last layers if they fit; its features begin as the highest hidden state.
-
-    The first layer's input is the embedding concatenated with the feature; it begins as if it were their sum.
-    """
-    untyped: Any = model
-    config = text_config(model.config)
-    width = config.hidden_size
-    with torch.no_grad():
-        head.fc.weight.mul_(_SMALL)
-        head.fc.weight[:, -width:] += torch.eye(width)
-        if config.model_type not in _FAMILY:
-            return None
-        decoder = untyped.get_decoder()
-        first, *further = head.layers
-        like, *others = decoder.layers[-len(head.layers) :]
-        weights = _weights_of(like)
-        for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-            weights[name] = torch.cat((weights[name], weights[name]), dim=1) * math.sqrt(0.5)
-        first.load_state_dict(weights | {"hidden_norm.weight": weights["input_layernorm.weight"]})
-        for layer, each in zip(further, others, strict=True):
-            layer.load_state_dict(_weights_of(each))
-        head.norm.weight.copy_(decoder.norm.weight)
-    total, own = config.num_hidden_layers, len(head.layers)
-    named = ", ".join(f"layer {layer}" for layer in range(total - own, total))
-    return f"{named} and the final norm of the target"
-
-
-def _weights_of(layer: Any) -> dict[str, torch.Tensor]:
+def layer_weights(layer: Any) -> dict[str, torch.Tensor]:
     """Return the weights of a decoder layer that all of the Llama family have."""
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -391,53 +253,5 @@ def _weights_of(layer: Any) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": layer.get_submodule(name).weight.float() for name in names}
 
 
-_SMALL = 0.1
+SMALL = 0.1
 """Factor of the random initial weights of the layer that joins states."""
-
-
-# -- Medusa ----------------------------------------------------------------------------------------
-
-
-class MedusaStudent(Student):
-    """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024)."""
-
-    kind = "medusa"
-    started_from = "the head of the target"
-
-    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int) -> None:
-        super().__init__(model, head, depth)
-        self.heads = MedusaHeads(depth, 1, self._config.hidden_size, 1, shared=True)
-        del self.heads.lm_heads
-        for parameter in self.heads.parameters():
-            nn.init.zeros_(parameter)
-
-    def forward(self, lesson: Lesson) -> Metrics:
-        metrics = _MetricsBuilder(lesson, self._rows)
-        states = lesson.states[:, :-1, 0].float()
-        for place in range(self.depth):
-            rows = metrics.rows(place)
-            metrics.add(self.heads.guess(states[rows], place), place, rows)
-        return metrics.build()
-
-    def settings(self) -> Json:
-        return {
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": self._config.hidden_size,
-            "vocab_size": self._config.vocab_size,
-            "num_heads": self.depth,
-            "num_hidden_layers": 1,
-            "original_lm_head": True,
-        }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in self.heads.named_parameters()}
-
-
-def make_student(
-    kind: str, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int = 1
-) -> Student:
-    """Return a new head; for the arguments see ``EagleStudent``."""
-    if kind == "medusa":
-        return MedusaStudent(model, head, depth).to(head.device)
-    return EagleStudent(model, head, depth, seed, layers).to(head.device)
