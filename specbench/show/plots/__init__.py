@@ -19,6 +19,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
+from PIL import Image
 
 from specbench.base.errors import UsageError
 from specbench.base.files import file_errors, write_bytes
@@ -119,4 +120,13 @@ def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         content = BytesIO()
         figure.savefig(content, format=kind, metadata=metadata, dpi=dpi or "figure")
-    return content.getvalue()
+    return _with_palette(content) if kind == "png" else content.getvalue()
+
+
+def _with_palette(png: BytesIO) -> bytes:
+    """Return a PNG with at most 256 colors, a third of the size; figures have few more."""
+    drawn = Image.open(png)
+    few = drawn.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    smaller = BytesIO()
+    few.save(smaller, "png", optimize=True, dpi=drawn.info["dpi"])
+    return smaller.getvalue()
