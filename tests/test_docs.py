@@ -89,7 +89,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "CHANGELOG.md"):
         assert f'href="{page.stem}/"' in front, page.name
-    assert (tmp_path / "results/qwen2.5-coder-rules/report/index.html").exists()
+    assert (tmp_path / "results/qwen2.5-coder-int4/report/index.html").exists()
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -212,24 +212,24 @@ def test_names_of_strangers_stay_words():
 
 
 def test_the_best_of_a_run_with_its_interval():
-    found = RunSettings(load_results(RUNS / "qwen2.5-coder-rules")).all()[0]
+    found = RunSettings(load_results(RUNS / "qwen2.5-coder-int4")).all()[0]
     assert str(found.drafter) == "qwen2.5-coder-0.5b"
-    assert (found.drafter_dtype, found.dtype, found.temperature) == ("int8", "bfloat16", 0.0)
+    assert (found.drafter_dtype, found.dtype, found.temperature) == ("int4", "bfloat16", 0.0)
     assert found.measured is not None
     assert found.measured.best
-    assert str(found.measured) == "qwen2.5-coder-0.5b (int8) auto: 2.11 × [1.93, 2.32] over plain decoding"
-    assert (str(found.policy), found.gamma) == ("auto", 4)
-    assert found.gamma_from == "the best of 7 fixed γ measured with this drafter, 1.79 × [1.62, 1.95]"
+    assert str(found.measured) == "qwen2.5-coder-0.5b (int4) auto: 1.89 × [1.61, 2.34] over plain decoding"
+    assert (str(found.policy), found.gamma) == ("auto", 5)
+    assert found.gamma_from == "the best of 7 fixed γ measured with this drafter, 1.74 × [1.40, 2.12]"
 
 
 def test_one_that_is_named():
-    df = load_results(RUNS / "qwen2.5-coder-pair")
-    for name in ("qwen2.5-coder-0.5b (int8)@8", "qwen2.5-coder-0.5b (int8) γ=8"):
+    df = load_results(RUNS / "qwen2.5-coder-int4")
+    for name in ("qwen2.5-coder-0.5b (int4)@8", "qwen2.5-coder-0.5b (int4) γ=8"):
         found = RunSettings(df).get(name)
         assert (found.gamma, found.gamma_from) == (8, "")
         assert found.measured is not None
         assert not found.measured.best
-    assert RunSettings(df).get("self:int8@auto", 3).gamma == 3
+    assert RunSettings(df).get("qwen2.5-coder-0.5b (int4)@auto", 3).gamma == 3
     assert "It has 'plain'," in refusal(RunSettings(df).get, "lookup@2", kind=UsageError)
     assert "not speculative decoding" in refusal(RunSettings(df).get, "plain", kind=UsageError)
 
@@ -466,11 +466,11 @@ def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
 
 @pytest.mark.smoke
 def test_the_command_says_what_it_is_from(cli):
-    result = cli("export", RUNS / "qwen2.5-coder-rules", "--to", "vllm")
+    result = cli("export", RUNS / "qwen2.5-coder-int4", "--to", "vllm")
     assert (result.code, result.err) == (0, "")
     assert "# Made for vLLM 0.33.0 by specbench" in result.out
-    assert "# Fastest setting of the run: qwen2.5-coder-0.5b (int8) auto: 2.11 × [1.93, 2.32]" in result.out
-    assert "# Not supported: Draft policy auto: replaced by a fixed γ of 4" in result.out
+    assert "# Fastest setting of the run: qwen2.5-coder-0.5b (int4) auto: 1.89 × [1.61, 2.34]" in result.out
+    assert "# Not supported: Draft policy auto: replaced by a fixed γ of 5" in result.out
     assert "# To verify: " in result.out
     code = [line for line in result.out.splitlines() if line and not line.startswith("#")]
     assert words("\n".join(code))[:2] == ["vllm", "serve"]
@@ -492,11 +492,12 @@ def test_the_command_says_what_is_not_exported(cli, tmp_path):
 
 
 @pytest.mark.smoke
-def test_as_data(cli):
-    found = cli("export", RUNS / "smollm2-135m", "--to", "transformers", "--json").json()
+def test_as_data(cli, tmp_path):
+    write_run(tmp_path / "run", drafters=(Drafter("lookup", 0.6, 0.001, finds=0.5),), gammas=(4,), repeats=1)
+    found = cli("export", tmp_path / "run", "--to", "transformers", "--json").json()
     assert (found["engine"], found["version"]) == ("transformers", "5.23.0")
     assert found["options"]["generate"] == {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
-    assert found["measured"]["config"] == "lookup@4"
+    assert found["measured"]["config"] == "lookup-g4"
     assert found["measured"]["low"] < found["measured"]["speedup"] < found["measured"]["high"]
     assert found["setting"]["gamma"] == 4
     assert found["missing"] == []
@@ -538,9 +539,6 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
 
 
 def test_what_the_command_refuses(cli, tmp_path):
-    cli("export", RUNS / "smollm2-135m-self-rules", "--to", "vllm").refused(
-        2, "vLLM does not support the drafter self:int8"
-    )
     cli("export", tmp_path / "none", "--to", "vllm").refused(2, "does not exist")
     cli("export", tmp_path, "--to", "vllm").refused(2, "There are no results")
     assert cli("export", RUNS, "--to", "ollama").code == 2
@@ -548,6 +546,10 @@ def test_what_the_command_refuses(cli, tmp_path):
     cli("export", tmp_path / "plain", "--to", "vllm").refused(
         2, "no complete measurement of speculative decoding"
     )
+    write_run(
+        tmp_path / "self", drafters=(Drafter("self:int8", 0.8, 0.2),), prompts_per_category=1, repeats=1
+    )
+    cli("export", tmp_path / "self", "--to", "vllm").refused(2, "vLLM does not support the drafter self:int8")
 
 
 def test_the_documented_table_is_the_code():

@@ -387,7 +387,7 @@ def test_who_surely_is_not_5_percent_faster_need_not_be_told_from_the_leader():
 
 @pytest.fixture(scope="module")
 def scatter() -> regret.Scatter:
-    return scatter_of(Path(__file__).parents[1] / "results" / "qwen2.5-coder-pair")
+    return scatter_of(Path(__file__).parents[1] / "results" / "qwen2.5-coder-int4")
 
 
 @pytest.mark.parametrize("kind", regret.TRUTHS)
