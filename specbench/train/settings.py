@@ -15,7 +15,7 @@ _WIDTH = 576
 2203.03466)."""
 _MIN_VOCAB = 8192
 _LAYERS = 2
-"""Default number of decoder layers of an EAGLE head (docs/log.md)."""
+"""Default number of decoder layers of an EAGLE head (notes/log.md)."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     """Return whether oneDNN packs weights of this dtype here.
 
     Without instructions for bfloat16, oneDNN unpacks it for every product, if it supports it at all: native products
-    are faster (docs/log.md).
+    are faster (notes/log.md).
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -199,7 +199,7 @@ def check(status: int) -> None:
 _GROUP = 32  # inputs of our own panels are padded with zeros to a multiple of this
 _BITS = {torch.bfloat16: 16, torch.float32: 32}  # of weights that products read as they are
 _MAX_ROWS = {1: 48, 2: 128, 3: 128}
-"""Rows up to which a native forward is faster than torch's products, by level of instructions (docs/log.md)."""
+"""Rows up to which a native forward is faster than torch's products, by level of instructions (notes/log.md)."""
 
 
 class Panels:
