@@ -1,16 +1,12 @@
-"""The tables of docs/results-format.md, generated from the declarations of the records.
+"""The tables of docs/results-format.md, generated from the declarations of the records when the site is built.
 
-    python -m specbench.results.format docs/results-format.md
-
-replaces the table after each line ``<!-- NAME -->`` with that of the record of this name.
+A line ``<!-- NAME -->`` of the page stands for the table of the record NAME.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -73,14 +69,9 @@ def _type(kind: Any) -> str:
     return _JSON[kind]
 
 
-_PLACE = re.compile(r"^<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
+_PLACE = re.compile(r"^<!-- (\w+) -->$", re.MULTILINE)
 
 
 def with_tables(text: str) -> str:
-    """Return the page with its tables up to date."""
-    return _PLACE.sub(lambda found: f"<!-- {found[1]} -->\n\n{table_of(RECORDS[found[1]])}\n", text)
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+    """Return the page with the tables of its records."""
+    return _PLACE.sub(lambda found: table_of(RECORDS[found[1]]), text)
