@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "specbench").rglob("*.py"))
 PAGES = [
     ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "log.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "prompts" / "README.md",
 ]
 
