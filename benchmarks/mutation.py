@@ -167,6 +167,27 @@ MUTANTS = (
         ("tests/test_formats.py::test_a_rolled_back_matcher_gives_the_same_masks",),
     ),
     Mutant(
+        "a text that looks like a special token is one",
+        "decoding/formats.py:Matcher._as_text",
+        "self._matcher.validate_tokens([token])",
+        "True",
+        ("tests/test_formats.py", "-k", "looks_like"),
+    ),
+    Mutant(
+        "a brace in a string of a tool call's arguments counts",
+        "serve/tools.py:CallParser._closes",
+        "self._quoted = True",
+        "pass",
+        ("tests/test_tools.py", "-k", "are_split"),
+    ),
+    Mutant(
+        "a required tool call is not bound to its schema",
+        "serve/protocol.py:ChatRequest.call_grammar",
+        'choice == "required"',
+        "False",
+        ("tests/test_tools.py", "-k", "required_calls"),
+    ),
+    Mutant(
         "draft policies see forced tokens",
         "decoding/records.py:Step.unforced",
         "not self.forced",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
@@ -106,11 +106,15 @@ def resolve_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | 
     return load_drafter(drafter, target)
 
 
-def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Encode a conversation with the chat template, including the tokens that open the assistant's next answer."""
     try:
         # The template writes the special tokens itself: tokenizing its text the usual way would add a second BOS.
-        text = render_chat(tokenizer, messages, add_generation_prompt=True)
+        text = render_chat(tokenizer, messages, add_generation_prompt=True, tools=tools)
     except TemplateError as error:
         raise UsageError(
             f"The model's chat template refuses this conversation: {error}.",
@@ -295,11 +299,13 @@ class GenerationRun:
         else:
             self._steps.append(record)
 
-    def text_stream(self) -> LabeledText[Origin] | None:
-        """Return a stream that turns the generated tokens into text; ``None`` without a tokenizer."""
-        return (
-            None if self.target.tokenizer is None else LabeledText(self.target.tokenizer, self.decoding.stop)
-        )
+    def text_stream(self, *, special: bool = False) -> LabeledText[Origin] | None:
+        """Return a stream that turns the generated tokens into text; ``None`` without a tokenizer.
+
+        ``special`` is whether special tokens become text too.
+        """
+        tokenizer = self.target.tokenizer
+        return None if tokenizer is None else LabeledText(tokenizer, self.decoding.stop, special=special)
 
     def result(self) -> Generation:
         """Return the output so far; ``finish_reason`` is ``None`` until the end."""

@@ -143,6 +143,16 @@ def test_a_rolled_back_matcher_gives_the_same_masks(target):
     assert wandering.mask_after([ids[0], ids[0], ids[0]]) is None, "outside the format"
 
 
+def test_a_text_that_looks_like_a_special_token_is_written_with_ordinary_ones(target):
+    value = "a<|im_end|>b<|endoftext|>"
+    result = speculative_generate(
+        PROMPT, target, "grammar", json_schema=json.dumps({"const": value}), max_new_tokens=80
+    )
+    assert json.loads(result.text) == value
+    assert not {*result.token_ids[:-1]} & {*tiny_tokenizer().all_special_ids}
+    assert result.finish_reason == "eos"
+
+
 # -- what cannot work --------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -125,7 +125,7 @@ class FormatCompiler:
         matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _invalid(name, matcher.get_error())
-        compiled = CompiledFormat(name, matcher, self._end_ids)
+        compiled = CompiledFormat(name, matcher, self._end_ids, tokens)
         try:
             compiled.matcher(0).mask_after(())
         except RunError as error:
@@ -181,6 +181,11 @@ def _grammar(library: Any, given: Format) -> str:
     return str(matcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON))
 
 
+def one_line_json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema, as part of a grammar, of JSON on one line like that of ``--json-schema``."""
+    return {**schema, "x-guidance": {**_JSON, **schema.get("x-guidance", {})}}
+
+
 def _invalid(name: str, reason: str) -> UsageError:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -195,13 +200,14 @@ class CompiledFormat:
         name: What messages call it.
         fresh: The library's matcher before the first token.
         end_ids: The tokens that end an output.
+        tokens: The tokenizer as the library reads it.
 
     Attributes:
         library_matcher: ``fresh``.
     """
 
-    def __init__(self, name: str, fresh: Any, end_ids: Sequence[int]) -> None:
-        self.name, self.end_ids = name, frozenset(end_ids)
+    def __init__(self, name: str, fresh: Any, end_ids: Sequence[int], tokens: Any) -> None:
+        self.name, self.end_ids, self.tokens = name, frozenset(end_ids), tokens
         self.library_matcher = fresh
         self._lock = threading.Lock()
 
@@ -313,7 +319,7 @@ class Matcher:
         forced = self._matcher.compute_ff_tokens()
         self._raise_errors()
         if forced:
-            return Mask(None, forced[0])
+            return Mask(None, self._as_text(forced[0]))
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._raise_errors()
         held = np.flatnonzero(bits)
@@ -322,6 +328,16 @@ class Matcher:
         if len(held) == 1 and (byte := int(bits[held[0]])) & (byte - 1) == 0:
             return Mask(None, 8 * int(held[0]) + byte.bit_length() - 1)
         return Mask(bits)
+
+    def _as_text(self, token: int) -> int:
+        """Return a forced token, or one that begins its text if that only looks like a special token.
+
+        The library tokenizes ``<tool_call>`` in a forced text as the special token, and then does not take it.
+        """
+        tokens = self._format.tokens
+        if not tokens.is_special_token(token) or self._matcher.validate_tokens([token]):
+            return token
+        return int(tokens.greedy_tokenize(self._matcher.compute_ff_bytes().decode(errors="ignore"))[0])
 
     def _raise_errors(self) -> None:
         if self._matcher.is_error():

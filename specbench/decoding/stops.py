@@ -74,12 +74,15 @@ class TextStream:
     text of the output, without a stop string and what follows it.
 
     Args:
-        tokenizer: Decodes token ids; special tokens become nothing.
+        tokenizer: Decodes token ids.
         stop_strings: Texts that end the output; empty ones are not allowed.
+        special: Whether special tokens become their text; otherwise nothing.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = (), *, special: bool = False
+    ) -> None:
+        self._tokenizer, self._special = tokenizer, special
         self._stops = tuple(stop_strings)
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._ids: list[int] = []
@@ -148,11 +151,12 @@ class TextStream:
         return out + held
 
     def _is_special(self, token: int) -> bool:
-        return not self._decode([token]) and bool(self._decode([token], skip_special_tokens=False))
+        return not self._decode([token]) and bool(self._decode([token], special=True))
 
-    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def _decode(self, ids: Sequence[int], *, special: bool | None = None) -> str:
+        special = self._special if special is None else special
         text = self._tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
         return text if isinstance(text, str) else "".join(text)
 
@@ -184,13 +188,15 @@ class LabeledText(Generic[Label]):
     Characters of several tokens belong to the last one.
 
     Args:
-        tokenizer, stop_strings: Those of ``TextStream``.
+        tokenizer, stop_strings, special: Those of ``TextStream``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
-        self._stream = TextStream(tokenizer, stop_strings)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = (), *, special: bool = False
+    ) -> None:
+        self._stream = TextStream(tokenizer, stop_strings, special=special)
         # Possible starts of stop strings are released later, with another token.
-        self._undelayed = TextStream(tokenizer) if stop_strings else None
+        self._undelayed = TextStream(tokenizer, special=special) if stop_strings else None
         self._waiting: deque[tuple[Label, int]] = deque()  # characters not released yet, by label
 
     def push(self, token: int, label: Label) -> list[tuple[Label, str]]:

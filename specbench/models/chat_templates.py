@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -175,7 +176,11 @@ def _end() -> None:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render a conversation as `tokenizer.apply_chat_template` does.
 
@@ -183,6 +188,7 @@ def render_chat(
         tokenizer: A tokenizer with a chat template.
         messages: The messages of the conversation, with "role" and "content".
         add_generation_prompt: Whether to append the text that opens the assistant's next answer.
+        tools: The functions that the model can call, as in requests to a server.
 
     Raises:
         TemplateError: The template refuses, or takes too much time or memory.
@@ -193,6 +199,7 @@ def render_chat(
         raise TemplateError(excerpt(error)) from error
     request = {
         "conversations": [messages],
+        "tools": tools or None,
         "chat_template": template,
         "add_generation_prompt": add_generation_prompt,
         **tokenizer.special_tokens_map,

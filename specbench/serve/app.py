@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from starlette.applications import Starlette
@@ -26,7 +27,7 @@ from specbench.base.textsafe import excerpt
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
-from specbench.options import DecodingOptions
+from specbench.options import DecodingOptions, Format
 from specbench.policies import build_policy
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.metrics import CONTENT_TYPE, metrics_text
@@ -40,6 +41,7 @@ from specbench.serve.protocol import (
     error_body,
     parse,
 )
+from specbench.serve.tools import CallParser, call_form
 from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from specbench.decoding.request import DraftPlan
     from specbench.decoding.schedule import Event
     from specbench.serve.engine import Job
+    from specbench.serve.tools import CallDelta, CallForm
     from specbench.specs.drafters import DrafterSpec
 
 _T = TypeVar("_T")
@@ -154,8 +157,8 @@ class _Api:
 
     async def _answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
         # In a thread: parsing a large body takes a second, in which others have to be answered.
-        parsed, run = await run_in_threadpool(self._parse, await _read_body(request), kind)
-        records = _RecordStream(self._engine, run)
+        parsed, run, parser = await run_in_threadpool(self._parse, await _read_body(request), kind)
+        records = _RecordStream(self._engine, run, parser)
         reply = Reply(
             parsed, f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), self._model["id"]
         )
@@ -171,8 +174,8 @@ class _Api:
 
     def _parse(
         self, body: bytes, kind: type[ChatRequest] | type[TextRequest]
-    ) -> tuple[ChatRequest | TextRequest, GenerationRun]:
-        """Parse a request and return the generation that answers it.
+    ) -> tuple[ChatRequest | TextRequest, GenerationRun, CallParser | None]:
+        """Parse a request; return the generation that answers it, and the parser of its tool calls, if it has tools.
 
         Raises:
             UsageError, _ProtocolError: The request is invalid.
@@ -180,18 +183,24 @@ class _Api:
         parsed = parse(body, kind)
         self._check_model(parsed.model)
         defaults, limit = self._defaults, self._engine.max_tokens
-        prompt = self._prompt(parsed)
+        form, parser = None, None
+        if isinstance(parsed, ChatRequest) and parsed.offered:
+            form = self._call_form
+            parser = CallParser(form, [tool["function"]["name"] for tool in parsed.offered])
+        prompt = self._prompt(parsed, form)
         if limit is not None and len(prompt) >= limit:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens; prompt and output together are limited to {limit}.",
                 "Shorten the prompt.",
             )
         decoding = defaults.decoding.with_changes(**parsed.decoding)
+        if form is not None:
+            decoding = self._calling(parsed, form, decoding)
         if limit is not None:
             decoding = decoding.with_changes(max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt)))
         seed = defaults.seed if parsed.sampling_seed is None else parsed.sampling_seed
         sampling = Sampling(**{**defaults.sampling, **parsed.transforms})
-        return parsed, GenerationRun(
+        run = GenerationRun(
             prompt,
             self._engine.target,
             NoDraft() if parsed.speculation == "off" else self._engine.drafter,
@@ -200,6 +209,32 @@ class _Api:
             seed=secrets.randbits(63) if seed is None else seed,
             decoding=decoding,
         )
+        return parsed, run, parser
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        return call_form(self._tokenizer, self._engine.target.end_ids)
+
+    def _calling(
+        self, parsed: ChatRequest | TextRequest, form: CallForm, decoding: DecodingOptions
+    ) -> DecodingOptions:
+        """Return the options of a request that may call tools.
+
+        Raises:
+            UsageError: Its tools cannot be a format, or it has another one.
+        """
+        assert isinstance(parsed, ChatRequest)
+        grammar = parsed.call_grammar(form)
+        if grammar is None:
+            return decoding
+        if "json_schema" in parsed.decoding:
+            raise UsageError("tools: these calls do not go with a response_format.", "Leave one of them out.")
+        try:
+            decoding = decoding.with_changes(json_schema=None, regex=None, grammar=grammar)
+            self._engine.target.language_model.formats.compile(Format("grammar", grammar))
+        except UsageError as error:
+            raise UsageError(f"tools: {error.message}", error.hint) from error
+        return decoding
 
     def _policy(
         self, asked: Literal["off"] | SpeculationOptions | None, sampling: Sampling
@@ -223,14 +258,16 @@ class _Api:
             message = f"There is no model {model!r} here. Ask for {self._model['id']!r}, or leave it out."
             raise _ProtocolError(404, error_body(message, code="model_not_found"))
 
-    def _prompt(self, parsed: ChatRequest | TextRequest) -> list[int]:
+    def _prompt(self, parsed: ChatRequest | TextRequest, form: CallForm | None) -> list[int]:
         if isinstance(parsed, TextRequest):
             prompt = parsed.single_prompt
             return encode_prompt(self._tokenizer, prompt, chat=False) if isinstance(prompt, str) else prompt
         if not getattr(self._tokenizer, "chat_template", None):
             raise UsageError("The model has no chat template.", "Use /v1/completions.")
+        as_text = form is not None and form.arguments_as_text
+        messages = [message.to_dict(arguments_as_text=as_text) for message in parsed.messages]
         try:
-            return encode_messages(self._tokenizer, [message.to_dict() for message in parsed.messages])
+            return encode_messages(self._tokenizer, messages, [] if form is None else parsed.offered)
         except UsageError as error:  # whose hint is for a command line
             raise UsageError(error.message, "Send other messages.") from error
 
@@ -250,10 +287,10 @@ class _RecordStream(AsyncIterator["Prefill | Step"]):
         SpecbenchError: The engine refuses the request, or decoding fails.
     """
 
-    def __init__(self, engine: Engine, run: GenerationRun) -> None:
+    def __init__(self, engine: Engine, run: GenerationRun, parser: CallParser | None) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._engine, self.run = engine, run
+        self._engine, self.run, self.parser = engine, run, parser
 
         def deliver(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has been closed
@@ -318,11 +355,12 @@ class _OpenRequestLimit:
             self._open -= 1
 
 
-async def _texts(
+async def _parts(
     records: _RecordStream, first: Prefill | Step, usage: Usage
-) -> AsyncGenerator[tuple[str, FinishReason | None]]:
-    """Yield the text that becomes final with each record, and its finish reason, which only the last one has."""
-    stream = records.run.text_stream()
+) -> AsyncGenerator[tuple[list[str | CallDelta], FinishReason | None]]:
+    """Yield what becomes final with each record, and its finish reason, which only the last one has."""
+    parser = records.parser
+    stream = records.run.text_stream(special=parser is not None and parser.form.hidden)
     assert stream is not None
     record: Prefill | Step | None = first
     while record is not None:
@@ -330,16 +368,20 @@ async def _texts(
         pieces = [text for token in tokens for _, text in stream.push(token, "target")]
         if record.finish_reason is not None:
             pieces += [text for _, text in stream.finish("target")]
-        yield "".join(pieces), record.finish_reason
+        text = "".join(pieces)
+        parts: list[str | CallDelta] = [text] if text else []
+        if parser is not None:
+            parts = parser.push(text) + (parser.finish() if record.finish_reason is not None else [])
+        yield parts, record.finish_reason
         record = await anext(records, None)
 
 
 async def _whole(reply: Reply, records: _RecordStream, first: Prefill | Step) -> Json:
     usage = Usage()
-    parts = [part async for part in _texts(records, first, usage)]
-    reason = parts[-1][1]
+    by_record = [each async for each in _parts(records, first, usage)]
+    reason = by_record[-1][1]
     assert reason is not None
-    return reply.whole("".join(text for text, _ in parts), reason, usage)
+    return reply.whole([part for parts, _ in by_record for part in parts], reason, usage)
 
 
 async def _events(reply: Reply, records: _RecordStream, first: Prefill | Step) -> AsyncGenerator[str]:
@@ -347,12 +389,13 @@ async def _events(reply: Reply, records: _RecordStream, first: Prefill | Step) -
     if (opening := reply.first_chunk()) is not None:
         yield _event(opening)
     try:
-        async with aclosing(_texts(records, first, usage)) as texts:
-            async for text, reason in texts:
-                if text:
-                    yield _event(reply.text_chunk(text))
+        async with aclosing(_parts(records, first, usage)) as by_record:
+            async for parts, reason in by_record:
+                for part in parts:
+                    yield _event(reply.part_chunk(part))
                 if reason is not None:
-                    yield _event(reply.finish_chunk(reason))
+                    called = records.parser is not None and records.parser.calls > 0
+                    yield _event(reply.finish_chunk(reason, called=called))
         if reply.request.wants_usage:
             yield _event(reply.usage_chunk(usage))
     except Exception as error:  # the status has been sent

@@ -7,18 +7,21 @@ https://platform.openai.com/docs/api-reference/chat and /completions. Fields tha
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json, not_json
 from specbench.base.textsafe import excerpt, one_line
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.options import DecodingKeywords
+from specbench.serve.tools import CallDelta, CallForm
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     "eos": "stop",
@@ -39,8 +42,6 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
@@ -48,7 +49,6 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 
 _IGNORED_FIELDS = {
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "safety_identifier",
     "service_tier",
@@ -177,14 +177,85 @@ class _Part(BaseModel):
     text: str
 
 
-class _Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | _List[_Part]
+class _CalledFunction(BaseModel):
+    name: str
+    arguments: str
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+class _Call(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | _List[_Part] | None = None
+    tool_calls: _List[_Call] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("missing", "a message has no content")
+        return self
+
+    def to_dict(self, *, arguments_as_text: bool = False) -> Json:
+        """Return the message as chat templates take it, with the arguments of calls as objects or as text.
+
+        Raises:
+            UsageError: Arguments of a call are not a JSON object.
+        """
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        message: Json = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.role == "tool" and self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.role == "assistant" and self.tool_calls:
+            calls = [call.model_dump() for call in self.tool_calls]
+            for function in [call["function"] for call in calls if not arguments_as_text]:
+                function["arguments"] = _arguments(function["arguments"])
+            message["tool_calls"] = calls
+        return message
+
+
+def _arguments(text: str) -> Json:
+    try:
+        arguments = json.loads(text, parse_constant=not_json)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise UsageError(
+            "messages: the arguments of a tool call are no JSON object.", "Send them as they came."
+        )
+    return arguments
+
+
+class _Function(BaseModel):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A function that the model can call."""
+
+    type: Literal["function"]
+    function: _Function
+
+    def to_dict(self) -> Json:
+        """Return the function as it was given."""
+        return self.model_dump(exclude_none=True)
+
+
+class _NamedFunction(BaseModel):
+    name: str
+
+
+class _NamedTool(BaseModel):
+    type: Literal["function"]
+    function: _NamedFunction
 
 
 class ChatRequest(BaseRequest):
@@ -192,9 +263,40 @@ class ChatRequest(BaseRequest):
 
     messages: _List[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: _List[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     id_prefix: ClassVar[str] = "chatcmpl"
     kind: ClassVar[str] = "chat.completion"
+
+    @model_validator(mode="after")
+    def _has_the_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len({*names}) < len(names):
+            raise PydanticCustomError("tools", "tools: two functions have the same name")
+        if isinstance(self.tool_choice, _NamedTool) and self.tool_choice.function.name not in names:
+            raise PydanticCustomError("tools", "tool_choice: tools has no such function")
+        if self.tool_choice == "required" and not names:
+            raise PydanticCustomError("tools", "tool_choice: there are no tools")
+        return self
+
+    @property
+    def offered(self) -> list[Json]:
+        """The functions that the model may call."""
+        return [] if self.tool_choice == "none" else [tool.to_dict() for tool in self.tools or ()]
+
+    def call_grammar(self, form: CallForm) -> str | None:
+        """Return the grammar of the answers that these tools allow; ``None`` for any text."""
+        tools, choice = self.offered, self.tool_choice
+        several = self.parallel_tool_calls is not False
+        if isinstance(choice, _NamedTool):
+            named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+            return form.grammar(named, several=False)
+        if choice == "required":
+            return form.grammar(tools, several=several)
+        strict = any(tool["function"].get("strict") for tool in tools)
+        return form.grammar(tools, several=several, text=True) if strict else None
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -256,7 +358,7 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{one_line(place)}: {one_line(first['msg'])}.") from error
+        raise UsageError(f"{f'{one_line(place)}: ' if place else ''}{one_line(first['msg'])}.") from error
     if len(request.decoding.get("stop") or ()) > _MAX_STOPS:
         raise UsageError(f"stop: there are more than {_MAX_STOPS}.", "Send fewer.")
     return request
@@ -337,14 +439,23 @@ class Reply:
     def is_chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, text: str, finish_reason: FinishReason, usage: Usage) -> Json:
+    def whole(self, parts: Sequence[str | CallDelta], finish_reason: FinishReason, usage: Usage) -> Json:
         """Return the answer without a stream."""
-        content: Json = (
-            {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        )
+        text = "".join(part for part in parts if isinstance(part, str))
+        calls: list[Json] = []
+        for part in parts:
+            if isinstance(part, str):
+                continue
+            if part.name is not None:
+                calls.append(_begun_call(part.name))
+            calls[part.index]["function"]["arguments"] += part.arguments
+        message: Json = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        content: Json = {"message": message} if self.is_chat else {"text": text}
         return {
             **self._head(self.request.kind),
-            "choices": [_choice(content, finish_reason)],
+            "choices": [_choice(content, finish_reason, called=bool(calls))],
             "usage": usage.body(),
             "metrics": usage.metrics(),
         }
@@ -353,13 +464,17 @@ class Reply:
         """Return the chunk before any text; ``None`` if there is none."""
         return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
 
-    def text_chunk(self, text: str) -> Json:
-        """Return a chunk with more text."""
-        return self._chunk({"content": text})
+    def part_chunk(self, part: str | CallDelta) -> Json:
+        """Return a chunk with more text, or more of a tool call."""
+        if isinstance(part, str):
+            return self._chunk({"content": part})
+        begun = {"function": {}} if part.name is None else _begun_call(part.name)
+        begun["function"]["arguments"] = part.arguments
+        return self._chunk({"tool_calls": [{"index": part.index, **begun}]})
 
-    def finish_chunk(self, finish_reason: FinishReason) -> Json:
-        """Return the chunk that says why the text ends."""
-        return self._chunk({}, finish_reason)
+    def finish_chunk(self, finish_reason: FinishReason, *, called: bool) -> Json:
+        """Return the chunk that says why the answer ends; ``called`` is whether it has tool calls."""
+        return self._chunk({}, finish_reason, called=called)
 
     def usage_chunk(self, usage: Usage) -> Json:
         """Return the last chunk, for clients that ask for the usage."""
@@ -374,15 +489,27 @@ class Reply:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else self.request.kind
 
-    def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None = None) -> Json:
+    def _chunk(self, delta: Json, finish_reason: FinishReason | None = None, *, called: bool = False) -> Json:
         content: Json = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
         usage = {"usage": None} if self.request.wants_usage else {}
-        return {**self._head(self._chunk_kind), "choices": [_choice(content, finish_reason)], **usage}
+        return {
+            **self._head(self._chunk_kind),
+            "choices": [_choice(content, finish_reason, called=called)],
+            **usage,
+        }
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def _choice(content: Mapping[str, Any], finish_reason: FinishReason | None) -> Json:
+def _begun_call(name: str) -> Json:
+    """Return a call without its arguments; its id has nine letters and digits, which all chat templates take."""
+    function = {"name": name, "arguments": ""}
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
+
+
+def _choice(content: Mapping[str, Any], finish_reason: FinishReason | None, *, called: bool) -> Json:
     reason = None if finish_reason is None else _FINISH_REASONS[finish_reason]
+    if called and reason == "stop":
+        reason = "tool_calls"
     return {"index": 0, **content, "logprobs": None, "finish_reason": reason}

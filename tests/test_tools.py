@@ -1,0 +1,465 @@
+"""Tool calls in `specbench serve`: forms of chat templates, the parser, and answers to the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from test_serve import PATIENCE_S, Running
+from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
+
+from specbench import UsageError, load_drafter, wrap_target
+from specbench.models.target import Target
+from specbench.options import DecodingOptions, Format
+from specbench.policies import build_policy
+from specbench.serve.app import RequestDefaults
+from specbench.serve.engine import Engine
+from specbench.serve.tools import CallDelta, CallForm, CallParser, call_form
+
+# -- forms -------------------------------------------------------------------------------------------
+
+
+def template(before: str, middle: str, after: str, between: str = "", *, body: str = "") -> str:
+    """A chat template that writes tool calls between these texts; names, arguments and ids are expressions."""
+    return (
+        "{% if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+        f"{body}{{% if message.tool_calls %}}{{{{ {before} }}}}{{% for call in message.tool_calls %}}"
+        f"{{% if not loop.first %}}{{{{ {between or repr('')} }}}}{{% endif %}}"
+        f"{{{{ {middle} }}}}{{% endfor %}}{{{{ {after} }}}}{{% endif %}}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+ARGUMENTS = "(call.function.arguments | tojson)"
+HERMES = template(
+    "''",
+    '\'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' + '
+    + ARGUMENTS
+    + " + '}\\n</tool_call>'",
+    "''",
+    "'\\n'",
+)
+MISTRAL = template(
+    "'[TOOL_CALLS] ['",
+    '\'{"name": "\' + call.function.name + \'", "arguments": \' + '
+    + ARGUMENTS
+    + " + ', \"id\": \"' + call.id + '\"}'",
+    "']'",
+    "', '",
+)
+LLAMA = template(
+    "''",
+    '\'{"name": "\' + call.function.name + \'", "parameters": \' + ' + ARGUMENTS + " + '}'",
+    "''",
+    body="{% if message.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}",
+)
+DEEPSEEK = template(
+    "'<calls>'",
+    "'<call>function<sep>' + call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```</call>'",
+    "'</calls>'",
+    "'\\n'",
+)
+MARKS = ("<tool_call>", "[TOOL_CALLS]")
+FORMS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA, "deepseek": DEEPSEEK}
+
+
+def tokenizer_of(text: str | None) -> Any:
+    tokenizer = tiny_tokenizer(special_tokens=[*SPECIAL_TOKENS, "[TOOL_CALLS]"], chat_template=text)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    return tokenizer
+
+
+def form_of(name: str) -> CallForm:
+    tokenizer = tokenizer_of(FORMS[name])
+    return call_form(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]))
+
+
+@pytest.mark.smoke
+def test_the_form_is_that_of_the_chat_template():
+    hermes, mistral, llama, deepseek = (form_of(name) for name in FORMS)
+    assert hermes.opening == hermes.later == '<tool_call>\n{"name": "'
+    assert (hermes.middle, hermes.closing) == ('", "arguments": ', "}\n</tool_call>")
+    assert hermes.between == hermes.closing + "\n" + hermes.opening
+    assert (hermes.hidden, {*hermes.marks}) == (False, {"<tool_call>", "</tool_call>"})
+    assert (mistral.opening, mistral.between) == ('[TOOL_CALLS] [{"name": "', ', "id": "\0"}, {"name": "')
+    assert mistral.hidden, "a special token that texts leave out"
+    assert (llama.between, llama.middle, llama.closing) == (None, '", "parameters": ', "}")
+    assert (deepseek.later, deepseek.arguments_as_text) == ("<calls><call>function<sep>", True)
+    assert not any(each.arguments_as_text for each in (hermes, mistral, llama))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (CHAT_TEMPLATE, "takes no tools"),
+        (template("''", "call.function.name", "''"), "does not write tool calls as names and JSON"),
+        ("{{ raise_exception('never') }}", "takes no tools"),
+    ],
+)
+def test_templates_without_a_form_are_refused(text, said):
+    with pytest.raises(UsageError, match=said):
+        call_form(tokenizer_of(text), [])
+
+
+# -- the parser --------------------------------------------------------------------------------------
+
+ROME = '{"city": "Ro}m\\"e{", "days": [1, {"a": {}}]}'
+OSLO = '{ "city":"Oslo" }'
+TEXTS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", "No call: {braces} and <tool_call> alone. ", "No call: {braces} and <tool_call> alone. ", []),
+    ("hermes", f'<tool_call>\n{{"name": "get", "arguments": {ROME}}}\n</tool_call>', "", [("get", ROME)]),
+    (
+        "hermes",
+        f'Let me see.\n\n<tool_call>{{"name":"get","arguments":{ROME}}}</tool_call>\n<tool_call>\n{{"name": "get_all",'
+        f' "arguments": {OSLO}}}\n</tool_call>\nThat is it.',
+        "Let me see.\nThat is it.",
+        [("get", ROME), ("get_all", OSLO)],
+    ),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "gets", "arguments": {}}\n</tool_call>',
+        "",
+        [],
+    ),  # no such function: text
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": {"city": "R', "", [("get", '{"city": "R')]),
+    ("hermes", '<tool_call>\n{"name": "ge', '<tool_call>\n{"name": "ge', []),
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": []}', "", []),
+    (
+        "mistral",
+        f'Both: [TOOL_CALLS] [{{"name": "get", "arguments": {ROME}, "id": "abc123XYZ"}}, {{"name": "get", "arguments":'
+        f' {OSLO}, "id": "x"}}]',
+        "Both:",
+        [("get", ROME), ("get", OSLO)],
+    ),
+    ("llama", f'{{"name": "get", "parameters": {OSLO}}}', "", [("get", OSLO)]),
+    ("llama", 'A set: {"name": "x"}', 'A set: {"name": "x"}', []),
+    (
+        "deepseek",
+        f"<calls><call>function<sep>get\n```json\n{ROME}\n```</call>\n<call>function<sep>get_all\n```json\n{OSLO}\n"
+        "```</call></calls>",
+        "",
+        [("get", ROME), ("get_all", OSLO)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected", "calls"), TEXTS)
+def test_texts_are_split_into_text_and_calls_however_they_arrive(form, text, expected, calls):
+    form = form_of(form)
+    for size in (1, 2, 3, 7, len(text)):
+        parser = CallParser(form, ["get", "get_all"])
+        parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])]
+        parts += parser.finish()
+        found = [[part.name, ""] for part in parts if isinstance(part, CallDelta) and part.name is not None]
+        for part in parts:
+            if isinstance(part, CallDelta):
+                found[part.index][1] += part.arguments
+        said = "".join(part for part in parts if isinstance(part, str))
+        assert [tuple(each) for each in found] == calls
+        assert parser.calls == len(calls)
+        assert said == (expected if expected or calls else text)
+
+
+# -- answers -----------------------------------------------------------------------------------------
+
+GET: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Rome", "Oslo"]},
+                "days": {"type": "integer", "maximum": 9, "minimum": 1},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
+
+
+def tool_target(form: str = "hermes") -> Target:
+    tokenizer = tokenizer_of(FORMS[form])
+    tokenizer.eos_token = "<|im_end|>"
+    return wrap_target(tiny_llama(vocab_size=len(tokenizer), context=4096), tokenizer, pack=False)
+
+
+def serving_of(target: Target, drafter: str = "grammar+lookup", **decoding: Any) -> Running:
+    engine = Engine(target, load_drafter(drafter, target), max_batch=8, max_waiting=200, pool_tokens=None)
+    options = DecodingOptions(max_new_tokens=150, **decoding)
+    return Running(engine, RequestDefaults(policy=build_policy("fixed:gamma=3"), decoding=options))
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Running]:
+    with serving_of(tool_target()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as made:
+        yield made
+
+
+def test_the_official_client_gets_a_named_call_whole_and_in_a_stream(serving, client):
+    asked: Any = {
+        "model": serving.engine.target.name,
+        "messages": ASKED,
+        "tools": [NOW, GET],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+    }
+    whole = client.chat.completions.create(**asked)
+    (choice,) = whole.choices
+    (call,) = choice.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert (choice.finish_reason, choice.message.content, call.function.name) == (
+        "tool_calls",
+        None,
+        "get_weather",
+    )
+    assert arguments["city"] in ("Rome", "Oslo")
+    assert 1 <= arguments["days"] <= 9
+    assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 20, "forced tokens are drafts"
+    assert (
+        client.chat.completions.create(**asked, extra_body={"speculation": "off"})
+        .choices[0]
+        .message.tool_calls[0]
+        .function
+        == call.function
+    )
+    with client.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        (streamed,) = stream.get_final_completion().choices
+    assert streamed.finish_reason == "tool_calls"
+    assert [each.function.arguments for each in streamed.message.tool_calls] == [call.function.arguments]
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    again = client.chat.completions.create(**asked | {"messages": [*ASKED, choice.message, answer]})
+    assert again.usage.prompt_tokens > whole.usage.prompt_tokens
+    assert again.choices[0].message.tool_calls
+
+
+def test_required_calls_may_be_several_and_other_choices_are_kept(serving, client):
+    asked: Any = {
+        "model": serving.engine.target.name,
+        "messages": ASKED,
+        "tools": [NOW, GET],
+        "max_tokens": 200,
+    }
+    several = client.chat.completions.create(**asked, tool_choice="required").choices[0]
+    one = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False).choices[
+        0
+    ]
+    assert len(one.message.tool_calls) == 1
+    assert one.finish_reason == "tool_calls"
+    assert several.message.tool_calls[0].function == one.message.tool_calls[0].function
+    assert all(each.function.name in ("now", "get_weather") for each in several.message.tool_calls)
+    ids = [each.id for each in several.message.tool_calls]
+    assert len({*ids}) == len(ids)
+    for choice in ("none", "auto"):
+        free = client.chat.completions.create(
+            **asked, tool_choice=choice, extra_body={"min_tokens": 3}
+        ).choices[0]
+        assert free.message.content, "a model of random weights calls nothing by itself"
+        assert not free.message.tool_calls
+    counts = [
+        client.chat.completions.create(**asked, tool_choice=choice).usage.prompt_tokens
+        for choice in ("none", "auto")
+    ]
+    assert counts[0] < counts[1], "tools that cannot be called are not shown"
+
+
+def test_calls_between_texts_are_found_by_their_tokens():
+    """With the server's own format in place of a model that chooses to call; one is hidden from ordinary texts."""
+    said = '"See: " {} "[{{\\"name\\": \\"now\\", \\"arguments\\": {{}}, \\"id\\": \\"abcdefghi\\"}}]"'
+    target = tool_target("mistral")
+    mark = target.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    with serving_of(target, grammar="start: " + said.format(f"<[{mark}]>")) as running:
+        answer = running.post("/v1/chat/completions", messages=ASKED, tools=[NOW]).json()["choices"][0]
+        bodies = running.post("/v1/chat/completions", messages=ASKED, tools=[NOW], stream=True).text
+        plain = running.post("/v1/chat/completions", messages=ASKED).json()["choices"][0]["message"]
+    assert answer["message"]["content"] == "See:"
+    assert [each["function"] for each in answer["message"]["tool_calls"]] == [
+        {"name": "now", "arguments": "{}"}
+    ]
+    deltas = [
+        json.loads(line[6:])["choices"][0] for line in bodies.splitlines() if line.startswith("data: {")
+    ]
+    calls = [call for each in deltas for call in each["delta"].get("tool_calls", ())]
+    assert [call["function"].get("name") for call in calls if "id" in call] == ["now"]
+    assert "".join(call["function"]["arguments"] for call in calls) == "{}"
+    assert deltas[-1]["finish_reason"] == "tool_calls"
+    assert plain["content"].startswith("See: [{")
+    assert "tool_calls" not in plain
+
+
+def test_strict_functions_bind_calls_among_free_text(serving):
+    strict = {**GET, "function": {**GET["function"], "strict": True}}
+    model, tokenizer = serving.engine.target.language_model, serving.engine.target.tokenizer
+
+    def admits(text: str, *tools: Any) -> bool:
+        grammar = form_of("hermes").grammar(tools, several=True, text=True)
+        matcher = model.formats.compile(Format("grammar", grammar)).matcher(0)
+        return matcher.mask_after(tokenizer(text)["input_ids"]) is not None
+
+    call = (
+        'So: <tool_call>\n{"name": "get_weather", "arguments": {"city": "%s", "days": 3}}\n</tool_call> done.'
+    )
+    assert admits(call % "Rome" + call % "Oslo", strict)
+    assert not admits(call % "Ros", strict)
+    assert admits(call % "Ros", GET, {"type": "function", "function": {"name": "now", "strict": True}})
+    answer = serving.post("/v1/chat/completions", messages=ASKED, tools=[strict], max_tokens=8)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tools": [GET, GET]}, "two functions have the same name"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        (
+            {"tools": [GET], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tools has no such function",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: "),
+        (
+            {"tools": [GET], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        ({"tools": [GET], "tool_choice": "required", "ignore_eos": True}, "does not go with --ignore-eos"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "odd"}}}],
+                "tool_choice": "required",
+            },
+            "tools: The grammar cannot be used",
+        ),
+        (
+            {
+                "messages": [
+                    *ASKED,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "1", "function": {"name": "now", "arguments": "[1]"}}],
+                    },
+                ]
+            },
+            "are no JSON object",
+        ),
+    ],
+)
+def test_what_is_wrong_with_tools_is_said(serving, body, said):
+    answer = serving.post("/v1/chat/completions", **{"messages": ASKED} | body)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_response_format_holds_from_the_request_to_the_parsed_object(serving, client):
+    schema = GET["function"]["parameters"]
+    asked: Any = {"model": serving.engine.target.name, "messages": ASKED}
+    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema, "strict": True}}
+    said = [
+        client.chat.completions.create(**asked, response_format=wanted, extra_body=body).choices[0]
+        for body in ({}, {"speculation": "off"})
+    ]
+    assert said[0].message.content == said[1].message.content
+    assert said[0].finish_reason == "stop"
+    assert {*json.loads(said[0].message.content)} == {"city", "days"}
+    loose = client.chat.completions.create(**asked, response_format={"type": "json_object"}, max_tokens=20)
+    assert loose.choices[0].message.content.startswith("{")
+    with pytest.raises(openai.BadRequestError, match="Invalid type: odd"):
+        client.chat.completions.create(
+            **asked,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}},
+        )
+
+
+# -- many calls --------------------------------------------------------------------------------------
+
+
+def function_calling_prompts(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Questions with one function each, in the form of function-calling benchmarks."""
+    units = ["metric", "imperial"]
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("unit", {"type": "string", "enum": units}),
+        ("count", {"type": "integer", "minimum": 0, "maximum": 99}),
+        ("exact", {"type": "boolean"}),
+        ("name", {"type": "string", "maxLength": 6}),
+        ("tags", {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}),
+    ]
+    for number in range(count):
+        chosen = [kinds[(number + i) % len(kinds)] for i in range(1 + number % 4)]
+        properties = {
+            f"{name}_{number % 7}": {**schema, "description": f"The {name}."} for name, schema in chosen
+        }
+        function = {
+            "name": f"service_{number}.find",
+            "description": f"Finds entry {number}.",
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties],
+                "additionalProperties": False,
+            },
+        }
+        yield f"Find entry {number} with {', '.join(properties)}.", {"type": "function", "function": function}
+
+
+@pytest.mark.slow
+def test_a_hundred_function_calls_are_the_same_with_and_without_speculation(serving):
+    def ask(case: tuple[str, dict[str, Any]], **more: Any) -> Any:
+        question, tool = case
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "tools": [tool],
+            "tool_choice": "required",
+        }
+        answer = serving.post(
+            "/v1/chat/completions", **body, parallel_tool_calls=False, max_tokens=300, **more
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    cases = list(function_calling_prompts(100))
+    with ThreadPoolExecutor(8) as threads:
+        drafted = list(threads.map(ask, cases))
+        plain = list(threads.map(lambda case: ask(case, speculation="off"), cases))
+    accepted = 0
+    for (_, tool), one, other in zip(cases, drafted, plain, strict=True):
+        first, second = (each["choices"][0] for each in (one, other))
+        (call,), (same,) = first["message"]["tool_calls"], second["message"]["tool_calls"]
+        assert call["function"] == same["function"]
+        assert first["finish_reason"] == second["finish_reason"] == "tool_calls"
+        arguments, schema = json.loads(call["function"]["arguments"]), tool["function"]["parameters"]
+        assert {*arguments} == {*schema["required"]}
+        for name, value in arguments.items():
+            fits(value, schema["properties"][name])
+        accepted += one["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+        assert other["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+    assert accepted > 1000
+
+
+def fits(value: Any, schema: dict[str, Any]) -> None:
+    if "enum" in schema:
+        assert value in schema["enum"]
+    elif schema["type"] == "array":
+        assert len(value) <= schema["maxItems"]
+        for each in value:
+            fits(each, schema["items"])
+    else:
+        assert type(value) is {"integer": int, "boolean": bool, "string": str}[schema["type"]]
+        assert len(str(value)) <= schema.get("maxLength", 10)
