@@ -162,7 +162,7 @@ def test_usage_counts_tokens_and_not_pieces():
 
 def test_bodies_of_answers():
     head = {"id": "i", "created": 5, "model": "m"}
-    whole = Reply(chat(), "i", 5, "m").whole("hi", "eos", Usage(1, 2))
+    whole = Reply(chat(), "i", 5, "m").whole(["h", "i"], "eos", Usage(1, 2))
     assert whole == {
         **head,
         "object": "chat.completion",
@@ -179,8 +179,8 @@ def test_bodies_of_answers():
     }
     reply = Reply(text(), "i", 5, "m")
     assert reply.first_chunk() is None
-    assert reply.whole("hi", "context-limit", Usage())["choices"][0]["finish_reason"] == "length"
-    assert reply.text_chunk("a") == {
+    assert reply.whole(["hi"], "context-limit", Usage())["choices"][0]["finish_reason"] == "length"
+    assert reply.part_chunk("a") == {
         **head,
         "object": "text_completion",
         "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}],
@@ -190,7 +190,7 @@ def test_bodies_of_answers():
     assert opening is not None
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert opening["usage"] is None
-    assert streamed.finish_chunk("stop-string")["choices"][0] == {
+    assert streamed.finish_chunk("stop-string", called=False)["choices"][0] == {
         "index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"
     }  # fmt: skip
     assert streamed.usage_chunk(Usage(1, 2)) == {
