@@ -52,7 +52,7 @@ class ScriptedEngine:
         pause_s: How long a generation takes.
         tie: What ``difference`` says.
         reference_s: Time per token of transformers' own generate; plain decoding takes 0.01.
-        slower: How many times longer a configuration takes for a prompt because of those beside it.
+        slower: How many times longer a configuration takes for a prompt because of those beside it, or its context.
     """
 
     def __init__(
@@ -78,6 +78,9 @@ class ScriptedEngine:
         ]
         return [*ids, *(token for answer in answers for token in answer)]
 
+    def count_tokens(self, prompt: Prompt) -> int:
+        return len(" ".join(prompt.turns[:1]).split())
+
     def generate(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
@@ -98,7 +101,8 @@ class ScriptedEngine:
             finish_reason="length",
             prefill_s=0.1,
             ttft_s=0.1,
-            decode_s=sum(step.times.total_s for step in steps) or self.reference_s * (tokens_asked - 1),
+            decode_s=(sum(step.times.total_s for step in steps) or self.reference_s * (tokens_asked - 1))
+            * (1.0 if config.context is None else self.slower(config, prompt)),
             steps=steps,
             peak_memory_bytes=1000,
         )
@@ -123,11 +127,18 @@ class ScriptedEngine:
         return GroupOutcome(tuple(served), max(ends), 1000, pool, 2000)
 
     def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        widths: Sequence[int],
+        tree_nodes: Sequence[int] = (),
+        context: int | None = None,
     ) -> list[CostLine]:
         self.cost_calls.append(tuple(widths))
+        more = 0.0 if context is None else 0.001 * context
         return cost_lines(
-            {n: [0.3, round(0.1 + n / 1000, 9), 0.01] for n in widths}, {"d": [0.02, 0.01, 0.03]}, 256
+            {n: [0.3 + more, round(0.1 + more + n / 1000, 9), 0.01 + more] for n in widths},
+            {"d": [0.02 + more, 0.01 + more, 0.03 + more]},
+            context or 256,
         )
 
     def measure_shared_costs(

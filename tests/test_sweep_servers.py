@@ -216,6 +216,22 @@ def test_a_prompt_goes_out_as_it_is_and_caches_are_off(sweep, plain, tmp_path):
     assert run_json(tmp_path / "run")["options"]["salt"] == "none"
 
 
+def test_prompts_get_text_in_front_for_lengths_of_context(sweep, plain, fast, models, tmp_path):
+    asked = ("--context", "32,64", "--api", "completions")
+    sweep(*asked, base=plain).refused(2, "--context needs the tokenizer", "--target MODEL")
+    before = len(plain.asked)
+    result = sweep(*asked, "--target", models / "target", "--repeats", 1, base=plain, drafting=fast)
+    assert result.code == 0, result.err
+    sent = [body["prompt"] for body in plain.asked[before:] if body["prompt"].endswith("?")]
+    assert {len(tokenizer()(text)["input_ids"]) for text in sent} == {32, 64}
+    assert {text.rpartition("Question")[2] for text in sent} == {f" {i}?" for i in range(4)}
+    summary = summarize(load_results(tmp_path / "run"))
+    assert {row.config.id for row in summary.rows} == {
+        f"{name},c={c}" for name in ("base", "drafting") for c in (32, 64)
+    }
+    assert "tokens of context" in result.out or "no context" in result.out
+
+
 def test_completions_sampled_behind_the_end(sweep, plain):
     assert sweep("--api", "completions", "--temperature", 0.7, "--ignore-eos", base=plain).code == 0
     last = plain.asked[-1]

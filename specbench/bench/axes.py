@@ -1,4 +1,4 @@
-"""Parsing of the axes of a sweep: draft lengths, baselines, batches, draft policies."""
+"""Parsing of the axes of a sweep: draft lengths, baselines, batches, contexts, draft policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
-from specbench.bench.grid import MAX_BATCH, MAX_BEAMS
+from specbench.bench.grid import MAX_BATCH, MAX_BEAMS, MAX_CONTEXT
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.specs.policies import PolicySpec, parse_policy, share_options
 
@@ -53,6 +53,15 @@ def parse_batches(text: str) -> list[int]:
         UsageError: The text does not have that form, or a batch size is outside 1 to 256.
     """
     return _parse_range(text, "--batch", MAX_BATCH, "without --batch, one prompt follows the other.")
+
+
+def parse_contexts(text: str) -> list[int]:
+    """Parse lengths of context, in the notation of draft lengths (``parse_gammas``).
+
+    Raises:
+        UsageError: The text does not have that form, or a length is 0 or too long.
+    """
+    return _parse_range(text, "--context", MAX_CONTEXT, "without --context, prompts are taken as they are.")
 
 
 def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:

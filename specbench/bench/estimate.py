@@ -116,6 +116,7 @@ def estimate_memory(
     for spec in drafters:
         load(str(spec), *_drafter_weights(spec, target, base.models.drafter, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
+    longest = max(longest, *sweep.options.contexts, 0)
     turns = max(num_turns(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.decoding.max_new_tokens
     sequences = (2 + max(sweep.options.beams, default=0)) * max(sweep.options.batches, default=1)
@@ -149,8 +150,15 @@ def _stored_speeds(folder: Path, name: str) -> tuple[dict[str, tuple[float, floa
                 tokens = output.new_tokens - output.first_tokens
                 if tokens > 0 and output.decode_s > 0:
                     times.setdefault(each.line.config, []).append((output.ttft_s, output.decode_s / tokens))
-        configs = [config for config in run.configs if config.kind == "plain" and config.batch in (None, 1)]
-        plain = next((config.id for config in configs if config.id in times), None)
+        plain = next(
+            (
+                config.id
+                for config in run.configs
+                if config.kind == "plain" and config.batch in (None, 1) and config.context is None
+                if config.id in times
+            ),
+            None,
+        )
         if plain is not None:
             speeds = {
                 config: (
@@ -165,6 +173,10 @@ def _stored_speeds(folder: Path, name: str) -> tuple[dict[str, tuple[float, floa
 
 def _from_speeds(sweep: Sweep, config: SweepConfig, speeds: Mapping[str, tuple[float, float]]) -> float:
     first, token = speeds.get(config.id, speeds["plain"])
+    if config.context is not None and config.id not in speeds:
+        letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
+        usual = max(1.0, letters / _LETTERS_PER_TOKEN / len(sweep.prompts))
+        first *= config.context / usual
     batch = config.batch or 1
     share = 1 / batch if config.id in speeds else _share(batch)
     return _generations(sweep, batch) * share * (first + token * sweep.options.decoding.max_new_tokens)
@@ -207,7 +219,8 @@ def _from_passes(sweep: Sweep, config: SweepConfig, token_s: float, draft_s: Map
     verify_s = PassCosts({1: token_s}).target_pass_s(1 + drafted)
     step_s = verify_s + passes * draft_s.get(config.drafter, 0.0)
     letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
-    prefill_s = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
+    tokens = letters / _LETTERS_PER_TOKEN if config.context is None else len(sweep.prompts) * config.context
+    prefill_s = sweep.options.repeats * tokens / _PREFILL_GAIN * token_s
     batch = config.batch or 1
     steps = _generations(sweep, batch) * _share(batch) * sweep.options.decoding.max_new_tokens
     return prefill_s + steps * step_s

@@ -19,6 +19,7 @@ from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
 
 if TYPE_CHECKING:
+    from specbench.bench.contexts import ContextText
     from specbench.bench.prompts import Prompt
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
@@ -34,6 +35,9 @@ MAX_BEAMS = 64
 
 MAX_BATCH = 256
 """Largest batch."""
+
+MAX_CONTEXT = 1_000_000
+"""Longest prompt of ``--context``, in tokens."""
 
 Kind = Literal["plain", "speculative", "transformers", "assisted", "beam", "server"]
 
@@ -59,6 +63,7 @@ class SweepConfig:
         drafter_fingerprint, drafter_dtype: Fingerprint and dtype of the drafter's own model, if it has one.
         batch: Batch size; ``None`` for one prompt after the other, without a scheduler.
         arrivals: How requests arrive, in the notation of ``parse_arrivals``; ``None`` without a batch.
+        context: Length of the prompts in tokens, with text in front; ``None`` for the prompts as they are.
         recipe: Recipe for specbench's loop; ``None`` for other kinds.
     """
 
@@ -76,6 +81,7 @@ class SweepConfig:
     beams: int | None = None
     batch: int | None = None
     arrivals: str | None = None
+    context: int | None = None
     recipe: Recipe | None = None
 
     @property
@@ -114,6 +120,8 @@ class SweepOptions:
         batches: Batch sizes; empty for one prompt after the other.
         arrivals: How requests arrive, in the notation of ``parse_arrivals``; empty for as many clients as the batch
             size.
+        contexts: Lengths of prompts in tokens, ascending; empty for the prompts as they are.
+        context_text: Name and hash of the text in front of longer prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
         salt: How prompt caches of servers are avoided.
         until: When to stop, in the notation of ``--until``; ``None`` to measure everything.
@@ -138,6 +146,8 @@ class SweepOptions:
     keep_policy_state: bool = False
     batches: tuple[int, ...] = ()
     arrivals: tuple[str, ...] = ()
+    contexts: tuple[int, ...] = ()
+    context_text: str | None = None
     servers: tuple[str, ...] = ()
     api: Literal["chat", "completions"] = "chat"
     salt: Salt = "none"
@@ -172,6 +182,8 @@ class SweepOptions:
                 "Servers are measured on the first turn of a conversation only.",
                 "Leave --turns out, or give 1.",
             )
+        if self.contexts:
+            self._check_contexts()
         if not self.batches:
             if self.arrivals:
                 raise UsageError("--arrivals needs a batch.", "Add --batch N.")
@@ -194,6 +206,18 @@ class SweepOptions:
         if self.keep_policy_state:
             raise UsageError(
                 "--keep-policy-state needs prompts that are decoded one after the other.",
+                "Leave it out, or leave --batch out.",
+            )
+
+    def _check_contexts(self) -> None:
+        if self.turns != 1:
+            raise UsageError(
+                "With --context only the first turn of a conversation is decoded.",
+                "Leave --turns out, or give 1.",
+            )
+        if self.batches:
+            raise UsageError(
+                "--context is for prompts that are decoded one after the other.",
                 "Leave it out, or leave --batch out.",
             )
 
@@ -243,8 +267,9 @@ def build_configs(
         config
         for temperature in options.temperatures
         for workload in (options.workloads or (None,))
+        for context in (options.contexts or (None,))
         for config in _configs_at(
-            temperature, workload, options, drafting, fingerprints or {}, fitted, dtypes or {}
+            temperature, workload, context, options, drafting, fingerprints or {}, fitted, dtypes or {}
         )
     ]
     return grid if base is None else [replace(each, recipe=_recipe(each, base, drafting)) for each in grid]
@@ -272,14 +297,15 @@ def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpe
 def _configs_at(
     temperature: float,
     workload: BatchArrivals | None,
+    context: int | None,
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str],
     fitted: Callable[[PolicySpec, str, float], PolicySpec],
     dtypes: Mapping[str, str],
 ) -> Iterator[SweepConfig]:
-    """Yield the configurations of one temperature and workload, plain decoding first."""
-    end, label_end = _suffixes(temperature, workload)
+    """Yield the configurations of one temperature, workload and context, plain decoding first."""
+    end, label_end = _suffixes(temperature, workload, context)
     batch, arrivals = (None, None) if workload is None else (workload[0], str(workload[1]))
 
     def config(
@@ -306,6 +332,7 @@ def _configs_at(
             beams=beams,
             batch=batch,
             arrivals=arrivals,
+            context=context,
         )
 
     yield config("plain", "plain", "plain")
@@ -333,9 +360,11 @@ def _configs_at(
         yield config("beam", f"{own}:beam={count}", f"{own} beam search, {count} beams", beams=count)
 
 
-def _suffixes(temperature: float, workload: BatchArrivals | None) -> tuple[str, str]:
-    """Return what ids and labels end with at a temperature and workload."""
+def _suffixes(temperature: float, workload: BatchArrivals | None, context: int | None) -> tuple[str, str]:
+    """Return what ids and labels end with at a temperature, workload and context."""
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
+    if context is not None:
+        end, label_end = f"{end},c={context}", f"{label_end}, context {context:,}"
     if workload is None:
         return end, label_end
     batch, arrivals = workload
@@ -346,8 +375,8 @@ def _suffixes(temperature: float, workload: BatchArrivals | None) -> tuple[str, 
 
 
 def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[SweepConfig]:
-    """Build the grid of servers: each server at every temperature and
-    batch size; the first is the baseline of the others.
+    """Build the grid of servers: each server at every temperature,
+    batch size and context; the first is the baseline of the others.
     """
     return [
         SweepConfig(
@@ -362,10 +391,12 @@ def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[Sw
             baseline=names[0] + end,
             batch=None if workload is None else workload[0],
             arrivals=None if workload is None else str(workload[1]),
+            context=context,
         )
         for temperature in options.temperatures
         for workload in (options.workloads or (None,))
-        for end, label_end in [_suffixes(temperature, workload)]
+        for context in (options.contexts or (None,))
+        for end, label_end in [_suffixes(temperature, workload, context)]
         for name in names
     ]
 
@@ -415,6 +446,20 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
         )
 
 
+def check_contexts(options: SweepOptions, limit: int | None) -> None:
+    """Check that the longest context leaves room for an output in the target's.
+
+    Raises:
+        UsageError: It does not.
+    """
+    longest, new = max(options.contexts, default=0), options.decoding.max_new_tokens
+    if limit is not None and longest + new > limit:
+        raise UsageError(
+            f"The target takes {limit:,} tokens, and {longest:,} of context leave no room for {new} new ones.",
+            f"Give --context up to {limit - new:,}.",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One measurement to make: a generation, or the generations of a group.
@@ -451,6 +496,7 @@ class Sweep:
     """A sweep: its options, prompts (at least one) and configurations.
 
     Attributes:
+        text: The text in front of prompts; ``None`` without contexts.
         together: Number of drafters whose configurations can be measured in turn; ``None`` for all. With fewer, each
             repeat goes over all prompts for some of them, then for the next ones, and every second repeat back.
     """
@@ -459,13 +505,15 @@ class Sweep:
     prompts: tuple[Prompt, ...]
     configs: tuple[SweepConfig, ...]
     together: int | None = None
+    text: ContextText | None = None
 
     def plan(self) -> list[Cell]:
         """Return everything to measure, in order; the same sweep has the same plan.
 
         Warm-ups come first. Then, for each repeat, prompt and turn, all configurations decode one after the other in a
         new random order; with servers, every second repeat reverses the order of the one before (ABBA). Batches are
-        measured group by group, in a random order of batch sizes and groups.
+        measured group by group, in a random order of batch sizes and groups. Contexts follow each other in a random
+        order, and the configurations of one decode back to back.
         """
         return list(self._cells())
 
@@ -483,7 +531,13 @@ class Sweep:
             reverse = bool(options.servers) and repeat % 2 == 1
             begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
             order = [config.id for config in configs]
-            random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle(order)
+            shuffle = random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle
+            shuffle(order)
+            if options.contexts:
+                contexts = list(options.contexts)
+                shuffle(contexts)
+                at = {config.id: contexts.index(config.context or 0) for config in configs}
+                order.sort(key=at.__getitem__)
             if reverse:
                 order.reverse()
             seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,7 +11,7 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.decoding.theory import PassCosts, SharedCosts, fit_context
 from specbench.results.lines import (
     CostLine,
     DrafterTimes,
@@ -40,18 +41,44 @@ Name = TypeVar("Name")
 
 
 def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
-    """Return the median times of single forward passes in lines of ``costs.jsonl``.
+    """Return the median times of single forward passes in lines of ``costs.jsonl``, fitted over lengths of context.
 
     A line for trees has the time of two forward passes together. The time of the second one is this time minus that of
     the first one.
     """
-    drafters = _medians(lines, DrafterTimes, "drafter")
+    kinds = (TargetTimes, DrafterTimes, TreeTimes)
+    contexts = {line.context_tokens for line in lines if isinstance(line, kinds)}
+    first = min(contexts, default=0) if len(contexts) > 1 else _context(lines, *kinds)
+    targets = _by_context(_medians(lines, TargetTimes, "tokens", "context_tokens"))
+    drafters = _by_context(_medians(lines, DrafterTimes, "drafter", "context_tokens"))
+    trees = _by_context(_medians(lines, TreeTimes, "drafter", "nodes", "context_tokens"))
+    fitted = {key: fit_context(times) for key, times in {**targets, **drafters}.items()}
+    draft_s = {name: fitted[name][0] for name in drafters}
     rows: dict[str, dict[int, float]] = {}
-    for (name, nodes), both in sorted(_medians(lines, TreeTimes, "drafter", "nodes").items()):
+    for (name, nodes), times in sorted(trees.items()):
         if name in drafters:
-            rows.setdefault(name, {})[nodes] = max(drafters[name], both - drafters[name])
-    target = dict(sorted(_medians(lines, TargetTimes, "tokens").items()))
-    return PassCosts(target, drafters, _context(lines, TargetTimes, DrafterTimes, TreeTimes), rows)
+            rows.setdefault(name, {})[nodes] = max(draft_s[name], fit_context(times)[0] - draft_s[name])
+    target = {n: fitted[n][0] for n in sorted(targets)}
+    if len(contexts) < 2:
+        return PassCosts(target, draft_s, first, rows)
+    errors = [error for _, _, each in fitted.values() for error in each]
+    return PassCosts(
+        target,
+        draft_s,
+        first,
+        rows,
+        {n: fitted[n][1] for n in targets},
+        {name: fitted[name][1] for name in drafters},
+        math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
+    )
+
+
+def _by_context(medians: Mapping[Any, float]) -> dict[Any, dict[int, float]]:
+    """Return times by what they are of, and then by context, which is the last part of their keys."""
+    found: dict[Any, dict[int, float]] = {}
+    for (*key, context), seconds in medians.items():
+        found.setdefault(key[0] if len(key) == 1 else tuple(key), {})[context] = seconds
+    return found
 
 
 def shared_costs(lines: Sequence[CostLine]) -> SharedCosts:
@@ -110,6 +137,7 @@ def time_passes(
     progress: Progress | None = None,
     *,
     tree_nodes: Sequence[int] = (),
+    context: int | None = None,
 ) -> list[CostLine]:
     """Time forwards of a target and one-token drafts in turn, after the same context. The target's cache is left empty.
 
@@ -120,22 +148,26 @@ def time_passes(
         clock: Clock of the target's device.
         rounds, order: Number of forward passes of each kind, and the random generator that shuffles them.
         tree_nodes: Numbers of tree nodes in a forward pass, for drafters that draft trees.
+        context: Tokens of context; ``None`` for 256. A drafter that cannot read so many is not timed.
     """
     from specbench.decoding.protocols import ForwardRequest, run_to_end
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.decoding.verdicts import top
+    from specbench.drafters.parts import context_limit
     from specbench.policies import FixedLength
     from specbench.policies.trees import StaticTree
 
-    limit = scorer.context_limit or _CONTEXT + max(widths)
-    length = max(1, min(_CONTEXT, limit - max(widths)))
-    context = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
+    wanted = context or _CONTEXT
+    limit = scorer.context_limit or wanted + max(widths)
+    length = max(1, min(wanted, limit - max(widths)))
+    text = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
+    drafters = {name: each for name, each in drafters.items() if (context_limit(each) or length) >= length}
     device = str(scorer.device)
 
     def target_pass(n: int) -> float:
-        drafted = [context[i % length] for i in range(n - 1)]
+        drafted = [text[i % length] for i in range(n - 1)]
         began = clock.now()
-        scorer.logits(context, drafted)
+        scorer.logits(text, drafted)
         took = clock.now() - began
         scorer.rollback(length - 1)
         return took
@@ -144,20 +176,20 @@ def time_passes(
         """Draft one token, or a tree with ``nodes`` nodes and one child of each."""
         shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(1)
         began = clock.now()
-        run_to_end(drafter.propose(context, 2 if nodes else 1, shape, Greedy(), Randomness(0, device), top))
+        run_to_end(drafter.propose(text, 2 if nodes else 1, shape, Greedy(), Randomness(0, device), top))
         took = clock.now() - began
-        drafter.update(_no_tokens(context))
+        drafter.update(_no_tokens(text))
         return took
 
     scorer.begin()
     target_pass(1)  # reads the context
     for drafter in drafters.values():
-        drafter.begin(context)
+        drafter.begin(text)
         if drafter.layers:
             scorer.begin()
-            states = scorer.score(ForwardRequest(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
+            states = scorer.score(ForwardRequest(scorer, text[:-1], rows=1, layers=drafter.layers)).hidden
             assert states is not None
-            drafter.update(_no_tokens(context, states))
+            drafter.update(_no_tokens(text, states))
         draft(drafter)  # reads the context too, if it has a cache
     trees = [
         (name, nodes)

@@ -135,7 +135,21 @@ def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO
     return _encodable(text)
 
 
-def _folder() -> Traversable:
+def read_text(file: Traversable, called: str) -> str:
+    """Read a text file.
+
+    Args:
+        file: The file.
+        called: What messages call it.
+
+    Raises:
+        UsageError: It cannot be read, or is not UTF-8.
+    """
+    name = _shown(file.name)
+    return _encodable(_decoded(_bytes_of(file, name, called), f"The {called} {name}"))
+
+
+def sets_folder() -> Traversable:
     """Return ``specbench/_prompts``, or a checkout's ``prompts/``."""
     folder = resources.files("specbench") / "_prompts"
     return folder if folder.is_dir() else Path(__file__).parents[2] / "prompts"
@@ -143,7 +157,7 @@ def _folder() -> Traversable:
 
 def _built_in() -> dict[str, Traversable]:
     """Return the files of the built-in sets by name."""
-    folder = _folder()
+    folder = sets_folder()
     entries = list(folder.iterdir()) if folder.is_dir() else []
     files = {entry.name.removesuffix(_SUFFIX): entry for entry in entries if entry.name.endswith(_SUFFIX)}
     if not files:
@@ -161,7 +175,7 @@ def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
         if source == ALL_SETS:
             files.update({file: name for name, file in built_in.items()})
         elif source == TRAINING_SET:
-            files[_folder() / TRAINING_SET / f"prompts{_SUFFIX}"] = TRAINING_SET
+            files[sets_folder() / TRAINING_SET / f"prompts{_SUFFIX}"] = TRAINING_SET
         elif isinstance(source, str) and source in built_in:
             files[built_in[source]] = source
         else:
@@ -259,17 +273,15 @@ def interleave_categories(prompts: Iterable[Prompt], limit: int | None = None) -
     return list(islice((prompt for taken in rounds for prompt in taken if prompt is not None), limit))
 
 
-def _bytes_of(file: Traversable, name: str) -> bytes:
+def _bytes_of(file: Traversable, name: str, called: str = "prompt file") -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"There is no prompt file {name}.", "Check its path.") from None
+        raise UsageError(f"There is no {called} {name}.", "Check its path.") from None
     except IsADirectoryError:
-        raise UsageError(f"The prompt file {name} is a folder.", "Name a file in it.") from None
+        raise UsageError(f"The {called} {name} is a folder.", "Name a file in it.") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise UsageError(
-            f"The prompt file {name} cannot be read: {reason(error)}.", "Check its path."
-        ) from None
+        raise UsageError(f"The {called} {name} cannot be read: {reason(error)}.", "Check its path.") from None
 
 
 def _decoded(data: bytes, where: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Json, rounded
+from specbench.bench.contexts import ContextPrompts
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep, SweepConfig
 from specbench.bench.manifest import now
@@ -41,6 +42,9 @@ COST_ROUNDS = 12
 
 SHARED_COST_ROUNDS = 8
 """How often those that several requests share are timed, which take longer."""
+
+CONTEXT_COST_ROUNDS = 4
+"""The same for each context of ``--context``, all of which has to be read before."""
 
 _LATEST = 5
 
@@ -204,21 +208,26 @@ def run_sweep(
         if cell.warmup:
             run(cell, found)
     # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
-    of_batch = Counter(runner.configs[cell.config].batch for cell in left)
-    seen, timed = Counter[int | None](), Counter[int | None]()
-    ending = None
+    kinds = {config.id: (config.batch, config.context) for config in sweep.configs}
+    of_kind = Counter(kinds[cell.config] for cell in left)
+    seen, timed = Counter[tuple[int | None, int | None]](), Counter[tuple[int | None, int | None]]()
+    ending, before = None, None
     for number, cell in enumerate(left):
         if rule is not None and (ending := rule.ending_before(cell, clock.now() - began_at)) is not None:
             left = left[:number]
             break
-        batch = runner.configs[cell.config].batch
+        kind = batch, context = kinds[cell.config]
         rounds = COST_ROUNDS if batch is None else SHARED_COST_ROUNDS
+        if context is not None:
+            rounds = CONTEXT_COST_ROUNDS
         # Only between blocks: within one, configurations run back to back.
-        if cell.order == 0 and timed[batch] * of_batch[batch] <= rounds * seen[batch] and runner.costs_work:
-            report(runner.measure_costs(batch))
-            timed[batch] += 1
+        begins = cell.order == 0 or kind != before
+        if begins and timed[kind] * of_kind[kind] <= rounds * seen[kind] and runner.costs_work:
+            report(runner.measure_costs(batch, context))
+            timed[kind] += 1
         run(cell, found + number + 1)
-        seen[batch] += 1
+        seen[kind] += 1
+        before = kind
     if rule is not None:
         rule.end(ending)
     return SweepResult(len(left), failed, found, finish_run(sweep, store, engine))
@@ -237,7 +246,7 @@ class CellRunner(Generic[Encoded]):
         snapshot: Callable[[], LoadSnapshot],
     ) -> None:
         self.configs = {config.id: config for config in sweep.configs}
-        self._prompts = {prompt.id: prompt for prompt in sweep.prompts}
+        self._prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
         self._answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
         for each in store.measurements():  # conversations continue with the stored outputs of earlier turns
@@ -284,7 +293,7 @@ class CellRunner(Generic[Encoded]):
             run_id=self._store.run.run_id,
             config=cell.config,
             prompt=cell.prompt,
-            category=None if cell.group else self._prompts[cell.prompt].category,
+            category=None if cell.group else self._prompts.prompts[cell.prompt].category,
             turn=cell.turn,
             repeat=cell.repeat,
             order=cell.order,
@@ -310,7 +319,7 @@ class CellRunner(Generic[Encoded]):
         history = [answers[turn] for turn in range(cell.turn) if turn in answers]
         if len(history) < cell.turn:
             raise RunError("An earlier turn failed, so the conversation cannot continue.")
-        prompt = self._engine.encode(self._prompts[cell.prompt], history)
+        prompt = self._engine.encode(self._prompts.at(cell.prompt, config.context), history)
         outcome = self._engine.generate(config, prompt, decoding, seed=cell.seed)
         if not cell.warmup:
             answers[cell.turn] = outcome.token_ids
@@ -343,7 +352,7 @@ class CellRunner(Generic[Encoded]):
                 RequestLine(
                     **_measured_fields(each),
                     prompt=name,
-                    category=self._prompts[name].category,
+                    category=self._prompts.prompts[name].category,
                     arrived_s=round(each.arrived_s, 9),
                     queued_s=round(each.queued_s, 9),
                 )
@@ -353,18 +362,18 @@ class CellRunner(Generic[Encoded]):
 
     def _request(self, name: str, cell: Cell) -> BenchRequest[Encoded]:
         if name not in self._encoded:
-            self._encoded[name] = self._engine.encode(self._prompts[name], [])
+            self._encoded[name] = self._engine.encode(self._prompts.prompts[name], [])
         return BenchRequest(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
 
-    def measure_costs(self, batch: int | None = None) -> CostsMeasured:
-        """Time forward passes, or those that ``batch`` requests share;
+    def measure_costs(self, batch: int | None = None, context: int | None = None) -> CostsMeasured:
+        """Time forward passes after so much context, or those that ``batch`` requests share;
         if that fails, the sweep continues without costs.
         """
         stops = self._snapshot().stops
         try:
-            costs = self._time_passes(batch)
+            costs = self._time_passes(batch, context)
             if self._snapshot().stops > stops:  # the pause would be in one of the times
-                costs = self._time_passes(batch)
+                costs = self._time_passes(batch, context)
         except Exception as error:
             self.costs_work = False
             return CostsMeasured(None, _message(error))
@@ -375,13 +384,13 @@ class CellRunner(Generic[Encoded]):
             self._store.update(shared_costs=shared_costs(self._store.costs()))
         return CostsMeasured(costs)
 
-    def _time_passes(self, batch: int | None) -> list[CostLine]:
+    def _time_passes(self, batch: int | None, context: int | None) -> list[CostLine]:
         options = self._sweep.options
         trees = [policy.nodes for policy in options.policy_specs if policy.nodes]
-        prompt = self._engine.encode(self._sweep.prompts[0], [])
+        prompt = self._engine.encode(self._prompts.at(self._sweep.prompts[0].id, context), [])
         if batch is None:
             widths = cost_widths(options.gammas, trees)
-            return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else ())
+            return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else (), context)
         return self._engine.measure_shared_costs(prompt, batch, shared_widths(options.gammas, trees))
 
 
@@ -446,13 +455,13 @@ def find_differences(
         for prompt, output in each.outputs()
     }
     keys = sorted(outputs)
-    prompts = {prompt.id: prompt for prompt in sweep.prompts}
+    prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
     found: dict[tuple[str, str], Mismatch] = {}
     for config in sweep.configs:
         if config.temperature or config.id == config.baseline or config.kind in OTHER_ANSWERS:
             continue
         for which, name, turn, repeat in keys:
-            if which != config.id or name not in prompts or (config.id, name) in found:
+            if which != config.id or name not in prompts.prompts or (config.id, name) in found:
                 continue
             turns, plain_turns = (
                 [outputs.get((one, name, earlier, repeat)) for earlier in range(turn + 1)]
@@ -465,7 +474,9 @@ def find_differences(
             if turns != plain_turns or len(history) < turn:
                 continue
             judge = engine if in_time() else None
-            known = _judge(judge, prompts[name], history, tokens, plain, sweep.options.decoding)
+            known = _judge(
+                judge, prompts.at(name, config.context), history, tokens, plain, sweep.options.decoding
+            )
             pairs = enumerate(zip(tokens, plain, strict=False))
             found[config.id, name] = Mismatch(
                 config=config.id,

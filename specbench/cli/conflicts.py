@@ -50,6 +50,7 @@ EXCLUDE = (
         "it is for models",
     ),
     Row("sweep", ("engine",), "server", "it starts its own servers"),
+    Row("sweep", ("context",), "engine", "start its server and measure it with --server"),
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
@@ -69,6 +70,7 @@ NEED = (
     Row("calibrate", ("drafter", "temperature", "verification", "drafter_dtype", "drafter_device"), "tree"),
     Row("check", ("minutes", "bias"), "sample"),
     Row("sweep", ("minutes",), "until"),
+    Row("sweep", ("context_file",), "context"),
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
     Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),

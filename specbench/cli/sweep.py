@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from specbench.cli.sweep_options import (
     StartedArguments,
     checked_temperatures,
     chosen_prompts,
+    context_text,
 )
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
 from specbench.specs.drafters import parse_drafter
@@ -92,7 +94,8 @@ def sweep(
         what = compared, drafting, engines, servers, experiment, decoding, results
         sweep_engine(ctx, target, *what, more, start, quiet=quiet, verbose=verbose)
         return
-    from specbench.bench.grid import Sweep, build_configs
+    from specbench.bench.contexts import fitting
+    from specbench.bench.grid import Sweep, build_configs, check_contexts
     from specbench.cli.sweep_run import SweepJob, describe_sources, run_folder, show_dry_run
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
@@ -103,12 +106,14 @@ def sweep(
         ctx, compared, experiment, drafting, length, base, keep_policy_state=keep_policy_state
     )
     named, limit = experiment.chosen(options.batches)
-    chosen = tuple(chosen_prompts(experiment, options))
+    chosen, text = tuple(chosen_prompts(experiment, options)), context_text(compared)
+    if text is not None:
+        options = replace(options, context_text=text.described)
     sources = describe_sources(base, drafters, named, experiment.category, limit)
     folder = run_folder(results, sources, options)
     if results.dry_run:
         grid = build_configs(options, {str(spec): spec for spec in drafters})
-        show_dry_run(Sweep(options, chosen, tuple(grid)), base, drafters, folder, start)
+        show_dry_run(Sweep(options, chosen, tuple(grid), text=text), base, drafters, folder, start)
         return
     with starting(quiet) as progress:
         from specbench.bench.engines.own import check_engine, load_engine
@@ -117,6 +122,9 @@ def sweep(
         RunStore.check_writable(folder)
         engine = load_engine(base, drafters, options, progress)
     notes += _notes_of(engine, decoding)
+    check_contexts(options, engine.target.language_model.context_limit)
+    chosen, left_out_prompts = fitting(chosen, options.contexts, engine.count_tokens)
+    notes += left_out_prompts
 
     def calibrated(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
         fitted, note = engine.calibrated(policy, drafter, temperature)
@@ -131,7 +139,7 @@ def sweep(
 
         for name in engine.drafters:  # refused if they lack one
             parse_costs(options.costs, name)
-    sweep = Sweep(options, chosen, tuple(configs))
+    sweep = Sweep(options, chosen, tuple(configs), text=text)
     job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, **shown)
     job.run(sources, start, notes)
 
@@ -147,7 +155,13 @@ def _compared_models(
     keep_policy_state: bool,
 ) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
     """Return a sweep's options, its drafters, and notes on policies that do not apply to them."""
-    from specbench.bench.axes import parse_baselines, parse_batches, parse_gammas, parse_policies
+    from specbench.bench.axes import (
+        parse_baselines,
+        parse_batches,
+        parse_contexts,
+        parse_gammas,
+        parse_policies,
+    )
     from specbench.bench.grid import SweepOptions
 
     chained = opt.chained(base.models, base.caching)
@@ -172,6 +186,7 @@ def _compared_models(
             )
         gammas = []
     batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
+    contexts = () if compared.context is None else tuple(parse_contexts(compared.context))
     if batches and base.caching.kind in ("static", "compiled"):
         raise UsageError(
             "Forward passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
@@ -186,7 +201,7 @@ def _compared_models(
         decoding=base.decoding,
         repeats=experiment.repeats,
         warmup=experiment.warmup,
-        turns=1 if batches and experiment.turns is None else experiment.turns,
+        turns=1 if (batches or contexts) and experiment.turns is None else experiment.turns,
         seed=experiment.seed,
         cache=base.caching.kind,
         transformers=reference,
@@ -196,6 +211,7 @@ def _compared_models(
         keep_policy_state=keep_policy_state,
         batches=batches,
         arrivals=compared.arrivals,
+        contexts=contexts,
         until=experiment.until,
     )
     return options, drafters, notes
@@ -214,7 +230,7 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
 
 def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
     """Return the costs of a file, without the times of single steps, which belong to one generation."""
-    from specbench.policies import check_costs, load_costs
+    from specbench.policies import COST_FIELDS, check_costs, load_costs
 
     if not any(policy.takes("costs") for policy in policies):
         raise UsageError(
@@ -222,6 +238,6 @@ def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
         )
     data = load_costs(path)
     if isinstance(data, dict):
-        data = {name: data.get(name) for name in ("target_pass_s", "drafter_pass_s")}
+        data = {name: data[name] for name in COST_FIELDS if name in data}
     check_costs(data)
     return data

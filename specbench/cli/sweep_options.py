@@ -14,6 +14,7 @@ from specbench.options import DECODING, MODELS, CacheName, panel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.bench.contexts import ContextText
     from specbench.bench.grid import SweepOptions
     from specbench.bench.prompts import Prompt
 
@@ -73,6 +74,19 @@ class ComparedOptions:
             " batch); poisson:RATE: random arrivals, RATE per second.",
         ),
     ] = ()
+    context: Annotated[
+        str | None,
+        _what(
+            "--context",
+            "LENGTHS",
+            "Lengths of prompts in tokens: 256,1024,4096,8192. Text stands in front of each question. Plain decoding of"
+            " the same length is the baseline. Default: the prompts as they are.",
+        ),
+    ] = None
+    context_file: Annotated[
+        Path | None,
+        _what("--context-file", "FILE", "Text for --context. Default: pages of specbench's documentation."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -310,6 +324,13 @@ def chosen_prompts(experiment: ExperimentOptions, options: SweepOptions) -> list
         prompts = interleave_categories(shuffled(prompts, experiment.seed))
     check_batches(options, len(prompts))
     return prompts
+
+
+def context_text(compared: ComparedOptions) -> ContextText | None:
+    """Return the text in front of prompts; ``None`` without --context."""
+    from specbench.bench.contexts import load_context_text
+
+    return None if compared.context is None else load_context_text(compared.context_file)
 
 
 def checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.bench.axes import parse_batches
+from specbench.bench.axes import parse_batches, parse_contexts
+from specbench.bench.contexts import fitting
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
-from specbench.cli.sweep_options import checked_temperatures, chosen_prompts
+from specbench.cli.sweep_options import checked_temperatures, chosen_prompts, context_text
 from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
@@ -57,6 +58,7 @@ def sweep_servers(
             "Leave it out, or add --check-outputs.",
         )
     batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
+    contexts = () if compared.context is None else tuple(parse_contexts(compared.context))
     options = SweepOptions(
         gammas=(),
         policies=(),
@@ -69,12 +71,13 @@ def sweep_servers(
         cache="none",
         batches=batches,
         arrivals=compared.arrivals,
+        contexts=contexts,
         servers=tuple(spec.name for spec in specs),
         api=servers.api,
         until=experiment.until,
     )
     named, limit = experiment.chosen(batches)
-    prompts = tuple(chosen_prompts(experiment, options))
+    prompts, text = tuple(chosen_prompts(experiment, options)), context_text(compared)
     keys = server_keys(specs)
     local = Recipe(parse_model(target), models=models)
     with StageProgress(quiet) as progress:
@@ -90,7 +93,13 @@ def sweep_servers(
         temperature=max(options.temperatures),
     )
     try:
-        options = replace(options, servers=tuple(each.described for each in engine.servers), salt=engine.salt)
+        options = replace(
+            options,
+            servers=tuple(each.described for each in engine.servers),
+            salt=engine.salt,
+            context_text=None if text is None else text.described,
+        )
+        prompts, notes = fitting(prompts, contexts, engine.count_tokens)
         sources = {
             "target": engine.servers[0].model_name,
             "tokenizer": str(local.target) if known else None,
@@ -99,7 +108,8 @@ def sweep_servers(
             "limit": limit,
         }
         folder = run_folder(results, sources, options)
-        sweep = Sweep(options, prompts, tuple(build_server_configs(options, [spec.name for spec in specs])))
+        configs = tuple(build_server_configs(options, [spec.name for spec in specs]))
+        sweep = Sweep(options, prompts, configs, text=text)
         if results.dry_run:
             show_plan(sweep, folder)
             return
@@ -108,7 +118,7 @@ def sweep_servers(
             sweep, engine, folder, results, minutes=experiment.minutes, quiet=quiet, verbose=verbose
         )
         try:
-            job.run(sources, start, _server_notes(engine))
+            job.run(sources, start, [*_server_notes(engine), *notes])
         finally:
             if engine.unjudged:
                 job.say(f"Outputs that differ were not judged. {engine.unjudged}")

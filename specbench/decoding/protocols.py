@@ -122,6 +122,9 @@ class DraftPolicy:
     def reset(self) -> None:
         """Forget everything: a new prompt begins."""
 
+    def start(self, context: int) -> None:
+        """Note that a prompt of ``context`` tokens begins; called after ``reset``, and also if that is not."""
+
     def begin(self, budget: int) -> int:
         """Start a step.
 

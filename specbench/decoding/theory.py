@@ -142,6 +142,9 @@ def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[floa
     )
 
 
+_LEAST = 0.1
+"""The least share of a time that remains of it at a shorter context, as a fit may fall below 0 there."""
+
 PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Meta(gt=0, lt=1e18)]]
 """Seconds of forward passes by tokens, nodes or requests; ascending."""
 
@@ -155,25 +158,57 @@ class PassCosts(
         "drafter_s": "drafter_pass_s",
         "context": "context_tokens",
         "rows_s": "drafter_rows_s",
+        "context_s": "target_context_s",
+        "error": "context_error",
     },
 ):
     """Seconds of forward passes.
 
+    Passes timed at several lengths of context are fitted by f(n) + k(n) · context, see ``fit_context``.
+
     Attributes:
         target_s: Of the target, by number of tokens, ascending.
         drafter_s: Of drafting one token, by drafter.
-        context: Tokens of context they were timed at; ``None`` if unknown.
+        context: Tokens of context they were timed at, of several lengths the shortest; ``None`` if unknown.
         rows_s: Of one pass that drafts after several nodes of a tree, by drafter and number of nodes, ascending.
+        context_s: By which a target's pass takes longer with each further token of context, by number of tokens in the
+            pass; empty if one length was timed.
+        drafter_context_s: The same of drafting one token, by drafter.
+        error: Root mean square of the fit's relative errors; ``None`` if one length was timed.
     """
 
     target_s: PassSeconds
     drafter_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
     context: int | None = None
     rows_s: Mapping[str, PassSeconds] = {}
+    context_s: Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Meta(ge=0, lt=1e18)]] = {}
+    drafter_context_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
+    error: float | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "target_s", _ascending(self.target_s))
+        force_setattr(self, "context_s", _ascending(self.context_s))
         force_setattr(self, "rows_s", {name: _ascending(rows) for name, rows in self.rows_s.items()})
+
+    def at(self, context: float) -> PassCosts:
+        """Return the costs after ``context`` tokens, by the fit; these costs if one length was timed."""
+        if not self.context_s or self.context is None:
+            return self
+        more = context - self.context
+
+        def moved(seconds: float, slope: float) -> float:
+            return max(seconds + slope * more, _LEAST * seconds)
+
+        slopes = self.drafter_context_s
+        return PassCosts(
+            {n: moved(seconds, self.context_s.get(n, 0.0)) for n, seconds in self.target_s.items()},
+            {name: moved(seconds, slopes.get(name, 0.0)) for name, seconds in self.drafter_s.items()},
+            round(context),
+            {
+                name: {nodes: moved(seconds, slopes.get(name, 0.0)) for nodes, seconds in rows.items()}
+                for name, rows in self.rows_s.items()
+            },
+        )
 
     def target_pass_s(self, n: int) -> float:
         """Return the seconds of a target's pass with ``n`` tokens, by linear interpolation.
@@ -197,6 +232,33 @@ class PassCosts(
         timed = self.rows_s.get(drafter)
         seconds = _prolonged(timed, nodes) if nodes and timed else self.drafter_s[drafter]
         return seconds / self.target_s[1]
+
+
+def fit_context(times: Mapping[int, float]) -> tuple[float, float, list[float]]:
+    """Fit times at several lengths of context by a line that never falls, so that relative errors are smallest.
+
+    Args:
+        times: Seconds by length of context, at least one.
+
+    Returns:
+        The line's seconds at the shortest length, its seconds per token, and the relative errors: fitted over measured,
+        minus 1.
+    """
+    first = min(times)
+    if len(times) == 1:
+        return times[first], 0.0, [0.0]
+    points = [(context - first, seconds, seconds**-2) for context, seconds in times.items() if seconds > 0]
+    if not points:
+        return 0.0, 0.0, []
+    total = sum(w for _, _, w in points)
+    x_mean = sum(w * x for x, _, w in points) / total
+    y_mean = sum(w * y for _, y, w in points) / total
+    spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
+    slope = 0.0
+    if spread > 0:
+        slope = max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread)
+    start = y_mean - slope * x_mean
+    return start, slope, [(start + slope * x) / y - 1.0 for x, y, _ in points]
 
 
 class SharedCosts(
@@ -244,7 +306,7 @@ class SharedCosts(
         return seconds
 
 
-def _ascending(seconds: PassSeconds) -> PassSeconds:
+def _ascending(seconds: Mapping[int, float]) -> dict[int, float]:
     return dict(sorted(seconds.items()))
 
 

@@ -22,3 +22,9 @@ def drafting_parts(drafter: Drafter) -> list[Drafter]:
 def models_of(drafter: Drafter) -> list[ModelDrafter]:
     """Return the parts that draft with a model."""
     return [part for part in drafting_parts(drafter) if isinstance(part, ModelDrafter)]
+
+
+def context_limit(drafter: Drafter) -> int | None:
+    """Return the longest context that all models of a drafter take; ``None`` without a limit."""
+    limits = (model.scorer.context_limit for model in models_of(drafter))
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -17,9 +17,9 @@ from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import find_config, side_by_side
 from specbench.results.results import Results
-from specbench.results.run import Run
+from specbench.results.run import Run, RunConfig
 from specbench.results.steps import Steps
-from specbench.results.summary import SummaryRow, by_config, summarize
+from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
 from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.policies import PolicySpec, parse_policy
 
@@ -335,7 +335,7 @@ class RunSettings:
             )
         steps = by_config(self._results)[config.id]
         steps = steps.take(steps["drafted"] > 0)
-        predicted = _predicted_gamma(steps, config.drafter, _costs(self._run, config.batch))
+        predicted = _predicted_gamma(steps, config.drafter, _costs(self._run, config))
         none = "no fixed γ was measured with this drafter"
         if predicted is not None:
             return predicted, f"predicted from acceptance by position and forward pass times; {none}"
@@ -343,10 +343,11 @@ class RunSettings:
         return max(1, round(mean)), f"the mean accepted length, {mean:.1f} tokens; {none}"
 
 
-def _costs(run: Run, batch: int | None) -> PassCosts:
+def _costs(run: Run, config: RunConfig) -> PassCosts:
     """Return the times of single passes, or of passes shared by a batch."""
+    batch = config.batch
     if batch is None:
-        return run.costs or PassCosts({})
+        return costs_at(run, config)
     shared = run.shared_costs or SharedCosts({})
     drafters = {name: times[batch] for name, times in shared.drafter_s.items() if batch in times}
     return PassCosts(shared.target_s.get(batch, {}), drafters)

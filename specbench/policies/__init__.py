@@ -4,11 +4,12 @@ from specbench.policies.auto import AutoLength
 from specbench.policies.base import FixedLength
 from specbench.policies.build import build_policy
 from specbench.policies.confidence_head import ConfidenceHeadLength
-from specbench.policies.costs import CostSource, check_costs, load_costs, parse_costs, read_costs
+from specbench.policies.costs import COST_FIELDS, CostSource, check_costs, load_costs, parse_costs, read_costs
 from specbench.policies.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.policies.outcomes import ConfidenceLength, HeuristicLength
 
 __all__ = [
+    "COST_FIELDS",
     "AutoLength",
     "ConfidenceHeadLength",
     "ConfidenceLength",

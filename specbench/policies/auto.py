@@ -96,6 +96,10 @@ class AutoLength(ChainPolicy):
         """Replace the costs, from the next prompt on."""
         self._costs = costs(self._costs)
 
+    def start(self, context: int) -> None:
+        self._costs.start(context)
+        self._weigh()
+
     def _start_step(self) -> None:
         self._draft: Draft | None = None
         self._log_odds: list[float] = []

@@ -35,6 +35,18 @@ _FAR = 4
 FIRST_REACH = 3
 """The longest draft before anything is timed."""
 
+_NEAR = 0.02
+"""The share by which a context has to grow before costs are computed again."""
+
+COST_FIELDS = (
+    "target_pass_s",
+    "drafter_pass_s",
+    "context_tokens",
+    "target_context_s",
+    "drafter_context_s",
+)
+"""The fields of costs that hold for every generation."""
+
 _INSTANT = 1e-9
 """A lower bound for times, as clocks may be coarse."""
 
@@ -73,6 +85,9 @@ class CostSource:
     def reset(self) -> None:
         """Forget what was measured."""
 
+    def start(self, context: int) -> None:
+        """Note that a prompt of ``context`` tokens begins."""
+
     def next_draft_s(self, passes: int, rows: int = 1) -> float:
         """Return the time of a drafter's pass over ``rows`` tree nodes, after ``passes`` others in this step."""
         raise NotImplementedError
@@ -109,18 +124,36 @@ class CostSource:
 
 
 class GivenCosts(CostSource):
-    """Costs that stay as given.
+    """Costs that stay as given; if they were timed at several lengths of context, they follow the context.
 
     Args:
         draft_s: Seconds of a drafter's pass.
-        passes: The target's, see ``PassCosts.target_pass_s``.
+        passes: The target's, see ``PassCosts``.
+        draft_context_s: By which a drafter's pass takes longer with each further token of context.
     """
 
     timings = reach = math.inf
     draft_s = 0.0
 
-    def __init__(self, draft_s: float, passes: PassCosts) -> None:
+    def __init__(self, draft_s: float, passes: PassCosts, draft_context_s: float = 0.0) -> None:
         self.draft_s, self.passes = draft_s, passes
+        self._given_s, self._context_s = draft_s, draft_context_s
+        self._at, self._context = passes, float(passes.context or 0)
+
+    def start(self, context: int) -> None:
+        if self.passes.context_s and abs(context - self._context) > _NEAR * self._context:
+            self._at, self._context = self.passes.at(context), context
+            more = context - (self.passes.context or 0)
+            self.draft_s = max(0.0, self._given_s + self._context_s * more)
+
+    def observe(
+        self,
+        step: Step,
+        caught_up: bool,  # noqa: ARG002
+        passes: int | None = None,  # noqa: ARG002
+        rows: int | None = None,  # noqa: ARG002
+    ) -> None:
+        self.start(step.position + len(step.tokens))
 
     def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
         return self.draft_s
@@ -129,10 +162,18 @@ class GivenCosts(CostSource):
         return math.inf
 
     def verify_s(self, widest: int) -> Sequence[float]:
-        return [self.passes.target_pass_s(n) for n in range(widest + 1)]
+        return [self._at.target_pass_s(n) for n in range(widest + 1)]
 
     def to_dict(self) -> Json:
-        return costs_to_dict(self.draft_s, self.passes.target_s)
+        own = costs_to_dict(self._given_s, self.passes.target_s)
+        if not self.passes.context_s:
+            return own
+        return {
+            **own,
+            "context_tokens": self.passes.context,
+            "target_context_s": {str(n): seconds for n, seconds in self.passes.context_s.items()},
+            "drafter_context_s": self._context_s,
+        }
 
 
 class WidthTimes:
@@ -428,8 +469,29 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
             )
     if not _is_time(drafters):
         raise _bad(f"drafter_pass_s is {drafters!r}")
-    passes = PassCosts({int(n): float(seconds) for n, seconds in target.items()})
-    return GivenCosts(float(drafters), passes)  # type: ignore[arg-type]
+    passes = {int(n): float(seconds) for n, seconds in target.items()}
+    if not data.get("target_context_s"):
+        return GivenCosts(float(drafters), PassCosts(passes))  # type: ignore[arg-type]
+    growing = data.get("drafter_context_s") or 0.0
+    if isinstance(growing, Mapping):
+        growing = growing.get(drafter, 0.0) if drafter is not None else next(iter(growing.values()))
+    if not _is_time(growing):
+        raise _bad(f"drafter_context_s is {growing!r}")
+    return GivenCosts(float(drafters), _with_context(passes, data), growing)  # type: ignore[arg-type]
+
+
+def _with_context(passes: dict[int, float], data: Mapping[str, object]) -> PassCosts:
+    """Return the target's costs, with what the data says of their growth with context."""
+    target, context = data["target_context_s"], data.get("context_tokens")
+    if not isinstance(target, Mapping) or not all(
+        str(n).isdecimal() and int(n) > 0 and _is_time(seconds) for n, seconds in target.items()
+    ):
+        raise _bad("target_context_s does not map numbers of tokens to seconds")
+    if isinstance(context, bool) or not isinstance(context, int) or context < 0:
+        raise _bad(f"context_tokens is {context!r}")
+    return PassCosts(
+        passes, context=context, context_s={int(n): float(seconds) for n, seconds in target.items()}
+    )
 
 
 def _is_time(value: object) -> bool:

@@ -140,6 +140,9 @@ class RunConfig(Record):
     arrivals: Annotated[
         str | None, doc("with `--batch`: how they come, as `--arrivals` takes it (`closed:8`)")
     ] = None
+    context: Annotated[Length | None, doc("with `--context`: tokens of each prompt, with text in front")] = (
+        None
+    )
     recipe: Annotated[
         StoredRecipe | None,
         doc("the whole of it, for specbench's own loop; `null` where something else decodes"),

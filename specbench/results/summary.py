@@ -17,6 +17,7 @@ import pandas as pd
 from specbench.base.record import NO_FIGURE, Estimate, ratio
 from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
+from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, paired_groups
 from specbench.results.predict import NO_PREDICTION, Prediction, predict, predict_batch
@@ -463,9 +464,15 @@ def _acceptance(steps: Steps) -> Acceptance:
 def _prediction(results: Results, config: RunConfig, steps: Steps) -> Prediction:
     run = results.run
     if config.batch is None:
-        return NO_PREDICTION if run.costs is None else predict(steps, config, run.costs, results)
+        return NO_PREDICTION if run.costs is None else predict(steps, config, costs_at(run, config), results)
     shared = run.shared_costs
     return NO_PREDICTION if shared is None else predict_batch(steps, config, shared, results)
+
+
+def costs_at(run: Run, config: RunConfig) -> PassCosts:
+    """Return the costs of single passes after the context of a configuration and half of its output."""
+    costs = run.costs or PassCosts({})
+    return costs if config.context is None else costs.at(config.context + (run.max_new_tokens or 0) / 2)
 
 
 def reported(results: Results, done: pd.DataFrame) -> pd.DataFrame:
@@ -527,6 +534,7 @@ def _mean_of(rows: pd.DataFrame, values: pd.Series[float], confidence: float = s
 
 _CONFIG_FIELDS = (
     "label", "kind", "drafter", "gamma", "draft_policy", "temperature", "baseline", "batch", "arrivals",
+    "context",
 )  # fmt: skip
 
 
@@ -546,7 +554,7 @@ def _cells(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value.id
         for field in _CONFIG_FIELDS:
             found = getattr(value, field)
-            yield field, math.nan if found is None and field in ("gamma", "batch") else found
+            yield field, math.nan if found is None and field in ("gamma", "batch", "context") else found
     elif isinstance(value, Estimate):
         if name == "speedup":
             yield "speedup_basis", value.basis

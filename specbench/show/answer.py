@@ -14,6 +14,7 @@ from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
+from specbench.results.contexts import ContextCurve, context_curves, context_of
 from specbench.results.requests import (
     BatchCurve,
     RequestRow,
@@ -75,7 +76,9 @@ def find_answers(
     for temperature in temperatures:
         rows = [row for row in summary.rows if row.config.temperature == temperature]
         answers = _Answers(results, summary, categories, recipes, more, rows)
-        if rows[0].config.kind == "server":
+        if any(row.config.context is not None for row in rows):
+            answer = answers.of_contexts()
+        elif rows[0].config.kind == "server":
             answer = answers.of_servers()
         elif any(row.config.batch is not None for row in rows):
             answer = answers.of_batches()
@@ -209,6 +212,40 @@ class _Answers:
         details += self._same_outputs(row, self.summary.dtype)
         command = "" if verdict == "cannot tell" else self._command_for(row)
         return Answer(headline, verdict, command=command, details=[*others, *details])
+
+    def of_contexts(self) -> Answer:
+        """Return the answer for lengths of context: the longest at which the best configuration pays."""
+        curves = [
+            curve
+            for curve in context_curves(self.summary)
+            if curve.rows[0].config.temperature == self.rows[0].config.temperature
+        ]
+        if not curves:
+            return Answer("No generation with drafts, or of another server, has finished.", None)
+        best = curves[0]
+        row = best.pays or best.most
+        verdict: stats.Verdict = "cannot tell"
+        if best.pays is not None:
+            verdict = "faster"
+        elif all(each.verdict == "slower" for each in best.rows):
+            verdict = "slower"
+        over = self.summary.over
+        headline, *details = [
+            f"{_described(curve.rows[0])}: {how_far_it_pays(curve, over)}" for curve in curves[: 1 + _TIES]
+        ]
+        if len(curves) > 1 + _TIES:
+            details.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
+        costs = self.results.run.costs
+        if costs is not None and costs.error is not None and 1 in costs.context_s:
+            details.append(
+                f"Each 1,000 tokens of context add {1e6 * costs.context_s[1]:.1f} ms to a pass of the target with one"
+                f" token ({costs.context_s[1] / costs.target_s[1]:.1%} of it); times by rows and context fit within"
+                f" {costs.error:.1%}."
+            )
+        details += self._same_outputs(row, self.summary.dtype)
+        server = row.config.kind == "server"
+        command = "" if server or verdict == "cannot tell" else self._command_for(row)
+        return Answer(self._provisionally(headline), verdict, command=command, details=details)
 
     def _baselines(self, kind: str) -> list[SummaryRow]:
         return [row for row in self.rows if row.config.kind == kind and row.is_baseline and row.generations]
@@ -364,6 +401,34 @@ def where_it_stops(curve: BatchCurve, disturbance: str = "", over: str = PLAIN) 
     if pays < stops:
         return f"pays up to batch {pays}, {at(pays)}; {seen}."
     return f"the largest batch at which it is certain to pay is {pays}, {at(pays)}; yet {seen}."
+
+
+def how_far_it_pays(curve: ContextCurve, over: str = PLAIN) -> str:
+    """Return a sentence on the longest context at which speculation pays, according to the intervals, and the best.
+
+    Args:
+        curve: The speedups of a drafter with a draft policy, by length of context.
+        over: Name of the baseline.
+    """
+
+    def at(row: SummaryRow) -> str:
+        return f"{context_of(row):,}, {stats.ratio_text(row.speedup)}"
+
+    pays, most, last = curve.pays, curve.most, curve.rows[-1]
+    if not any(row.speedup.basis == "prompts" for row in curve.rows):
+        return f"too few prompts for intervals; it measured most at {at(most)} over {over}, and {at(last)} at the end."
+    if pays is None:
+        return f"is certain to pay at no context; it measured most at {at(most)} over {over}."
+    best = f"most at {at(most)} over {over}"
+    if pays is last:
+        reach = f"pays at {context_of(pays):,} tokens of context, the longest measured"
+        if curve.stops is not None:
+            reach += f", but is not certain to at {context_of(curve.stops):,}"
+    else:
+        following = curve.rows[curve.rows.index(pays) + 1]
+        reach = f"pays up to {context_of(pays):,} tokens of context, {stats.ratio_text(pays.speedup)}"
+        best += f"; at {context_of(following):,} it measured {stats.ratio_text(following.speedup)}"
+    return f"{reach}, {best}."
 
 
 def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:

@@ -92,6 +92,14 @@ class BenchEngine(Protocol[Encoded]):
         """Return a conversation in the engine's form, up to the turn after the given answers."""
         ...
 
+    def count_tokens(self, prompt: Prompt) -> int:
+        """Return how many tokens the first turn of a prompt has, with everything that a chat template adds.
+
+        Raises:
+            UsageError: There is no tokenizer.
+        """
+        raise RunError("This engine cannot count the tokens of prompts.")
+
     def generate(
         self, config: SweepConfig, prompt: Encoded, decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
@@ -105,11 +113,16 @@ class BenchEngine(Protocol[Encoded]):
         ...
 
     def measure_costs(
-        self, prompt: Encoded, widths: Sequence[int], tree_nodes: Sequence[int] = ()
+        self,
+        prompt: Encoded,
+        widths: Sequence[int],
+        tree_nodes: Sequence[int] = (),
+        context: int | None = None,
     ) -> list[CostLine]:
         """Time forward passes of the target with each number of tokens, and of the drafters.
 
-        For drafters of trees, forward passes with ``tree_nodes`` nodes are timed too. A sweep repeats this call, so
+        For drafters of trees, forward passes with ``tree_nodes`` nodes are timed too. ``context`` is the number of
+        tokens before them; ``None`` for the usual one. A sweep repeats this call, so
         that a disturbance affects a few of the times but not their median.
 
         Raises:

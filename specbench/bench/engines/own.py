@@ -130,6 +130,9 @@ class ModelEngine:
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         return encode_conversation(self.target, prompt, answers)
 
+    def count_tokens(self, prompt: Prompt) -> int:
+        return len(self.encode(prompt, []))
+
     def generate(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
@@ -269,7 +272,11 @@ class ModelEngine:
         )
 
     def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        widths: Sequence[int],
+        tree_nodes: Sequence[int] = (),
+        context: int | None = None,
     ) -> list[CostLine]:
         return time_passes(
             self.target.scorer,
@@ -280,6 +287,7 @@ class ModelEngine:
             _COST_ROUNDS,
             self._order,
             tree_nodes=tree_nodes,
+            context=context,
         )
 
     def measure_shared_costs(

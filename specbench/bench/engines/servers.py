@@ -231,6 +231,21 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             return _messages(prompt.system, prompt.turns[0])
         return "\n\n".join(part for part in (prompt.system, prompt.turns[0]) if part)
 
+    def count_tokens(self, prompt: Prompt) -> int:
+        if self._tokenizer is None:
+            raise UsageError(
+                "--context needs the tokenizer of the servers' model.", "Add --target MODEL, which names it."
+            )
+        return len(self._token_ids(self._tokenizer, self.encode(prompt, [])))
+
+    @staticmethod
+    def _token_ids(tokenizer: PreTrainedTokenizerBase, prompt: ServerPrompt) -> list[int]:
+        from specbench.generate import encode_messages, encode_prompt
+
+        if isinstance(prompt, str):
+            return encode_prompt(tokenizer, prompt, chat=False)
+        return encode_messages(tokenizer, [dict(each) for each in prompt])
+
     def generate(
         self, config: SweepConfig, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
@@ -247,8 +262,6 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         """Return the first difference as the local copy of the target
         explains it; the copy is loaded when first needed.
         """
-        from specbench.generate import encode_messages, encode_prompt
-
         if self._local is None or self._tokenizer is None or self.unjudged:
             return None
         if self.salt != "none":
@@ -259,11 +272,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         except SpecbenchError as error:
             self.unjudged = str(error)
             return None
-        ids = (
-            encode_prompt(self._tokenizer, prompt, chat=False)
-            if isinstance(prompt, str)
-            else encode_messages(self._tokenizer, [dict(each) for each in prompt])
-        )
+        ids = self._token_ids(self._tokenizer, prompt)
         return self._judge.difference(ids, tokens, plain, decoding)
 
     # -- requests ------------------------------------------------------------------------------------

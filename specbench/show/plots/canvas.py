@@ -282,7 +282,9 @@ def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
 
 
 def _load(config: RunConfig) -> str:
-    """Return the batch size as text, with the arrivals if there are not as many clients; empty without batches."""
+    """Return context or batch size as text, with the arrivals if there are not as many clients; empty without both."""
+    if config.context is not None:
+        return f"context {config.context:,}"
     if config.batch is None:
         return ""
     batch = f"batch {config.batch}"

@@ -216,6 +216,7 @@ def _method(results: Results) -> list[tuple[str, str]]:
             f" {length}; {'greedy' if temperatures == '0' else f'temperature {temperatures}'}.",
         ),
         *(_method_of_batches(done) if side_by_side else ()),
+        *(_method_of_contexts(run, done) if done["context"].notna().any() else ()),
         (
             "Interleaving",
             f"In every repeat all configurations{' of a batch' if side_by_side else ''} decode the same {unit} back to"
@@ -305,6 +306,18 @@ def _method_of_batches(done: pd.DataFrame) -> list[tuple[str, str]]:
     ]
 
 
+def _method_of_contexts(run: Run, done: pd.DataFrame) -> list[tuple[str, str]]:
+    contexts = ", ".join(f"{context:,.0f}" for context in sorted(done["context"].dropna().unique()))
+    name = one_line(str(run.options.get("context_text") or "").rpartition(" ")[0])
+    return [
+        (
+            "Context",
+            f"Lengths of prompts: {contexts} tokens, exactly. A passage of {name} stands in front of each question;"
+            " no part of it is repeated in a prompt. Speedups are over the baseline at the same length.",
+        )
+    ]
+
+
 def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
     """Yield the costs of forward passes:
     description, seconds, symbol, and ratio to the target's forward with one token.
@@ -314,6 +327,9 @@ def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
         one = costs.target_s[1]
         for n, s in costs.target_s.items():
             yield f"target, {counted(n, 'token')}", s, f"v({n})", s / one
+            if n in costs.context_s:
+                s = 1000 * costs.context_s[n]
+                yield f"the same, each further 1,000 tokens of context (k({n}))", s, f"k({n})", s / one
         for name, seconds in costs.drafter_s.items():
             yield f"drafter {one_line(name)}, 1 token", seconds, "c", seconds / one
             for n, s in costs.rows_s.get(name, {}).items():

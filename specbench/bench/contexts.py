@@ -1,0 +1,164 @@
+"""Prompts with real text in front, cut so that each has an exact number of tokens (``--context``)."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specbench.base.errors import UsageError
+from specbench.base.textsafe import counted
+from specbench.bench.prompts import Prompt, read_text, sets_folder
+
+_BUILT_IN = "documentation.txt"
+_PARAGRAPH = "\n\n"
+
+_STARTS = 20
+"""Paragraphs at which the text is tried to begin, until one has a cut with the exact number of tokens."""
+
+_NEAR = 30
+"""Letters on each side of the estimated cut among which one with the exact number of tokens is looked for."""
+
+
+@dataclass(frozen=True)
+class ContextText:
+    """The text that stands in front of questions.
+
+    Attributes:
+        name: Name of its file.
+        text: Paragraphs, separated by blank lines.
+    """
+
+    name: str
+    text: str
+
+    @property
+    def described(self) -> str:
+        """Its name and a hash of it, as results keep it."""
+        return f"{self.name} {hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
+
+    def passage(self, mark: str) -> str:
+        """Return the whole text, beginning at a paragraph that depends on ``mark``; none stands in it twice."""
+        parts = self.text.split(_PARAGRAPH)
+        start = zlib.crc32(mark.encode("utf-8", "surrogatepass")) % len(parts)
+        return _PARAGRAPH.join((*parts[start:], *parts[:start]))
+
+
+def load_context_text(path: Path | None) -> ContextText:
+    """Read the text of a file; ``None``: the text that specbench carries.
+
+    Raises:
+        UsageError: There is no such file, it is not UTF-8, or it is blank.
+    """
+    file = sets_folder() / "context" / _BUILT_IN if path is None else path
+    text = read_text(file, "context file").replace("\r\n", "\n").strip()
+    if not text:
+        raise UsageError(f"The context file {file.name!r} is empty.", "Give a file with text.")
+    return ContextText(file.name, text)
+
+
+def fill(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int]) -> Prompt:
+    """Return a prompt with as much of a text in front of its first turn as makes it exactly so long.
+
+    Args:
+        prompt: The prompt.
+        tokens: Its length, with everything that a chat template adds.
+        text: The text.
+        count: Returns the number of tokens of a prompt.
+
+    Raises:
+        UsageError: The prompt alone is longer, the text is too short, or no cut gives this number of tokens.
+    """
+
+    alone = count(prompt)
+    if alone > tokens:
+        raise UsageError(
+            f"The prompt {prompt.id!r} has {alone:,} tokens, more than {tokens:,}.", "Leave it out."
+        )
+    for _ in range(_STARTS):
+        if (found := _cut(prompt, tokens, text, count)) is not None:
+            return found
+        text = text.partition(_PARAGRAPH)[2]
+    raise UsageError(
+        f"No cut of the text gives the prompt {prompt.id!r} exactly {tokens:,} tokens.",
+        "Give another length, or another --context-file.",
+    )
+
+
+def _cut(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int]) -> Prompt | None:
+    """Return a prompt after the beginning of a text, see ``fill``; ``None`` if no cut near the best guess will do."""
+
+    def cut(letters: int) -> Prompt:
+        first = f"{text[:letters]}{_PARAGRAPH}{prompt.turns[0]}" if letters else prompt.turns[0]
+        return replace(prompt, turns=(first, *prompt.turns[1:]))
+
+    low, high = 0, min(len(text), 8 * tokens)
+    if count(cut(high)) < tokens:
+        low, high = high, len(text)
+    if count(cut(high)) < tokens:
+        raise UsageError(
+            f"The text for --context ends before {tokens:,} tokens.", "Give a longer one with --context-file."
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(cut(middle)) < tokens else (low, middle)
+    near = range(max(0, high - _NEAR), min(len(text), high + _NEAR) + 1)
+    for letters in sorted(near, key=lambda each: abs(each - high)):
+        if count(found := cut(letters)) == tokens:
+            return found
+    return None
+
+
+class ContextPrompts:
+    """The prompts of a sweep at each length of context.
+
+    Args:
+        prompts: The prompts as they are.
+        text: The text in front; ``None`` without contexts.
+        count: Returns the number of tokens of a prompt.
+    """
+
+    def __init__(
+        self, prompts: Iterable[Prompt], text: ContextText | None, count: Callable[[Prompt], int]
+    ) -> None:
+        self.prompts = {prompt.id: prompt for prompt in prompts}
+        self._text, self._count = text, count
+        self._known: dict[tuple[str, int], Prompt] = {}
+
+    def at(self, name: str, context: int | None) -> Prompt:
+        """Return a prompt with so many tokens; ``None``: as it is.
+
+        Raises:
+            UsageError: See ``fill``.
+        """
+        prompt = self.prompts[name]
+        if context is None or self._text is None:
+            return prompt
+        if (name, context) not in self._known:
+            passage = self._text.passage(name)
+            self._known[name, context] = fill(prompt, context, passage, self._count)
+        return self._known[name, context]
+
+
+def fitting(
+    prompts: Iterable[Prompt], contexts: Sequence[int], count: Callable[[Prompt], int]
+) -> tuple[tuple[Prompt, ...], list[str]]:
+    """Return the prompts that fit into the shortest context, and a note on others, so that all lengths share prompts.
+
+    Raises:
+        UsageError: None fits.
+    """
+    every = tuple(prompts)
+    if not contexts:
+        return every, []
+    kept = tuple(prompt for prompt in every if count(prompt) <= contexts[0])
+    if not kept:
+        shortest = min(map(count, every))
+        raise UsageError(
+            f"Every prompt has more than {contexts[0]:,} tokens.",
+            f"Give --context at least {shortest:,} tokens.",
+        )
+    out = len(every) - len(kept)
+    return kept, [f"{counted(out, 'prompt')} left out: longer than {contexts[0]:,} tokens."] if out else []

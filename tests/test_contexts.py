@@ -1,0 +1,379 @@
+"""Lengths of context as an axis of sweeps: prompts, plan, costs, figures, sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measure, prompts, specs_of
+
+from specbench.base.errors import UsageError
+from specbench.base.record import Estimate
+from specbench.bench.axes import parse_contexts
+from specbench.bench.contexts import ContextText, fill, fitting, load_context_text
+from specbench.bench.grid import Sweep, SweepOptions, build_configs, build_server_configs, check_contexts
+from specbench.bench.passes import pass_costs
+from specbench.bench.prompts import Prompt
+from specbench.decoding.records import Step, StepTimes
+from specbench.decoding.theory import PassCosts, fit_context
+from specbench.options import DecodingOptions
+from specbench.policies import AutoLength, parse_costs
+from specbench.results.contexts import ContextCurve, context_curves
+from specbench.results.results import load_results
+from specbench.results.summary import Categories, SummaryRow, summarize
+from specbench.show.answer import find_answers, how_far_it_pays
+from specbench.show.plots import draw_figures
+
+TEXT = ContextText("words.txt", "\n\n".join(f"w{i} x{i} y{i}" for i in range(400)))
+
+
+def words(prompt: Prompt) -> int:
+    return sum(len(turn.split()) for turn in prompt.turns)
+
+
+def context_sweep(contexts: tuple[int, ...] = (16, 64), count: int = 4, **options: object) -> Sweep:
+    made = SweepOptions(
+        gammas=(1, 2), repeats=2, warmup=1, turns=1, contexts=contexts,
+        decoding=DecodingOptions(max_new_tokens=5), **options,
+    )  # fmt: skip
+    return Sweep(made, prompts(count), tuple(build_configs(made, specs_of("d"), base=BASE)), text=TEXT)
+
+
+# -- prompts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("tokens", [2, 3, 16, 257, 1200])
+def test_a_prompt_gets_exactly_so_many_tokens_with_its_question_at_the_end(tokens):
+    prompt = Prompt("a", "chat", ("The question?", "Later"))
+    filled = fill(prompt, tokens, TEXT.passage("a"), lambda each: len(each.turns[0].split()))
+    assert len(filled.turns[0].split()) == tokens
+    assert filled.turns[0].endswith("The question?")
+    assert filled.turns[1:] == ("Later",)
+    body = filled.turns[0].split()[:-2]
+    assert len(set(body)) == len(body), "no part of the text is repeated"
+
+
+def test_prompts_have_passages_of_their_own_and_always_the_same_ones():
+    assert TEXT.passage("a") == TEXT.passage("a")
+    assert len({TEXT.passage(f"p{i}")[:6] for i in range(20)}) > 10
+
+
+def test_the_packaged_text_is_real_long_and_without_repeated_paragraphs():
+    text = load_context_text(None)
+    parts = [part for part in text.text.split("\n\n") if len(part) > 80]
+    assert len(text.text) > 120_000
+    assert len(set(parts)) == len(parts)
+    assert text.described.startswith("documentation.txt ")
+
+
+def test_a_prompt_that_cannot_be_filled_is_refused(tmp_path):
+    prompt = Prompt("a", "chat", ("one two three",))
+    with pytest.raises(UsageError, match="has 3 tokens, more than 2"):
+        fill(prompt, 2, TEXT.text, words)
+    with pytest.raises(UsageError, match="ends before 5,000 tokens"):
+        fill(prompt, 5000, TEXT.text, words)
+    with pytest.raises(UsageError, match="No cut"):
+        fill(prompt, 100, TEXT.text, lambda each: words(each) // 2 * 2 + 1)
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(UsageError, match=r"context file 'blank\.txt' is empty"):
+        load_context_text(tmp_path / "blank.txt")
+    with pytest.raises(UsageError, match=r"no context file none\.txt"):
+        load_context_text(tmp_path / "none.txt")
+
+
+def test_all_lengths_have_the_same_prompts():
+    long = Prompt("long", "chat", ("word " * 20,))
+    kept, notes = fitting((*prompts(2), long), (16, 64), words)
+    assert [each.id for each in kept] == ["one-0", "one-1"]
+    assert notes == ["1 prompt left out: longer than 16 tokens."]
+    with pytest.raises(UsageError, match="Every prompt has more than 16 tokens"):
+        fitting((long,), (16,), words)
+    assert fitting((long,), (), words) == ((long,), [])
+
+
+def test_lengths_that_cannot_be_are_refused():
+    assert parse_contexts("256,1024, 64") == [64, 256, 1024]
+    with pytest.raises(UsageError, match="--context is 0"):
+        parse_contexts("0")
+    options = SweepOptions(contexts=(256, 8000), turns=1, decoding=DecodingOptions(max_new_tokens=200))
+    check_contexts(options, 8200)
+    check_contexts(options, None)
+    with pytest.raises(UsageError, match=r"8,000 of context leave no room for 200"):
+        check_contexts(options, 8199)
+    for wrong in ({"turns": None}, {"turns": 1, "batches": (2,)}):
+        with pytest.raises(UsageError, match="--context"):
+            SweepOptions(contexts=(8,), **wrong)
+
+
+# -- the plan ----------------------------------------------------------------------------------------
+
+
+def test_every_length_has_its_own_baseline():
+    configs = {each.id: each for each in context_sweep().configs}
+    assert set(configs) == {f"{name},c={c}" for name in ("plain", "d@1", "d@2") for c in (16, 64)}
+    assert configs["d@2,c=64"].baseline == "plain,c=64"
+    assert configs["d@2,c=64"].label == "d γ=2, context 64"
+    assert configs["d@2,c=64"].record().context == 64
+    servers = build_server_configs(SweepOptions(contexts=(1024,), turns=1, servers=("a", "b")), ["a", "b"])
+    assert [(each.id, each.label, each.baseline) for each in servers] == [
+        ("a,c=1024", "a, context 1,024", "a,c=1024"),
+        ("b,c=1024", "b, context 1,024", "a,c=1024"),
+    ]
+
+
+def test_configurations_of_one_length_decode_back_to_back():
+    sweep = context_sweep(count=8)
+    contexts = {config.id: config.context for config in sweep.configs}
+    blocks: dict[tuple[str, int], list[int | None]] = {}
+    for cell in sweep.plan():
+        if not cell.warmup:
+            blocks.setdefault((cell.prompt, cell.repeat), []).append(contexts[cell.config])
+    assert all(block in ([16] * 3 + [64] * 3, [64] * 3 + [16] * 3) for block in blocks.values())
+    assert len({tuple(block) for block in blocks.values()}) == 2
+
+
+def test_a_sweep_feeds_prompts_of_these_lengths_and_times_passes_at_each(tmp_path):
+    seen: dict[int | None, set[int]] = {}
+
+    class Counting(ScriptedEngine):
+        def encode(self, prompt, answers):
+            return [7] * self.count_tokens(prompt)
+
+        def generate(self, config, prompt, decoding, *, seed):
+            seen.setdefault(config.context, set()).add(len(prompt))
+            return super().generate(config, prompt, decoding, seed=seed)
+
+    measure(tmp_path, context_sweep(), Counting())
+    assert seen == {16: {16}, 64: {64}}
+    results = load_results(tmp_path)
+    assert set(zip(results.done["context"], results.done["prompt_tokens"], strict=True)) == {
+        (16, 16),
+        (64, 64),
+    }
+    costs = results.run.costs
+    assert costs is not None
+    assert costs.context == 16
+    assert costs.context_s[1] == pytest.approx(0.001)
+    assert costs.drafter_context_s == {"d": pytest.approx(0.001)}
+    assert costs.error == pytest.approx(0.0, abs=1e-6)
+    # A prediction is about the middle of the output at its own length.
+    at = costs.at(64 + 2.5)
+    row = summarize(results).row("d@2,c=64")
+    assert row.c == pytest.approx(at.c("d"))
+    assert row.c != pytest.approx(costs.c("d"))
+
+
+# -- costs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_times_at_several_contexts_become_a_line_for_each_width():
+    lines = [
+        *cost_lines({1: [1.0], 2: [1.2]}, {"d": [0.1]}, 100),
+        *cost_lines({1: [1.1], 2: [1.6]}, {"d": [0.2]}, 200),
+        *cost_lines({1: [1.3], 2: [2.4]}, {"d": [0.4]}, 400),
+    ]
+    costs = pass_costs(lines)
+    assert costs.context == 100
+    assert costs.context_s == {1: pytest.approx(0.001), 2: pytest.approx(0.004)}
+    assert costs.at(300).target_pass_s(2) == pytest.approx(2.0)
+    assert costs.at(300).drafter_s["d"] == pytest.approx(0.3)
+    assert costs.at(0).target_s[1] == pytest.approx(0.9)
+    assert costs.at(0).drafter_s["d"] == pytest.approx(0.01), "not below a tenth, or 0"
+    assert msgspec.json.decode(msgspec.json.encode(costs), type=PassCosts) == costs
+    alone = pass_costs(lines[:3])
+    assert (alone.context_s, alone.error, alone.at(4000)) == ({}, None, alone)
+
+
+def test_the_fits_error_is_that_of_its_points():
+    start, slope, errors = fit_context({0: 1.0, 100: 2.0, 200: 1.5})
+    assert errors == [
+        pytest.approx((start + slope * x) / y - 1) for x, y in ((0, 1.0), (100, 2.0), (200, 1.5))
+    ]
+    assert max(map(abs, errors)) > 0.1
+    assert fit_context({0: 2.0, 10: 1.0})[1] == 0.0, "never falling"
+    costs = pass_costs(
+        [line for x, y in ((1, 1.0), (101, 2.0), (201, 1.5)) for line in cost_lines({1: [y]}, {}, x)]
+    )
+    _, _, errors = fit_context({1: 1.0, 101: 2.0, 201: 1.5})
+    assert costs.error == pytest.approx((sum(e * e for e in errors) / 3) ** 0.5)
+
+
+COSTS = {
+    "target_pass_s": {"1": 1.0, "9": 1.1},
+    "drafter_pass_s": {"d": 0.05},
+    "context_tokens": 100,
+    "target_context_s": {"1": 0.0001, "9": 0.002},
+    "drafter_context_s": {"d": 0.0001},
+}
+
+
+def test_auto_reads_costs_that_follow_the_context():
+    policy = AutoLength(8, parse_costs(COSTS, "d"))
+    longest = {}
+    for context in (100, 8000):
+        policy.reset()
+        policy.start(context)
+        k = 0
+        policy.begin(8)
+        while k < 8 and policy._worth(k, 0.8, policy._costs.next_draft_s(k)):
+            k += 1
+        longest[context] = k
+    assert longest[8000] < longest[100] == 8
+    step = Step(
+        index=0, position=8000, drafted=(), accepted=0, tested=0, tokens=(1,), closing="target",
+        expected_acceptance=(), times=StepTimes(verify_s=1.0),
+    )  # fmt: skip
+    policy.start(100)
+    short = policy._verify_s[9]
+    policy.observe(step)
+    assert policy._verify_s[9] > 2 * short, "within a prompt too"
+    written = json.loads(json.dumps(policy.costs()))
+    assert parse_costs(written).to_dict() == policy.costs()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target_context_s": [1]},
+        {"target_context_s": {"1": -1}},
+        {"context_tokens": "x"},
+        {"drafter_context_s": "x"},
+    ],
+)
+def test_costs_of_contexts_of_another_form_are_refused(changed):
+    with pytest.raises(UsageError, match=next(iter(changed))):
+        parse_costs({**COSTS, **changed}, "d")
+
+
+# -- what is shown -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def falls(tmp_path_factory) -> Path:
+    """A run whose drafter pays at 16 and 64 tokens, more at 64, and not at 128."""
+    path = tmp_path_factory.mktemp("contexts")
+
+    def slower(config, prompt):
+        return (
+            1.0
+            if config.kind == "plain"
+            else {16: 1.5, 64: 1.0, 128: 4.0}[config.context] * (1 + prompt[0] / 2000)
+        )
+
+    measure(path, context_sweep((16, 64, 128), 8), ScriptedEngine(slower=slower))
+    return path
+
+
+def test_the_answer_names_the_longest_context_that_pays_and_the_best(falls):
+    results = load_results(falls)
+    summary = summarize(results)
+    best = context_curves(summary)[0]
+    assert best.contexts == [16, 64, 128]
+    (answer,) = find_answers(results, summary, Categories([], "plain decoding"))
+    assert answer.verdict == "faster"
+    assert answer.headline.startswith("d with γ = 1: pays up to 64 tokens of context, ")
+    assert "most at 64" in answer.headline
+    assert "; at 128 it measured 0." in answer.headline
+    assert any("Each 1,000 tokens of context add 1000.0 ms" in each for each in answer.details)
+
+
+def curve(*points: tuple[int, str, float]) -> ContextCurve:
+    (config,) = [each.record() for each in context_sweep((8,)).configs if each.gamma == 1]
+    rows = [
+        SummaryRow(
+            msgspec.structs.replace(config, context=context),
+            verdict=verdict,
+            speedup=Estimate(value, 0.9 * value, 1.1 * value, 8),
+        )
+        for context, verdict, value in points
+    ]
+    return ContextCurve(rows)
+
+
+@pytest.mark.parametrize(
+    ("points", "text"),
+    [
+        ([(8, "faster", 1.4), (16, "faster", 1.6)], "at 16 tokens of context, the longest measured, most at 16, 1.6"),
+        ([(8, "faster", 1.4), (16, "slower", 0.6)], "pays up to 8 tokens of context, 1.4"),
+        ([(8, "cannot tell", 1.0), (16, "faster", 1.6)], "but is not certain to at 8, most at 16"),
+        ([(8, "slower", 0.7), (16, "cannot tell", 0.9)], "certain to pay at no context; it measured most at 16, 0.9"),
+    ],
+)  # fmt: skip
+def test_how_far_it_pays_in_words(points, text):
+    assert text in how_far_it_pays(curve(*points))
+
+
+def test_the_figure_of_contexts(falls, tmp_path):
+    drawn = draw_figures(load_results(falls), ["contexts"])
+    axes = drawn.figures["contexts"].axes[0]
+    assert axes.get_xlabel() == "tokens of context"
+    assert [axes.xaxis.get_major_formatter()(x) for x in axes.get_xticks()] == ["16", "64", "128"]
+    measure(tmp_path, make_sweep())
+    with pytest.raises(UsageError, match="no lengths of context were measured"):
+        draw_figures(load_results(tmp_path), ["contexts"])
+
+
+def test_report_and_comparison_name_the_context(falls, cli, tmp_path):
+    assert cli("report", falls, "--out", tmp_path / "r").code == 0
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "Lengths of prompts: 16, 64, 128 tokens, exactly." in page
+    assert "each further 1,000 tokens of context (k(1))" in page
+    said = cli("compare", falls, "--a", "d@2,c=64", "--b", "d@2,c=16")
+    assert said.code == 0, said.err
+    assert "d γ=2, context 64" in said.out
+
+
+def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text(
+        "".join(
+            json.dumps({"id": f"p{i}", "category": "chat", "turns": [f"Question {i}?"]}) + "\n"
+            for i in range(2)
+        )
+    )
+    words = [
+        "sweep",
+        "--target",
+        models / "target",
+        "--drafter",
+        models / "small",
+        "--prompts",
+        "./mine.jsonl",
+    ]
+    words += [
+        "--gamma",
+        2,
+        "--draft-policy",
+        "fixed",
+        "-n",
+        6,
+        "--repeats",
+        1,
+        "--context",
+        "32,64",
+        "--out",
+        "run",
+    ]
+    limit = 1_000_000
+    cli(*words, "--context", limit).refused(2, "leave no room for 6 new ones", "--context up to")
+    result = cli(*words)
+    assert result.code == 0, result.err
+    results = load_results("run")
+    assert set(zip(results.done["context"], results.done["prompt_tokens"], strict=True)) == {
+        (24, 24),
+        (48, 48),
+    }
+    assert (results.done.groupby("prompt")["context"].nunique() == 2).all()
+    costs = results.run.costs
+    assert costs is not None
+    assert (costs.context, set(costs.context_s), len(costs.drafter_context_s)) == (32, {1, 2, 3}, 1)
+    assert results.run.options["context_text"].startswith("documentation.txt ")
+    name = next(iter(costs.drafter_s))
+    policy = parse_costs({**json.loads(Path("run/run.json").read_text())["costs"]}, name)
+    assert policy.to_dict()["target_context_s"].keys() == {"1", "2", "3"}
+    assert cli(*words, "--context-file", "mine.jsonl").code == 2, "another text, another sweep"
+    assert cli(*words, "--resume").code == 0
