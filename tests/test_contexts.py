@@ -364,8 +364,8 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
     assert result.code == 0, result.err
     results = load_results("run")
     assert set(zip(results.done["context"], results.done["prompt_tokens"], strict=True)) == {
-        (24, 24),
-        (48, 48),
+        (32, 32),
+        (64, 64),
     }
     assert (results.done.groupby("prompt")["context"].nunique() == 2).all()
     costs = results.run.costs
