@@ -136,6 +136,21 @@ def test_a_file_is_read_with_all_its_fields_and_so_is_spec_benchs(tmp_path):
     ]
 
 
+def test_turns_alone_and_messages_are_read_too(tmp_path):
+    """As DeepSpec and SPEED-Bench have them."""
+    said = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "left out"}, {"role": "user", "content": "Two"},
+    ]  # fmt: skip
+    path = write(
+        tmp_path / "mt.jsonl", {"turns": ["Hello"]}, {"question_id": "x", "messages": said, "category": "qa"}
+    )
+    assert load_prompts([path]) == [
+        Prompt("mt-1", "mt", ("Hello",), None),
+        Prompt("x", "qa", ("One", "Two"), "Be brief."),
+    ]
+
+
 def test_blank_lines_crlf_byte_order_marks_and_unicode_line_separators_do_no_harm(tmp_path):
     odd = json.dumps(row(turns=["a\u2028b\u0085c"]), ensure_ascii=False)
     lines = ["\ufeff", odd, "  \t", f"\ufeff{json.dumps(row(id='b'))}", ""]  # as where files were joined
@@ -209,7 +224,7 @@ def test_a_limit_over_all_sets_spreads_over_all_categories():
 @given(st.lists(st.sampled_from("xyz"), min_size=1, max_size=20), st.integers(1, 25))
 def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit):
     prompts = [Prompt(str(n), category, ("Hello",), None) for n, category in enumerate(categories)]
-    taken = module.interleave_categories(prompts, limit)
+    taken = module.interleave(prompts, limit)
     assert len(taken) == len(set(ids(taken))) == min(limit, len(prompts))
     supply, counts = Counter(categories), Counter(prompt.category for prompt in taken)
     most = max(counts.values())
@@ -290,23 +305,25 @@ def test_files_that_are_not_utf8_or_hold_no_prompts_are_refused(content, message
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"id": "a", ', "is not JSON: "),
-        ('{"id": "a\0"}', "is not JSON: Invalid control character at column 10."),
-        ("Hello", "is not JSON: Expecting value at column 1."),
-        ('{"id": "a"} {"id": "b"}', "is not JSON: Extra data at column 13."),
-        ("[" * 100_000, "is not JSON that can be read."),
-        ('{"id": ' + "1" * 5000 + "}", "is not JSON that can be read."),
-        ('["a"]', "is not a JSON object."),
-        ("null", "is not a JSON object."),
-        ('{"category": "chat", "turns": ["Hello"]}', 'has no "id".'),
-        ('{"id": "a", "turns": ["Hello"]}', 'has no "category".'),
-        ('{"id": "a", "category": "chat"}', 'has no "turns".'),
+        ('{"id": "a", ', " is not JSON: "),
+        ('{"id": "a\0"}', " is not JSON: Invalid control character at column 10."),
+        ("Hello", " is not JSON: Expecting value at column 1."),
+        ('{"id": "a"} {"id": "b"}', " is not JSON: Extra data at column 13."),
+        ("[" * 100_000, " is not JSON that can be read."),
+        ('{"id": ' + "1" * 5000 + "}", " is not JSON that can be read."),
+        ('["a"]', " is not a JSON object."),
+        ("null", " is not a JSON object."),
+        ('{"id": "a", "category": "chat"}', ' has no "turns".'),
+        ('{"messages": "Hello"}', ': "messages" is not a list of messages.'),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', ': "messages" holds something else than a role'),
+        ('{"messages": [{"role": "user", "content": 1}]}', ': "messages" holds something else than a role'),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', ': "turns" is not a list of one or more'),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(line, reason, tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text(f"{json.dumps(row())}\n\n{line}\n", encoding="utf-8")
-    assert refused(path).startswith(f"Line 3 of {path} {reason}")
+    assert refused(path).startswith(f"Line 3 of {path}{reason}")
 
 
 @pytest.mark.parametrize(

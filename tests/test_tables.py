@@ -25,8 +25,8 @@ from specbench.results import stats
 from specbench.results.acceptance import AcceptedRow, PositionRow, RankRow, accepted_lengths, positions, ranks
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results
-from specbench.results.run import Environment, Run, RunConfig, TargetModel
-from specbench.results.summary import Categories, Summary, categorize, summarize, to_frame
+from specbench.results.run import PLAIN, Environment, Run, RunConfig, TargetModel
+from specbench.results.summary import Categories, Summary, SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
@@ -100,7 +100,11 @@ def one(summary: Summary, config: str) -> dict[str, Any]:
 
 
 def sheet(figures: Summary | Categories) -> tables.Sheet:
-    return tables.summary_sheet(figures) if isinstance(figures, Summary) else tables.category_sheet(figures)
+    """Return the table of a summary, or of categories without their configurations' overall figures."""
+    if isinstance(figures, Summary):
+        return tables.summary_sheet(figures)
+    rows = {cell.config.id: SummaryRow(cell.config) for cell in figures.rows}
+    return tables.category_sheet(figures, Summary([*rows.values()], PLAIN, None))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import msgspec
 from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
-from specbench.results.run import RunConfig, StoredRecipe
+from specbench.results.run import RunConfig, StoredRecipe, StoredSuite
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
@@ -419,9 +419,9 @@ class PromptGroup:
 
 def make_groups(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[PromptGroup]:
     """Group prompts, interleaved by category: one for each client of a closed loop, all of them for an open loop."""
-    from specbench.bench.prompts import interleave_categories
+    from specbench.bench.prompts import interleave
 
-    names = [prompt.id for prompt in interleave_categories(prompts)]
+    names = [prompt.id for prompt in interleave(prompts)]
     size = arrivals.clients if isinstance(arrivals, Closed) else len(names)
     groups = []
     for number, first in enumerate(range(0, len(names), size), start=1):
@@ -499,6 +499,7 @@ class Sweep:
         text: The text in front of prompts; ``None`` without contexts.
         together: Number of drafters whose configurations can be measured in turn; ``None`` for all. With fewer, each
             repeat goes over all prompts for some of them, then for the next ones, and every second repeat back.
+        suites: Public benchmarks that prompts are from.
     """
 
     options: SweepOptions
@@ -506,6 +507,7 @@ class Sweep:
     configs: tuple[SweepConfig, ...]
     together: int | None = None
     text: ContextText | None = None
+    suites: tuple[StoredSuite, ...] = ()
 
     def plan(self) -> list[Cell]:
         """Return everything to measure, in order; the same sweep has the same plan.

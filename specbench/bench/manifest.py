@@ -57,6 +57,7 @@ def describe_run(
             )
             for prompt in sweep.prompts
         ],
+        suites=[*sweep.suites],
         heads=dict(heads or {}),
         seed=options.seed,
         repeats=options.repeats,

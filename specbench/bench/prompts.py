@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -25,6 +25,7 @@ TRAINING_SET = "training"
 """The set to train heads on; never measured on, and not part of all."""
 _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
+_ROLES = ("system", "user", "assistant")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -91,8 +92,8 @@ def load_prompts(
     if not prompts:
         names = ", ".join(_resolve(sources).values())
         raise UsageError(f"There are no prompts in {names}.", "Give each prompt a line of its own.")
-    prompts = _of_categories(prompts, categories)
-    return prompts if limit is None else interleave_categories(prompts, limit)
+    prompts = of_categories(prompts, categories)
+    return prompts if limit is None else interleave(prompts, limit)
 
 
 def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO | None) -> str:
@@ -201,10 +202,14 @@ def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
     lines = _decoded(_bytes_of(file, name), f"The prompt file {name}").split("\n")
     # Not splitlines(): a JSON string may hold U+2028 and the like. A byte order mark may begin a later line, too.
     numbered = enumerate((line.removeprefix("\ufeff") for line in lines), 1)
-    return [(n, _parsed(line, f"Line {n} of {name}")) for n, line in numbered if line.strip()]
+    stem = Path(name).stem
+    return [(n, _parsed(line, f"Line {n} of {name}", stem, n)) for n, line in numbered if line.strip()]
 
 
-def _parsed(line: str, where: str) -> Prompt:
+def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
+    """Return the prompt of a line;
+    without an id it is the file's name and the line's number, without a category the name.
+    """
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -214,22 +219,48 @@ def _parsed(line: str, where: str) -> Prompt:
         raise UsageError(f"{where} is not JSON that can be read.", _FORM) from None
     if not isinstance(fields, dict):
         raise UsageError(f"{where} is not a JSON object.", _FORM)
-    key = "id" if "id" in fields or "question_id" not in fields else "question_id"
+    fields = {"category": stem, **_from_messages(fields, where)}
+    key = next((name for name in ("id", "question_id") if name in fields), None)
     turns = _field(fields, "turns", list, "a list of strings", where)
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise UsageError(f'{where}: "turns" is not a list of one or more strings.', _FORM)
-    for number, turn in enumerate(turns, 1):
+    for count, turn in enumerate(turns, 1):
         if not turn.strip():
-            raise UsageError(f"{where}: turn {number} is empty.", "Write its text or take it out.")
+            raise UsageError(f"{where}: turn {count} is empty.", "Write its text or take it out.")
     system = None
     if fields.get("system") is not None:
         system = _encodable(_field(fields, "system", str, "a string", where))
+    name = (
+        f"{stem}-{number}"
+        if key is None
+        else str(_field(fields, key, (str, int), "a string or an integer", where))
+    )
     return Prompt(
-        id=_name(str(_field(fields, key, (str, int), "a string or an integer", where)), key, where),
+        id=_name(name, key or "id", where),
         category=_name(_field(fields, "category", str, "a string", where), "category", where),
         turns=tuple(_encodable(turn) for turn in turns),
         system=system,
     )
+
+
+def _from_messages(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return fields with the turns and the system message of "messages", if there are any.
+
+    What an assistant said is left out: the target answers itself.
+    """
+    if "messages" not in fields or "turns" in fields:
+        return fields
+    said: dict[str, list[Any]] = {role: [] for role in _ROLES}
+    for message in _field(fields, "messages", list, "a list of messages", where):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in _ROLES or not isinstance(message.get("content"), str):
+            raise UsageError(
+                f'{where}: "messages" holds something else than a role ({", ".join(_ROLES)}) with a text.',
+                _FORM,
+            )
+        said[role].append(message["content"])
+    system = {"system": "\n\n".join(said["system"])} if said["system"] else {}
+    return {**fields, **system, "turns": said["user"]}
 
 
 def _field(
@@ -249,7 +280,8 @@ def _name(text: str, key: str, where: str) -> str:
     return _encodable(text)
 
 
-def _of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
+def of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
+    """Return the prompts of categories, all if none is named; raise ``UsageError`` for one that does not exist."""
     existing = list(dict.fromkeys(prompt.category for prompt in prompts))
     for category in categories:
         if category not in existing:
@@ -264,12 +296,16 @@ def shuffled(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: random.Random(f"prompts/{seed}/{prompt.id}").random())
 
 
-def interleave_categories(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:
-    """Return the first prompt of every category, then the second ones, and so on, up to ``limit``."""
-    by_category: dict[str, list[Prompt]] = {}
+def interleave(
+    prompts: Iterable[Prompt],
+    limit: int | None = None,
+    group: Callable[[Prompt], str] = lambda prompt: prompt.category,
+) -> list[Prompt]:
+    """Return the first prompt of every group (default: category), then the second ones, and so on, up to ``limit``."""
+    grouped: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    rounds = zip_longest(*by_category.values())
+        grouped.setdefault(group(prompt), []).append(prompt)
+    rounds = zip_longest(*grouped.values())
     return list(islice((prompt for taken in rounds for prompt in taken if prompt is not None), limit))
 
 

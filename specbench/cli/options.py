@@ -222,6 +222,13 @@ def complete_prompts(incomplete: str) -> list[str]:
     return _beginning(incomplete, set_names())
 
 
+def complete_suites(incomplete: str) -> list[str]:
+    """Return the public benchmarks that may continue ``--suite``."""
+    from specbench.bench.suites import SUITES
+
+    return _beginning(incomplete, [*SUITES])
+
+
 def complete_configurations(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the configurations of the runs that are named before ``--a``, ``--b`` or ``--setting``."""
     from specbench.results.store import stored_runs
@@ -262,6 +269,12 @@ def prompts_option(
 ) -> Any:
     """Return a ``--prompts`` that may be repeated."""
     return panel(heading)("--prompts -p", "SET", help, autocompletion=complete_prompts)
+
+
+def suite_option(heading: str = PROMPT, more: str = "") -> Any:
+    """Return a ``--suite`` that may be repeated."""
+    about = "Public benchmark in place of --prompts: spec-bench, mt-bench, gsm8k and others, or a file; repeatable."
+    return panel(heading)("--suite", "NAME", f"{about} {more}".rstrip(), autocompletion=complete_suites)
 
 
 TargetOption = Annotated[

@@ -21,8 +21,8 @@ from specbench.cli.sweep_options import (
     ServerOptions,
     StartedArguments,
     checked_temperatures,
-    chosen_prompts,
     context_text,
+    prompts_of_sweep,
 )
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
 from specbench.specs.drafters import parse_drafter
@@ -96,7 +96,7 @@ def sweep(
         return
     from specbench.bench.contexts import fitting
     from specbench.bench.grid import Sweep, build_configs, check_contexts
-    from specbench.cli.sweep_run import SweepJob, describe_sources, run_folder, show_dry_run
+    from specbench.cli.sweep_run import SweepJob, describe_models, run_folder, show_dry_run
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -105,15 +105,16 @@ def sweep(
     options, drafters, notes = _compared_models(
         ctx, compared, experiment, drafting, length, base, keep_policy_state=keep_policy_state
     )
-    named, limit = experiment.chosen(options.batches)
-    chosen, text = tuple(chosen_prompts(experiment, options)), context_text(compared)
+    with starting(quiet) as progress:
+        chosen = prompts_of_sweep(experiment, options, progress)
+    text = context_text(compared)
     if text is not None:
         options = replace(options, context_text=text.described)
-    sources = describe_sources(base, drafters, named, experiment.category, limit)
+    sources = {**describe_models(base, drafters), **chosen.sources}
     folder = run_folder(results, sources, options)
     if results.dry_run:
         grid = build_configs(options, {str(spec): spec for spec in drafters})
-        show_dry_run(Sweep(options, chosen, tuple(grid), text=text), base, drafters, folder, start)
+        show_dry_run(Sweep(options, chosen.prompts, tuple(grid), text=text), base, drafters, folder, start)
         return
     with starting(quiet) as progress:
         from specbench.bench.engines.own import check_engine, load_engine
@@ -123,7 +124,7 @@ def sweep(
         engine = load_engine(base, drafters, options, progress)
     notes += _notes_of(engine, decoding)
     check_contexts(options, engine.target.language_model.context_limit)
-    chosen, left_out_prompts = fitting(chosen, options.contexts, engine.count_tokens)
+    prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
     notes += left_out_prompts
 
     def calibrated(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
@@ -139,7 +140,7 @@ def sweep(
 
         for name in engine.drafters:  # refused if they lack one
             parse_costs(options.costs, name)
-    sweep = Sweep(options, chosen, tuple(configs), text=text)
+    sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
     job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, **shown)
     job.run(sources, start, notes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.bench.axes import parse_batches, parse_gammas, parse_policies
@@ -17,7 +16,7 @@ from specbench.cli.started import (
     engine_target,
     started_engine,
 )
-from specbench.cli.sweep_options import checked_temperatures, chosen_prompts
+from specbench.cli.sweep_options import checked_temperatures, prompts_of_sweep
 from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
 from specbench.export.start import PLAIN, settings_of
 from specbench.results.store import RunStore
@@ -86,21 +85,19 @@ def sweep_engine(
         servers=tuple(each.name for each in settings),
         api=servers.api,
     )
-    named, limit = experiment.chosen(batches)
-    prompts = tuple(chosen_prompts(experiment, options))
+    with StageProgress(quiet) as progress:
+        chosen = prompts_of_sweep(experiment, options, progress)
     sources = {
         "target": model.name,
         "engine": engine.name,
         "engine_options": command_line(arguments),
         "drafters": [str(each.spec) for each in drafters],
-        "prompts": [Path(name).name for name in named],
-        "categories": list(experiment.category),
-        "limit": limit,
+        **chosen.sources,
     }
     folder = run_folder(results, sources, options)
     configs = tuple(engine_configs(options, settings))
     if results.dry_run:
-        show_plan(Sweep(options, prompts, configs), folder)
+        show_plan(Sweep(options, chosen.prompts, configs), folder)
         return
     RunStore.check_writable(folder)
     planned = EngineServers(engine, model, settings, engines, servers, arguments, decoding, max(temperatures))
@@ -110,7 +107,7 @@ def sweep_engine(
     ):
         made.server(PLAIN)
         together = None if made.fits([each.name for each in settings]) else made.limit or made.capacity
-        sweep = Sweep(options, prompts, configs, together)
+        sweep = Sweep(options, chosen.prompts, configs, together, suites=chosen.suites)
         job = SweepJob(sweep, made, folder, results, quiet=quiet, verbose=verbose)
         try:
             job.run(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specbench.cli.options import drafters_option, output, prompt_option, prompts_option
+from specbench.base.errors import UsageError
+from specbench.cli.options import drafters_option, output, prompt_option, prompts_option, suite_option
 from specbench.options import DECODING, MODELS, CacheName, panel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.base.progress import Progress
     from specbench.bench.contexts import ContextText
     from specbench.bench.grid import SweepOptions
     from specbench.bench.prompts import Prompt
+    from specbench.results.run import StoredSuite
 
 
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
@@ -164,6 +167,9 @@ class ExperimentOptions:
     """Prompts, and how often they are decoded."""
 
     prompts: Annotated[tuple[str, ...], prompts_option(EXPERIMENT)] = ()
+    suite: Annotated[
+        tuple[str, ...], suite_option(EXPERIMENT, "--limit draws as many prompts of each task, by --seed.")
+    ] = ()
     category: Annotated[
         tuple[str, ...], _experiment("--category", "NAME", "Category of prompts; repeatable. Default: all.")
     ] = ()
@@ -173,7 +179,7 @@ class ExperimentOptions:
             "--limit",
             "N",
             "Number of prompts, taken in turn from the categories. Default: all of the named sets or categories,"
-            f" {_DEFAULT_LIMIT} if none is named.",
+            f" {_DEFAULT_LIMIT} of a suite or if none is named.",
             min=1,
         ),
     ] = None
@@ -199,13 +205,6 @@ class ExperimentOptions:
     minutes: Annotated[
         float, _experiment("--minutes", "X", "Time limit of --until, without loading.", min=0.0)
     ] = 60.0
-
-    def chosen(self, batches: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
-        """The sets that prompts are taken from, and how many."""
-        limit = self.limit
-        if limit is None and self.until is None and not self.prompts and not self.category:
-            limit = max(_DEFAULT_LIMIT, _GROUPS * max(batches, default=1))
-        return self.prompts or (_DEFAULT_PROMPTS,), limit
 
 
 @dataclass(frozen=True)
@@ -279,6 +278,7 @@ class SearchOptions:
         ),
     ] = ()
     prompts: Annotated[tuple[str, ...], prompts_option()] = ()
+    suite: Annotated[tuple[str, ...], suite_option()] = ()
     category: Annotated[
         tuple[str, ...], prompt_option("--category", "NAME", "Category of prompts; repeatable. Default: all.")
     ] = ()
@@ -314,16 +314,60 @@ class SearchOptions:
     seed: Annotated[int, _option("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
 
 
-def chosen_prompts(experiment: ExperimentOptions, options: SweepOptions) -> list[Prompt]:
-    from specbench.bench.grid import check_batches
-    from specbench.bench.prompts import interleave_categories, load_prompts, shuffled
+@dataclass(frozen=True)
+class ChosenPrompts:
+    """The prompts of a sweep.
 
-    named, limit = experiment.chosen(options.batches)
-    prompts = load_prompts(named, experiment.category, limit)
+    Attributes:
+        prompts: The prompts.
+        sources: The options that choose them, without paths, as ``run.json`` has them.
+        suites: Public benchmarks that they are from.
+    """
+
+    prompts: tuple[Prompt, ...]
+    sources: dict[str, Any]
+    suites: tuple[StoredSuite, ...] = ()
+
+
+def choose_prompts(
+    options: ExperimentOptions | SearchOptions, limit: int | None, progress: Progress | None = None
+) -> ChosenPrompts:
+    """Return the prompts of ``--prompts`` or ``--suite``, and where they come from."""
+    from specbench.bench.prompts import load_prompts
+
+    if options.suite and options.prompts:
+        raise UsageError("--suite and --prompts both name prompts.", "Leave one of them out.")
+    named = options.suite or options.prompts or (_DEFAULT_PROMPTS,)
+    suites: list[StoredSuite] = []
+    if options.suite:
+        from specbench.bench.suites import load_suites
+
+        prompts, suites = load_suites(named, options.category, limit, seed=options.seed, progress=progress)
+    else:
+        prompts = load_prompts(named, options.category, limit)
+    sources = {
+        "prompts": [Path(name).name for name in named],
+        "categories": [*options.category],
+        "limit": limit,
+    }
+    return ChosenPrompts(tuple(prompts), sources, tuple(suites))
+
+
+def prompts_of_sweep(
+    experiment: ExperimentOptions, options: SweepOptions, progress: Progress | None = None
+) -> ChosenPrompts:
+    """Return the prompts of a sweep, in an order in which it can stop early with ``--until``."""
+    from specbench.bench.grid import check_batches
+    from specbench.bench.prompts import interleave, shuffled
+
+    limit = experiment.limit
+    if limit is None and experiment.until is None and not (experiment.prompts or experiment.category):
+        limit = max(_DEFAULT_LIMIT, _GROUPS * max(options.batches, default=1))
+    chosen = choose_prompts(experiment, limit, progress)
     if experiment.until is not None:  # the first ones have to stand for all
-        prompts = interleave_categories(shuffled(prompts, experiment.seed))
-    check_batches(options, len(prompts))
-    return prompts
+        chosen = replace(chosen, prompts=tuple(interleave(shuffled(chosen.prompts, experiment.seed))))
+    check_batches(options, len(chosen.prompts))
+    return chosen
 
 
 def context_text(compared: ComparedOptions) -> ContextText | None:

@@ -44,14 +44,8 @@ _BUSY = 1.25
 """The slowdown by others from which on it is mentioned."""
 
 
-def describe_sources(
-    base: Recipe,
-    drafters: Sequence[DrafterSpec],
-    prompts: Sequence[str],
-    categories: Sequence[str],
-    limit: int | None,
-) -> dict[str, Any]:
-    """Return where models and prompts come from, without paths, as ``run.json`` keeps it among the options."""
+def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, Any]:
+    """Return where models come from, without paths, as ``run.json`` keeps it among the options."""
 
     def loading(load_options: Any) -> dict[str, Any]:
         values = asdict(load_options)
@@ -64,9 +58,6 @@ def describe_sources(
         "drafters": [str(spec) for spec in drafters],
         "target_options": loading(base.models.target),
         "drafter_options": loading(base.models.drafter),
-        "prompts": [Path(name).name for name in prompts],
-        "categories": list(categories),
-        "limit": limit,
     }
 
 
@@ -245,7 +236,7 @@ class SweepJob(RunJob):
         """Measure, then print and write the results so far, even if the sweep was interrupted.
 
         Args:
-            sources: See ``describe_sources``.
+            sources: The options that name models and prompts, without paths.
             start: The machine load at the start.
             notes: Notes on models or servers.
 

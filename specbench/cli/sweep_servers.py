@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
@@ -14,7 +13,7 @@ from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
-from specbench.cli.sweep_options import checked_temperatures, chosen_prompts, context_text
+from specbench.cli.sweep_options import checked_temperatures, context_text, prompts_of_sweep
 from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
@@ -76,8 +75,9 @@ def sweep_servers(
         api=servers.api,
         until=experiment.until,
     )
-    named, limit = experiment.chosen(batches)
-    prompts, text = tuple(chosen_prompts(experiment, options)), context_text(compared)
+    with StageProgress(quiet) as progress:
+        chosen = prompts_of_sweep(experiment, options, progress)
+    text = context_text(compared)
     keys = server_keys(specs)
     local = Recipe(parse_model(target), models=models)
     with StageProgress(quiet) as progress:
@@ -99,17 +99,15 @@ def sweep_servers(
             salt=engine.salt,
             context_text=None if text is None else text.described,
         )
-        prompts, notes = fitting(prompts, contexts, engine.count_tokens)
+        prompts, notes = fitting(chosen.prompts, contexts, engine.count_tokens)
         sources = {
             "target": engine.servers[0].model_name,
             "tokenizer": str(local.target) if known else None,
-            "prompts": [Path(name).name for name in named],
-            "categories": list(experiment.category),
-            "limit": limit,
+            **chosen.sources,
         }
         folder = run_folder(results, sources, options)
         configs = tuple(build_server_configs(options, [spec.name for spec in specs]))
-        sweep = Sweep(options, prompts, configs, text=text)
+        sweep = Sweep(options, prompts, configs, text=text, suites=chosen.suites)
         if results.dry_run:
             show_plan(sweep, folder)
             return

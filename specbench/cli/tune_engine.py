@@ -16,7 +16,7 @@ from specbench.base.progress import quiet_transformers
 from specbench.bench.axes import parse_batches
 from specbench.bench.grid import Sweep, SweepOptions, check_batches
 from specbench.bench.manifest import command_line
-from specbench.bench.prompts import load_prompts
+from specbench.bench.prompts import interleave
 from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
@@ -27,6 +27,7 @@ from specbench.cli.started import (
     engine_target,
     started_engine,
 )
+from specbench.cli.sweep_options import choose_prompts
 from specbench.cli.sweep_run import RunJob
 from specbench.cli.tune_run import race_state, tune_folder, wrapped
 from specbench.decoding.clocks import WallClock
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 _REPEATS = 2
 """Times that a prompt is decoded at most."""
 
-_ALL_PROMPTS = 1_000_000
 _ENDING_S = 3.0
 
 
@@ -68,9 +68,9 @@ def tune_engine(
     clock, start = WallClock(), load_snapshot()
     began, seconds = clock.now(), 60 * search.minutes
     engine, elsewhere = started_engine(engines.engine), bool(engines.engine_command)
-    named = search.prompts or ("all",)
-    prompts = tuple(load_prompts(named, search.category, _ALL_PROMPTS))
     with starting(quiet) as progress, quiet_transformers():
+        chosen = choose_prompts(search, None, progress)
+        prompts = tuple(interleave(chosen.prompts))
         model = engine_target(engine, target, elsewhere=elsewhere)
         drafters = engine_drafters(engine, search.drafter, usual=True, elsewhere=elsewhere)
     settings = settings_of(engine, model, drafters, temperature=search.temperature)
@@ -92,14 +92,13 @@ def tune_engine(
         options = replace(options, batches=tuple(batch for batch in parse_batches(search.batch) if batch > 1))
         check_batches(options, len(prompts))
         configs += engine_configs(options, settings)
-    sweep = Sweep(options, prompts, tuple(configs))
+    sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)
     sources = {
         "target": model.name,
         "engine": engine.name,
         "engine_options": command_line(arguments),
         "drafters": [str(each.spec) for each in drafters],
-        "prompts": [Path(name).name for name in named],
-        "categories": list(search.category),
+        **chosen.sources,
         "tune": True,
     }
     folder = tune_folder(results, model.name)

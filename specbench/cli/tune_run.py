@@ -19,11 +19,12 @@ from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.progress import quiet_transformers
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
-from specbench.bench.prompts import load_prompts
+from specbench.bench.prompts import interleave
 from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.sweep_run import FOLDER, RunJob, describe_sources, new_folder
+from specbench.cli.sweep_options import choose_prompts
+from specbench.cli.sweep_run import FOLDER, RunJob, describe_models, new_folder
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
 from specbench.options import quantized
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
 
 _REPEATS = 3
 """Times that a prompt is decoded at most."""
-
-_ALL_PROMPTS = 1_000_000
-"""More than there are, so that all of them are taken, in turn from the categories."""
 
 _ENDING_S, _ENDING_SHARE = 3.0, 0.03
 """Seconds, and share of the time, for what comes after the race."""
@@ -75,10 +73,11 @@ def run_tune(
     with file_errors(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(results.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
-    named = search.prompts or ("all",)
-    chosen = tuple(load_prompts(named, search.category, _ALL_PROMPTS))
+    with starting(quiet) as progress:
+        chosen = choose_prompts(search, None, progress)
+    prompts = tuple(interleave(chosen.prompts))
     base = Recipe(parse_model(target), models=models, decoding=decoding)
-    sources = {**describe_sources(base, given, named, search.category, None), "tune": True}
+    sources = {**describe_models(base, given), **chosen.sources, "tune": True}
     folder = tune_folder(results, sources["target"])
     stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
     if RunStore.exists(folder) and stored is None:
@@ -111,11 +110,12 @@ def run_tune(
             RunStore.check_writable(folder)
         except UsageError as error:  # whose advice is that of a sweep
             raise UsageError(error.message, "Give other --results.") from error
-        grid = Sweep(options, chosen, ())
+        grid = Sweep(options, prompts, ())
         loaded = load_candidates(base.target, given, models, grid, cache=kind, progress=progress)
     options = replace(options, cache=loaded.cache)
     base = replace(base, caching=base.caching.with_kind(loaded.cache))
-    sweep = Sweep(options, chosen, tuple(configurations(options, loaded.engine, base)))
+    configs = tuple(configurations(options, loaded.engine, base))
+    sweep = Sweep(options, prompts, configs, suites=chosen.suites)
     job = _TuneJob(sweep, loaded, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         job.say_at_start(start, job.notes(), None if stored is None else "")

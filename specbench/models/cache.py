@@ -22,6 +22,7 @@ from specbench.base.record import Record
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
 LAYERS_FOLDER = "layers"
+SUITES_FOLDER = "suites"
 
 _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
@@ -32,6 +33,7 @@ _KINDS = {
     "vocabularies": "how often targets write each token",
     "texts": "what targets have written to train heads on",
     "gguf-hashes": "hashes of GGUF files",
+    SUITES_FOLDER: "prompts of public benchmarks",
 }
 _DERIVED = (LAYERS_FOLDER, "dtypes")
 """Kinds that are made again in seconds when missing."""

@@ -158,6 +158,17 @@ class PromptInfo(Record):
     fingerprint: Annotated[str | None, doc("hash of the text")] = None
 
 
+class StoredSuite(Record):
+    """A public benchmark that prompts are from (``--suite``)."""
+
+    name: str
+    source: Annotated[str, doc("address it was fetched from; of another file its name")]
+    sha256: Annotated[str, doc("of its file")]
+    license: Annotated[str | None, doc("of the repository that it is in; `null` if not known")] = None
+    prompts: Annotated[Count, doc("in the file")]
+    tasks: Annotated[dict[str, str], doc("categories that are reported as one task, with its name")] = {}
+
+
 class Mismatch(Record):
     """A greedy output that is not plain decoding's, and where they part."""
 
@@ -256,6 +267,7 @@ class Run(Record):
     target: TargetModel
     configs: list[RunConfig]
     prompts: list[PromptInfo]
+    suites: Annotated[list[StoredSuite], doc("public benchmarks that they are from")] = []
     heads: Annotated[dict[str, TrainingMetadata], doc("by drafter")] = {}
     seed: Annotated[int | None, doc("of the options, for convenience, like the next ones")] = None
     repeats: Count = 1
@@ -280,6 +292,11 @@ class Run(Record):
     def baseline(self) -> str:
         """The name of the baseline of speedups: plain decoding, or the first of several servers."""
         return next((config.drafter for config in self.configs if config.kind == "server"), PLAIN)
+
+    @property
+    def tasks(self) -> dict[str, str]:
+        """The tasks of categories that are not tasks themselves."""
+        return {category: task for suite in self.suites for category, task in suite.tasks.items()}
 
 
 def stored_recipes(run: Run) -> dict[str, Recipe]:

@@ -6,7 +6,7 @@ Definitions of the metrics and their pitfalls: docs/metrics.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -192,11 +192,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class CategoryRow:
-    """Speedup of a configuration on the prompts of a category; its fields are those of ``SummaryRow``."""
+    """Speedup of a configuration on the prompts of a category, or of a task of a suite that has several categories.
+
+    Its fields are those of ``SummaryRow``; tokens per step are NaN if unknown.
+    """
 
     category: str
     config: RunConfig
     prompts: int
+    tokens_per_step: float
     speedup: Estimate
     pooled_speedup: Estimate
     verdict: stats.Verdict | None
@@ -294,12 +298,14 @@ def summarize(results: Results) -> Summary:
 
 
 def categorize(results: Results) -> Categories:
-    """Return the speedup of every configuration in every category."""
-    tuning = results.run.tuning
+    """Return the speedup of every configuration in every category; categories of one task are put together."""
+    tuning, tasks = results.run.tuning, results.run.tasks
     tuned = {} if tuning is None or tuning.answer is None else tuning.answer.measured
-    groups = dict(list(paired_generations(results).groupby(["category", "config"], sort=False)))
+    pairs = paired_generations(results)
+    groups = dict(list(pairs.groupby([pairs["category"].replace(tasks), "config"], sort=False)))
+    accepted = _tokens_per_step(results, tasks)
     rows = []
-    for category in dict.fromkeys(results.generations["category"].dropna()):
+    for category in dict.fromkeys(results.generations["category"].replace(tasks).dropna()):
         for config in configs_of(results):
             if (category, config.id) not in groups:
                 continue
@@ -309,11 +315,31 @@ def categorize(results: Results) -> Categories:
                 pooled = NO_FIGURE
             if config.id in tuned:
                 speedup = tuned[config.id].categories.get(category, NO_FIGURE)
-            rows.append(CategoryRow(category, config, prompts, speedup, pooled, stats.verdict(speedup)))
+            emitted = accepted.get((config.id, category), _NAN)
+            rows.append(
+                CategoryRow(category, config, prompts, emitted, speedup, pooled, stats.verdict(speedup))
+            )
     disturbed = "" if tuned else disturbance(results)
     if disturbed:
         rows = [*map(_with_provisional_verdict, rows)]
     return Categories(rows, baseline_name(results.run), disturbed)
+
+
+def _tokens_per_step(results: Results, tasks: Mapping[str, str]) -> dict[tuple[str, str], float]:
+    """Return emitted tokens over steps by configuration id and category."""
+    rows, steps = results.generations, results.steps
+    kinds = pd.MultiIndex.from_arrays([rows["config"], rows["category"].replace(tasks).fillna("")])
+    codes, pairs = pd.factorize(kinds)
+    found = {
+        pairs[code]: float(mine["emitted"].mean()) for code, mine in steps.split(codes[steps.row]).items()
+    }
+    answers = results.answers  # of servers, which report no single steps
+    if len(answers):
+        sums = answers[["emitted_in_steps", "reported_steps"]].groupby(codes[answers.index]).sum()
+        found |= {
+            pairs[code]: ratio(*mine) for code, mine in zip(sums.index, sums.to_numpy(float), strict=True)
+        }
+    return found
 
 
 def confidence_of(run: Run) -> float:

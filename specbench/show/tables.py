@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from specbench.base.record import NO_FIGURE, Estimate
+from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
 from specbench.results import stats
@@ -330,25 +330,36 @@ def summary_sheet(summary: Summary) -> Sheet:
     return sheet
 
 
-def category_sheet(categories: Categories) -> Sheet:
-    """Return a table of speedups by configuration and category."""
+def category_sheet(categories: Categories, summary: Summary) -> Sheet:
+    """Return a table of speedups and tokens per step by configuration and category, and over all of them."""
     names = list(dict.fromkeys(row.category for row in categories.rows))
     configs: dict[str, RunConfig] = {row.config.id: row.config for row in categories.rows}
-    speedups = {(row.config.id, row.category): row.speedup for row in categories.rows}
+    found = {(row.config.id, row.category): row for row in categories.rows}
     rows, values = [], list[list[Any]]()
     for config in configs.values():
-        found = [speedups.get((config.id, name)) for name in names]
-        cells = ("–" if speedup is None else _ratio_text(speedup) for speedup in found)
-        rows.append([one_line(config.label), *cells])
-        values.append([config.label, *((speedup or NO_FIGURE).value for speedup in found)])
+        overall = summary.row(config.id)
+        of_each = [found.get((config.id, name)) for name in names]
+        cells = ["–" if each is None else _cell_text(each.speedup, each.tokens_per_step) for each in of_each]
+        rows.append(
+            [one_line(config.label), *cells, _cell_text(overall.speedup, overall.tokens_per_step.value)]
+        )
+        ratios = [math.nan if each is None else each.speedup.value for each in of_each]
+        values.append([config.label, *ratios, overall.speedup.value])
     said = [
-        f"Speedup over {categories.over}, geometric mean over the category's prompts, with its 95% interval."
+        f"Speedup over {categories.over}, geometric mean over the category's prompts, with its 95% interval; then"
+        " tokens per step."
     ]
-    if any(speedup.low is None for speedup in speedups.values()):
+    if any(row.speedup.low is None for row in categories.rows):
         said.append(_too_few("prompt"))
-    if any(speedup.basis == "repeats" for speedup in speedups.values()):
+    if any(row.speedup.basis == "repeats" for row in categories.rows):
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
-    return Sheet(["configuration", *map(one_line, names)], rows, values, notes=said, matrix=True)
+    headings = ["configuration", *map(one_line, names), "overall"]
+    return Sheet(headings, rows, values, notes=said, matrix=True)
+
+
+def _cell_text(speedup: Estimate, tokens_per_step: float) -> str:
+    steps = "" if math.isnan(tokens_per_step) else f"; {tokens_per_step:.2f}"
+    return _ratio_text(speedup) + steps
 
 
 def request_sheet(rows: Sequence[RequestRow]) -> Sheet:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.results.results import load_results
+from specbench.show.document import to_latex
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import to_html
@@ -13,15 +14,16 @@ from specbench.show.report.page import to_html
 __all__ = ["write_report"]
 
 
-def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Path]]:
+def write_report(folder: Path, out: Path | None = None, *, latex: bool = False) -> tuple[Report, list[Path]]:
     """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
 
     Args:
         folder: The run's folder.
         out: The folder to write to; ``None`` for the run's folder.
+        latex: Whether to write the tables to ``tables.tex`` too.
 
     Returns:
-        The report, and the paths of ``report.html`` and ``report.md``.
+        The report, and the paths of ``report.html``, ``report.md`` and ``tables.tex``.
 
     Raises:
         UsageError: There is no run, no generation of it has finished, or a file to write is a symbolic link.
@@ -29,11 +31,13 @@ def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Pa
     """
     results = load_results(folder)
     out = folder if out is None else out
-    paths = [out / "report.html", out / "report.md"]
     with file_errors(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(results, folder.resolve().name, out / "plots")
-        for path, text in zip(paths, (to_html(report), to_markdown(report)), strict=True):
-            write_text(path, text)
-    return report, paths
+        texts = {"report.html": to_html(report), "report.md": to_markdown(report)}
+        if latex:
+            texts["tables.tex"] = to_latex(report.tables)
+        for name, text in texts.items():
+            write_text(out / name, text)
+    return report, [out / name for name in texts]

@@ -21,7 +21,7 @@ from specbench.results.advice import review
 from specbench.results.heads import head_rows, training_rows
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
-from specbench.results.run import FOREIGN, Run, RunWarning
+from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
 from specbench.results.summary import Categories, Summary, baseline_name, categorize, summarize
 from specbench.show import tables
 from specbench.show.answer import Answer, find_answers
@@ -97,7 +97,7 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
     pictures, missing = _pictures(results, plots)
     sheets = {
         "Batches of requests": tables.request_sheet(request_rows(results)),
-        CATEGORIES: tables.category_sheet(categories),
+        CATEGORIES: tables.category_sheet(categories, summary),
         "Trained heads": tables.head_sheet(head_rows(results)),
         "Training": tables.training_sheet(training_rows(results)),
         "Acceptance by position": tables.position_sheet(positions(results)),
@@ -215,6 +215,7 @@ def _method(results: Results) -> list[tuple[str, str]]:
             f" ({', '.join(categories)}), {counted(configs, 'configuration')}, {counted(repeats, 'repeat')}; answers of"
             f" {length}; {'greedy' if temperatures == '0' else f'temperature {temperatures}'}.",
         ),
+        *([("Suites", " ".join(map(_suite_text, run.suites)))] if run.suites else []),
         *(_method_of_batches(done) if side_by_side else ()),
         *(_method_of_contexts(run, done) if done["context"].notna().any() else ()),
         (
@@ -247,6 +248,13 @@ def _method(results: Results) -> list[tuple[str, str]]:
         *([_ACCEPTANCE_OF_SERVERS] if servers else _ACCEPTANCE),
         ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
     ]
+
+
+def _suite_text(suite: StoredSuite) -> str:
+    name, source, terms = (
+        one_line(each or "not known") for each in (suite.name, suite.source, suite.license)
+    )
+    return f"{name}: {suite.prompts} prompts, {source}, sha256 {one_line(suite.sha256)}, license {terms}."
 
 
 _METHOD_OF_TUNING = (

@@ -211,7 +211,7 @@ def _mark_verdicts(table: _Table, categories: Categories) -> None:
     names = list(dict.fromkeys(row.category for row in categories.rows))
     verdicts = {(row.config.id, row.category): row.verdict for row in categories.rows}
     for config, row in zip(configs, table.rows, strict=True):
-        for category, cell in zip(names, row.cells, strict=True):
+        for category, cell in zip(names, row.cells, strict=False):  # the last is over all categories
             verdict = verdicts.get((config, category))
             if verdict in ("faster", "slower"):
                 cell.kind, cell.sign = verdict, "▲" if verdict == "faster" else "▼"

@@ -1,0 +1,173 @@
+"""Public benchmarks by name: files of prompts that are fetched once, kept in the cache, and known by their sha256."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import constants
+
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import file_errors, sha256, write_bytes
+from specbench.base.progress import Progress, announce
+from specbench.bench.prompts import Prompt, interleave, load_prompts, of_categories, shuffled
+from specbench.models.cache import SUITES_FOLDER, cache_folder
+from specbench.results.run import StoredSuite
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A public benchmark.
+
+    Attributes:
+        url, sha256, size: Where its file is, at a fixed commit, and what it has to be; size in bytes.
+        license: License of the repository that the file is in; the texts can come from other collections.
+        tasks: Categories that its authors report as one task, with the task's name; others are tasks themselves.
+    """
+
+    url: str
+    sha256: str
+    size: int
+    license: str
+    tasks: Mapping[str, str] = field(default_factory=dict)
+
+
+_SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
+_DEEP_SPEC = "https://raw.githubusercontent.com/deepseek-ai/DeepSpec/afdfa7c9382a3341a3e6f17756dd816da79f132c"
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+def _deep_spec(name: str, digest: str, size: int) -> Suite:
+    return Suite(f"{_DEEP_SPEC}/eval_datasets/{name}.jsonl", digest, size, "MIT")
+
+
+SUITES = {
+    "spec-bench": Suite(
+        f"{_SPEC_BENCH}/data/spec_bench/question.jsonl",
+        "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
+        698_768,
+        "Apache-2.0",
+        dict.fromkeys(_MT_BENCH, "multi-turn conversation"),
+    ),
+    "mt-bench": _deep_spec(
+        "mt-bench", "df05defbcea350dff39f7d2996a7cba8a029e6e06069dfcdab11ceb998d743b0", 34_145
+    ),
+    "gsm8k": _deep_spec("gsm8k", "63330a20a17f416fdfca978ebcd5124f8da5546affb3a079b65a6e8daf42b41f", 433_964),
+    "math500": _deep_spec(
+        "math500", "4f530d9d3126dca41c12a96e78ec0dd460b7202052ba86101c4da159cea33aac", 145_398
+    ),
+    "humaneval": _deep_spec(
+        "humaneval", "7aaed6a3987007ecee4851ee4572fde214aa2a36ae83fa21be9c5f443aa71675", 96_481
+    ),
+    "mbpp": _deep_spec("mbpp", "019b981f7122e39ce58866cf93f4206511c72532cb537bbaf298753a0f128ba7", 26_472),
+    "livecodebench": _deep_spec(
+        "livecodebench", "40ed536492f331ac27b3b68506072366ca1d3a304b92c31d822574e778c87318", 2_030_097
+    ),
+    "swe-bench": _deep_spec(
+        "swe-bench", "fb8f2e01529b5093b193797e449522a0fd6d51f61be0885a30a622fb23564ba8", 547_570
+    ),
+    "arena-hard-v2": _deep_spec(
+        "arena-hard-v2", "e5fcce94ffb1a2ef2082b5c63ac36608f2b7faf00da13ecb94ce2adc649b7b91", 889_736
+    ),
+    "lbpp": _deep_spec("lbpp", "0b973ef7ec26993896884a2cbfde640706390261778b4dc7a221ccb95b539ae2", 95_118),
+    "aime25": _deep_spec(
+        "aime25", "b8835996839caa1d982c5bb9ecaeca636424f0b8ed9f33a40b084feb1c1766d0", 18_982
+    ),
+}
+"""Public benchmarks by name."""
+
+
+def load_suites(
+    names: Sequence[str],
+    categories: Sequence[str] = (),
+    limit: int | None = None,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[list[Prompt], list[StoredSuite]]:
+    """Return the prompts of public benchmarks, and what is known of their files.
+
+    Args:
+        names: Names of ``SUITES``, or files in a format that ``load_prompts`` reads. A file with the sha256 of a suite
+            is that suite.
+        categories: Categories to return; empty for all.
+        limit: Number of prompts: as many of each task, drawn at random by ``seed``, so that a smaller limit gives a
+            part of a larger one. ``None`` returns all, in their order.
+        seed: Seed of the draw.
+        progress: What to tell about a download.
+
+    Raises:
+        UsageError: A file breaks the format; see ``load_prompts``.
+        RunError: A suite cannot be fetched, or is not the one that is known by this name.
+    """
+    known = {suite.sha256: name for name, suite in SUITES.items()}
+    prompts, stored, tasks = list[Prompt](), list[StoredSuite](), dict[str, str]()
+    for given in dict.fromkeys(names):
+        path = _fetched(given, progress) if given in SUITES else Path(given)
+        if given not in SUITES and given == path.name and not path.suffix and not path.exists():
+            raise UsageError(
+                f"There is no suite {given!r}.",
+                f"The suites are {', '.join(SUITES)}; a file is named by its path.",
+            )
+        found = load_prompts([path])
+        digest = sha256(path)
+        suite = SUITES.get(known.get(digest, ""))
+        stored.append(
+            StoredSuite(
+                name=known.get(digest, path.stem),
+                source=path.name if suite is None else suite.url,
+                sha256=digest,
+                license=None if suite is None else suite.license,
+                prompts=len(found),
+                tasks={} if suite is None else dict(suite.tasks),
+            )
+        )
+        tasks |= stored[-1].tasks
+        prompts += found
+    prompts = of_categories(prompts, categories)
+    if limit is not None:
+        prompts = interleave(
+            interleave(shuffled(prompts, seed)),
+            limit,
+            lambda prompt: tasks.get(prompt.category, prompt.category),
+        )
+    return prompts, stored
+
+
+def _fetched(name: str, progress: Progress | None) -> Path:
+    """Return the file of a suite in the cache, which is fetched first if it is not there or is damaged."""
+    suite = SUITES[name]
+    path = cache_folder() / SUITES_FOLDER / f"{name}.jsonl"
+    if path.is_file() and sha256(path) == suite.sha256:
+        return path
+    elsewhere = f"Download {suite.url}, and give the file: --suite {name}.jsonl."
+    if constants.HF_HUB_OFFLINE:
+        raise RunError(
+            f"The suite {name} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it.", elsewhere
+        )
+    announce(progress, f"fetching {name} ({suite.license})")
+    data = bytearray()
+    try:
+        with httpx2.stream("GET", suite.url, timeout=_TIMEOUT_S, follow_redirects=True) as response:
+            response.raise_for_status()
+            for piece in response.iter_bytes():
+                data += piece
+                if len(data) > suite.size:
+                    break
+    except httpx2.HTTPError as error:
+        raise RunError(
+            f"The suite {name} could not be fetched ({type(error).__name__}).", elsewhere
+        ) from None
+    if hashlib.sha256(data).hexdigest() != suite.sha256:
+        raise RunError(
+            f"What was fetched for the suite {name} has another sha256 than it should have.", elsewhere
+        )
+    with file_errors(f"The suite {name} cannot be kept in {str(path.parent)!r}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, bytes(data))
+    return path

@@ -1,0 +1,163 @@
+"""Public benchmarks: what is fetched, which prompts are drawn, and how tasks are reported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from huggingface_hub import constants
+from stored_runs import Drafter, write_run
+
+from specbench.base.errors import RunError, UsageError
+from specbench.bench import suites
+from specbench.results.results import load_results
+from specbench.results.run import StoredSuite
+from specbench.results.store import read_run
+from specbench.results.summary import categorize, summarize
+from specbench.show import tables
+
+MT_BENCH = dict.fromkeys(("writing", "math"), "multi-turn conversation")
+
+
+def as_file(*categories: str, each: int = 20) -> bytes:
+    lines = [
+        {"question_id": i, "category": name, "turns": [f"{name} {i}"]}
+        for i, name in enumerate(categories * each)
+    ]
+    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """A suite with two tasks of three categories; what its address answers can be changed, and requests are counted."""
+    content = as_file("writing", "math", "qa")
+    answers: dict[str, Any] = {"content": content, "status": 200, "requests": 0}
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        answers["requests"] += 1
+        return httpx2.Response(answers["status"], content=answers["content"])
+
+    def stream(method: str, url: str, **_: Any) -> Any:
+        return httpx2.Client(transport=httpx2.MockTransport(answer)).stream(method, url)
+
+    digest = hashlib.sha256(content).hexdigest()
+    monkeypatch.setitem(
+        suites.SUITES,
+        "two-tasks",
+        suites.Suite("https://host/two.jsonl", digest, len(content), "MIT", MT_BENCH),
+    )
+    monkeypatch.setattr(suites.httpx2, "stream", stream)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    return answers
+
+
+def test_a_suite_is_fetched_once_and_again_if_it_is_damaged(served, tmp_path):
+    prompts, (stored,) = suites.load_suites(["two-tasks"])
+    assert len(prompts) == 60
+    assert (stored.name, stored.license, stored.prompts, stored.tasks) == ("two-tasks", "MIT", 60, MT_BENCH)
+    suites.load_suites(["two-tasks"])
+    assert served["requests"] == 1
+    (tmp_path / "cache/suites/two-tasks.jsonl").write_bytes(b"damaged")
+    assert suites.load_suites(["two-tasks"])[0] == prompts
+    assert served["requests"] == 2
+
+
+@pytest.mark.parametrize("content", [b"{}", as_file("writing", "math", "qa", each=21)])
+def test_what_is_not_the_suite_is_not_kept(served, tmp_path, content):
+    served["content"] = content
+    with pytest.raises(RunError, match="another sha256 than it should have"):
+        suites.load_suites(["two-tasks"])
+    assert not list((tmp_path / "cache").glob("suites/*"))
+
+
+def test_without_a_network_the_address_is_named(served, monkeypatch):
+    served["status"] = 503
+    with pytest.raises(RunError, match="could not be fetched"):
+        suites.load_suites(["two-tasks"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RunError) as caught:
+        suites.load_suites(["two-tasks"])
+    assert caught.value.hint == "Download https://host/two.jsonl, and give the file: --suite two-tasks.jsonl."
+
+
+def test_a_downloaded_file_is_known_by_its_sha256(served, tmp_path):
+    path = tmp_path / "downloaded.jsonl"
+    path.write_bytes(served["content"])
+    assert suites.load_suites([str(path)])[1][0].name == "two-tasks"
+    path.write_bytes(as_file("writing", each=2))
+    (stored,) = suites.load_suites([str(path)])[1]
+    assert stored == StoredSuite(
+        name="downloaded", source=path.name, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), prompts=2
+    )
+    assert served["requests"] == 0
+
+
+def test_a_limit_draws_as_many_of_each_task(served):
+    def drawn(limit: int, seed: int = 0) -> list[str]:
+        return [prompt.id for prompt in suites.load_suites(["two-tasks"], limit=limit, seed=seed)[0]]
+
+    prompts, _ = suites.load_suites(["two-tasks"], limit=20)
+    assert Counter(prompt.category for prompt in prompts) == {"writing": 5, "math": 5, "qa": 10}
+    assert drawn(8) == drawn(20)[:8]
+    assert drawn(20) != drawn(20, seed=1)
+    assert [int(name) for name in drawn(20)] != sorted(map(int, drawn(20)))
+
+
+def test_unknown_names_and_two_sources_are_refused(tmp_path, cli):
+    with pytest.raises(UsageError, match="There is no suite 'spec'"):
+        suites.load_suites(["spec"])
+    with pytest.raises(UsageError, match="There is no prompt file"):
+        suites.load_suites([str(tmp_path / "none.jsonl")])
+    cli("sweep", "--suite", "spec-bench", "--prompts", "chat").refused(
+        2, "both name prompts", "Leave one of them out"
+    )
+
+
+def test_a_sweep_keeps_what_is_known_of_a_suite(served, cli, tmp_path, models):
+    out = tmp_path / "run"
+    sweep = ["sweep", "--target", models / "target", "--dtype", "float32", "--drafter", "lookup"]
+    sweep += ["--gamma", 2, "--draft-policy", "fixed"]
+    found = cli(*sweep, "--suite", "two-tasks", "--limit", 4, "-n", 4, "--repeats", 1, "--out", out)
+    assert found.code == 0, found.err
+    run = read_run(out)
+    assert [suite.name for suite in run.suites] == ["two-tasks"]
+    assert Counter(prompt.category for prompt in run.prompts) == {"qa": 2, "writing": 1, "math": 1}
+    cli("report", out, "--latex")
+    page = (out / "report.md").read_text(encoding="utf-8")
+    assert "| configuration | multi-turn conversation | qa | overall |" in page or (
+        "| configuration | qa | multi-turn conversation | overall |" in page
+    )
+    assert (
+        f"two-tasks: 60 prompts, https://host/two.jsonl, sha256 {run.suites[0].sha256}, license MIT." in page
+    )
+    latex = (out / "tables.tex").read_text(encoding="utf-8")
+    assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") > 1
+    assert "γ" not in latex
+
+
+def test_a_task_is_the_mean_over_the_prompts_of_its_categories(tmp_path):
+    categories = ("writing", "math", "qa")
+    write_run(tmp_path / "run", drafters=(Drafter("lookup", 0.6, 0.01),), gammas=(2,), categories=categories)
+    results = load_results(tmp_path / "run")
+    apart = {row.category: row for row in categorize(results).rows}
+    suite = StoredSuite(name="s", source="s", sha256="0", prompts=9, tasks=MT_BENCH)
+    results = replace(results, run=msgspec.structs.replace(results.run, suites=[suite]))
+    together = {row.category: row for row in categorize(results).rows}
+    assert together.keys() == {"multi-turn conversation", "qa"}
+    parts = [apart[name] for name in MT_BENCH]
+    both = together["multi-turn conversation"]
+    assert both.prompts == sum(part.prompts for part in parts)
+    assert both.speedup.value == pytest.approx((parts[0].speedup.value * parts[1].speedup.value) ** 0.5)
+    assert both.tokens_per_step > 1
+    summary = summarize(results)
+    sheet = tables.category_sheet(categorize(results), summary)
+    (row,) = sheet.rows
+    assert sheet.headings == ["configuration", "multi-turn conversation", "qa", "overall"]
+    assert row[-1].endswith(f"; {summary.row('lookup-g2').tokens_per_step.value:.2f}")
