@@ -66,6 +66,11 @@ class ModelDrafter(Drafter):
         return self.scorer.epoch
 
     @property
+    def context_limit(self) -> int | None:
+        """The longest context after which it can draft, in tokens; ``None`` without a limit."""
+        return self.scorer.context_limit
+
+    @property
     def takes_trees(self) -> bool:
         return self.scorer.reads_trees
 
@@ -156,7 +161,8 @@ class ModelDrafter(Drafter):
         place = {-1: -1} | {node: i for i, node in enumerate(self._read_nodes)}
         tokens = [tree.tokens[node] for node in self._read_nodes]
         parents = [place[tree.parents[node]] for node in self._read_nodes]
-        return (yield ForwardRequest(self.scorer, context, tokens, parents, rows=rows)).logits
+        own = self._own_context(context)
+        return (yield ForwardRequest(self.scorer, own, tokens, parents, rows=rows)).logits
 
     def _distributions_after(
         self,
@@ -279,12 +285,21 @@ class ModelDrafter(Drafter):
 
     def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> ForwardRequest:
         """Return the forward request for the distribution after these tokens."""
-        return ForwardRequest(self.scorer, context, drafted, rows=1)
+        return ForwardRequest(self.scorer, self._own_context(context), drafted, rows=1)
+
+    def _own_context(self, context: Sequence[int]) -> Sequence[int]:
+        """Return what the model reads of a context."""
+        return context
+
+    def _own_length(self, length: int) -> int:
+        """Return how much it has read of a context of ``length`` tokens, if it has read all that it reads of it."""
+        return length
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         """Return whether the model can draft a token after ``context + drafted``."""
+        context = self._own_context(context)
         fresh = (*context[self.scorer.cached_len :], *drafted)
-        limit = self.scorer.context_limit
+        limit = self.context_limit
         # A padding id of the target's wider vocabulary has no embedding here.
         known = all(token < self.scorer.embeddings for token in fresh)
         return known and (limit is None or len(context) + len(drafted) <= limit)
@@ -293,7 +308,7 @@ class ModelDrafter(Drafter):
         """Return how many tokens the model can draft after the context; 0 or less for none."""
         if not self.can_read(context, ()):
             return 0
-        limit = self.scorer.context_limit
+        limit = self.context_limit
         # The last draft token is never fed, so one more fits.
         return sys.maxsize if limit is None else limit - self._length(context) + 1
 
@@ -307,7 +322,7 @@ class ModelDrafter(Drafter):
             place = {node: i for i, node in enumerate(self._read_nodes)}
             read = [place.get(node, len(place)) for node in path]
             path = read[: read.index(len(place)) + 1] if len(place) in read else read
-        self.scorer.rollback(len(outcome.context) - 1, path)
+        self.scorer.rollback(self._own_length(len(outcome.context)) - 1, path)
 
 
 class SelfDrafter(ModelDrafter):

@@ -26,5 +26,5 @@ def models_of(drafter: Drafter) -> list[ModelDrafter]:
 
 def context_limit(drafter: Drafter) -> int | None:
     """Return the longest context that all models of a drafter take; ``None`` without a limit."""
-    limits = (model.scorer.context_limit for model in models_of(drafter))
+    limits = (model.context_limit for model in models_of(drafter))
     return min((limit for limit in limits if limit is not None), default=None)

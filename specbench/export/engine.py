@@ -203,6 +203,8 @@ class ExportEngine(ABC):
         if isinstance(model, SmallModel):
             if model.vocab is not None:
                 yield f"vocab={model.vocab}: the drafter computes logits for its whole vocabulary."
+            if model.window is not None:
+                yield f"window={model.window}: the drafter reads the whole context."
             if setting.head is None and setting.drafter_dtype in ("int8", "int4", None):
                 dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
                 yield (

@@ -37,6 +37,7 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation
+from specbench.drafters.window import SINKS, WindowDrafter
 from specbench.models.block_files import BLOCK_KINDS
 from specbench.models.calibrations import COUNTS, FORMS, calibrated_form, not_counted
 from specbench.models.checkpoints import text_config
@@ -60,6 +61,7 @@ from specbench.specs.drafters import (
     parse_drafter,
 )
 from specbench.specs.models import ModelSpec
+from specbench.specs.notation import add_option
 
 # -- checks before weights are loaded --------------------------------------------------------------
 
@@ -83,6 +85,11 @@ def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None)
     elif (head := find_head(form.model, progress)) is not None:
         if form.vocab is not None:
             raise UsageError(f"The head {head.name} has a vocabulary of its own.", "Leave vocab out.")
+        if form.window is not None:
+            raise UsageError(
+                f"The head {head.name} reads the target's hidden states of the whole context.",
+                "Leave window out.",
+            )
         head.check(load_config(target, progress=progress), target.name)
     if form.vocab is not None and not COUNTS.names():
         raise UsageError(not_counted(target.name), COUNTS.hint)
@@ -221,6 +228,7 @@ class DrafterLoader:
             cache=self._cache,
             int8=self._options.dtype == "auto",
             vocab=spec.vocab,
+            window=spec.window,
             progress=self._progress,
         )
 
@@ -268,6 +276,7 @@ def wrap_drafter(
     cache: CacheKind = "dynamic",
     int8: bool = False,
     vocab: int | None = None,
+    window: int | None = None,
     progress: Progress | None = None,
 ) -> ModelDrafter:
     """Make a drafter of a loaded model; its linear layers are quantized or packed in place.
@@ -280,6 +289,7 @@ def wrap_drafter(
         cache: The kind of the drafter's own KV cache.
         int8: Whether to quantize if the model is on a CPU. (A model loaded with the dtype "int8" or "int4" always is.)
         vocab: Number of tokens that it can draft: the target's most frequent ones; ``None`` for all.
+        window: See ``WindowDrafter``; ``None`` reads the whole context.
         progress: Receives the stages.
 
     Raises:
@@ -291,6 +301,8 @@ def wrap_drafter(
         'smollm2-135m (int8)'
     """
     translation = translation_of(target.language_model, language_model)
+    if window is not None:
+        _check_window(language_model, window, translation)
     model = language_model.model
     fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
@@ -307,7 +319,8 @@ def wrap_drafter(
     else:
         announce(progress, f"packing {language_model.name}")
         pack_linears(model)
-    announce(progress, f"testing forward passes of {language_model.name}")
+    name = language_model.name
+    announce(progress, f"testing forward passes of {name}")
     scorer = Scorer(
         model,
         cache,
@@ -316,11 +329,30 @@ def wrap_drafter(
         output_device=target.scorer.device,
         places=None if draftable is None else torch.tensor(draftable),
     )
-    name = language_model.name if vocab is None else f"{language_model.name}:vocab={vocab}"
+    for option, value in (("vocab", vocab), ("window", window)):
+        name = name if value is None else add_option(name, f"{option}={value}")
     name = f"{name} ({dtype})"
+    if window is not None:
+        return WindowDrafter(scorer, name, window)
     return (
         ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
     )
+
+
+def _check_window(language_model: LanguageModel, window: int, translation: Translation | None) -> None:
+    """Refuse a window with another tokenizer, or one that the model cannot read."""
+    if translation is not None:
+        raise UsageError(
+            f"{language_model.name} has another tokenizer than the target, so its context cannot be cut.",
+            "Leave window out.",
+        )
+    limit = language_model.context_limit
+    longest = SINKS + window + window // 2
+    if limit is not None and longest > limit:
+        raise UsageError(
+            f"A window of {window:,} reads up to {longest:,} tokens, but {language_model.name} takes {limit:,}.",
+            f"Give window={(limit - SINKS) * 2 // 3} or less.",
+        )
 
 
 def _draftable(

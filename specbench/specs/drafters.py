@@ -328,6 +328,7 @@ class SmallModel(DrafterSpec):
 
     Attributes:
         vocab: Number of tokens that it can draft: the target's most frequent ones; ``None`` for all.
+        window: Number of the last tokens of the context that it reads at least, after the first ones; ``None`` for all.
     """
 
     word = "MODEL"
@@ -346,10 +347,22 @@ class SmallModel(DrafterSpec):
         "draft the N tokens that the target writes most often (`specbench calibrate --vocab`)",
         least=1,
     )
+    window: int | None = option(
+        None,
+        "window=TOKENS",
+        "read only the first tokens of the context and the last TOKENS: cheaper in long contexts",
+        least=16,
+    )
 
     def __str__(self) -> str:
-        name = self.model.name
-        return name if self.vocab is None else add_option(name, f"vocab={self.vocab}")
+        return self.named(self.model.name)
+
+    def named(self, name: str) -> str:
+        """Return a name of the model with the options after it."""
+        for each in SmallModel.options():
+            if (value := getattr(self, each.name)) is not None:
+                name = add_option(name, each.write(value))
+        return name
 
     @property
     def model_spec(self) -> ModelSpec:
