@@ -16,6 +16,7 @@ import aa
 import aa_servers
 import batch
 import crowd
+import gpu
 import many
 import overhead
 import parts
@@ -49,6 +50,43 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The line of JSON that a benchmark ends with."""
     result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return result
+
+
+# --- A GPU, dry -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pair", "compiled"),
+    [("1.5b+0.5b", False), ("7b+head", False), pytest.param("1.5b+0.5b", True, marks=pytest.mark.slow)],
+)
+def test_every_side_of_the_gpu_benchmark_runs_on_a_cpu(pair, compiled, tmp_path, capsys, monkeypatch):
+    """``compiled``: what ``torch.compile`` captures is run as it is."""
+    monkeypatch.setattr(gpu, "BATCHES", (3,))
+    if compiled:
+        monkeypatch.setitem(gpu.COMPILERS, "cpu", "eager")
+    sizes = ["--tokens", "24", "--prompt-tokens", "8", "--rounds", "1", "--out", str(tmp_path / "gpu.json")]
+    assert gpu.main(["--device", "cpu", "--tiny", "--pair", pair, *sizes]) == 0
+    found = last_json(capsys)
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == found
+    assert found["skipped"] == {pair: [] if compiled else ["compiled passes (a CPU has native ones instead)"]}
+    steps = {row["side"]: row["tokens_per_step"] for row in found["sides"]}
+    caches = [f"{kind}, {cache} cache" for kind in ("plain", "γ=4") for cache in gpu.CACHES[: 2 + compiled]]
+    assert steps.keys() == {
+        "transformers generate, dynamic cache", "transformers generate, static cache", *caches,
+        "plain, batch 3", "γ=4, batch 3",
+    }  # fmt: skip
+    for side, each in steps.items():
+        assert each == (pytest.approx(steps["γ=4, dynamic cache"]) if side.startswith("γ") else 1.0)
+    assert steps["γ=4, dynamic cache"] > 2
+    assert set(found["ratios"][pair]) >= {"best plain / best generate", "γ=4, static cache / plain"}
+
+
+def test_the_gpu_benchmark_names_what_it_has_no_time_for(capsys):
+    assert gpu.main(["--device", "cpu", "--tiny", "--pair", "7b+head", "--minutes", "0"]) == 0
+    assert "plain, static cache (no time left)" in last_json(capsys)["skipped"]["7b+head"]
+    if not torch.cuda.is_available():
+        assert gpu.main([]) == 1
+        assert "no GPU that torch sees" in capsys.readouterr().err
 
 
 # --- Passes ---------------------------------------------------------------------------------------

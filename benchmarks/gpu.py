@@ -1,0 +1,382 @@
+"""Speed on one GPU at the sizes of real models, with random weights and acceptance by a script.
+
+    python benchmarks/gpu.py --out gpu.json            # on one card of the class of an H100: below ten minutes
+    python benchmarks/gpu.py --device cpu --tiny       # what a machine without a GPU can try: every side, tiny sizes
+
+Pairs: a target of 1.5 billion parameters with a drafter of 0.5 billion (the shapes of Qwen2.5), and one of 7 billion
+with an EAGLE-3 head. Random models have no text to agree on, so a script decides: it raises the logit of the next token
+of a fixed sequence in the target's passes, and in the drafter's that of the same token 3 times out of 4, else of
+another one. Passes, verification and roll-back are those of a real decoding; only acceptance is given.
+
+Sides, which decode the same prompts in turn: `generate` of `transformers` with its dynamic cache, and with its static
+cache, which it compiles; plain and speculative decoding (chains of 4) with each kind of cache of specbench: dynamic,
+static (replayed as CUDA graphs) and compiled; batches of 8 and 32 requests, plain and speculative. Tokens per second
+leave out the first token, those of batches include the prompts. Prints a table and one line of JSON. The first
+round of each side, in which graphs are captured and forwards compiled, is reported apart and not counted. Parts that
+`--minutes` leaves no time for are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import parts  # noqa: F401 - before torch
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from specbench.backends.torch.batch import BatchedModel
+from specbench.backends.torch.graph_forward import COMPILERS
+from specbench.backends.torch.head_scorers import HeadBatch
+from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import SpecbenchError
+from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest
+from specbench.generate import GenerationRun
+from specbench.generate_many import speculative_generate_many
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.load import wrap_model
+from specbench.models.target import Target, wrap_target
+from specbench.options import CacheKind
+from specbench.policies import FixedLength
+
+GAMMA, RIGHT = 4, 0.75
+PROMPTS, BATCHES = 3, (8, 32)
+CACHES: tuple[CacheKind, ...] = ("dynamic", "static", "compiled")
+RAISED = 1e4
+"""Far above any logit of a random model, and exact in bfloat16's range."""
+
+_QWEN = {"rope_theta": 1_000_000.0, "max_position_embeddings": 32_768}
+SIZES: dict[str, dict[str, Any]] = {
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False, **_QWEN,
+    },
+    "1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True, **_QWEN,
+    },
+    "0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True, **_QWEN,
+    },
+    "tiny": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True, "max_position_embeddings": 1024,
+    },
+}  # fmt: skip
+PAIRS = {"1.5b+0.5b": ("1.5b", "0.5b"), "7b+head": ("7b", "head")}
+DRAFTED = 32_000
+"""Tokens that a head drafts; the script's tokens are among them."""
+
+
+def random_model(
+    size: Mapping[str, Any], device: str, dtype: torch.dtype, seed: int
+) -> transformers.PreTrainedModel:
+    torch.manual_seed(seed)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**size))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    found: transformers.PreTrainedModel = model.eval().requires_grad_(False)
+    return found
+
+
+def write_random_head(folder: Path, size: Mapping[str, Any], dtype: torch.dtype) -> Path:
+    """Write an EAGLE-3 head for a target of this size, with random weights."""
+    width, inner = size["hidden_size"], size["intermediate_size"]
+    each, shared = width // size["num_attention_heads"], size["num_key_value_heads"]
+    drafted = min(DRAFTED, size["vocab_size"])
+    generator = torch.Generator().manual_seed(2)
+    shapes = {
+        "fc": (width, 3 * width), "lm_head": (drafted, width), "midlayer.self_attn.q_proj": (width, 2 * width),
+        "midlayer.self_attn.k_proj": (shared * each, 2 * width),
+        "midlayer.self_attn.v_proj": (shared * each, 2 * width),
+        "midlayer.self_attn.o_proj": (width, width), "midlayer.mlp.gate_proj": (inner, width),
+        "midlayer.mlp.up_proj": (inner, width), "midlayer.mlp.down_proj": (width, inner),
+    }  # fmt: skip
+    tensors = {
+        f"{name}.weight": 0.02 * torch.randn(shape, generator=generator, dtype=dtype)
+        for name, shape in shapes.items()
+    }
+    norms = ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm")
+    tensors |= {f"{name}.weight": torch.ones(width, dtype=dtype) for name in norms}
+    tensors["d2t"] = torch.zeros(drafted, dtype=torch.int64)  # it drafts the first tokens
+    tensors["t2d"] = torch.arange(size["vocab_size"]) < drafted
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": drafted,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "head_dim": each, **size, "num_hidden_layers": 1,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+class Script:
+    """The tokens of all outputs, by place in the context, and what the drafter guesses.
+
+    Args:
+        places: How many there are.
+        tokens: Tokens to choose from.
+        device: Where the logits are.
+    """
+
+    def __init__(self, places: int, tokens: int, device: str) -> None:
+        choice = Random(1)
+        said = [choice.randrange(1, tokens) for _ in range(places)]
+        guessed = [token if choice.random() < RIGHT else token % (tokens - 1) + 1 for token in said]
+        self.said = torch.tensor(said, device=device)
+        self.guessed = torch.tensor(guessed, device=device)
+
+    @contextmanager
+    def played(self, target: Target) -> Iterator[None]:
+        """Have it decide the passes of a target, and of all its drafters."""
+        model = target.language_model.model
+
+        def raised(
+            requests: Sequence[ForwardRequest], outputs: Sequence[ForwardOutput]
+        ) -> list[ForwardOutput]:
+            for request, output in zip(requests, outputs, strict=True):
+                rows = len(output.logits)
+                first = len(request.context) + len(request.tokens) + 1 - rows
+                wanted = self.said if getattr(request.scorer, "model", None) is model else self.guessed
+                tokens = wanted[first : first + rows].to(output.logits.device)
+                output.logits[torch.arange(rows, device=tokens.device), tokens] = RAISED
+            return [*outputs]
+
+        single, batched, heads = Scorer.score, BatchedModel.score, HeadBatch.score
+
+        def score(self: Scorer, request: ForwardRequest) -> ForwardOutput:
+            output = single(self, request)
+            return output if self.batch is not None else raised([request], [output])[0]
+
+        Scorer.score = score  # type: ignore[method-assign]
+        BatchedModel.score = lambda self, requests: raised(requests, batched(self, requests))  # type: ignore[method-assign]
+        HeadBatch.score = lambda self, requests: raised(requests, heads(self, requests))  # type: ignore[method-assign]
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            Scorer.score, BatchedModel.score, HeadBatch.score = single, batched, heads  # type: ignore[method-assign]
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def decode(
+    target: Target, drafter: Drafter | None, prompt: Sequence[int], tokens: int
+) -> tuple[float, float]:
+    """Return tokens per second after the first one, and tokens per step."""
+    policy = None if drafter is None else FixedLength(GAMMA)
+    run = GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=tokens, ignore_eos=True)
+    first, steps = 0.0, -1
+    for _ in run:
+        first, steps = first or time.perf_counter(), steps + 1
+    took = time.perf_counter() - first
+    made = len(run.result().token_ids) - 1
+    return made / took, made / steps
+
+
+def decode_many(
+    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], tokens: int
+) -> tuple[float, float]:
+    """Return tokens per second of all requests together, and tokens per step."""
+    began = time.perf_counter()
+    runs = speculative_generate_many(
+        prompts, target, drafter, gamma=None if drafter is None else GAMMA, max_batch=len(prompts),
+        max_new_tokens=tokens, ignore_eos=True,
+    )  # fmt: skip
+    results = list(runs.results())
+    took = time.perf_counter() - began
+    made = steps = 0
+    for each in results:
+        if isinstance(each, Exception):
+            raise each
+        made, steps = made + len(each.token_ids), steps + len(each.steps)
+    return made / took, (made - len(results)) / steps
+
+
+def generate(model: Any, prompt: Sequence[int], tokens: int, cache: str | None) -> tuple[float, float]:
+    """Return tokens per second of ``generate`` after the first one, and tokens per step."""
+    ids = torch.tensor([prompt], device=model.device)
+    times: list[float] = []
+
+    class Clock(transformers.StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            synchronize(str(model.device))
+            times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+        cache_implementation=cache, stopping_criteria=transformers.StoppingCriteriaList([Clock()]),
+    )  # fmt: skip
+    return (tokens - 1) / (times[-1] - times[0]), 1.0
+
+
+class Bench:
+    """The sides of one pair.
+
+    Args:
+        name: One of ``PAIRS``.
+        given: The command line.
+        end: When to stop, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(self, name: str, given: argparse.Namespace, end: float) -> None:
+        self.name, self.given, self.end = name, given, end
+        self.device, self.dtype = given.device, torch.bfloat16 if given.device != "cpu" else torch.float32
+        self.rows: list[dict[str, Any]] = []
+        self.skipped: list[str] = []
+        choice = Random(0)
+        large, small = PAIRS[name]
+        self.size = SIZES["tiny" if given.tiny else large]
+        self.small = None if small == "head" else SIZES["tiny" if given.tiny else small]
+        tokens = min(DRAFTED, self.size["vocab_size"])
+        self.prompts = [
+            [choice.randrange(1, tokens) for _ in range(given.prompt_tokens)] for _ in range(max(BATCHES))
+        ]
+        self.script = Script(given.prompt_tokens + given.tokens + 4 * GAMMA, tokens, self.device)
+
+    def model(self, size: Mapping[str, Any], seed: int) -> transformers.PreTrainedModel:
+        return random_model(size, self.device, self.dtype, seed)
+
+    def drafter(self, target: Target, cache: CacheKind) -> Drafter:
+        if self.small is not None:
+            return wrap_drafter(wrap_model(self.model(self.small, 1), None, "drafter"), target, cache=cache)
+        with tempfile.TemporaryDirectory() as folder:
+            return load_drafter(str(write_random_head(Path(folder), self.size, self.dtype)), target)
+
+    def run(self) -> None:
+        """Measure all sides."""
+        model = self.model(self.size, 0)
+        for cache in (None, "static"):
+            name = f"transformers generate, {cache or 'dynamic'} cache"
+            self.measure(name, 1, partial(self.theirs, model, cache))
+        for cache in CACHES:
+            if cache == "compiled" and torch.device(self.device).type not in COMPILERS:
+                self.skipped.append("compiled passes (a CPU has native ones instead)")
+                continue
+            target = wrap_target(model, name="target", cache=cache, pack=False)
+            with self.script.played(target):
+                for kind in ("plain", f"γ={GAMMA}"):
+                    drafter = None if kind == "plain" else self.drafter(target, cache)
+                    self.measure(f"{kind}, {cache} cache", 1, partial(self.single, target, drafter))
+                    for batch in BATCHES if cache == "dynamic" else ():
+                        self.measure(f"{kind}, batch {batch}", batch, partial(self.many, target, drafter))
+
+    def theirs(self, model: Any, cache: str | None, prompts: Sequence[Sequence[int]]) -> tuple[float, float]:
+        return generate(model, prompts[0], self.given.tokens, cache)
+
+    def single(
+        self, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]]
+    ) -> tuple[float, float]:
+        return decode(target, drafter, prompts[0], self.given.tokens)
+
+    def many(
+        self, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]]
+    ) -> tuple[float, float]:
+        return decode_many(target, drafter, prompts, self.given.tokens)
+
+    def measure(
+        self, side: str, batch: int, once: Callable[[Sequence[Sequence[int]]], tuple[float, float]]
+    ) -> None:
+        """Measure a side in some rounds, after one that is not counted."""
+        if time.monotonic() > self.end:
+            self.skipped.append(f"{side} (no time left)")
+            return
+        began = time.perf_counter()
+        try:
+            once(self.prompts[:batch])
+            first_s = time.perf_counter() - began
+            taken = [once((2 * self.prompts)[i : i + batch]) for i in range(1, self.given.rounds + 1)]
+        except (SpecbenchError, RuntimeError, ValueError) as error:
+            self.skipped.append(f"{side} ({str(error).partition(chr(10))[0]})")
+            return
+        speeds = [speed for speed, _ in taken]
+        self.rows.append(
+            {
+                "pair": self.name, "side": side, "batch": batch, "first_s": round(first_s, 2),
+                "tokens_per_second": round(statistics.median(speeds), 2), "slowest": round(min(speeds), 2),
+                "fastest": round(max(speeds), 2), "tokens_per_step": round(statistics.median(t for _, t in taken), 3),
+            }
+        )  # fmt: skip
+        print(f"{self.name:12} {side:40} {self.rows[-1]['tokens_per_second']:10.1f} tokens/s", flush=True)
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return, of one pair, our best over the best ``generate``, and speculative over plain by cache and batch."""
+    speeds = {row["side"]: row["tokens_per_second"] for row in rows}
+    theirs = [speed for side, speed in speeds.items() if side.startswith("transformers")]
+    found = {}
+    for kind in ("plain", f"γ={GAMMA}"):
+        ours = [speed for side, speed in speeds.items() if side.startswith(kind) and "cache" in side]
+        if ours and theirs:
+            found[f"best {kind} / best generate"] = round(max(ours) / max(theirs), 3)
+    for side, speed in speeds.items():
+        plain = speeds.get(side.replace(f"γ={GAMMA}", "plain"))
+        if plain and side.startswith("γ"):
+            found[f"{side} / plain"] = round(speed / plain, 3)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pair", choices=[*PAIRS], nargs="+", default=[*PAIRS])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--tiny", action="store_true", help="tiny models: a dry run")
+    parser.add_argument("--out", type=Path, help="file for the result")
+    given = parser.parse_args(arguments)
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        print(
+            "This machine has no GPU that torch sees; a dry run takes --device cpu --tiny.", file=sys.stderr
+        )
+        return 1
+    transformers.logging.set_verbosity_error()
+    end = time.monotonic() + 60 * given.minutes
+    result: dict[str, Any] = {
+        "benchmark": "gpu", "devices": [torch.cuda.get_device_name(0)] if given.device != "cpu" else ["cpu"],
+        "torch": torch.__version__, "transformers": transformers.__version__, "tokens": given.tokens,
+        "prompt_tokens": given.prompt_tokens, "gamma": GAMMA, "right": RIGHT, "tiny": given.tiny,
+        "sides": [], "ratios": {}, "skipped": {},
+    }  # fmt: skip
+    for number, name in enumerate(given.pair):
+        share = (end - time.monotonic()) / (len(given.pair) - number)
+        bench = Bench(name, given, time.monotonic() + share)
+        bench.run()
+        result["sides"] += bench.rows
+        result["ratios"][name], result["skipped"][name] = ratios(bench.rows), bench.skipped
+        del bench
+        if given.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    line = json.dumps(result, ensure_ascii=False)
+    if given.out is not None:
+        given.out.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
