@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import schemas
 from test_exact import largest_gap
 from tiny import letter_tokenizer, tiny_llama, tiny_tokenizer
 
@@ -151,6 +152,119 @@ def test_a_text_that_looks_like_a_special_token_is_written_with_ordinary_ones(ta
     assert json.loads(result.text) == value
     assert not {*result.token_ids[:-1]} & {*tiny_tokenizer().all_special_ids}
     assert result.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.slow)])
+def test_outputs_of_many_schemas_are_those_of_masked_plain_decoding_and_fit(target, step):
+    """All fifty on four prompts with every drafter: a minute at most, so every twelfth otherwise."""
+    chosen = [*schemas.fifty()][::step]
+    assert not schemas.disagreements(target, 40, ("grammar", "grammar+lookup", f"grammar+{MODEL}"), chosen)
+
+
+def group(description: str, schema: Any, valid: list[Any], invalid: list[Any]) -> dict[str, Any]:
+    """A group in the form of the JSON Schema test suite."""
+    tests = [(each, True) for each in valid] + [(each, False) for each in invalid]
+    listed = [{"description": repr(data), "data": data, "valid": fits} for data, fits in tests]
+    return {"description": description, "schema": schema, "tests": listed}
+
+
+GROUPS = [
+    group("type", {"type": ["integer", "null"]}, [3, -1, 0, None], ["3", 1.5, True, [], {}]),
+    group(
+        "enum",
+        {"enum": [6, "foo", [], True, {"foo": 12}]},
+        [6, "foo", [], True, {"foo": 12}],
+        [7, "fo", {}, 0],
+    ),
+    group(
+        "const",
+        {"const": {"foo": "bar", "baz": [1, 2]}},
+        [{"foo": "bar", "baz": [1, 2]}],
+        [{"foo": "bar"}, 5, []],
+    ),
+    group(
+        "minimum and maximum",
+        {"type": "integer", "minimum": -2, "maximum": 30},
+        [-2, 30, 7, 29],
+        [-3, 31, 300, "7"],
+    ),
+    group(
+        "exclusive limits",
+        {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 3},
+        [1.5, 2, 2.99],
+        [1, 3, 0, 30],
+    ),
+    group(
+        "length", {"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc", "äöü"], ["a", "abcd", 12]
+    ),
+    group("pattern", {"type": "string", "pattern": "^a*$"}, ["", "a", "aaa"], ["abc", "b", None]),
+    group(
+        "items",
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+        [[1], [1, 2]],
+        [[], [1, 2, 3], ["1"], {}],
+    ),
+    group(
+        "properties and required",
+        {
+            "type": "object",
+            "properties": {"foo": {"type": "integer"}, "bar": {"type": "string"}},
+            "required": ["bar"],
+            "additionalProperties": False,
+        },
+        [{"foo": 1, "bar": "b"}, {"bar": ""}],
+        [{"foo": 1}, {"foo": "x", "bar": "b"}, {"bar": "b", "quux": []}, []],
+    ),
+    group(
+        "anyOf",
+        {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]},
+        [1, "a"],
+        ["ab", 1.5, None],
+    ),
+    group(
+        "references",
+        {
+            "$defs": {
+                "tree": {
+                    "type": "object",
+                    "properties": {"value": {"type": "integer"}, "left": {"$ref": "#/$defs/tree"}},
+                    "required": ["value"],
+                    "additionalProperties": False,
+                }
+            },
+            "$ref": "#/$defs/tree",
+        },
+        [{"value": 1}, {"value": 1, "left": {"value": 2, "left": {"value": 3}}}],
+        [{"left": {"value": 2}}, {"value": 1, "left": {}}, {"value": 1, "left": 3}],
+    ),
+    group(
+        "additional properties",
+        {
+            "type": "object",
+            "properties": {"a": {"type": "null"}},
+            "additionalProperties": {"type": "boolean"},
+        },
+        [{}, {"a": None}, {"a": None, "b": True}, {"c": False}],
+        [{"a": True}, {"b": 1}],
+    ),
+    group(
+        "prefix items",
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
+        [[1, "a"], [1], []],
+        [["a", 1], [1, "a", 2]],
+    ),
+    group(
+        "a false schema of a property",
+        {"type": "object", "properties": {"a": False}, "additionalProperties": True},
+        [{}, {"b": 1}],
+        [{"a": 1}],
+    ),
+]
+
+
+@pytest.mark.parametrize("each", GROUPS, ids=lambda each: each["description"])
+def test_masks_allow_what_is_valid_and_nothing_else(target, each):
+    assert not schemas.disagreements_of_group(target.language_model.formats, tiny_tokenizer(), each)
 
 
 # -- what cannot work --------------------------------------------------------------------------------
