@@ -188,6 +188,13 @@ MUTANTS = (
         ("tests/test_tools.py", "-k", "required_calls"),
     ),
     Mutant(
+        "forced tokens are stored with all accepted ones",
+        "results/lines.py:StepLists.of",
+        "step.forced_accepted",
+        "step.accepted",
+        ("tests/test_formats.py", "-k", "explained_apart"),
+    ),
+    Mutant(
         "draft policies see forced tokens",
         "decoding/records.py:Step.unforced",
         "not self.forced",

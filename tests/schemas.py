@@ -181,7 +181,9 @@ def _in_order(value: Any, schema: Any) -> Any:
     if isinstance(value, list):
         return [_in_order(each, schema.get("items")) for each in value]
     if isinstance(value, dict):
-        known = schema.get("properties", {})
+        known = dict(schema.get("properties", {}))
+        for part in schema.get("allOf", ()):
+            known |= part.get("properties", {}) if isinstance(part, dict) else {}
         names = [name for name in known if name in value] + [name for name in value if name not in known]
         return {name: _in_order(value[name], known.get(name)) for name in names}
     return value

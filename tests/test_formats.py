@@ -5,22 +5,27 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import schemas
 from test_exact import largest_gap
-from tiny import letter_tokenizer, tiny_llama, tiny_tokenizer
+from tiny import letter_tokenizer, save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import RunError, UsageError
+from specbench.bench.pairs import predict
 from specbench.check.reference import reference_output
 from specbench.decoding.formats import FormatCompiler
+from specbench.decoding.metrics import summary
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
-from specbench.generate import speculative_generate
+from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions, Format
+from specbench.results.lines import StepLists
+from specbench.results.trace import step_event
 from specbench.specs.drafters import parse_drafter
 
 table: Any = importlib.import_module("distributions")
@@ -125,6 +130,37 @@ def test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_polic
     assert len(step.unforced.drafted) == 0
     assert step.unforced.verified == step.verified
     assert set(step.origins[: step.accepted]) == {"forced"}
+
+
+def test_forced_drafted_and_corrected_tokens_are_stored_traced_and_explained_apart(target, cli, tmp_path):
+    run = GenerationRun(PROMPT, target, "grammar+lookup", json_schema=PERSON, max_new_tokens=60, trace=True)
+    for _ in run:
+        pass
+    result = run.result()
+    forced = sum(step.forced_accepted for step in result.steps)
+    stored = StepLists.of(result.steps)
+    assert sum(stored.forced) == forced > 0
+    assert sum(stored.mask_s) == pytest.approx(sum(step.times.mask_s for step in result.steps), rel=1e-3)
+    older = {
+        name: getattr(stored, name)
+        for name in StepLists.__struct_fields__
+        if name not in ("forced", "mask_s")
+    }
+    assert sum(StepLists(**older).forced) == sum(StepLists(**older).mask_s) == 0
+    explained = predict(replace(result, steps=result.steps * 4))
+    assert explained is not None
+    assert explained.forced == pytest.approx(forced / len(result.steps))
+    assert 0 < explained.masks < explained.step
+    figures = summary(result)
+    assert (figures["forced"], figures["corrected"]) == (forced, stored.closing.count("corrected"))
+    event = step_event(next(step for step in result.steps if step.forced_accepted), str)
+    assert event.forced == [*range(len(event.forced))][: len(event.forced)]
+    assert event.times.mask_s > 0
+    folder = save_tiny(tmp_path / "tiny")
+    format_ = ("--regex", "(a|b) constant.", "--drafter", "grammar")
+    said = cli("generate", "x", "--target", folder, *format_, "-n", 20, "--debug", "--raw")
+    assert "forced" in said.err
+    assert "masks" in said.err
 
 
 def test_a_rolled_back_matcher_gives_the_same_masks(target):

@@ -52,7 +52,9 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
     }  # fmt: skip
     for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
         values[f"steps_{name}"] = np.array(column, dtype=np.int32)
-    values["steps_siblings"] = np.zeros(len(columns[0]), dtype=np.int32)
+    values["steps_siblings"] = values["steps_forced"] = np.zeros(len(columns[0]), dtype=np.int32)
+    values["steps_mask_s"] = np.zeros(len(columns[0]))
+    values["steps_closing"] = [None] * len(columns[0])
     values["steps_passes"] = values["steps_nodes"] = values["steps_drafted"]
     values["steps_widths"] = values["steps_ranks"] = values["steps_parents"] = []
     values["steps_expected_acceptance"] = [list(each) for each in columns[4]]
@@ -247,6 +249,24 @@ class TestSummary:
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
+
+    def test_forced_and_corrected_tokens_and_masks_are_apart(self):
+        times = (0.1, 0.0, 1.0, 0.1, 0.0, 0.0)
+        counts = [(3, 3, 2, 3, [1.0, 1.0, 0.0]), (2, 2, 2, 3, [1.0, 1.0])]
+        mine = row("x", "a-1", drafter="grammar", steps=[(*count, times) for count in counts])
+        mine["steps_forced"], mine["steps_mask_s"] = np.array([2, 1]), np.array([0.06, 0.06])
+        mine["steps_closing"] = ["corrected", "bonus"]
+        summary = summarize(frame_of(row("plain", "a-1"), mine))
+        figures = one(summary, "x")
+        assert figures["forced_share"] == pytest.approx(3 / 6)
+        assert figures["corrected_share"] == pytest.approx(1 / 6)
+        assert figures["share_masks"] == pytest.approx(0.12 / 2.4)
+        sheet = tables.summary_sheet(summary)
+        assert [*zip(sheet.headings, sheet.rows[1], strict=True)].count(("forced", "50%")) == 1
+        assert ("masks", "5%") in zip(sheet.headings, sheet.rows[1], strict=True)
+        assert not {"forced", "masks"} & {
+            *tables.summary_sheet(summarize(frame_of(row("plain", "a-1")))).headings
+        }
 
     def test_all_nodes_of_a_tree_count_in_predictions(self):
         """Two levels and five nodes: a whole branch kept, a leaf above the deepest level kept, and a rejection."""

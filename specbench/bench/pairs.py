@@ -132,6 +132,8 @@ class Explanation:
         usual: The speedup to expect: ``tokens / step``, that is, E / (γ·c + v) with the measured costs.
         lowest: The speedup if verifying n tokens took as long as n plain steps.
         plain_s: Seconds of a plain step.
+        masks: The part of ``step`` for the masks of the output's format, in drafting and acceptance.
+        forced: The part of ``tokens`` that the format forced.
         plain_steps: Number of plain steps timed; if 0, ``plain_s`` is derived from forward passes over more tokens.
     """
 
@@ -142,6 +144,8 @@ class Explanation:
     lowest: float
     plain_s: float
     plain_steps: int
+    masks: float = 0.0
+    forced: float = 0.0
 
 
 def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> Explanation | None:
@@ -190,6 +194,8 @@ def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Exp
         tokens=tokens,
         step=drafts + others,
         drafting=drafts,
+        masks=sum(step.times.mask_s for step in steps) / unit,
+        forced=sum(step.forced_accepted for step in steps) / len(steps),
         usual=tokens / (drafts + others),
         lowest=tokens / (drafts + sum(step.verified for step in steps) / len(steps)),
         plain_s=plain_s,

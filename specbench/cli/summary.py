@@ -214,6 +214,10 @@ def _details(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         elif figures["drafter"] != "none":
             text += ", nothing drafted"
         lines.append(("steps", text))
+    if time["mask_s"]:
+        free = figures["accepted"] - figures["forced"]
+        text = f"{counted(figures['forced'], 'token')} forced, {free} of other drafts, {figures['corrected']} corrected"
+        lines.append(("format", f"{text}; masks take {time['mask_s'] / time['decode_s']:.1%} of the time"))
     lines.append(("output", f"{counted(figures['new_tokens'], 'token')}, {_ENDS[figures['finish_reason']]}"))
     model = f"{figures['target']} ({figures['dtype']}), drafter {figures['drafter']}"
     if figures["drafter"] != "none":

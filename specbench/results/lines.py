@@ -84,6 +84,12 @@ class StepLists(Record):
     passes: Annotated[
         list[Small], doc("forward passes of the drafter's model; in older lines `drafted`")
     ] = []
+    forced: Annotated[
+        list[Small], doc("accepted draft tokens that the output's format forced; in older lines 0")
+    ] = []
+    mask_s: Annotated[
+        list[Figure], doc("the time for masks, within `draft_s` and `accept_s`; in older lines 0")
+    ] = []
     expected_acceptance: Annotated[list[list[Figure]], doc("for each step a list over its tested positions")]
     closing: Annotated[
         list[str | None],
@@ -114,7 +120,15 @@ class StepLists(Record):
 
     def __post_init__(self) -> None:
         count = len(self.drafted)
-        for name, before in (("nodes", self.drafted), ("siblings", [0] * count), ("passes", self.drafted)):
+        none = [0] * count
+        older = {
+            "nodes": self.drafted,
+            "siblings": none,
+            "passes": self.drafted,
+            "forced": none,
+            "mask_s": none,
+        }
+        for name, before in older.items():
             if not getattr(self, name):
                 msgspec.structs.force_setattr(self, name, before)
         optional = (self.closing, self.widths, self.ranks, self.parents)
@@ -148,6 +162,7 @@ class StepLists(Record):
             nodes=[len(step.drafted) for step in steps],
             siblings=[len(step.siblings) for step in steps],
             passes=[step.gamma if step.passes is None else step.passes for step in steps],
+            forced=[step.forced_accepted for step in steps],
             expected_acceptance=[[round(value, 9) for value in step.expected_acceptance] for step in steps],
             closing=[step.closing for step in steps],
             policy={name: [rounded(step.policy.get(name)) for step in steps] for name in notes},
@@ -159,8 +174,10 @@ class StepLists(Record):
 
 STEP_FIGURES: dict[str, type] = {
     **dict.fromkeys(("drafted", "tested", "accepted", "emitted"), int),
-    **dict.fromkeys(("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s"), float),
-    **dict.fromkeys(("nodes", "siblings", "passes"), int),
+    **dict.fromkeys(
+        ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s", "mask_s"), float
+    ),
+    **dict.fromkeys(("nodes", "siblings", "passes", "forced"), int),
 }
 """The lists of ``StepLists`` with a number per step: tokens and forward passes, or seconds."""
 

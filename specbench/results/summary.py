@@ -84,6 +84,10 @@ class SummaryRow:
         ms_per_token: Time of the steps per emitted token.
         share: Share of that time by part of a step.
         share_draft_prefill: Share of that time for the drafter's prefill, which is part of drafting.
+        share_masks: Share of that time for the masks of the output's format, in drafting and acceptance; in plain
+            decoding, what the format costs.
+        forced_share, corrected_share: Shares of the tokens of steps that the format forced, which are accepted drafts,
+            and that are correction tokens; NaN, as ``share_masks``, without a format.
         peak_memory_bytes: The largest peak memory of its generations.
         log_probability: Log-probability per token of an answer, mean over prompts; NaN if it was not requested.
         identical_share: Share of greedy outputs that equal the baseline's.
@@ -118,6 +122,9 @@ class SummaryRow:
     ms_per_token: float = _NAN
     share: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, _NAN))
     share_draft_prefill: float = _NAN
+    share_masks: float = _NAN
+    forced_share: float = _NAN
+    corrected_share: float = _NAN
     peak_memory_bytes: float = _NAN
     log_probability: float = _NAN
     identical_share: float = _NAN
@@ -380,6 +387,9 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
     prediction = NO_PREDICTION if server else _prediction(results, config, steps)
     acceptance = _reported_acceptance(results, config, done) if server else _acceptance(steps)
     log_probability = (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean()
+    masked = bool(steps["mask_s"].any())
+    corrected = sum(closing.count("corrected") for closing in done["steps_closing"]) if masked else 0
+    emitted = steps["emitted"].sum() if masked else 0
     return SummaryRow(
         config,
         prompts=done["prompt"].nunique(),
@@ -400,6 +410,9 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
         ms_per_token=1000.0 * float(ratio(steps.total_s().sum(), steps["emitted"].sum())),
         share={part: _share(steps, f"{part}_s") for part in PARTS},
         share_draft_prefill=_share(steps, "draft_prefill_s"),
+        share_masks=_share(steps, "mask_s") if masked else _NAN,
+        forced_share=float(ratio(steps["forced"].sum(), emitted)),
+        corrected_share=float(ratio(corrected, emitted)),
         peak_memory_bytes=float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
         log_probability=float(log_probability.mean()),
         step_source=acceptance.step_source,

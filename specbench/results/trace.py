@@ -105,7 +105,10 @@ class TraceSibling(Record):
 
 
 class TraceStep(Record, tag_field="event", tag="step"):
-    """A step with all fields of its record; for a tree, also the parent of each node, -1 for the context."""
+    """A step with all fields of its record; for a tree, also the parent of each node, -1 for the context.
+
+    ``forced`` are the places of draft tokens that the output's format forced.
+    """
 
     index: Count
     position: Count
@@ -123,6 +126,7 @@ class TraceStep(Record, tag_field="event", tag="step"):
     policy: dict[str, Number | None]
     verdicts: list[TraceVerdict]
     siblings: list[TraceSibling] = []
+    forced: list[int] = []
     parents: list[int] | UnsetType = UNSET
 
 
@@ -138,6 +142,8 @@ class TraceEnd(Record, tag_field="event", tag="end"):
     tokens_per_step: Number | None
     drafted: Count
     accepted: Count
+    forced: Count = 0
+    corrected: Count | None = None
     acceptance_rate: Number | None
     tokens_per_second: Number | None
 
@@ -202,6 +208,7 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         siblings=[
             TraceSibling(place=place, token=token, text=piece(token)) for place, token in step.siblings
         ],
+        forced=list(step.forced),
         parents=UNSET if step.parents is None else list(step.parents),
     )
 

@@ -176,7 +176,7 @@ class TraceView:
         for place, text in enumerate(texts):
             self._extend("accepted" if place < end else closing or "" if place == end else "bonus", text)
         facts.append(("text", [part for run in self._runs for part in self._marked(*run)]))
-        drafts = [self._drafts(event.verdicts, parents)] if event.verdicts else []
+        drafts = [self._drafts(event.verdicts, parents, event.forced)] if event.verdicts else []
         return [Heading(title, 3), *drafts, Facts(facts, _GUTTER)]
 
     def _end(self, event: TraceEnd) -> list[Part]:
@@ -186,6 +186,7 @@ class TraceView:
         drafts = "none"
         if event.acceptance_rate is not None:
             drafts = f"{event.accepted} of {event.drafted} accepted ({100 * event.acceptance_rate:.1f}%)"
+            drafts += f", {event.forced} of them forced, {event.corrected} corrected" if event.forced else ""
         facts = [("output", self._items(output)), ("drafts", [(drafts, "")])]
         if event.tokens_per_second is not None:
             facts.append(("speed", [(f"{event.tokens_per_second:.1f} tokens/s", "")]))
@@ -193,7 +194,9 @@ class TraceView:
 
     # Parts of them.
 
-    def _drafts(self, verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Sheet:
+    def _drafts(
+        self, verdicts: Sequence[TraceVerdict], parents: Sequence[int], forced: Sequence[int]
+    ) -> Sheet:
         """Return the table of draft tokens. A tree has a column of branches;
         a chain has one of r, which p/q is compared with.
         """
@@ -208,8 +211,10 @@ class TraceView:
             each = verdicts[node]
             numbers = [number_text(value) for value in (each.q, each.p, each.ratio, each.r)][: len(names)]
             token = line + self._fitted(each.text, cells - len(line))
-            rows.append([str(node + 1), token, *numbers, f"{SIGNS[each.verdict]} {each.verdict}"])
+            verdict = "forced" if node in forced and each.verdict == "accepted" else each.verdict
+            rows.append([str(node + 1), token, *numbers, f"{SIGNS[each.verdict]} {verdict}"])
         styles = {f"{sign} {name}": _STYLES[name] for name, sign in SIGNS.items()}
+        styles[f"{SIGNS['accepted']} forced"] = _STYLES["accepted"]
         headings = ["i", "token", *names, "verdict"]
         return Sheet(headings, rows, left=frozenset({1, len(headings) - 1}), styles=styles)
 
@@ -284,6 +289,8 @@ def _times(times: TraceTimes) -> Iterator[str]:
     if prefill:
         yield f"draft prefill {milliseconds(prefill)}"
     yield f"draft {milliseconds(times.draft_s - prefill)}"
+    if times.mask_s:
+        yield f"masks {milliseconds(times.mask_s)} of draft and accept"
     for part in PARTS[1:]:
         yield f"{part} {milliseconds(_seconds(times, part))}{' ms' if part == PARTS[-1] else ''}"
 

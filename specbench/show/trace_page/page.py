@@ -207,7 +207,7 @@ def _nodes(event: TraceStep, parents: Sequence[int]) -> Iterator[Node]:
             r=number_text(each.r),
             q_bar=_bar(each.q),
             p_bar=_bar(each.p),
-            verdict=each.verdict,
+            verdict="forced" if i in event.forced and each.verdict == "accepted" else each.verdict,
             sign=SIGNS[each.verdict],
         )
 
