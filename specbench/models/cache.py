@@ -28,6 +28,7 @@ _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
     LAYERS_FOLDER: "int8 and int4 layers of models, so that these start sooner",
     "dtypes": "which dtype models decode fastest in",
+    "timings": "timings of this machine that choose how forward passes are run",
     "calibrations": "forms in which targets draft for themselves",
     "trees": "the best trees of drafters",
     "vocabularies": "how often targets write each token",
@@ -35,7 +36,7 @@ _KINDS = {
     "gguf-hashes": "hashes of GGUF files",
     SUITES_FOLDER: "prompts of public benchmarks",
 }
-_DERIVED = (LAYERS_FOLDER, "dtypes")
+_DERIVED = (LAYERS_FOLDER, "dtypes", "timings")
 """Kinds that are made again in seconds when missing."""
 
 _LARGEST_NOTE = 1 << 26

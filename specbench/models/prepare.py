@@ -16,6 +16,7 @@ from specbench.models.heads import TrainedHead
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
+from specbench.models.timings import kept_timings
 from specbench.options import CacheKind, ModelOptions
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.models import ModelSpec
@@ -113,14 +114,14 @@ def prepare(
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
         before_packing(language_model)
-    ready = prepare_target(language_model, kind, progress=progress)
-    if bit_exact:
-        announce(progress, "testing forward passes of several sizes")
-        ready.scorer.require_bit_exact()
-
-    loaded_drafters = prepare_drafters(
-        ready, drafters, options, cache=cache, progress=progress, loaded=loaded
-    )
+    with kept_timings():
+        ready = prepare_target(language_model, kind, progress=progress)
+        if bit_exact:
+            announce(progress, "testing forward passes of several sizes")
+            ready.scorer.require_bit_exact()
+        loaded_drafters = prepare_drafters(
+            ready, drafters, options, cache=cache, progress=progress, loaded=loaded
+        )
     for drafting in loaded.values():
         if isinstance(drafting, LanguageModel):
             language_model.notes += drafting.notes

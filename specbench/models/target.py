@@ -22,6 +22,7 @@ from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.models.load import LanguageModel, load_model, wrap_model
 from specbench.models.quantized_layers import quantized_layers
+from specbench.models.timings import kept_timings
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ModelSpec
 
@@ -110,7 +111,8 @@ def load_target(
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
     kind = cache or default_cache(language_model.model.config, quantized=language_model.quantize is not None)
-    return prepare_target(language_model, kind, progress=progress)
+    with kept_timings():
+        return prepare_target(language_model, kind, progress=progress)
 
 
 def default_cache(config: PretrainedConfig, *, quantized: bool) -> CacheKind:

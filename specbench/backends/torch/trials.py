@@ -33,6 +33,7 @@ from specbench.backends.torch.kernels.surgery import (
     has_layer,
     quantizes_activations,
 )
+from specbench.backends.torch.kernels.timings import measured_once
 from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, PoolKind, RequestTokens
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -190,9 +191,6 @@ _MAX_SLOWDOWN = 1.05
 """Native over fused time up to which the native forward is taken: noise alone must not decide, since a last bit of the
 logits depends on the choice."""
 
-_native_times: dict[tuple[object, ...], float] = {}
-"""Native over fused time, by the kinds and sizes of models."""
-
 
 def _native_is_fast(model: PreTrainedModel, cache: KVCache, forward: FusedForward) -> bool:
     """Return whether a forward is as fast as the next choice; measured where both read the same weights."""
@@ -200,10 +198,10 @@ def _native_is_fast(model: PreTrainedModel, cache: KVCache, forward: FusedForwar
         return True
     stack = forward.stack()
     assert stack is not None
-    sizes = (type(model), *stack.sizes, torch.get_num_threads())
-    if sizes not in _native_times:
-        _native_times[sizes] = _time_native(model, cache, stack.layers_of(_TIMED_BYTES))
-    return _native_times[sizes] < _MAX_SLOWDOWN
+    sizes = ", ".join(map(str, (*stack.sizes, torch.get_num_threads())))
+    name = f"native over fused time, {type(model).__name__} of {sizes}"
+    layers = stack.layers_of(_TIMED_BYTES)
+    return measured_once(name, lambda: _time_native(model, cache, layers)) < _MAX_SLOWDOWN
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
 from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni, is_allowed
+from specbench.backends.torch.kernels.timings import measured_once
 from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
 
@@ -131,13 +132,17 @@ _TRIAL_SIZE, _TRIAL_BYTES, _TRIAL_PAIRS = 2048, 100_000_000, 15
 _MAX_PADDED = 2  # rows up to which rows are added: with three, adding them takes the time it saves
 
 
-@cache
 def fastest_min_rows(dtype: torch.dtype) -> int:
-    """Return the number of rows that products of one or two rows are padded to; 1 for no padding.
+    """Return the number of rows that products of one or two rows are padded to; 1 for no padding."""
+    return int(measured_once(f"rows of products in {dtype}", partial(_measure_min_rows, dtype)))
+
+
+def _measure_min_rows(dtype: torch.dtype) -> int:
+    """Measure which number of rows products of one or two rows are best padded to; 1 for no padding.
 
     A product of few rows is limited by the speed of reading weights, and on some processors oneDNN's code for five rows
-    reads faster than its code for one or two (by a fifth on an EPYC with AVX-512). This is measured once per process,
-    in 0.2 s, with weights in huge pages like a model's: in small pages, address translation hides most of the
+    reads faster than its code for one or two (by a fifth on an EPYC with AVX-512). This takes 0.2 s on a quiet machine,
+    with weights in huge pages like a model's: in small pages, address translation hides most of the
     difference.
     """
     zeros = torch.zeros(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype)
