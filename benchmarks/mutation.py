@@ -62,7 +62,6 @@ EXACT = ("tests/test_exact.py::test_the_output_distribution_is_the_targets[model
 STEP = ("tests/test_properties.py::test_a_step_emits_p_whatever_the_drafter",)
 RANDOM = ("tests/test_properties.py", "-k", "random_number or no_say")
 RECURRENT = ("tests/test_recurrent.py", "-k", "rollback or alone")
-ROLL_BACK = ("tests/test_properties.py", "-k", "roll_back")
 CATCH_UP = (
     "tests/test_properties.py::test_after_any_roll_back_the_logits_are_those_of_the_whole_context[full-dynamic]",
 )
@@ -590,29 +589,22 @@ MUTANTS = (
         CACHES,
     ),
     Mutant(
-        "convolution states are not rolled back",
-        "backends/torch/caches.py:DynamicKVCache.rollback",
-        "self._rollback_convolution(layer, surplus)",
-        "pass",
-        ROLL_BACK,
-    ),
-    Mutant(
         "recurrent states are not rolled back",
         "backends/torch/caches.py:DynamicKVCache.rollback",
-        "recurrent.rollback(length)",
+        "self._recurrent.rollback(length)",
         "pass",
         RECURRENT,
     ),
     Mutant(
-        "a recurrent state is handed out and overwritten",
-        "backends/torch/recurrent.py:History.begin",
-        "self.state.clone()",
-        "self.state",
+        "a recurrent state that is still kept is overwritten",
+        "backends/torch/recurrent.py:_mamba2_step",
+        "state.clone()",
+        "state",
         RECURRENT,
     ),
     Mutant(
         "a state that is still kept is written over",
-        "backends/torch/recurrent.py:History.rollback",
+        "backends/torch/recurrent_cache.py:History.rollback",
         "state is not kept and state.is_contiguous()",
         "state.is_contiguous()",
         RECURRENT,
@@ -626,9 +618,16 @@ MUTANTS = (
     ),
     Mutant(
         "a rollback leaves the inputs of the convolution",
-        "backends/torch/recurrent.py:History.rollback",
+        "backends/torch/recurrent_cache.py:History.rollback",
         "end = self.columns.shape[-1] - surplus",
         "end = self.columns.shape[-1]",
+        RECURRENT,
+    ),
+    Mutant(
+        "a joint pass continues the first request's recurrence for all",
+        "backends/torch/recurrent.py:_run",
+        "_run_request(several, recurrence, single, part, history)",
+        "_run_request(several, recurrence, single, part, histories[0])",
         RECURRENT,
     ),
     Mutant(

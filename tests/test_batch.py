@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import architectures as survey
 import pytest
 import torch
 import transformers as hf
@@ -219,8 +220,9 @@ def test_models_that_cannot_be_read_together_are_read_one_by_one(name):
 
 
 def test_layers_that_no_pool_holds_are_kept_apart():
-    class_name, config = ZOO["lfm2"]
-    target = wrap_target(build(class_name, config()), name="lfm2", pack=False)
+    target = wrap_target(
+        build("DeepseekV32ForCausalLM", survey.tiny_config(hf.DeepseekV32Config)), name="sparse", pack=False
+    )
     runs = [GenerationRun(prompt, target, LookupDrafter(), max_new_tokens=9) for prompt in PROMPTS[:3]]
     many = GenerationRuns(runs, max_batch=3)
     assert many.factory is not None

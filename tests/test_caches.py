@@ -293,17 +293,11 @@ def test_a_preallocated_window_takes_the_longest_draft_back(start):
     assert seen.flatten().tolist() == list(range(start + 1 - WINDOW, start + 1))
 
 
-@pytest.mark.parametrize("family", [*SLIDING, "lfm2"])
+@pytest.mark.parametrize("family", SLIDING)
 def test_a_dynamic_layer_says_so_too_while_it_records(family):
     scorer = Scorer(tiny(family), "dynamic")
     walk = Walk(scorer, 40)
     walk.step(0)
-    if family == "lfm2":  # its states are given up immediately
-        with pytest.raises(ValueError, match="given up"):
-            scorer.rollback(30)
-        scorer.begin()
-        scorer.logits(walk.context)
-        walk.context.append(1)
     scorer.logits(walk.context, walk.tokens(3))
     with pytest.raises(ValueError, match="given up"):
         scorer.rollback(30)
@@ -314,7 +308,7 @@ def test_convolution_states_hold_what_the_kernel_needs():
     walk = Walk(scorer, 20)
     for drafts in (0, 6, 0, 3):
         walk.step(drafts)
-        assert [state.shape[-1] for state in cache_layers(scorer)[0].conv_states.values()] == [3]
+        assert {each.columns.shape[-1] for each in scorer.cache._cache.histories.values()} == {3}
 
 
 def dropped(scorer: Scorer) -> int:

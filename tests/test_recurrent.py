@@ -13,9 +13,10 @@ from scripted import ScriptedScorer, enumerate_outcomes, random_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch import recurrent
+from specbench.backends.torch.batch import RequestFactory
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.delta_rule import delta_rule
-from specbench.backends.torch.recurrent import LONGEST_FORWARD
+from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.records import Prefill
@@ -41,6 +42,8 @@ KINDS = (
 )  # one for each function of `transformers`, and groups
 BOUNDED = ("nemotron_h", "zamba2")
 """Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""
+LATENT = ("bailing_hybrid", "kimi_linear")
+"""Families whose attention is computed from latent vectors, which a joint pass does not do."""
 IDS = Random(1).choices(range(3, survey.VOCABULARY), k=24)
 
 
@@ -184,15 +187,27 @@ def test_the_target_is_read_once_per_step(kind, monkeypatch):
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in KINDS else pytest.mark.slow) for kind in FAMILIES]
 )
-def test_batches_give_what_requests_give_alone(kind):
+def test_batches_give_what_requests_give_alone(kind, monkeypatch):
     model, _ = built(kind)
     prompts = [IDS[: 8 + each] for each in range(4)]
     expected = [survey.generated(model, prompt) for prompt in prompts]
     target = wrap_target(model, name="tiny", pack=False)
-    outputs = speculative_generate_many(
-        prompts, target, "lookup", max_batch=4, max_new_tokens=survey.NEW, ignore_eos=True
+    joint = RequestFactory(target.scorer, 4096, 4).why_not_batched is None
+    assert joint == (kind not in LATENT)
+    rows = []
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda *a, **k: rows.append(k["input_ids"].shape[1]) or forward(*a, **k)
     )
-    assert [list(output.token_ids) for output in outputs.results()] == expected
+    for batch in (1, 4):
+        rows.clear()
+        outputs = speculative_generate_many(
+            prompts, target, "lookup", max_batch=batch, max_new_tokens=survey.NEW, ignore_eos=True
+        )
+        results = outputs.results()
+        assert [list(output.token_ids) for output in results] == expected
+        passes = [len(output.steps) + 1 for output in results]
+        assert len(rows) <= max(passes) + 1 if joint and batch == 4 else len(rows) >= sum(passes)
 
 
 def test_what_is_no_longer_kept_is_read_again():

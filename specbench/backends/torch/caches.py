@@ -33,7 +33,8 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.backends.torch.recurrent import RecurrentCache, cache_argument, is_recurrent
+from specbench.backends.torch.recurrent import cache_argument, is_recurrent
+from specbench.backends.torch.recurrent_cache import RecurrentCache
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
 
@@ -81,6 +82,10 @@ class KVCache:
 
     def after_forward(self) -> None:
         """Note that a forward pass has just been made."""
+
+    def most_kept(self, length: int) -> int:
+        """Return how many of the first ``length`` tokens stay in the cache if another context begins with them."""
+        return min(length, self.length) if self.takes_trees else 0
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens. Rolling back to 0 is ``reset``."""
@@ -167,13 +172,15 @@ class DynamicKVCache(KVCache):
     Recurrent layers store some states (``RecurrentCache``); after a rollback to before these, the context is fed again.
     """
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        self._config = config
+    def __init__(self, config: PretrainedConfig, checkpoints: int = 0) -> None:
+        self._config, self._checkpoints = config, checkpoints
         self.reset()
 
     def reset(self) -> None:
-        kind = RecurrentCache if is_recurrent(self._config) else DynamicCache
-        self._cache: DynamicCache = kind(config=self._config)
+        self._recurrent = (
+            RecurrentCache(self._config, self._checkpoints) if is_recurrent(self._config) else None
+        )
+        self._cache: DynamicCache = self._recurrent or DynamicCache(config=self._config)
         self._recording = False
         self.separate_prefill = any(drops_positions(layer) for layer in self._cache.layers)
 
@@ -190,15 +197,11 @@ class DynamicKVCache(KVCache):
         gather(self._cache.layers, start, positions)
 
     def model_kwargs(self) -> dict[str, Any]:
-        attends = any(isinstance(layer, DynamicLayer | PreallocatedLayer) for layer in self._cache.layers)
-        return {
-            "past_key_values" if attends else cache_argument(self._config): self._cache,
-            "use_cache": True,
-        }
+        return {cache_keyword(self._cache, self._config): self._cache, "use_cache": True}
 
     def after_forward(self) -> None:
-        if isinstance(self._cache, RecurrentCache):
-            self._cache.end_forward()
+        if self._recurrent is not None:
+            self._recurrent.end_forward()
         elif not (self._recording or self._cache.is_croppable):
             raise UsageError(
                 "This model keeps a recurrent state that cannot be rolled back after a rejected draft.",
@@ -208,19 +211,23 @@ class DynamicKVCache(KVCache):
             self._cache.activate_past_recording()
             self._recording = True
 
+    def most_kept(self, length: int) -> int:
+        if self._recurrent is None:
+            return super().most_kept(length)
+        slides = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._cache.layers)
+        return 0 if slides else self._recurrent.most_kept(length)
+
     def rollback(self, length: int) -> None:
-        recurrent = self._cache if isinstance(self._cache, RecurrentCache) else None
-        if length <= 0 or self.length == 0 or (recurrent and not recurrent.can_roll_back(length)):
+        if self._recurrent is not None:
+            length = self._recurrent.most_kept(length)
+        if length <= 0 or self.length == 0:
             self.reset()
             return
-        surplus = max(self.length - length, 0)
-        if recurrent:
-            recurrent.rollback(length)
+        if self._recurrent is not None:
+            self._recurrent.rollback(length)
         for layer in self._cache.layers:
             if isinstance(layer, PreallocatedLayer):
                 layer.rollback(length)
-            elif recurrent is None and isinstance(layer, LinearAttentionCacheLayerMixin):
-                self._rollback_convolution(layer, surplus)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 self._rollback_sliding(layer, length)
             elif isinstance(layer, DynamicLayer) and layer.is_initialized and layer.get_seq_length() > length:
@@ -234,12 +241,11 @@ class DynamicKVCache(KVCache):
             raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
         _crop_attention(layer, surplus)
 
-    def _rollback_convolution(self, layer: Any, surplus: int) -> None:
-        # Such a layer has no length; what it recorded comes after the few positions its kernel needs.
-        for index, state in layer.conv_states.items():
-            if surplus > state.shape[-1] - layer.conv_kernel_size[index]:
-                raise ValueError(f"cannot roll back by {surplus}: the states before have been given up")
-        layer.crop(-surplus)
+
+def cache_keyword(cache: Cache, config: PretrainedConfig) -> str:
+    """Return the keyword argument of a model's forward that passes a cache."""
+    attends = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+    return "past_key_values" if attends else cache_argument(config)
 
 
 def _crop_attention(layer: Any, surplus: int) -> None:

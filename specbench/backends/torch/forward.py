@@ -411,6 +411,7 @@ class RaggedForward:
         if layers:
             arguments["output_hidden_states"] = [*layers]
         output = read_output(self._model(input_ids=ids, **arguments), 0, layers)
+        cache.after_forward()
         if self._limits_logits:
             return output
         return output._replace(logits=output.logits[wanted.to(output.logits.device)])

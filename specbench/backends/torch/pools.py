@@ -3,7 +3,7 @@
 A pool is divided into blocks of positions; a request has a list of blocks (``BlockAllocator``). *Paged*: blocks are
 short, so that little allocated memory is unused, and requests with a common prefix share blocks. *Slotted*: a block is
 as long as the longest request and belongs to one request; neighboring requests then attend in one call, without
-copying.
+copying. The states of recurrent layers are not in the buffers: each request has its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
 )
 
 from specbench.backends.torch.blocks import (
@@ -34,9 +35,11 @@ from specbench.backends.torch.blocks import (
     PoolUsage,
     view_of,
 )
-from specbench.backends.torch.caches import KVCache
+from specbench.backends.torch.caches import KVCache, cache_keyword
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
 from specbench.backends.torch.kernels.native import NativeRequest, supports_attention
+from specbench.backends.torch.recurrent import is_recurrent
+from specbench.backends.torch.recurrent_cache import JointRecurrentCache, RecurrentCache
 from specbench.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,14 +57,14 @@ _MAX_WASTE = 2  # requests attend in one call as long as that computes at most t
 class KVPool:
     """The keys and values of many requests, in buffers of fixed size for ``tokens`` positions.
 
-    ``buffers`` has ``None`` for a layer that uses the keys of other layers. ``context_id`` becomes a new object when a
-    request starts a new context; the parts of the model are then looked up again.
+    ``buffers`` has ``None`` for a layer that has no keys, or uses those of other layers. ``context_id`` becomes a new
+    object when a request starts a new context; the parts of the model are then looked up again.
 
     Args:
         slots: Requests of a slotted pool, which get equal parts.
 
     Raises:
-        UsageError: There is no room for one block, or the model has layers without attention.
+        UsageError: There is no room for one block, or the model has layers of unknown kinds.
     """
 
     def __init__(self, config: PretrainedConfig, kind: PoolKind, tokens: int, slots: int = 1) -> None:
@@ -73,16 +76,17 @@ class KVPool:
             )
         self.kind = kind
         self.blocks = BlockAllocator(tokens // size, size, 1 if kind == "slotted" else None)
+        self.config, self.is_recurrent = config, is_recurrent(config)
         self.buffers: list[KVBuffers | None] = []
         for layer in DynamicCache(config=config).layers:
-            if not _is_attention(layer):
+            if not _can_hold(layer, self.is_recurrent):
                 raise UsageError(
                     f"A pool cannot hold layers of the kind {type(layer).__name__}.",
                     "Decode the prompts one by one with this model.",
                 )
             window = getattr(layer, "sliding_window", None)
-            shares = type(layer) is DummyLayer
-            self.buffers.append(None if shares else KVBuffers(self.blocks.count * size, window))
+            attends = isinstance(layer, CacheLayerMixin)
+            self.buffers.append(KVBuffers(self.blocks.count * size, window) if attends else None)
         self.context_id = ContextId()
         self._released_bytes = 0
 
@@ -111,10 +115,13 @@ class KVPool:
 
 def supports_pool(config: PretrainedConfig) -> bool:
     """Return whether a pool can hold the layers of a model of this configuration."""
-    return all(_is_attention(layer) for layer in DynamicCache(config=config).layers)
+    recurrent = is_recurrent(config)
+    return all(_can_hold(layer, recurrent) for layer in DynamicCache(config=config).layers)
 
 
-def _is_attention(layer: object) -> bool:
+def _can_hold(layer: object, recurrent: bool) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return recurrent
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 
 
@@ -179,18 +186,30 @@ class PooledCache(KVCache):
         self._table, self._reserved = BlockTable(), 0
         self.layers = [None if each is None else _PooledLayer(self, each) for each in pool.buffers]
         self._own_layers = [layer for layer in self.layers if layer is not None]
+        self.recurrent: RecurrentCache | None = None
         self._cache = self._new_cache()
 
     def _new_cache(self) -> Cache:
+        if self.pool.is_recurrent:
+            cache = self.recurrent = RecurrentCache(self.pool.config)
+            cache.layers = [own or layer for own, layer in zip(self.layers, cache.layers, strict=True)]
+            return cache
         return Cache(layers=[DummyLayer() if layer is None else layer for layer in self.layers])
 
     @property
     def length(self) -> int:
-        return self._own_layers[0].used
+        return self._own_layers[0].used if self.recurrent is None else self.recurrent.length
 
     @property
     def takes_trees(self) -> bool:
-        return not any(layer.is_sliding for layer in self._own_layers)
+        return self.recurrent is None and not any(layer.is_sliding for layer in self._own_layers)
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {cache_keyword(self._cache, self.pool.config): self._cache, "use_cache": True}
+
+    def after_forward(self) -> None:
+        if self.recurrent is not None:
+            self.recurrent.end_forward()
 
     @property
     def first_block(self) -> int:
@@ -203,7 +222,7 @@ class PooledCache(KVCache):
         a new request shares what others have read of ``prefix``.
         """
         blocks, shared = self.pool.blocks, 0
-        if not self._table.blocks:
+        if not self._table.blocks and self.recurrent is None:
             shared = blocks.share_prefix(self._table, prefix)
             self._set_length(shared)
         copied = None
@@ -259,9 +278,13 @@ class PooledCache(KVCache):
             layer.buffers.move(source, target)
 
     def rollback(self, length: int) -> None:
+        if self.recurrent is not None:
+            length = self.recurrent.most_kept(length)
         if length <= 0:
             self.reset()
             return
+        if self.recurrent is not None:
+            self.recurrent.rollback(length)
         for layer in self._own_layers:
             layer.used = min(layer.used, length)
         self._truncate()
@@ -307,6 +330,7 @@ class BatchedCache:
     def __init__(self, pool: KVPool, parts: Sequence[RequestTokens], device: torch.device) -> None:
         self._pool, self._parts, self._device = pool, parts, device
         self.context_id = pool.context_id
+        self._cache: Cache | None = None
         positions = [position for part in parts for position in part.positions]
         self.position_ids = torch.tensor([positions], device=device)
 
@@ -353,13 +377,26 @@ class BatchedCache:
     def model_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments that pass it to a ``transformers`` model."""
         rows = self._indices.shape[0]
+        cache = self._cache = Cache(layers=self.layers)
+        recurrent = [each for part in self._parts if (each := part.cache.recurrent) is not None]
+        if recurrent:
+            counts = [len(part.positions) for part in self._parts]
+            cache = self._cache = JointRecurrentCache(self.layers, recurrent, counts)
+        keyword = cache_keyword(cache, self._pool.config)
+        if keyword != "past_key_values":  # without attention there are no positions and no masks
+            return {keyword: cache, "use_cache": True}
         return {
-            "past_key_values": Cache(layers=self.layers),
+            "past_key_values": cache,
             "use_cache": True,
             "position_ids": self.position_ids,
             # Not read by the attention used here; it keeps transformers from making a mask.
             "attention_mask": torch.ones(1, 1, rows, 1, dtype=torch.bool, device=self._device),
         }
+
+    def after_forward(self) -> None:
+        """Note that the pass has been made."""
+        if isinstance(self._cache, JointRecurrentCache):
+            self._cache.end_forward()
 
     def _groups(self, natively: bool) -> list[list[RequestTokens]]:
         """Group requests that attend in one call: neighbors with few rows each if it is native, else neighbors in the

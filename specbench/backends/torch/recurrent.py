@@ -1,14 +1,12 @@
-"""Recurrent layers (Mamba, gated delta rules and the like) that can be rolled back: a state is kept after every token.
-
-A layer of this kind has no keys and values to cut. It holds the last inputs of a convolution and a state that every
-token overwrites. ``RecurrentCache`` keeps the states after each token since the last rollback, so that a rollback
-chooses among tensors: no weights are read and nothing is computed again.
+"""Recurrent layers (Mamba, gated delta rules and the like) of ``transformers`` over caches that can be rolled back.
 
 ``transformers`` runs a pass of several tokens in blocks (the chunked form), which gives one state at the end, other
 roundings than its passes of one token, and for Mamba 1 no regard to the state before. ``keep_states`` replaces the
-chunked functions in the modules of these models: a pass of up to ``LONGEST_FORWARD`` tokens on top of a state calls the
-function for one token for each in turn. So there is a state after each, and a pass of n tokens has the recurrences of
-n passes of one, to the bit. First passes, longer ones, and passes over other caches run as before.
+chunked functions in the modules of these models. Over our caches, a pass of up to ``LONGEST_FORWARD`` tokens on top of
+a state calls the function for one token for each in turn: so there is a state after each, and a pass of n tokens has
+the recurrences of n passes of one, to the bit. First passes and longer ones call the chunked function, from one
+checkpoint to the next. In a pass over several requests, each request is computed by itself. Passes over other caches
+run as before.
 
 On CPUs, gated delta rules take one native call for all tokens instead (``kernels/delta_rule.py``), if a trial gives the
 results of the function for one token. The convolution before a recurrence takes a few operators over its last inputs.
@@ -19,203 +17,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.kernels.delta_rule import delta_rule, fits
-
-LONGEST_FORWARD = 64
-"""Tokens of a pass up to which the state after each is kept; of a longer one only the last state is."""
-
-_MOST_SPARE = 8
-"""Memory of states that is used again: drafts are rarely longer."""
-
-
-@dataclass(slots=True)
-class History:
-    """The states of one recurrent layer since the last rollback.
-
-    Attributes:
-        length: Tokens read.
-        base: Tokens after which the earliest state is kept.
-        states: The recurrent states after ``base`` to ``length`` tokens; empty where there is only a convolution.
-        columns: Inputs of the convolution, [batch, channels, kernel + length - base]; ``None`` before the first pass.
-        kernel: Inputs of the convolution that one output reads.
-        rows: Tokens of the pass that runs.
-        state: What this pass was given as its state. A pass of one token may overwrite it.
-        kept: For each group of heads that is computed by itself, the states after each token of this pass.
-        overwrites: Whether a function for one token overwrites the state that it is given.
-        spare: States that are no longer kept, whose memory is used again.
-    """
-
-    length: int = 0
-    base: int = 0
-    states: list[torch.Tensor] = field(default_factory=list)
-    columns: torch.Tensor | None = None
-    kernel: int = 0
-    rows: int = 0
-    state: torch.Tensor | None = None
-    kept: list[list[torch.Tensor]] = field(default_factory=list)
-    overwrites: bool = True
-    spare: list[torch.Tensor] = field(default_factory=list)
-
-    def begin(self) -> torch.Tensor | None:
-        """Return the last state, or a copy that may be overwritten, for a pass; ``None`` before the first one."""
-        self.end()
-        self.state = self.states[-1] if self.states else None
-        if self.overwrites and self.state is not None:
-            self.state = self.state.clone()
-        return self.state
-
-    def memory(self, rows: int) -> list[torch.Tensor]:
-        """Return memory for the states after each row of a pass."""
-        like = self.states[-1]
-        return [self.spare.pop() if self.spare else torch.empty_like(like) for _ in range(rows)]
-
-    def convolve(self, inputs: torch.Tensor, kernel: int) -> torch.Tensor:
-        """Add the convolution's inputs of a pass, [batch, channels, tokens]; return them after those it reads back."""
-        rows = inputs.shape[-1]
-        first, self.kernel, self.rows = self.columns is None, kernel, rows
-        before = functional.pad(inputs[..., :0], (kernel, 0)) if self.columns is None else self.columns
-        # Models make [batch, tokens, channels] in memory, which is joined fastest.
-        columns = self.columns = torch.cat([before.mT, inputs.mT], dim=1).mT
-        self.length += rows
-        if first or rows > LONGEST_FORWARD:
-            self.base, self.columns = self.length, columns[..., -kernel:]
-        return inputs if first else columns[..., -(kernel + rows) :]
-
-    def update(self, last: torch.Tensor) -> None:
-        """Add the state after a pass, and those after each of its tokens where they were kept."""
-        if self.base == self.length:
-            self.states = [last.contiguous()]
-        elif self.kept:
-            groups = self.kept
-            by_row = (
-                groups[0]
-                if len(groups) == 1
-                else [torch.stack(row, dim=1) for row in zip(*groups, strict=True)]
-            )
-            self.states += by_row
-        else:
-            self.states.append(last)
-        self.state, self.kept = None, []
-
-    def end(self) -> None:
-        """Take a state that was overwritten in place for the one after the pass's only token."""
-        if self.state is not None and len(self.states) < self.length - self.base + 1:
-            self.update(self.state)
-        self.state = None
-
-    def rollback(self, length: int) -> None:
-        """Keep the state after this many tokens alone, at least ``base``."""
-        self.state, self.kept = None, []  # of a pass that has failed
-        surplus = max(self.length - length, 0)
-        self.length -= surplus
-        index = self.length - self.base
-        if self.states:
-            kept = self.states[index]
-            if not self.overwrites:
-                others = [state for state in self.states if state is not kept and state.is_contiguous()]
-                self.spare = [*self.spare, *others][:_MOST_SPARE]
-            self.states = [kept]
-        if self.columns is not None:
-            end = self.columns.shape[-1] - surplus
-            self.columns = self.columns[..., end - self.kernel : end]
-        self.base = self.length
-
-
-class RecurrentCache(DynamicCache):
-    """``transformers``' DynamicCache whose recurrent layers can be rolled back.
-
-    Attributes:
-        histories: By layer and state.
-    """
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        _running.history = _running.columns = None
-        overwrites = _overwrites(config)
-        self.histories = {
-            (index, state): History(overwrites=overwrites)
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
-            for state in range(layer.number_of_states)
-        }
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        history = self.histories.get((layer_idx, 0))
-        return int(super().get_seq_length(layer_idx)) if history is None else history.length
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:  # noqa: ARG002
-        """Return none, so that a pass of one token calls ``update_conv_state`` as well."""
-        return
-
-    def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int = 0,
-        **_: Any,
-    ) -> torch.Tensor:
-        kernel = conv_kernel_size or conv_states.shape[-1]
-        history = self.histories[layer_idx, state_idx]
-        columns = history.convolve(conv_states, kernel)
-        _running.columns = columns if history.base < history.length else None
-        return columns
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        _running.history = self.histories[layer_idx, state_idx]
-        return _running.history.begin()
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        self.histories[layer_idx, state_idx].update(recurrent_states)
-        return recurrent_states
-
-    def end_forward(self) -> None:
-        """To be called after every pass."""
-        _running.history = _running.columns = None
-        for history in self.histories.values():
-            history.end()
-
-    def can_roll_back(self, length: int) -> bool:
-        """Whether the states after this many tokens are still there."""
-        return all(history.base <= length for history in self.histories.values())
-
-    def rollback(self, length: int) -> None:
-        """Cut the recurrent layers to this many tokens, or what they hold of them."""
-        _running.history = _running.columns = None
-        for history in self.histories.values():
-            history.rollback(length)
-
-
-class _Running(threading.local):
-    """The layer whose forward pass runs.
-
-    Attributes:
-        history: Its states; Mamba 1's function is not handed the state before.
-        columns: Inputs of its convolution in a short pass, with those before.
-    """
-
-    history: History | None = None
-    columns: torch.Tensor | None = None
-
-
-_running = _Running()
-
-
-# -- functions for several tokens ------------------------------------------------------------------
+from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, running
 
 Function = Callable[..., Any]
 
@@ -223,12 +36,14 @@ Function = Callable[..., Any]
 def can_keep_states(model_class: type) -> bool:
     """Whether the recurrent layers of a class of models can be rolled back."""
     module = sys.modules[model_class.__module__]
-    return any(hasattr(module, chunked) for chunked, _ in _FUNCTIONS)
+    return hasattr(module, _CONVOLUTION) or any(hasattr(module, each.several) for each in _RECURRENCES)
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Whether models of this configuration have recurrent layers that can be rolled back."""
-    return any(can_keep_states(each) for each in _classes(config))
+    return any(can_keep_states(each) for each in _classes(config)) and any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers
+    )
 
 
 def cache_argument(config: PreTrainedConfig) -> str:
@@ -243,56 +58,55 @@ def _classes(config: PreTrainedConfig) -> list[type]:
     return [mapping[kind] for kind in kinds if kind in mapping]
 
 
-def _overwrites(config: PreTrainedConfig) -> bool:
-    """Whether the functions for one token of models of this configuration overwrite the state they are given."""
-    modules = [sys.modules[each.__module__] for each in _classes(config)]
-    return any(
-        hasattr(module, single)
-        for (_, single), by_token in _FUNCTIONS.items()
-        if by_token is not _delta_by_token
-        for module in modules
-    )
-
-
 def keep_states(model: Any) -> bool:
     """Replace the chunked functions in the module of a model's class; return whether it has any."""
     module: Any = sys.modules[type(model).__module__]
-    for (chunked, single), by_token in _FUNCTIONS.items():
-        if hasattr(module, chunked):
-            one = getattr(module, single)
-            _replace(module, chunked, by_token, one)
-            if by_token is _delta_by_token:
-                _replace(module, single, by_token, one)
-    if can_keep_states(type(model)) and hasattr(module, _CONVOLUTION):
-        _replace(module, _CONVOLUTION, _convolve_short)
+    for recurrence in _RECURRENCES:
+        if hasattr(module, recurrence.several):
+            _replace(module, recurrence.several, _run, recurrence, getattr(module, recurrence.one))
+    if hasattr(module, _CONVOLUTION):
+        _replace(module, _CONVOLUTION, _convolve)
     return can_keep_states(type(model))
 
 
-def _replace(module: Any, name: str, by: Function, *more: Function) -> None:
+def _replace(module: Any, name: str, by: Function, *more: Any) -> None:
     """Replace a function of a module by one that is given it first; only once."""
     function = getattr(module, name)
-    if not hasattr(function, "by_token"):
+    if not hasattr(function, "keeps_states"):
         replaced: Any = functools.wraps(function)(functools.partial(by, function, *more))
-        replaced.by_token = True
+        replaced.keeps_states = True
         setattr(module, name, replaced)
 
+
+# -- convolutions ----------------------------------------------------------------------------------
 
 _CONVOLUTION = "causal_conv1d_fn"
 
 
+def _convolve(function: Function, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The convolution of a pass, [batch, channels, columns] -> [batch, channels, new columns] over our caches."""
+    if inputs is not running.inputs:
+        found: torch.Tensor = function(inputs, *args, **kwargs)
+        return found
+    requests = list(zip(running.columns, running.convolved, strict=True))
+    running.inputs = None
+    outputs = [
+        function(columns, *args, **kwargs)[..., -history.rows :]
+        if history.begins
+        else _convolve_short(columns, *args, **kwargs)
+        for columns, history in requests
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
 def _convolve_short(
-    function: Function,
     inputs: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **kwargs: Any,
+    **_: Any,
 ) -> torch.Tensor:
-    """The convolution of a short pass, [batch, channels, columns] -> [batch, channels, new columns], in float32."""
-    if inputs is not _running.columns:
-        found: torch.Tensor = function(inputs, weight, bias, activation, **kwargs)
-        return found
-    _running.columns = None
+    """The convolution of a few columns, in float32; the first ``kernel`` ones are read only."""
     size = weight.shape[-1]
     columns, weights = inputs.mT.float(), weight.float().mT.contiguous()
     rows = columns.shape[1] - size
@@ -307,39 +121,117 @@ def _convolve_short(
     return made
 
 
-def _short(rows: int, state: torch.Tensor | None) -> History | None:
-    """The layer that runs, if a pass of this many tokens begins from a state of its own and is short."""
-    history = _running.history
-    if history is None or history.state is None or history.rows != rows:
-        return None
-    return history if state is None or state is history.state else None
+# -- recurrences -----------------------------------------------------------------------------------
+
+Step = Callable[[Function, Mapping[str, Any], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _delta_by_token(function: Function, single: Function, *args: Any, **kwargs: Any) -> Any:
-    """Gated delta rules: query, key, value, g and beta are [batch, tokens, ...]."""
-    given = {**dict(zip(_DELTA, args, strict=False)), **kwargs}
-    state, rows = given.get("initial_state"), given["query"].shape[1]
-    history = None if state is None else _short(rows, state)
-    if history is None or state is None or rows > LONGEST_FORWARD:
-        return function(*args, **kwargs)
-    if fits(given["value"], state) and _native_is_right(single):
-        states = history.memory(rows)
+@dataclass(frozen=True)
+class _Recurrence:
+    """A recurrence of `transformers`.
+
+    Attributes:
+        several, one: The names of its functions for several tokens and for one.
+        names: The first arguments of the former.
+        rows: In which dimension each argument has the tokens.
+        output: In which dimension the output has them.
+        state: Which argument is the state before; ``None`` for a function that begins without one.
+        step: Calls the function for one token: (function, arguments, state) -> (output, state after).
+    """
+
+    several: str
+    one: str
+    names: tuple[str, ...]
+    rows: Mapping[str, int]
+    output: int
+    state: str | None
+    step: Step
+
+    def of_rows(self, given: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
+        """Return the arguments of some rows."""
+        cut = {
+            name: given[name].narrow(dim, first, count) for name, dim in self.rows.items() if name in given
+        }
+        return {**given, **cut}
+
+
+def _run(several: Function, recurrence: _Recurrence, single: Function, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the function for several tokens."""
+    given = {**dict(zip(recurrence.names, args, strict=False)), **kwargs}
+    rows = given[recurrence.names[0]].shape[recurrence.output]
+    histories = running.histories
+    if sum(history.rows for history in histories) != rows:  # there are none if the cache is not ours
+        return several(*args, **kwargs)
+    if len(histories) == 1:
+        return _run_request(several, recurrence, single, given, histories[0])
+    outputs, first = [], 0
+    for history in histories:
+        part = recurrence.of_rows(given, first, history.rows)
+        output, state = _run_request(several, recurrence, single, part, history)
+        outputs.append(output)
+        first += history.rows
+    return torch.cat(outputs, dim=recurrence.output), state
+
+
+def _run_request(
+    several: Function, recurrence: _Recurrence, single: Function, given: Mapping[str, Any], history: History
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the rows of one request from one stop to the next; return their output and the last state."""
+    state = history.states[-1] if history.states else None
+    if recurrence.state is None and state is not None and state.dim() == 4:  # a call for each group of heads
+        state = state[:, len(history.kept)]
+    kept: dict[int, torch.Tensor] = {}
+    outputs, stops = [], history.stops()
+    begin = start = history.length - history.rows
+    for stop in stops:
+        part = given if len(stops) == 1 else recurrence.of_rows(given, start - begin, stop - start)
+        if state is None or (stop - start > LONGEST_FORWARD and recurrence.state is not None):
+            before = {} if recurrence.state is None else {recurrence.state: state}
+            output, state = several(**{**part, **before})
+            state = state.contiguous()
+            kept[stop] = state
+        else:
+            output, states = _run_short(recurrence, single, part, state, history, stop - start)
+            state = states[-1]
+            kept |= {stop - len(states) + 1 + i: each for i, each in enumerate(states)}
+        outputs.append(output)
+        start = stop
+    history.kept.append(kept)
+    assert state is not None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=recurrence.output), state
+
+
+def _run_short(
+    recurrence: _Recurrence,
+    single: Function,
+    given: Mapping[str, Any],
+    state: torch.Tensor,
+    history: History,
+    rows: int,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Run a few rows on top of a state, token by token; return their output and the states that are to be kept."""
+    if recurrence.step is _delta_step and fits(given["value"], state) and _native_is_right(single):
+        states = history.memory(state, rows)
         query, key, value, g, beta = (given[name] for name in _DELTA)
         normalize = bool(given.get("use_qk_l2norm_in_kernel", False))
-        output = delta_rule(query, key, value, g, beta, state, states, normalize=normalize)
-        history.kept = [states]
-        return output, states[-1]
+        return delta_rule(query, key, value, g, beta, state, states, normalize=normalize), states
     outputs, states = [], []
     for row in range(rows):
-        one = {name: given[name][:, row : row + 1] for name in _DELTA}
-        output, state = single(**{**given, **one, "initial_state": state, "output_final_state": True})
+        output, state = recurrence.step(single, recurrence.of_rows(given, row, 1), state)
         outputs.append(output)
-        states.append(state)
-    history.kept = [states]
-    return torch.cat(outputs, dim=1), state
+        states = [state] if history.begins else [*states, state]
+    return torch.cat(outputs, dim=recurrence.output), states
 
 
 _DELTA = ("query", "key", "value", "g", "beta")
+
+
+def _delta_step(
+    single: Function, given: Mapping[str, Any], state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gated delta rules: query, key, value, g and beta are [batch, tokens, ...]."""
+    output, after = single(**{**given, "initial_state": state, "output_final_state": True})
+    return output, after
 
 
 @functools.cache
@@ -357,9 +249,7 @@ def _native_is_right(single: Function) -> bool:
         try:
             for row in range(2):
                 one = dict(zip(_DELTA, (each[:, row : row + 1] for each in rows), strict=True))
-                output, state = single(
-                    **one, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
-                )
+                output, state = _delta_step(single, {**one, "use_qk_l2norm_in_kernel": True}, state)
                 expected.append(output)
         except (RuntimeError, TypeError, ValueError):
             continue  # it has the other kind of decays
@@ -370,86 +260,69 @@ def _native_is_right(single: Function) -> bool:
     return False
 
 
-def _mamba2_by_token(
-    chunked: Function,
-    single: Function,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    **kwargs: Any,
-) -> Any:
-    """Mamba 2: x [batch, tokens, heads, size], dt [batch, tokens, heads], b and c [batch, tokens, groups, states]."""
-    state, rows = kwargs.get("initial_states"), x.shape[1]
-    history = None if state is None else _short(rows, state)
-    if history is None or state is None or rows > LONGEST_FORWARD:
-        return chunked(x, dt, a, b, c, **kwargs)
-    size, width = x.shape[-1], b.shape[-1]
-    outputs, states = [], []
-    for row in range(rows):
-        state = state.clone()
-        output = single(
-            state,
-            x[:, row],
-            dt[:, row, :, None].expand(-1, -1, size),
-            a[:, None, None].expand(-1, size, width).float(),
-            b[:, row],
-            c[:, row],
-            kwargs["D"][:, None].expand(-1, size),
-            z=None,
-            dt_bias=kwargs["dt_bias"][:, None].expand(-1, size),
-            dt_softplus=kwargs["dt_softplus"],
-        )
-        outputs.append(output)
-        states.append(state)
-    history.kept = [states]
-    return torch.stack(outputs, dim=1), state
+_MAMBA = ("hidden_states", "dt", "A", "B", "C")
 
 
-def _mamba_by_token(
-    chunked: Function,
-    single: Function,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    **kwargs: Any,
-) -> Any:
-    """Mamba 1: x and dt [batch, channels, tokens], b and c [batch, state size, tokens]."""
-    rows = x.shape[-1]
-    history = _short(rows, None)
-    if history is None or history.state is None:
-        return chunked(x, dt, a, b, c, **kwargs)
-    state = history.state
-    if state.dim() == 4:  # a scan for each group of heads
-        state = state[:, len(history.kept)]
-    outputs, states = [], []
-    for row in range(rows):
-        state = state.clone()
-        output = single(
-            state,
-            x[..., row],
-            dt[..., row],
-            a,
-            b[..., row],
-            c[..., row],
-            kwargs["D"],
-            z=kwargs["z"][..., row],
-            dt_bias=kwargs["delta_bias"],
-            dt_softplus=kwargs["delta_softplus"],
-        )
-        outputs.append(output)
-        states.append(state)
-    history.kept.append(states)
-    return torch.stack(outputs, dim=-1), state
+def _mamba2_step(
+    single: Function, given: Mapping[str, Any], state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba 2: hidden states [batch, tokens, heads, size], dt [batch, tokens, heads], B and C [batch, tokens, groups,
+    states].
+    """
+    x, dt, a, b, c = (given[name] for name in _MAMBA)
+    size, width, state = x.shape[-1], b.shape[-1], state.clone()
+    output = single(
+        state,
+        x[:, 0],
+        dt[:, 0, :, None].expand(-1, -1, size),
+        a[:, None, None].expand(-1, size, width).float(),
+        b[:, 0],
+        c[:, 0],
+        given["D"][:, None].expand(-1, size),
+        z=None,
+        dt_bias=given["dt_bias"][:, None].expand(-1, size),
+        dt_softplus=given["dt_softplus"],
+    )
+    return output[:, None], state
 
 
-_FUNCTIONS: dict[tuple[str, str], Function] = {
-    ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"): _delta_by_token,
-    ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"): _delta_by_token,
-    ("mamba2_chunk_scan", "mamba2_selective_state_update"): _mamba2_by_token,
-    ("mamba_selective_scan", "mamba_selective_state_update"): _mamba_by_token,
-}
-"""The functions for several tokens and for one, and what runs the second in place of the first."""
+def _mamba_step(
+    single: Function, given: Mapping[str, Any], state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba 1: hidden states, dt and z [batch, channels, tokens], B and C [batch, state size, tokens]."""
+    x, dt, a, b, c = (given[name] for name in _MAMBA)
+    state = state.clone()
+    output = single(
+        state,
+        x[..., 0],
+        dt[..., 0],
+        a,
+        b[..., 0],
+        c[..., 0],
+        given["D"],
+        z=given["z"][..., 0],
+        dt_bias=given["delta_bias"],
+        dt_softplus=given["delta_softplus"],
+    )
+    return output[..., None], state
+
+
+_DELTA_ROWS = dict.fromkeys(_DELTA, 1)
+_RECURRENCES = (
+    _Recurrence(
+        "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _DELTA, _DELTA_ROWS, 1, "initial_state",
+        _delta_step,
+    ),
+    _Recurrence(
+        "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _DELTA, _DELTA_ROWS, 1, "initial_state",
+        _delta_step,
+    ),
+    _Recurrence(
+        "mamba2_chunk_scan", "mamba2_selective_state_update", _MAMBA,
+        dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states", _mamba2_step,
+    ),
+    _Recurrence(
+        "mamba_selective_scan", "mamba_selective_state_update", _MAMBA,
+        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), -1), -1, None, _mamba_step,
+    ),
+)  # fmt: skip

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from specbench.backends.torch.caches import (
     KVCache,
     NoKVCache,
     PreallocatedKVCache,
     StaticKVCache,
+    make_cache,
     rotates_by_length,
 )
 from specbench.backends.torch.forward import Forward, FusedForward, HFForward, NativeForward, RaggedForward
@@ -295,7 +296,8 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
         return "Its position rotation depends on the longest context of the batch."
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "Some of its layers attend within chunks of the context."
-    if not enable_ragged(model):
+    attends = any(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
+    if attends and not enable_ragged(model):
         return "Its attention is not the scaled dot-product attention of transformers."
     rounding = torch.int8 if quantizes_activations(model) else model.dtype
     limit = _CLOSE_FUSED[torch.int8] if rounding == torch.int8 else _CLOSE
@@ -317,7 +319,11 @@ _LAST = (3, 1, 1)
 def _ragged_is_right(
     model: PreTrainedModel, kind: PoolKind, limit: float, forward_type: type[Forward]
 ) -> bool:
-    """Return whether forwards over three requests, one with a tree, equal separate forwards without a cache."""
+    """Return whether forwards over three requests, one with a tree, equal separate forwards.
+
+    The separate ones are without a cache, and for recurrent models, whose short passes may have bounds of their own,
+    with one for each request.
+    """
     size, cpu = len(_embeddings(model)), torch.device("cpu")
     contexts = [[token % size for token in context] for context in _CONTEXTS]
     nodes = [token % size for token in _TREE_TOKENS]
@@ -329,6 +335,7 @@ def _ragged_is_right(
         nodes, parents, branches = nodes[:2], parents[:2], branches[:1]
     forward, alone = RaggedForward(model, forward_type), HFForward(model, NoKVCache())
     device = _embeddings(model).device
+    recurrent = caches[0].recurrent is not None
 
     def read(fed: Sequence[Sequence[int]], parts: Sequence[RequestTokens]) -> Tensor:
         for part in parts:
@@ -341,7 +348,13 @@ def _ragged_is_right(
         return torch.cat([rows[i] for i in range(len(parts))])
 
     def expected(tokens: Sequence[int], rows: int) -> Tensor:
-        return alone(torch.tensor([tokens], device=device), rows)
+        ids = torch.tensor([tokens], device=device)
+        if not recurrent:
+            return alone(ids, rows)
+        own = HFForward(model, make_cache("dynamic", model.config))
+        if len(tokens) > rows:
+            own(ids[:, :-rows], 1)
+        return own(ids[:, -rows:], rows)
 
     early = [context[:-last] for context, last in zip(contexts, _LAST, strict=True)]
     fed = [context[-last:] for context, last in zip(contexts, _LAST, strict=True)]
