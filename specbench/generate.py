@@ -245,12 +245,12 @@ class GenerationRun:
         the token before it, so the target reads the last common token again to give the state for the next one.
         """
         scorer, drafter = self.target.scorer, self.drafter
-        if self._begun != (scorer.epoch, drafter.epoch) or not scorer.reads_trees:
+        if self._begun != (scorer.epoch, drafter.epoch):
             return 0
         cached = [*self.prompt, *self._tokens()][: scorer.cached_len]
         pairs = zip(cached, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return max(0, common - 1) if drafter.layers else common
+        return scorer.most_kept(max(0, common - 1) if drafter.layers else common)
 
     def as_request(
         self,

@@ -387,6 +387,17 @@ class CacheOptions:
         ),
     ] = False
 
+    state_checkpoints: Annotated[
+        int,
+        _decoding(
+            "--state-checkpoints",
+            "N",
+            "Keep the states of recurrent layers every N tokens, so that other contexts can begin there: the next turn"
+            " of a conversation, or, for multiples of 16, prompts in a paged pool. 0 keeps the last states alone.",
+            min=0,
+        ),
+    ] = 0
+
     @property
     def kind(self) -> CacheKind:
         """The kind of cache; "compiled" is a static cache with compiled forward passes."""

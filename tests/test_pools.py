@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import architectures as survey
 import pytest
 import torch
 import transformers as hf
@@ -16,7 +17,7 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.blocks import BlockAllocator, BlockTable
 from specbench.backends.torch.kernels.surgery import first_layers
-from specbench.backends.torch.pools import PAGE, KVPool, PooledCache, PoolKind, bytes_per_token
+from specbench.backends.torch.pools import PAGE, KVPool, PooledCache, PoolKind, cache_size
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
@@ -343,13 +344,13 @@ def test_a_pool_without_room_or_with_other_layers_is_refused():
         pool("paged", PAGE - 1)
     with pytest.raises(UsageError, match="has no room"):
         pool("slotted", 3, 4)
-    config = hf.Lfm2Config(hidden_size=32, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    config = survey.tiny_config(hf.DeepseekV32Config)
     with pytest.raises(UsageError, match="cannot hold layers"):
         KVPool(config, "paged", 64)
 
 
 def test_a_pool_takes_no_more_memory_than_its_tokens_need():
-    token = bytes_per_token(model())
+    token = cache_size(model()).token
     assert token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, float32
     for kind, tokens in (("paged", 6 * PAGE), ("slotted", 99)):
         held = pool(kind, 100, 3)  # type: ignore[arg-type]

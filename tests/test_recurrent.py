@@ -16,12 +16,15 @@ from specbench.backends.torch import recurrent
 from specbench.backends.torch.batch import RequestFactory
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.delta_rule import delta_rule
+from specbench.backends.torch.pools import cache_size
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Multinomial, TopK
 from specbench.drafters.model import ModelDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import speculative_generate_many
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -208,6 +211,93 @@ def test_batches_give_what_requests_give_alone(kind, monkeypatch):
         assert [list(output.token_ids) for output in results] == expected
         passes = [len(output.steps) + 1 for output in results]
         assert len(rows) <= max(passes) + 1 if joint and batch == 4 else len(rows) >= sum(passes)
+
+
+CHECKPOINTS = (*KINDS, "lfm2")
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_context_that_begins_like_the_last_one_begins_at_a_checkpoint(kind):
+    model, expected = built(kind)
+    text = [*IDS, *expected]
+    whole = survey.one_by_one(model, text, len(IDS))
+    scorer = Scorer(model)
+    assert scorer.keep_checkpoints(8)
+    scorer.logits(IDS)  # in pieces, from one checkpoint to the next
+    found = scorer.logits(text[: len(IDS) + 1], text[len(IDS) + 1 : 43])
+    torch.testing.assert_close(found, whole[len(IDS) : 43], atol=2e-4, rtol=0)
+    scorer.rollback(37)
+    for common, kept in ((50, 37), (36, 32), (31, 24), (23, 16), (7, 0)):
+        assert scorer.most_kept(common) == kept
+        scorer.resume(common)
+        assert scorer.cached_len == kept
+        found = scorer.logits(text[: common + 1], rows=1)
+        torch.testing.assert_close(found[-1], whole[common], atol=2e-4, rtol=0)
+        scorer.rollback(common)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_conversations_read_what_is_new(kind):
+    model, expected = built(kind)
+    target = wrap_target(model, name="tiny", pack=False)
+    drafter = load_drafter("lookup", target)
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    turns = (
+        (0, [*IDS, *expected[:12], 5, 9], len(IDS) + 11),  # the end of the last turn is always kept
+        (0, [*IDS, *expected[:4], 7, 7, 7], 0),
+        (8, [*IDS, *expected[:4], 7, 7, 7], 24),
+        (8, [*IDS, *expected[:12], 5, 9], len(IDS) + 11),
+    )
+    for interval, prompt, kept in turns:
+        target.scorer.keep_checkpoints(interval)
+        first = GenerationRun(IDS, target, drafter, **options)
+        list(first)
+        assert list(first.result().token_ids) == expected[:12]
+        second = GenerationRun(prompt, target, drafter, after=first, **options)
+        list(second)
+        assert second.cached_tokens == kept
+        alone = GenerationRun(prompt, wrap_target(model, name="tiny", pack=False), None, **options)
+        list(alone)
+        assert second.result().token_ids == alone.result().token_ids
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+def test_prompts_in_a_paged_pool_share_what_a_checkpoint_ends(kind):
+    model, _ = built(kind)
+    begin = Random(4).choices(range(3, survey.VOCABULARY), k=40)
+    prompts = [[*begin, 5, 6], [*begin, 9], [*begin[:20], 8]]
+    expected = [survey.generated(model, prompt) for prompt in prompts]
+    target = wrap_target(model, name="tiny", pack=False)
+    target.scorer.keep_checkpoints(16)
+    factory = RequestFactory(target.scorer, 512, 3)
+    scorers = [factory.open(NoDraft())[0] for _ in prompts]
+    fed = []
+    for scorer, prompt, answer in zip(scorers, prompts, expected, strict=True):
+        scorer.require(ForwardRequest(scorer, prompt, (), rows=1))
+        fed.append(scorer.cached_len)
+        found = scorer.logits([*prompt, answer[0]], answer[1:8])
+        assert found.argmax(dim=-1).tolist() == answer[1:9]
+    assert fed == [0, 32, 16]
+    use = factory.use
+    assert use.shared == 2
+    per_request = cache_size(model).request
+    assert use.bytes >= 3 * per_request, "the states of requests are counted"
+    scorers[0].begin()
+    scorers[1].begin()
+    assert len(factory._pool.blocks.checkpoints) == 1
+    outputs = speculative_generate_many(
+        prompts, target, "lookup", max_batch=3, pool="paged", max_new_tokens=survey.NEW, ignore_eos=True
+    )
+    assert [list(output.token_ids) for output in outputs.results()] == expected
+
+
+def test_checkpoints_cost_memory_in_the_count_of_tokens():
+    model, _ = built("qwen3_next")
+    plain, kept = cache_size(model), cache_size(model, 16)
+    assert plain.request == kept.request > 0
+    assert kept.token == plain.token + plain.request // 16
+    assert plain.tokens(10 * plain.token + 3 * plain.request, 3) == 10
+    assert cache_size(built("mamba")[0]).token == 1
 
 
 def test_what_is_no_longer_kept_is_read_again():

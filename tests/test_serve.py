@@ -29,6 +29,7 @@ from forked import Forked, specbench
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench.backends.torch.pools import CacheSize
 from specbench.bench.engines.client import speculation_counters
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Sampling
@@ -628,7 +629,7 @@ def test_what_cannot_be_served_is_refused(serve, monkeypatch):
     serve("--batch", 0).refused(2, "--batch")
     serve("--grace", "nan").refused(2, "--grace")
     with monkeypatch.context() as patched:
-        patched.setattr("specbench.backends.torch.pools.bytes_per_token", lambda model: 2**18)
+        patched.setattr("specbench.backends.torch.pools.cache_size", lambda *_: CacheSize(2**18, 0))
         serve("--kv-memory", 3, "--port", 0).refused(2, "holds 12 tokens: too few", "Give at least 64.")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     serve().refused(2, "specbench-llm[serve]")

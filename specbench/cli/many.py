@@ -105,7 +105,7 @@ def decode_prompts(
         RunError: Some prompts failed; the others are printed.
         KeyboardInterrupt: Ctrl-C; finished results are printed.
     """
-    from specbench.backends.torch.pools import bytes_per_token
+    from specbench.backends.torch.pools import cache_size
     from specbench.cli.summary import show_many
     from specbench.generate_many import GenerationRuns
 
@@ -115,12 +115,13 @@ def decode_prompts(
         except UsageError as error:
             return error
 
-    tokens = None
+    tokens, batch = None, many.batch or _BATCH
     if many.kv_memory is not None:
-        tokens = max(1, many.kv_memory * 2**20 // bytes_per_token(target.language_model.model))
+        size = cache_size(target.language_model.model, target.scorer.checkpoints)
+        tokens = max(1, size.tokens(many.kv_memory * 2**20, min(batch, len(prompts))))
     runs = GenerationRuns(
         [begun(prompt) for prompt in prompts],
-        max_batch=many.batch or _BATCH,
+        max_batch=batch,
         pool_tokens=tokens,
         pool=many.kv_pool,
         disable_by_batch_size=many.disable_by_batch_size,

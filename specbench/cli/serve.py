@@ -187,17 +187,17 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
     Raises:
         UsageError: It is too small for a request.
     """
-    from specbench.backends.torch.pools import bytes_per_token
+    from specbench.backends.torch.pools import cache_size
     from specbench.generate_many import TREE_POSITIONS
 
-    size = bytes_per_token(target.language_model.model)
+    size = cache_size(target.language_model.model, target.scorer.checkpoints)
     if server.kv_memory is not None:
-        tokens, least = server.kv_memory * 2**20 // size, 2 * TREE_POSITIONS
+        tokens, least = size.tokens(server.kv_memory * 2**20, server.batch), 2 * TREE_POSITIONS
         if tokens < least:
             raise UsageError(
-                f"--kv-memory {server.kv_memory} holds {counted(tokens, 'token')}: too few for a request.",
-                f"Give at least {math.ceil(least * size / 2**20)}.",
+                f"--kv-memory {server.kv_memory} holds {counted(max(0, tokens), 'token')}: too few for a request.",
+                f"Give at least {math.ceil((least * size.token + server.batch * size.request) / 2**20)}.",
             )
         return tokens
-    budget, limit = _KV_MEMORY * 2**20 // size, target.scorer.context_limit
+    budget, limit = size.tokens(_KV_MEMORY * 2**20, server.batch), target.scorer.context_limit
     return budget if limit is None else min(budget, server.batch * (limit + TREE_POSITIONS))

@@ -66,7 +66,10 @@ class BatchedModel:
         cache = shared
         if cache is None:
             config = self.loaded.model.config
-            cache = make_cache("dynamic", config) if self.pool is None else PooledCache(self.pool)
+            checkpoints = self.loaded.checkpoints
+            cache = (
+                make_cache("dynamic", config, checkpoints) if self.pool is None else PooledCache(self.pool)
+            )
         batch = self if self.why_not_batched is None else None
         return self.loaded.clone_for(cache, batch, shares=shared is not None)
 
@@ -216,7 +219,8 @@ class RequestFactory:
             if is_target or loaded.cache is not self._target.cache:
                 config = loaded.model.config
                 fits = supports_pool(config)
-                pool = KVPool(config, self._kind, self._tokens, self._requests) if fits else None
+                checkpoints = loaded.checkpoints
+                pool = KVPool(config, self._kind, self._tokens, self._requests, checkpoints) if fits else None
             self._models[loaded] = BatchedModel(loaded, pool, exact=is_target)
             if is_target:
                 self._pool = pool
@@ -228,4 +232,5 @@ def _cache_like(loaded: Scorer) -> KVCache:
     a dynamic one for a static one, which only one scorer can use.
     """
     kinds: dict[type, CacheKind] = {PreallocatedKVCache: "preallocated", NoKVCache: "none"}
-    return make_cache(kinds.get(type(loaded.cache), "dynamic"), loaded.model.config)
+    kind = kinds.get(type(loaded.cache), "dynamic")
+    return make_cache(kind, loaded.model.config, loaded.checkpoints)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
-from weakref import ref
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -62,12 +62,15 @@ class KVPool:
 
     Args:
         slots: Requests of a slotted pool, which get equal parts.
+        checkpoints: Tokens from one state of recurrent layers that stays stored to the next; 0 for none.
 
     Raises:
         UsageError: There is no room for one block, or the model has layers of unknown kinds.
     """
 
-    def __init__(self, config: PretrainedConfig, kind: PoolKind, tokens: int, slots: int = 1) -> None:
+    def __init__(
+        self, config: PretrainedConfig, kind: PoolKind, tokens: int, slots: int = 1, checkpoints: int = 0
+    ) -> None:
         size = PAGE if kind == "paged" else tokens // slots
         if size < 1 or tokens < size:
             raise UsageError(
@@ -76,7 +79,8 @@ class KVPool:
             )
         self.kind = kind
         self.blocks = BlockAllocator(tokens // size, size, 1 if kind == "slotted" else None)
-        self.config, self.is_recurrent = config, is_recurrent(config)
+        self.config, self.is_recurrent, self.checkpoints = config, is_recurrent(config), checkpoints
+        self.requests: WeakSet[PooledCache] = WeakSet()
         self.buffers: list[KVBuffers | None] = []
         for layer in DynamicCache(config=config).layers:
             if not _can_hold(layer, self.is_recurrent):
@@ -100,7 +104,15 @@ class KVPool:
         )
 
     def _bytes(self) -> int:
-        return sum(
+        states = [state for each in self.requests if each.recurrent for state in each.recurrent.tensors()]
+        states += [
+            state
+            for kept in self.blocks.checkpoints.values()
+            for pair in kept
+            for state in pair
+            if state is not None
+        ]
+        return sum({id(state): state.nbytes for state in states}.values()) + sum(
             each.keys.nbytes + each.values.nbytes for each in self.buffers if each and each.is_allocated
         )
 
@@ -125,14 +137,37 @@ def _can_hold(layer: object, recurrent: bool) -> bool:
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 
 
+class CacheSize(NamedTuple):
+    """The memory of a model's cache, in bytes.
+
+    Attributes:
+        token: Of a token's keys and values, and its share of a checkpoint; at least 1.
+        request: Of a request's recurrent states.
+    """
+
+    token: int
+    request: int
+
+    def tokens(self, memory: int, requests: int) -> int:
+        """Return how many tokens some requests may have together in this much memory."""
+        return (memory - requests * self.request) // self.token
+
+
 @torch.inference_mode()
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Return the bytes of a token's keys and values, found by reading one."""
-    cache, untyped = DynamicCache(config=model.config), cast("Any", model)
+def cache_size(model: PreTrainedModel, checkpoints: int = 0) -> CacheSize:
+    """Return the memory of a model's cache, found by reading a token; for ``checkpoints`` see ``KVPool``."""
+    recurrent = is_recurrent(model.config)
+    cache = RecurrentCache(model.config) if recurrent else DynamicCache(config=model.config)
+    untyped = cast("Any", model)
     ids = torch.zeros(1, 1, dtype=torch.long, device=untyped.get_input_embeddings().weight.device)
-    untyped(input_ids=ids, past_key_values=cache, use_cache=True)
+    untyped(input_ids=ids, use_cache=True, **{cache_keyword(cache, model.config): cache})
     layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    return sum(int(layer.keys.nbytes) + int(layer.values.nbytes) for layer in layers)
+    token = sum(int(layer.keys.nbytes) + int(layer.values.nbytes) for layer in layers)
+    states = 0
+    if isinstance(cache, RecurrentCache):
+        cache.end_forward()
+        states = sum(state.nbytes for state in cache.tensors())
+    return CacheSize(max(1, token + (states // checkpoints if checkpoints else 0)), states)
 
 
 class _PooledLayer(CacheLayerMixin):
@@ -188,10 +223,11 @@ class PooledCache(KVCache):
         self._own_layers = [layer for layer in self.layers if layer is not None]
         self.recurrent: RecurrentCache | None = None
         self._cache = self._new_cache()
+        pool.requests.add(self)
 
     def _new_cache(self) -> Cache:
         if self.pool.is_recurrent:
-            cache = self.recurrent = RecurrentCache(self.pool.config)
+            cache = self.recurrent = RecurrentCache(self.pool.config, self.pool.checkpoints)
             cache.layers = [own or layer for own, layer in zip(self.layers, cache.layers, strict=True)]
             return cache
         return Cache(layers=[DummyLayer() if layer is None else layer for layer in self.layers])
@@ -225,6 +261,11 @@ class PooledCache(KVCache):
         if not self._table.blocks and self.recurrent is None:
             shared = blocks.share_prefix(self._table, prefix)
             self._set_length(shared)
+        elif not self._table.blocks and self.recurrent is not None and self.pool.checkpoints:
+            shared, checkpoints = blocks.share_checkpoint(self._table, prefix)
+            self._set_length(shared)
+            if shared:
+                self.recurrent.begin_at(shared, checkpoints)
         copied = None
         try:
             copied = blocks.extend(self._table, self.length, max(end, self.length))
@@ -262,6 +303,8 @@ class PooledCache(KVCache):
     def publish(self, tokens: Sequence[int]) -> None:
         """Let others share what the model itself has read of a context that begins with these tokens."""
         self.pool.blocks.publish(self._table, tokens)
+        if self.recurrent is not None and self.pool.checkpoints:
+            self.pool.blocks.publish_checkpoints(self._table, self.recurrent.checkpoints())
 
     def indices(self, start: int, end: int) -> Tensor:
         """Return where positions are in the pool's buffers, [end - start], on the CPU."""
@@ -303,8 +346,8 @@ class PooledCache(KVCache):
                 layer.buffers.zero_nonfinite(first, first + self._reserved)
         self._set_length(0)
         self._reserved = 0
-        self._truncate()
         self._cache, self.pool.context_id = self._new_cache(), ContextId()
+        self._truncate()
 
 
 class RequestTokens(NamedTuple):

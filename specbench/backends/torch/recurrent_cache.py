@@ -25,6 +25,10 @@ _MOST_SPARE = 8
 """Memory of states that is used again: drafts are rarely longer."""
 
 
+Checkpoint = tuple[torch.Tensor | None, torch.Tensor]
+"""A recurrent state, and the last inputs of the convolution."""
+
+
 @dataclass(slots=True)
 class History:
     """The states of one recurrent layer since the last rollback.
@@ -50,7 +54,7 @@ class History:
     kernel: int = 0
     rows: int = 0
     kept: list[dict[int, torch.Tensor]] = field(default_factory=list)
-    checkpoints: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     spare: list[torch.Tensor] | None = None
 
     @property
@@ -102,6 +106,13 @@ class History:
         """Whether the state after this many tokens is kept."""
         return self.base <= length <= self.length or length in self.checkpoints
 
+    def begin_at(self, length: int, state: torch.Tensor | None, columns: torch.Tensor) -> None:
+        """Begin with a checkpoint of another request."""
+        self.kernel = columns.shape[-1]
+        self.checkpoints[length] = state, columns
+        self.base = length + 1  # so that it is taken from there
+        self.rollback(length)
+
     def rollback(self, length: int) -> None:
         """Keep the state after this many tokens, and the checkpoints before; ``has`` is true of it, or it is longer."""
         self.kept = []
@@ -124,11 +135,10 @@ class History:
             self.columns = self.columns[..., end - self.kernel : end]
         self.base = self.length
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything kept."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Return everything that is kept."""
         kept = [*self.states, self.columns, *(each for pair in self.checkpoints.values() for each in pair)]
-        return sum(each.nbytes for each in kept if each is not None)
+        return [each for each in kept if each is not None]
 
 
 class _Running(threading.local):
@@ -254,10 +264,20 @@ class RecurrentCache(RecurrentLayers, DynamicCache):
         for history in self.histories.values():
             history.rollback(length)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states."""
-        return sum(history.nbytes for history in self.histories.values())
+    def checkpoints(self) -> dict[int, list[Checkpoint]]:
+        """Return the checkpoints of all layers by the tokens read until then."""
+        first, *others = (history.checkpoints for history in self.histories.values())
+        shared = [length for length in first if all(length in each for each in others)]
+        return {length: [each[length] for each in (first, *others)] for length in shared}
+
+    def begin_at(self, length: int, checkpoints: Sequence[Checkpoint]) -> None:
+        """Begin with checkpoints of another request after this many tokens."""
+        for history, checkpoint in zip(self.histories.values(), checkpoints, strict=True):
+            history.begin_at(length, *checkpoint)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return everything that is kept."""
+        return [each for history in self.histories.values() for each in history.tensors()]
 
 
 class JointRecurrentCache(RecurrentLayers):

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, cast, overload
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.caches import KVCache, NoKVCache, change_of_rotation, make_cache
+from specbench.backends.torch.caches import (
+    DynamicKVCache,
+    KVCache,
+    NoKVCache,
+    change_of_rotation,
+    make_cache,
+)
 from specbench.backends.torch.forward import FusedForward, HFForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
@@ -206,16 +212,33 @@ class Scorer:
         self.epoch += 1
         self.cache.reset()
 
-    def resume(self, cached_tokens: int) -> None:
-        """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``.
+    def most_kept(self, cached_tokens: int) -> int:
+        """Return how many of the first tokens stay in the cache for a context that begins with them.
 
-        Layers that forget (sliding windows, recurrent states) and rotations that change with the length start over.
+        Sliding windows forget, rotations may change with the length, and recurrent layers store few states.
         """
-        if self.reads_trees:
+        return 0 if self._change is not None else self.cache.most_kept(cached_tokens)
+
+    def resume(self, cached_tokens: int) -> None:
+        """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``."""
+        if self.most_kept(cached_tokens):
             self.epoch += 1
             self.rollback(cached_tokens)
         else:
             self.begin()
+
+    @property
+    def checkpoints(self) -> int:
+        """Tokens from one recurrent state that stays stored to the next; 0 for none."""
+        return self.cache.checkpoints if isinstance(self.cache, DynamicKVCache) else 0
+
+    def keep_checkpoints(self, interval: int) -> bool:
+        """Keep recurrent states every ``interval`` tokens from now on; return whether the model has any."""
+        if not isinstance(self.cache, DynamicKVCache) or not self.cache.is_recurrent:
+            return False
+        self.cache.checkpoints = interval
+        self.begin()
+        return True
 
     @cached_property
     def rounding(self) -> torch.dtype:
