@@ -114,6 +114,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "mamba_d_state": 8,
     },
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"layers_block_type": ["mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},

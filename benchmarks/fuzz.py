@@ -62,7 +62,8 @@ OTHERS = (
 )  # fmt: skip
 RECURRENT = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba",
-    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2",
+    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
+    "zamba", "zamba2",
 )  # fmt: skip
 BOUNDED = ("nemotron_h", "zamba2")
 """Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""
@@ -112,6 +113,8 @@ class Case:
     penalty: float = 1.0
     defaults: dict[str, Any] = field(default_factory=dict)
     top_k: int = 0
+    conversation: bool = False
+    checkpoints: int = 0
     prompts: list[tuple[list[int], int]] = field(default_factory=list)
 
     @property
@@ -213,6 +216,9 @@ def draw(number: int, recurrent: bool = False) -> Case:
             length = r.randrange(500, 515) if r.random() < 0.7 else r.randrange(55, 70)
         words = r.sample(range(vocabulary - 3), k=r.choice((3, 10, 100)))
         case.prompts.append((r.choices(words, k=length), r.choice((1, 2, 7, 20, 40))))
+    case.conversation = r.random() < 0.4
+    if recurrent and case.cache == "dynamic":
+        case.checkpoints = r.choice((0, 0, 4, 16))
     return case
 
 
@@ -268,6 +274,8 @@ def build_target(case: Case) -> Target:
         target = wrap_target(model, TOKENIZER, name="fuzzed", cache=case.cache, pack=case.pack)
     if case.hook is not None and not hook_first:
         steer(model, case.hook)
+    if case.checkpoints:
+        target.scorer.keep_checkpoints(case.checkpoints)
     return target
 
 
@@ -355,7 +363,7 @@ def decode(target: Target, drafter: Any, case: Case, prompt: list[int], new: int
     )  # fmt: skip
     for _ in run:
         pass
-    return run.result()
+    return run
 
 
 def run_case(case: Case, reference: Any, target: Target) -> Seen:
@@ -365,8 +373,13 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
     if not exact and (why := target.scorer.why_not_bit_exact()) is not None:
         seen.refused[why] += 1
         return seen
-    drafter = None
+    drafter, last = None, None
     for prompt, new in case.prompts:
+        if (
+            case.conversation and last is not None
+        ):  # another turn, before which some of the last may have changed
+            before = [*last.prompt, *last.result().token_ids]
+            prompt = [*before[: r.choice((len(before), r.randrange(len(before) + 1)))], *prompt]
         limit = case.limit if case.kind in LLAMAS else target.scorer.context_limit
         if limit is not None and len(prompt) > limit:
             continue
@@ -374,7 +387,7 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
             expected = generated(reference, case, prompt, new)
         else:
             plain = replace(case, top_k=0)
-            expected = list(decode(target, None, plain, prompt, new, ignore_eos=True).token_ids)
+            expected = list(decode(target, None, plain, prompt, new, ignore_eos=True).result().token_ids)
         end = r.choice(expected) if case.end_token and expected else None
         if end is not None and "min_new_tokens" in case.defaults and exact:
             expected = generated(reference, case, prompt, new, end)  # which forbids it for a while
@@ -391,7 +404,9 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
             )
             for _, _ in zip(range(r.randrange(3)), abandoned, strict=False):
                 pass
-        result = decode(target, drafter, case, prompt, new, stop=() if stop is None else (stop,))
+        stops = () if stop is None else (stop,)
+        last = decode(target, drafter, case, prompt, new, stop=stops, after=last)
+        result = last.result()
         found = list(result.token_ids)
         seen.tokens += len(found)
         seen.accepted += sum(step.accepted for step in result.steps if isinstance(step, Step))

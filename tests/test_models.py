@@ -24,7 +24,7 @@ from transformers import (
     LlamaConfig,
     Olmo3Config,
     PreTrainedConfig,
-    RecurrentGemmaConfig,
+    RwkvConfig,
     T5Config,
 )
 from transformers.utils import logging as transformers_logging
@@ -332,9 +332,9 @@ def test_a_config_of_no_known_type(folder, kind):
         (BertConfig(), "BertLMHeadModel", "is no causal language model"),
         (LlamaConfig(), "LlamaForSequenceClassification", "is no causal language model"),
         (
-            RecurrentGemmaConfig(),
-            "RecurrentGemmaForCausalLM",
-            "(type 'recurrent_gemma') keeps a recurrent state",
+            RwkvConfig(),
+            "RwkvForCausalLM",
+            "(type 'rwkv') keeps a recurrent state",
         ),
     ],
 )
@@ -344,14 +344,7 @@ def test_models_that_cannot_be_decoded_speculatively(tmp_path, config, architect
 
 
 def test_a_recurrent_model_is_not_wrapped_either():
-    config = RecurrentGemmaConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        head_dim=4,
-    )
+    config = RwkvConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)
     model = AutoModelForCausalLM.from_config(config)
     assert "recurrent state" in refusal(wrap_model, model, None, kind=UsageError)
 
@@ -697,9 +690,7 @@ def test_a_sharded_hub_model_that_is_cached(hub_cache, monkeypatch):
 
 
 def test_a_hub_model_is_refused_before_its_weights_are_fetched(hub_cache):
-    write_config(
-        put_into_cache(hub_cache, "org/name", "0" * 40), RecurrentGemmaConfig(), "RecurrentGemmaForCausalLM"
-    )
+    write_config(put_into_cache(hub_cache, "org/name", "0" * 40), RwkvConfig(), "RwkvForCausalLM")
     assert "recurrent state" in refusal(load_model, "org/name", CPU, kind=UsageError)
 
 

@@ -34,13 +34,15 @@ from specbench.policies import FixedLength
 
 FAMILIES = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba",
-    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2",
+    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
+    "zamba", "zamba2",
 )  # fmt: skip
 KINDS = (
     "mamba",
     "mamba2",
     "kimi_linear",
     "qwen3_next",
+    "recurrent_gemma",
     "zamba",
 )  # one for each function of `transformers`, and groups
 BOUNDED = ("nemotron_h", "zamba2")

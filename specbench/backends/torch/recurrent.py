@@ -28,7 +28,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.kernels.delta_rule import delta_rule, fits
-from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, running
+from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, RecurrentLayers, running
 
 Function = Callable[..., Any]
 
@@ -36,7 +36,8 @@ Function = Callable[..., Any]
 def can_keep_states(model_class: type) -> bool:
     """Whether the recurrent layers of a class of models can be rolled back."""
     module = sys.modules[model_class.__module__]
-    return hasattr(module, _CONVOLUTION) or any(hasattr(module, each.several) for each in _RECURRENCES)
+    names = (_CONVOLUTION, _GRIFFIN, *(each.several for each in _RECURRENCES))
+    return any(hasattr(module, name) for name in names)
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
@@ -66,6 +67,8 @@ def keep_states(model: Any) -> bool:
             _replace(module, recurrence.several, _run, recurrence, getattr(module, recurrence.one))
     if hasattr(module, _CONVOLUTION):
         _replace(module, _CONVOLUTION, _convolve)
+    if hasattr(module, _GRIFFIN):
+        _keep_griffin_states(model, module)
     return can_keep_states(type(model))
 
 
@@ -306,6 +309,56 @@ def _mamba_step(
     )
     return output[..., None], state
 
+
+# -- Griffin ---------------------------------------------------------------------------------------
+
+_GRIFFIN = "RecurrentGemmaRecurrentBlock"
+"""RecurrentGemma's block, which stores its states itself, and forgets the convolution's in passes of several tokens."""
+
+
+def _keep_griffin_states(model: Any, module: Any) -> None:
+    """Let the blocks of a model use our caches."""
+    blocks, scan = getattr(module, _GRIFFIN), module.RecurrentGemmaRglru
+    for index, layer in enumerate(model.model.layers):
+        layer.temporal_block.layer_idx = index
+    if blocks.forward is not _griffin_block:
+        blocks.own_forward, blocks.forward = blocks.forward, _griffin_block
+        own = functools.partial(scan._rnn_scan, None)
+        scan._rnn_scan = staticmethod(functools.partial(_run, own, _SCAN, own))
+
+
+def _griffin_block(
+    block: Any, input_states: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """The forward of a block; of other caches than ours, its own."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, RecurrentLayers):
+        made: tuple[torch.Tensor, None] = block.own_forward(input_states, position_ids, *args, **kwargs)
+        return made
+    cache.get_recurrent_state(block.layer_idx)
+    inputs = block.linear_x(input_states).transpose(1, 2)
+    columns = cache.update_conv_state(inputs, block.layer_idx, conv_kernel_size=block.conv1d_width)
+    weight, bias = block.conv_1d.weight[:, 0], block.conv_1d.bias
+    inputs = _convolve(
+        lambda columns, *_: block.conv_1d(columns)[..., : columns.shape[-1]], columns, weight, bias
+    )
+    outputs = block.rg_lru(inputs.transpose(1, 2), position_ids)
+    cache.update_recurrent_state(outputs, block.layer_idx)
+    return block.linear_out(outputs * block.act_fn(block.linear_y(input_states))), None
+
+
+def _scan_step(
+    single: Function, given: Mapping[str, Any], state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real-gated linear recurrent units: hidden states, gate and reset are [batch, tokens, width or 1]."""
+    output, after = single(**{**given, "recurrent_states": state})
+    return output, after
+
+
+_SCAN = _Recurrence(
+    "_rnn_scan", "_rnn_scan", ("hidden_states", "recurrent_gate", "reset"),
+    dict.fromkeys(("hidden_states", "recurrent_gate", "reset"), 1), 1, "recurrent_states", _scan_step,
+)  # fmt: skip
 
 _DELTA_ROWS = dict.fromkeys(_DELTA, 1)
 _RECURRENCES = (
