@@ -617,6 +617,20 @@ MUTANTS = (
         RECURRENT,
     ),
     Mutant(
+        "states that Mamba 2 gets from the chunked function are not turned for the native call",
+        "backends/torch/recurrent.py:_run_request",
+        "last.mT if turns else last",
+        "last",
+        RECURRENT,
+    ),
+    Mutant(
+        "a prefix is shared whose end has no checkpoint",
+        "backends/torch/blocks.py:BlockAllocator.share_checkpoint",
+        "self.truncate(table, length)",
+        "pass",
+        ("tests/test_recurrent.py", "-k", "paged"),
+    ),
+    Mutant(
         "a rollback leaves the inputs of the convolution",
         "backends/torch/recurrent_cache.py:History.rollback",
         "end = self.columns.shape[-1] - surplus",

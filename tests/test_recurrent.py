@@ -352,9 +352,13 @@ def test_a_recurrent_model_as_the_drafter():
 
 @pytest.mark.skipif(not native.is_available(), reason="there is no native library")
 @pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("decays", [(), (24,)], ids=["one decay", "a decay for each key"])
+@pytest.mark.parametrize(
+    ("decays", "adds"),
+    [((), False), ((24,), False), ((), True)],
+    ids=["one decay", "a decay for each key", "Mamba 2"],
+)
 def test_the_native_delta_rule_follows_its_formula_with_the_same_bits_in_passes_of_any_length(
-    level, decays, monkeypatch
+    level, decays, adds, monkeypatch
 ):
     own = native.loaded()
     if own.level < level:
@@ -373,7 +377,7 @@ def test_the_native_delta_rule_follows_its_formula_with_the_same_bits_in_passes_
     def run(first, last, state):
         part = [each[:, first:last] for each in (query, key, value, g, beta)]
         after = [torch.empty_like(state) for _ in range(last - first)]
-        return delta_rule(*part, state, after, normalize=True), after
+        return delta_rule(*part, state, after, normalize=not adds, adds=adds), after
 
     found, states = run(0, rows, before)
     state = before
@@ -381,23 +385,24 @@ def test_the_native_delta_rule_follows_its_formula_with_the_same_bits_in_passes_
         alone, (after,) = run(row, row + 1, state)
         assert torch.equal(alone[:, 0], found[:, row])
         assert torch.equal(after, states[row])
-        q, k = (
-            torch.nn.functional.normalize(each[0, row], dim=-1).repeat_interleave(2, 0)
-            for each in (query, key)
-        )
+        q, k = (each[0, row].repeat_interleave(2, 0) for each in (query, key))
+        if not adds:
+            q, k = (torch.nn.functional.normalize(each, dim=-1) for each in (q, k))
         decay = g[0, row].exp() if decays else g[0, row].exp()[:, None]
         faded = state[0] * decay[..., None]
-        delta = (value[0, row] - torch.einsum("hkv,hk->hv", faded, k)) * beta[0, row][:, None]
+        held = 0 if adds else torch.einsum("hkv,hk->hv", faded, k)
+        delta = (value[0, row] - held) * beta[0, row][:, None]
         expected = faded + k[..., None] * delta[:, None]
         torch.testing.assert_close(after[0], expected, atol=1e-4, rtol=1e-4)
-        read = torch.einsum("hkv,hk->hv", expected, q) / 24**0.5
+        read = torch.einsum("hkv,hk->hv", expected, q) / (1 if adds else 24**0.5)
         torch.testing.assert_close(found[0, row], read, atol=1e-4, rtol=1e-4)
         state = after
 
 
-def test_without_the_native_delta_rule_tokens_are_the_same(monkeypatch):
-    monkeypatch.setattr(recurrent, "fits", lambda value, before: False)
-    model, expected = built("qwen3_next")
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+def test_without_the_native_delta_rule_tokens_are_the_same(kind, monkeypatch):
+    monkeypatch.setattr(recurrent, "fits", lambda key: False)
+    model, expected = built(kind)
     target = wrap_target(model, name="tiny", pack=False)
     assert survey.decoded(IDS, target, survey.Guesses(IDS, expected, 4), 4) == expected
 

@@ -38,7 +38,7 @@ from specbench.backends.torch.blocks import (
 from specbench.backends.torch.caches import KVCache, cache_keyword
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
 from specbench.backends.torch.kernels.native import NativeRequest, supports_attention
-from specbench.backends.torch.recurrent import is_recurrent
+from specbench.backends.torch.recurrent import is_recurrent, keep_states
 from specbench.backends.torch.recurrent_cache import JointRecurrentCache, RecurrentCache
 from specbench.base.errors import UsageError
 
@@ -160,6 +160,7 @@ def cache_size(model: PreTrainedModel, checkpoints: int = 0) -> CacheSize:
     cache = RecurrentCache(model.config) if recurrent else DynamicCache(config=model.config)
     untyped = cast("Any", model)
     ids = torch.zeros(1, 1, dtype=torch.long, device=untyped.get_input_embeddings().weight.device)
+    keep_states(model)
     untyped(input_ids=ids, use_cache=True, **{cache_keyword(cache, model.config): cache})
     layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     token = sum(int(layer.keys.nbytes) + int(layer.values.nbytes) for layer in layers)

@@ -8,8 +8,9 @@ the recurrences of n passes of one, to the bit. First passes and longer ones cal
 checkpoint to the next. In a pass over several requests, each request is computed by itself. Passes over other caches
 run as before.
 
-On CPUs, gated delta rules take one native call for all tokens instead (``kernels/delta_rule.py``), if a trial gives the
-results of the function for one token. The convolution before a recurrence takes a few operators over its last inputs.
+On CPUs, gated delta rules and Mamba 2 take one native call for all tokens instead (``kernels/delta_rule.py``), if a
+trial gives the results of the function for one token. The convolution before a recurrence takes a few operators over
+its last inputs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -126,10 +128,28 @@ def _convolve_short(
 
 # -- recurrences -----------------------------------------------------------------------------------
 
-Step = Callable[[Function, Mapping[str, Any], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Arguments = Mapping[str, Any]
+Step = Callable[[Function, Arguments, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Native:
+    """The native call that runs several tokens like the function for one.
+
+    Attributes:
+        run: Calls it: (arguments, state, memory for the states after each token) -> output.
+        key: The argument that holds the keys.
+        turns: Whether it takes the last two dimensions of states in the other order.
+        samples: Makes random arguments of two tokens, and a state.
+    """
+
+    run: Callable[[Arguments, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+    key: str
+    turns: bool
+    samples: Callable[[], list[tuple[Arguments, torch.Tensor]]]
+
+
+@dataclass(frozen=True, eq=False)
 class _Recurrence:
     """A recurrence of `transformers`.
 
@@ -140,6 +160,7 @@ class _Recurrence:
         output: In which dimension the output has them.
         state: Which argument is the state before; ``None`` for a function that begins without one.
         step: Calls the function for one token: (function, arguments, state) -> (output, state after).
+        native: What does the same for several tokens; ``None`` if nothing does.
     """
 
     several: str
@@ -149,8 +170,9 @@ class _Recurrence:
     output: int
     state: str | None
     step: Step
+    native: _Native | None = None
 
-    def of_rows(self, given: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
+    def of_rows(self, given: Arguments, first: int, count: int) -> dict[str, Any]:
         """Return the arguments of some rows."""
         cut = {
             name: given[name].narrow(dim, first, count) for name, dim in self.rows.items() if name in given
@@ -177,9 +199,13 @@ def _run(several: Function, recurrence: _Recurrence, single: Function, *args: An
 
 
 def _run_request(
-    several: Function, recurrence: _Recurrence, single: Function, given: Mapping[str, Any], history: History
+    several: Function, recurrence: _Recurrence, single: Function, given: Arguments, history: History
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the rows of one request from one stop to the next; return their output and the last state."""
+    native = recurrence.native
+    if native is not None and not (fits(given[native.key]) and _native_is_right(recurrence, single)):
+        native = None
+    turns = native is not None and native.turns
     state = history.states[-1] if history.states else None
     if recurrence.state is None and state is not None and state.dim() == 4:  # a call for each group of heads
         state = state[:, len(history.kept)]
@@ -189,12 +215,18 @@ def _run_request(
     for stop in stops:
         part = given if len(stops) == 1 else recurrence.of_rows(given, start - begin, stop - start)
         if state is None or (stop - start > LONGEST_FORWARD and recurrence.state is not None):
-            before = {} if recurrence.state is None else {recurrence.state: state}
-            output, state = several(**{**part, **before})
-            state = state.contiguous()
-            kept[stop] = state
+            before = state.mT if turns and state is not None else state
+            output, last = several(**part if recurrence.state is None else {**part, recurrence.state: before})
+            state = (last.mT if turns else last).contiguous()
+            kept[stop] = state = state.float() if native is not None else state
+        elif native is not None:
+            states = history.memory(state, stop - start)
+            output, state = native.run(part, state, states), states[-1]
+            kept |= {start + 1 + i: each for i, each in enumerate(states)}
         else:
-            output, states = _run_short(recurrence, single, part, state, history, stop - start)
+            output, states = _run_steps(
+                recurrence, single, part, state, stop - start, keeps=not history.begins
+            )
             state = states[-1]
             kept |= {stop - len(states) + 1 + i: each for i, each in enumerate(states)}
         outputs.append(output)
@@ -204,70 +236,80 @@ def _run_request(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=recurrence.output), state
 
 
-def _run_short(
+def _run_steps(
     recurrence: _Recurrence,
     single: Function,
-    given: Mapping[str, Any],
+    given: Arguments,
     state: torch.Tensor,
-    history: History,
     rows: int,
+    *,
+    keeps: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run a few rows on top of a state, token by token; return their output and the states that are to be kept."""
-    if recurrence.step is _delta_step and fits(given["value"], state) and _native_is_right(single):
-        states = history.memory(state, rows)
-        query, key, value, g, beta = (given[name] for name in _DELTA)
-        normalize = bool(given.get("use_qk_l2norm_in_kernel", False))
-        return delta_rule(query, key, value, g, beta, state, states, normalize=normalize), states
-    outputs, states = [], []
+    """Run a few rows token by token; return their output and the state after each, or the last one alone."""
+    outputs, states = [], [state]
     for row in range(rows):
         output, state = recurrence.step(single, recurrence.of_rows(given, row, 1), state)
         outputs.append(output)
-        states = [state] if history.begins else [*states, state]
-    return torch.cat(outputs, dim=recurrence.output), states
+        states = [*states, state] if keeps else [state]
+    return torch.cat(outputs, dim=recurrence.output), states[1:] if keeps else states
+
+
+@functools.cache
+def _native_is_right(recurrence: _Recurrence, single: Function) -> bool:
+    """Whether the native call gives what a function of `transformers` for one token does, in two random rows."""
+    native = recurrence.native
+    assert native is not None
+    for rows, before in native.samples():
+        try:
+            expected, states = _run_steps(recurrence, single, rows, before, 2, keeps=True)
+        except (RuntimeError, TypeError, ValueError):
+            continue  # it has decays of another kind
+        turned = before.mT.contiguous() if native.turns else before
+        after = [torch.empty_like(turned) for _ in range(2)]
+        found = native.run(rows, turned, after)
+        last = after[-1].mT if native.turns else after[-1]
+        return torch.allclose(found, expected, rtol=1e-4, atol=1e-4) and torch.allclose(
+            last, states[-1], rtol=1e-4, atol=1e-4
+        )
+    return False
 
 
 _DELTA = ("query", "key", "value", "g", "beta")
 
 
-def _delta_step(
-    single: Function, given: Mapping[str, Any], state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gated delta rules: query, key, value, g and beta are [batch, tokens, ...]."""
     output, after = single(**{**given, "initial_state": state, "output_final_state": True})
     return output, after
 
 
-@functools.cache
-def _native_is_right(single: Function) -> bool:
-    """Whether the native call gives what a function of `transformers` for one token does, in two random rows."""
+def _delta_native(given: Arguments, state: torch.Tensor, after: list[torch.Tensor]) -> torch.Tensor:
+    query, key, value, g, beta = (given[name] for name in _DELTA)
+    normalize = bool(given.get("use_qk_l2norm_in_kernel", False))
+    return delta_rule(query, key, value, g, beta, state, after, normalize=normalize)
+
+
+def _delta_samples() -> list[tuple[Arguments, torch.Tensor]]:
+    """Two rows, with a decay for each head, or for each of its keys."""
+    made: list[tuple[Arguments, torch.Tensor]] = []
+    for decays in ((2,), (2, 24)):
+        rows = _drawn((1, 2, 2, 24), (1, 2, 2, 24), (1, 2, 2, 40), (1, 2, *decays), (1, 2, 2), (1, 2, 24, 40))
+        query, key, value, g, beta, before = rows
+        given = dict(zip(_DELTA, (query, key, value, -g.abs(), beta.sigmoid()), strict=True))
+        made.append(({**given, "use_qk_l2norm_in_kernel": True}, before))
+    return made
+
+
+def _drawn(*sizes: tuple[int, ...]) -> list[torch.Tensor]:
     source = torch.Generator().manual_seed(0)
-
-    def drawn(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=source)
-
-    for decays in ((2,), (2, 24)):  # one for each head, or for each of its keys
-        query, key, value = drawn(1, 2, 2, 24), drawn(1, 2, 2, 24), drawn(1, 2, 2, 40)
-        g, beta, before = -drawn(1, 2, *decays).abs(), drawn(1, 2, 2).sigmoid(), drawn(1, 2, 24, 40)
-        rows, expected, state = (query, key, value, g, beta), [], before
-        try:
-            for row in range(2):
-                one = dict(zip(_DELTA, (each[:, row : row + 1] for each in rows), strict=True))
-                output, state = _delta_step(single, {**one, "use_qk_l2norm_in_kernel": True}, state)
-                expected.append(output)
-        except (RuntimeError, TypeError, ValueError):
-            continue  # it has the other kind of decays
-        after = [torch.empty_like(before) for _ in range(2)]
-        found = delta_rule(query, key, value, g, beta, before, after, normalize=True)
-        pairs = ((found, torch.cat(expected, dim=1)), (after[-1], state))
-        return all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in pairs)
-    return False
+    return [torch.randn(*size, generator=source) for size in sizes]
 
 
 _MAMBA = ("hidden_states", "dt", "A", "B", "C")
 
 
 def _mamba2_step(
-    single: Function, given: Mapping[str, Any], state: torch.Tensor
+    single: Function, given: Arguments, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mamba 2: hidden states [batch, tokens, heads, size], dt [batch, tokens, heads], B and C [batch, tokens, groups,
     states].
@@ -289,9 +331,25 @@ def _mamba2_step(
     return output[:, None], state
 
 
-def _mamba_step(
-    single: Function, given: Mapping[str, Any], state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mamba2_native(given: Arguments, state: torch.Tensor, after: list[torch.Tensor]) -> torch.Tensor:
+    """Mamba 2 as a gated delta rule that only adds: keys B, queries C, and the time step as the weight of a value."""
+    x, dt, a, b, c = (given[name] for name in _MAMBA)
+    dt = dt + given["dt_bias"].to(dt.dtype)
+    dt = (functional.softplus(dt) if given["dt_softplus"] else dt).float()
+    read = delta_rule(c, b, x, dt * a.float(), dt, state, after, normalize=False, adds=True)
+    output: torch.Tensor = read + x * given["D"][:, None]
+    return output
+
+
+def _mamba2_samples() -> list[tuple[Arguments, torch.Tensor]]:
+    x, dt, a, b, c, skip, bias, before = _drawn(
+        (1, 2, 4, 40), (1, 2, 4), (4,), (1, 2, 2, 24), (1, 2, 2, 24), (4,), (4,), (1, 4, 40, 24)
+    )
+    given = dict(zip(_MAMBA, (x, dt, -a.abs(), b, c), strict=True))
+    return [({**given, "D": skip, "dt_bias": bias, "dt_softplus": True}, before)]
+
+
+def _mamba_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mamba 1: hidden states, dt and z [batch, channels, tokens], B and C [batch, state size, tokens]."""
     x, dt, a, b, c = (given[name] for name in _MAMBA)
     state = state.clone()
@@ -347,9 +405,7 @@ def _griffin_block(
     return block.linear_out(outputs * block.act_fn(block.linear_y(input_states))), None
 
 
-def _scan_step(
-    single: Function, given: Mapping[str, Any], state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scan_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Real-gated linear recurrent units: hidden states, gate and reset are [batch, tokens, width or 1]."""
     output, after = single(**{**given, "recurrent_states": state})
     return output, after
@@ -361,18 +417,20 @@ _SCAN = _Recurrence(
 )  # fmt: skip
 
 _DELTA_ROWS = dict.fromkeys(_DELTA, 1)
+_NATIVE_DELTA = _Native(_delta_native, "key", turns=False, samples=_delta_samples)
 _RECURRENCES = (
     _Recurrence(
         "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _DELTA, _DELTA_ROWS, 1, "initial_state",
-        _delta_step,
+        _delta_step, _NATIVE_DELTA,
     ),
     _Recurrence(
         "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _DELTA, _DELTA_ROWS, 1, "initial_state",
-        _delta_step,
+        _delta_step, _NATIVE_DELTA,
     ),
     _Recurrence(
         "mamba2_chunk_scan", "mamba2_selective_state_update", _MAMBA,
         dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states", _mamba2_step,
+        _Native(_mamba2_native, "B", turns=True, samples=_mamba2_samples),
     ),
     _Recurrence(
         "mamba_selective_scan", "mamba_selective_state_update", _MAMBA,

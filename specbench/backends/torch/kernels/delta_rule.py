@@ -1,4 +1,4 @@
-"""The gated delta rule of a short pass in one native call (native.h), for the recurrent layers of ``transformers``."""
+"""Gated delta rules and Mamba 2 in a short pass by one native call (native.h), for recurrent layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _DeltaRule(Structure):
         *((name, c_void_p) for name in ["query", "key", "value", "decay", "beta", "before", "after", "out"]),
         *(
             (name, c_int32)
-            for name in ["batch", "rows", "heads", "shared", "keys", "values", "decays", "normalizes"]
+            for name in ["batch", "rows", "heads", "shared", "keys", "values", "decays", "normalizes", "adds"]
         ),
     )
 
@@ -32,6 +32,7 @@ def delta_rule(
     after: Sequence[Tensor],
     *,
     normalize: bool,
+    adds: bool = False,
 ) -> Tensor:
     """Return what each row reads; a row's bits do not depend on those behind it, nor on how rows are split into passes.
 
@@ -43,6 +44,7 @@ def delta_rule(
         before: The state, float32 [batch, heads, key size, value size], contiguous.
         after: Gets the states after each row; like ``before``.
         normalize: Whether queries and keys are scaled to length 1.
+        adds: Whether values are added to the state without what it holds for their keys, and queries are not scaled.
 
     Returns:
         [batch, rows, heads, value size], in the dtype of ``query``.
@@ -56,20 +58,13 @@ def delta_rule(
     decays = decay.shape[-1] if decay.dim() == 4 else 1
     rule = _DeltaRule(
         *(each.data_ptr() for each in (*given, before)), ctypes.cast(states, c_void_p), out.data_ptr(),
-        batch, rows, heads, *key.shape[2:], values, decays, normalize,
+        batch, rows, heads, *key.shape[2:], values, decays, normalize, adds,
     )  # fmt: skip
     threads = torch.get_num_threads()
     native.check(loaded.library.specbench_delta_rule(byref(rule), loaded.parallel, threads, loaded.level))
     return out.to(query.dtype)
 
 
-def fits(value: Tensor, before: Tensor) -> bool:
-    """Whether the native call takes these values and this state."""
-    keys = before.shape[-2]
-    return (
-        native.is_available()
-        and value.device.type == before.device.type == "cpu"
-        and before.dtype == torch.float32
-        and before.is_contiguous()
-        and keys <= native.MOST_HEAD_SIZE
-    )
+def fits(key: Tensor) -> bool:
+    """Whether the native call takes these keys."""
+    return native.is_available() and key.device.type == "cpu" and key.shape[-1] <= native.MOST_HEAD_SIZE

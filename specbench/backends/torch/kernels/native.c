@@ -165,6 +165,7 @@ typedef struct {
     int32_t batch, rows, heads, shared, keys, values;
     int32_t decays;     /* 1, or one for each key */
     int32_t normalizes; /* whether queries and keys are scaled to length 1 */
+    int32_t adds;       /* whether values are added as they are (Mamba 2), and queries not scaled by their size */
 } DeltaRule;
 
 typedef struct {

@@ -435,10 +435,10 @@ TARGET static void NAME(pack)(const Packing *given, int panel) {
 /* `parts` vectors of the values of one head, a constant where this is inlined, for one row. */
 INLINE TARGET void NAME(recur_values)(
     const float *before, float *after, const float *query, const float *key, const float *decay, const float *value,
-    const float beta, float *out, const int keys, const int values, const int parts) {
+    const float beta, float *out, const int keys, const int values, const int adds, const int parts) {
     VF found[4], delta[4];
     for (int part = 0; part < parts; part++) found[part] = F_SET(0.0f);
-    for (int i = 0; i < keys; i++) {
+    for (int i = 0; i < (adds ? 0 : keys); i++) {
         const VF read = F_SET(key[i] * decay[i]);
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++)
@@ -479,7 +479,7 @@ TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
         const int64_t number = (int64_t)request * rule->rows + row, own = number * heads + head;
         const int64_t given = (number * rule->shared + head / (heads / rule->shared)) * keys;
         const float *x = rule->query + given, *k = rule->key + given, *value = rule->value + own * values;
-        const float asked = NAME(inverse_length)(x, keys, rule->normalizes) / sqrtf((float)keys);
+        const float asked = rule->adds ? 1.0f : NAME(inverse_length)(x, keys, rule->normalizes) / sqrtf((float)keys);
         const float written = NAME(inverse_length)(k, keys, rule->normalizes), beta = rule->beta[own];
         float *after = rule->after[row] + place, *out = rule->out + own * values;
         int j = 0;
@@ -489,12 +489,12 @@ TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
             decay[i] = rule->decay[own * rule->decays + (rule->decays > 1 ? i : 0)];
         }
         for (; j + 4 * LANES <= values; j += 4 * LANES)
-            NAME(recur_values)(before + j, after + j, query, key, decay, value + j, beta, out + j, keys, values, 4);
+            NAME(recur_values)(before + j, after + j, query, key, decay, value + j, beta, out + j, keys, values, rule->adds, 4);
         for (; j + LANES <= values; j += LANES)
-            NAME(recur_values)(before + j, after + j, query, key, decay, value + j, beta, out + j, keys, values, 1);
+            NAME(recur_values)(before + j, after + j, query, key, decay, value + j, beta, out + j, keys, values, rule->adds, 1);
         for (; j < values; j++) {
             float found = 0.0f, delta;
-            for (int i = 0; i < keys; i++) found += key[i] * (decay[i] * before[i * values + j]);
+            for (int i = 0; i < (rule->adds ? 0 : keys); i++) found += key[i] * (decay[i] * before[i * values + j]);
             delta = (value[j] - found) * beta;
             found = 0.0f;
             for (int i = 0; i < keys; i++) {
