@@ -3,8 +3,9 @@
     python benchmarks/hybrid.py --rounds 5 --tokens 48
 
 Each round measures three sides in turn: `generate`, plain decoding, and the target's passes over drafts of 4 tokens, of
-which a script accepts each 3 times out of 4. Prints medians over the rounds in one line of JSON: CPU time per token,
-ratios of it, tokens per step, and the share of a step that is spent in rolling back.
+which a script accepts each 3 times out of 4. With `--batch 4`, also plain decoding of 4 requests in a batch. Prints
+medians over the rounds in one line of JSON: CPU time per token, ratios of it, tokens per step, and the share of a step
+that is spent in rolling back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
 from specbench.models.target import Target, wrap_target
 
 GAMMA, RIGHT = 4, 0.75
@@ -72,6 +74,23 @@ def scripted(target: Target, tokens: int) -> dict[str, float]:
     return {"seconds": took / made, "tokens_per_step": made / steps, "rollback_share": rolling / took}
 
 
+def batched(target: Target, tokens: int, batch: int) -> float:
+    """Return the CPU seconds per token of plain decoding in a batch, after the first token of each request."""
+    runs = GenerationRuns(
+        [GenerationRun(PROMPT, target, None, max_new_tokens=tokens, ignore_eos=True) for _ in range(batch)],
+        max_batch=batch,
+    )
+    assert runs.factory is not None
+    if runs.factory.why_not_batched is not None:
+        raise SystemExit(runs.factory.why_not_batched)
+    begun, first = set[int](), 0.0
+    for index, _ in runs:
+        begun.add(index)
+        if len(begun) == batch:
+            first = first or time.process_time()
+    return (time.process_time() - first) / (batch * (tokens - 1))
+
+
 def generate(model: transformers.PreTrainedModel, tokens: int) -> float:
     """Return the CPU seconds per token of `generate`, after the first token."""
     ids = torch.tensor([PROMPT])
@@ -95,6 +114,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--batch", type=int, default=0, help="requests of a batch; 0 for none")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     model = random_model()
@@ -104,8 +124,12 @@ def main() -> None:
     for _ in range(given.rounds):
         own, plain = generate(model, given.tokens), decode(target, given.tokens)
         drafted = scripted(target, given.tokens)
+        more = {}
+        if given.batch:
+            more = {"batch_over_plain": plain / batched(target, given.tokens, given.batch)}
         rows.append(
             {
+                **more,
                 "generate_ms": own * 1e3,
                 "plain_ms": plain * 1e3,
                 "plain_over_generate": own / plain,
