@@ -62,8 +62,8 @@ OTHERS = (
 )  # fmt: skip
 RECURRENT = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba",
-    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
-    "zamba", "zamba2",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 BOUNDED = ("nemotron_h", "zamba2")
 """Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""

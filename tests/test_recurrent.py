@@ -34,12 +34,13 @@ from specbench.policies import FixedLength
 
 FAMILIES = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba",
-    "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
-    "zamba", "zamba2",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 KINDS = (
     "mamba",
     "mamba2",
+    "minimax",
     "kimi_linear",
     "qwen3_next",
     "recurrent_gemma",
@@ -194,7 +195,7 @@ def test_the_target_is_read_once_per_step(kind, monkeypatch):
 )
 def test_batches_give_what_requests_give_alone(kind, monkeypatch):
     model, _ = built(kind)
-    prompts = [IDS[: 8 + each] for each in range(4)]
+    prompts = [IDS[:length] for length in (3, 8, 17, 24)]
     expected = [survey.generated(model, prompt) for prompt in prompts]
     target = wrap_target(model, name="tiny", pack=False)
     joint = RequestFactory(target.scorer, 4096, 4).why_not_batched is None

@@ -245,7 +245,6 @@ def test_a_context_that_yarn_has_lengthened(cache):
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rwkv": (lambda: hf.RwkvConfig(vocab_size=VOCABULARY), "recurrent state"),
-    "minimax": (lambda: hf.MiniMaxConfig(**USUAL), "recurrent state in a cache of its own"),
     "t5": (lambda: hf.T5Config(vocab_size=VOCABULARY), "encoder-decoder"),
     "bert": (lambda: hf.BertConfig(**USUAL), "no causal language model"),
     "bert-generation": (lambda: hf.BertGenerationConfig(**USUAL), "no causal language model"),

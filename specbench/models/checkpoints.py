@@ -169,7 +169,6 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 UNLISTED_ENCODERS = ("bert-generation",)
 UNSUITABLE = {
     "cpmant": "its cache counts positions of its own",
-    "minimax": "it keeps a recurrent state in a cache of its own",
     "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
     "qwen4_exp": "it keeps states of n-grams, which cannot be rolled back",
     "qwen4_exp_text": "it keeps states of n-grams, which cannot be rolled back",

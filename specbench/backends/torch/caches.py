@@ -33,7 +33,7 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.backends.torch.recurrent import cache_argument, is_recurrent
+from specbench.backends.torch.recurrent import cache_argument, is_recurrent, takes_any_cache
 from specbench.backends.torch.recurrent_cache import RecurrentCache
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
@@ -185,6 +185,7 @@ class DynamicKVCache(KVCache):
             RecurrentCache(self._config, self.checkpoints) if is_recurrent(self._config) else None
         )
         self._cache: DynamicCache = self._recurrent or DynamicCache(config=self._config)
+        self._arguments = cache_arguments(self._cache, self._config)
         self._recording = False
         self.separate_prefill = any(drops_positions(layer) for layer in self._cache.layers)
 
@@ -206,7 +207,7 @@ class DynamicKVCache(KVCache):
         gather(self._cache.layers, start, positions)
 
     def model_kwargs(self) -> dict[str, Any]:
-        return {cache_keyword(self._cache, self._config): self._cache, "use_cache": True}
+        return {**self._arguments}
 
     def after_forward(self) -> None:
         if self._recurrent is not None:
@@ -251,10 +252,11 @@ class DynamicKVCache(KVCache):
         _crop_attention(layer, surplus)
 
 
-def cache_keyword(cache: Cache, config: PretrainedConfig) -> str:
-    """Return the keyword argument of a model's forward that passes a cache."""
+def cache_arguments(cache: Cache, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keyword arguments of a model's forward that pass it a cache."""
     attends = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
-    return "past_key_values" if attends else cache_argument(config)
+    keyword = "past_key_values" if attends else cache_argument(config)
+    return {keyword: cache, "use_cache": takes_any_cache(config)}
 
 
 def _crop_attention(layer: Any, surplus: int) -> None:

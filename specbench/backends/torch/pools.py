@@ -35,7 +35,7 @@ from specbench.backends.torch.blocks import (
     PoolUsage,
     view_of,
 )
-from specbench.backends.torch.caches import KVCache, cache_keyword
+from specbench.backends.torch.caches import KVCache, cache_arguments
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
 from specbench.backends.torch.kernels.native import NativeRequest, supports_attention
 from specbench.backends.torch.recurrent import is_recurrent, keep_states
@@ -161,7 +161,7 @@ def cache_size(model: PreTrainedModel, checkpoints: int = 0) -> CacheSize:
     untyped = cast("Any", model)
     ids = torch.zeros(1, 1, dtype=torch.long, device=untyped.get_input_embeddings().weight.device)
     keep_states(model)
-    untyped(input_ids=ids, use_cache=True, **{cache_keyword(cache, model.config): cache})
+    untyped(input_ids=ids, **cache_arguments(cache, model.config))
     layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     token = sum(int(layer.keys.nbytes) + int(layer.values.nbytes) for layer in layers)
     states = 0
@@ -242,7 +242,7 @@ class PooledCache(KVCache):
         return self.recurrent is None and not any(layer.is_sliding for layer in self._own_layers)
 
     def model_kwargs(self) -> dict[str, Any]:
-        return {cache_keyword(self._cache, self.pool.config): self._cache, "use_cache": True}
+        return cache_arguments(self._cache, self.pool.config)
 
     def after_forward(self) -> None:
         if self.recurrent is not None:
@@ -426,12 +426,11 @@ class BatchedCache:
         if recurrent:
             counts = [len(part.positions) for part in self._parts]
             cache = self._cache = JointRecurrentCache(self.layers, recurrent, counts)
-        keyword = cache_keyword(cache, self._pool.config)
-        if keyword != "past_key_values":  # without attention there are no positions and no masks
-            return {keyword: cache, "use_cache": True}
+        arguments = cache_arguments(cache, self._pool.config)
+        if "past_key_values" not in arguments:  # without attention there are no positions and no masks
+            return arguments
         return {
-            "past_key_values": cache,
-            "use_cache": True,
+            **arguments,
             "position_ids": self.position_ids,
             # Not read by the attention used here; it keeps transformers from making a mask.
             "attention_mask": torch.ones(1, 1, rows, 1, dtype=torch.bool, device=self._device),

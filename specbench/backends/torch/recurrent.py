@@ -38,7 +38,7 @@ Function = Callable[..., Any]
 def can_keep_states(model_class: type) -> bool:
     """Whether the recurrent layers of a class of models can be rolled back."""
     module = sys.modules[model_class.__module__]
-    names = (_CONVOLUTION, _GRIFFIN, *(each.several for each in _RECURRENCES))
+    names = (_CONVOLUTION, _GRIFFIN, _LIGHTNING, *(each.several for each in _RECURRENCES))
     return any(hasattr(module, name) for name in names)
 
 
@@ -53,6 +53,11 @@ def cache_argument(config: PreTrainedConfig) -> str:
     """Return how the forward of models without attention names its cache: `transformers` 5.24 has renamed it."""
     names = [inspect.signature(each.forward).parameters for each in _classes(config)]  # type: ignore[attr-defined]
     return "cache" if any("cache" in each for each in names) else "cache_params"
+
+
+def takes_any_cache(config: PreTrainedConfig) -> bool:
+    """Whether models of this configuration take any cache if ``use_cache`` is set; MiniMax then insists on its own."""
+    return not any(hasattr(sys.modules[each.__module__], _LIGHTNING) for each in _classes(config))
 
 
 def _classes(config: PreTrainedConfig) -> list[type]:
@@ -71,6 +76,8 @@ def keep_states(model: Any) -> bool:
         _replace(module, _CONVOLUTION, _convolve)
     if hasattr(module, _GRIFFIN):
         _keep_griffin_states(model, module)
+    if hasattr(module, _LIGHTNING):
+        _replace_forward(getattr(module, _LIGHTNING), _lightning_attention)
     return can_keep_states(type(model))
 
 
@@ -81,6 +88,14 @@ def _replace(module: Any, name: str, by: Function, *more: Any) -> None:
         replaced: Any = functools.wraps(function)(functools.partial(by, function, *more))
         replaced.keeps_states = True
         setattr(module, name, replaced)
+
+
+def _replace_forward(kind: Any, by: Function) -> bool:
+    """Replace the forward of a class of modules, which stays as ``own_forward``; return whether it was not yet."""
+    if kind.forward is by:
+        return False
+    kind.own_forward, kind.forward = kind.forward, by
+    return True
 
 
 # -- convolutions ----------------------------------------------------------------------------------
@@ -379,8 +394,7 @@ def _keep_griffin_states(model: Any, module: Any) -> None:
     blocks, scan = getattr(module, _GRIFFIN), module.RecurrentGemmaRglru
     for index, layer in enumerate(model.model.layers):
         layer.temporal_block.layer_idx = index
-    if blocks.forward is not _griffin_block:
-        blocks.own_forward, blocks.forward = blocks.forward, _griffin_block
+    if _replace_forward(blocks, _griffin_block):
         own = functools.partial(scan._rnn_scan, None)
         scan._rnn_scan = staticmethod(functools.partial(_run, own, _SCAN, own))
 
@@ -414,6 +428,80 @@ def _scan_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple
 _SCAN = _Recurrence(
     "_rnn_scan", "_rnn_scan", ("hidden_states", "recurrent_gate", "reset"),
     dict.fromkeys(("hidden_states", "recurrent_gate", "reset"), 1), 1, "recurrent_states", _scan_step,
+)  # fmt: skip
+
+# -- lightning attention -----------------------------------------------------------------------------
+
+_LIGHTNING = "MiniMaxLightningAttention"
+_BLOCK = 256
+
+
+def _lightning_attention(
+    layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of MiniMax's recurrent layer, which has no convolution; over other caches than ours, its own."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, RecurrentLayers):
+        made: tuple[torch.Tensor, torch.Tensor] = layer.own_forward(hidden_states, *args, **kwargs)
+        return made
+    batch, rows, _ = hidden_states.shape
+    projected = layer.act_fn(layer.qkv_proj(hidden_states)).view(batch, rows, -1, 3 * layer.head_dim)
+    cache.get_recurrent_state(layer.layer_idx)
+    cache.update_conv_state(projected.new_empty(batch, 0, rows), layer.layer_idx, conv_kernel_size=1)
+    three = projected.split(layer.head_dim, dim=-1)
+    read, state = _run(_lightning_blocks, _LINEAR, _lightning_blocks, *three, slope=layer.slope_rate)
+    cache.update_recurrent_state(state, layer.layer_idx)
+    read = layer.norm(read.reshape(batch, rows, -1))
+    return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * read), state
+
+
+def _lightning_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slope: torch.Tensor,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lightning attention in blocks (Qin et al. 2024): [batch, tokens, heads, size] each, ``slope`` [heads, 1, 1]."""
+    outputs = []
+    for parts in zip(
+        *(each.transpose(1, 2).split(_BLOCK, dim=2) for each in (query, key, value)), strict=True
+    ):
+        q, k, v = parts
+        if state is None:
+            state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+        place = torch.arange(1, q.shape[2] + 1, device=q.device)[:, None]
+        within = torch.exp(-slope * (place - place.mT).clamp(min=0)).tril()
+        outputs.append((q @ k.mT * within) @ v + (q * torch.exp(-slope * place)) @ state)
+        faded = (k * torch.exp(-slope * (len(place) - place))).mT
+        state = state * torch.exp(-slope * len(place)) + faded @ v
+    assert state is not None
+    return torch.cat(outputs, dim=2).transpose(1, 2), state
+
+
+def _lightning_step(_: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = (given[name].transpose(1, 2) for name in _DELTA[:3])
+    after = torch.exp(-given["slope"]) * state + key.mT @ value
+    return (query @ after).transpose(1, 2), after
+
+
+def _lightning_native(given: Arguments, state: torch.Tensor, after: list[torch.Tensor]) -> torch.Tensor:
+    query, key, value = (given[name] for name in _DELTA[:3])
+    rows = query.shape[:3]
+    g = -given["slope"].reshape(1, 1, -1).expand(rows)
+    return delta_rule(query, key, value, g, torch.ones(rows), state, after, normalize=False, adds=True)
+
+
+def _lightning_samples() -> list[tuple[Arguments, torch.Tensor]]:
+    query, key, value, slope, before = _drawn(
+        (1, 2, 2, 24), (1, 2, 2, 24), (1, 2, 2, 40), (2, 1, 1), (1, 2, 24, 40)
+    )
+    return [({"query": query, "key": key, "value": value, "slope": slope.abs()}, before)]
+
+
+_LINEAR = _Recurrence(
+    "", "", _DELTA[:3], dict.fromkeys(_DELTA[:3], 1), 1, "state", _lightning_step,
+    _Native(_lightning_native, "key", turns=False, samples=_lightning_samples),
 )  # fmt: skip
 
 _DELTA_ROWS = dict.fromkeys(_DELTA, 1)
