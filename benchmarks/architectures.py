@@ -114,6 +114,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "mamba_d_state": 8,
     },
+    "minimax": {"sliding_window": ...},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"layers_block_type": ["mamba", "hybrid"]},
@@ -234,7 +235,8 @@ def one_by_one(model: Any, ids: Sequence[int], prompt: int) -> torch.Tensor:
 
     Some recurrent models (Zamba 2, Nemotron-H) bound their time steps in passes of several tokens, but not of one.
     """
-    cache = transformers.DynamicCache(config=model.config)
+    own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
+    cache = transformers.DynamicCache(config=model.config) if own is None else own()
     names = inspect.signature(model.forward).parameters
     keyword = next(name for name in ("cache_params", "cache", "past_key_values") if name in names)
     found, past = [], 0

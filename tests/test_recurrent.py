@@ -198,7 +198,7 @@ def test_batches_give_what_requests_give_alone(kind, monkeypatch):
     prompts = [IDS[:length] for length in (3, 8, 17, 24)]
     expected = [survey.generated(model, prompt) for prompt in prompts]
     target = wrap_target(model, name="tiny", pack=False)
-    joint = RequestFactory(target.scorer, 4096, 4).why_not_batched is None
+    joint = RequestFactory(target.scorer, 4096, 4, "slotted").why_not_batched is None
     assert joint == (kind not in LATENT)
     rows = []
     forward = type(model).forward
@@ -216,7 +216,7 @@ def test_batches_give_what_requests_give_alone(kind, monkeypatch):
         assert len(rows) <= max(passes) + 1 if joint and batch == 4 else len(rows) >= sum(passes)
 
 
-CHECKPOINTS = (*KINDS, "lfm2")
+CHECKPOINTS = (*(kind for kind in KINDS if kind != "recurrent_gemma"), "lfm2")  # where no window slides
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)

@@ -36,6 +36,7 @@ from specbench.backends.torch.kernels.surgery import (
 )
 from specbench.backends.torch.kernels.timings import measured_once
 from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, PoolKind, RequestTokens
+from specbench.backends.torch.recurrent import takes_any_cache
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
 
@@ -294,6 +295,8 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
     config = model.config.get_text_config(decoder=True)
     if rotates_by_length(model.config):
         return "Its position rotation depends on the longest context of the batch."
+    if not takes_any_cache(model.config) and getattr(config, "sliding_window", None) is not None:
+        return "Its masks have a window that its cache does not know."
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "Some of its layers attend within chunks of the context."
     attends = any(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
