@@ -93,7 +93,7 @@ CONTROL = Mutant(
 )
 
 MUTANTS = (
-    # -- the issue's own list --------------------------------------------------------------------
+    # -- the loop and its caches -----------------------------------------------------------------
     Mutant(
         "rollback keeps one token too many",
         "decoding/loop.py:decode",
@@ -112,15 +112,15 @@ MUTANTS = (
     Mutant(
         "the drafter is not rolled back",
         "drafters/model.py:ModelDrafter.update",
-        "self.scorer.rollback(len(outcome.context) - 1, path)",
+        "self.scorer.rollback(self._own_length(len(outcome.context)) - 1, path)",
         "pass",
         DECODE,
     ),
     Mutant(
         "the drafter keeps what it drafted in a sibling's place",
         "drafters/model.py:ModelDrafter.update",
-        "self.scorer.rollback(len(outcome.context) - 1, path)",
-        "self.scorer.rollback(len(outcome.context) - 1)",
+        "self.scorer.rollback(self._own_length(len(outcome.context)) - 1, path)",
+        "self.scorer.rollback(self._own_length(len(outcome.context)) - 1)",
         SIBLINGS,
     ),
     Mutant(
@@ -150,6 +150,21 @@ MUTANTS = (
         "self.defaults is None and self.format is None",
         "True",
         BANNED,
+    ),
+    Mutant(
+        "what was fetched for a suite is not checked",
+        "bench/suites.py:_fetched",
+        "hashlib.sha256(data).hexdigest() != suite.sha256",
+        "False",
+        ("tests/test_suites.py", "-k", "not_kept"),
+        fast=True,
+    ),
+    Mutant(
+        "a suite's limit takes categories, not tasks, in turn",
+        "bench/suites.py:load_suites",
+        "lambda prompt: tasks.get(prompt.category, prompt.category)",
+        "lambda prompt: prompt.category",
+        ("tests/test_suites.py", "-k", "as_many"),
     ),
     Mutant(
         "a format's state is not rolled back",
