@@ -165,7 +165,9 @@ def spread(tensors: Tensors, row: torch.Tensor) -> torch.Tensor:
 def spark_row(
     tensors: Tensors, hidden: torch.Tensor, path: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """DSpark's logits after a path of the context's last token and draft tokens, and its confidence there."""
+    """DSpark's logits after a path, and its confidence there. A path has the token before each place of the block: the
+    context's last token, before the place of this token itself too, and draft tokens.
+    """
     head = {name.removeprefix("markov_head."): each for name, each in tensors.items()}
     state = torch.zeros(RANK)
     for place, token in enumerate(path):
@@ -232,14 +234,14 @@ def test_rows_of_dspark_are_those_of_the_formulas(tmp_path, markov, form):
     drafter = drafter_of(tmp_path / "head", settings, tensors)
     assert drafter.layers == ((1, 3) if authors else (1, 2))
     assert drafter.scorer.longest == BLOCK - first
-    hidden = hidden_of(tensors, drafter.layers, CONTEXT)[first:]
+    hidden = hidden_of(tensors, drafter.layers, CONTEXT)
     for parents, paths in (
         (None, [[], DRAFT[:1], DRAFT[:2]]),
         ([-1, -1, 1], [[], [44], [8], [8, 61]]),
     ):
         tokens = DRAFT[:2] if parents is None else DRAFT
         found = rows_after(drafter, tokens, parents)
-        expected = [spark_row(tensors, hidden, [CONTEXT[-1], *path]) for path in paths]
+        expected = [spark_row(tensors, hidden, [*[CONTEXT[-1]] * (1 + first), *path]) for path in paths]
         close(found, torch.stack([row for row, _ in expected]))
         close(drafter.scorer.acceptance, torch.stack([chance for _, chance in expected]))
 
@@ -317,35 +319,3 @@ def test_drafts_end_where_their_predicted_acceptance_falls_below_the_threshold(t
         assert all(step.policy["survival"] >= threshold or len(step.drafted) < 4 for step in found.steps)
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]
-
-
-def test_speculators_modules_compute_these_rows(tmp_path):
-    """With the package at hand, its own modules compute what the formulas here say."""
-    pytest.importorskip("speculators.models.dspark.model_definitions")
-    from speculators.models.dspark.model_definitions import ConfidenceHead, MarkovHead
-
-    for markov in ("vanilla", "gated", "rnn"):
-        tensors = conditional_tensors("dspark", markov=markov)
-        head = MarkovHead(
-            verifier_vocab_size=VOCAB, draft_vocab_size=VOCAB, markov_rank=RANK, hidden_size=LAYER["hidden_size"],
-            head_type=markov,
-        )  # fmt: skip
-        head.load_state_dict(
-            {
-                name.removeprefix("markov_head."): each
-                for name, each in tensors.items()
-                if "markov_head" in name
-            }
-        )
-        confidence = ConfidenceHead(LAYER["hidden_size"] + RANK)
-        confidence.proj.load_state_dict(
-            {name: tensors[f"confidence_head.proj.{name}"] for name in ("weight", "bias")}
-        )
-        hidden, path = hidden_of(tensors, (1, 3), CONTEXT), [9, 44, 8, 61]
-        before = torch.tensor([path])
-        bias = head.block_bias(prev_token_ids=before, hidden_states=hidden[None])[0]
-        odds = confidence(torch.cat((hidden[None], head.prev_embeddings(before)), dim=-1))[0]
-        for place in range(BLOCK):
-            row, chance = spark_row(tensors, hidden, path[: place + 1])
-            close(output_rows(tensors) @ hidden[place] + bias[place], row)
-            close(odds[place].sigmoid(), chance)

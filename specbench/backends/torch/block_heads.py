@@ -100,7 +100,7 @@ class DFlashHead(nn.Module):
         return [attention.keys_values(features, rotation) for attention in attentions]
 
     def guess(self, embedded: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Return the last hidden states at the places that predict tokens, [batch, drafted, hidden].
+        """Return the last hidden states of blocks, [batch, block, hidden]; those from ``first`` on predict tokens.
 
         Args:
             embedded: Embeddings of blocks, [batch, block, hidden].
@@ -111,7 +111,7 @@ class DFlashHead(nn.Module):
         rotation = self.rotary_emb(x, positions)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, rotation, attend)
-        normed: Tensor = self.norm(x[:, self.block.first :])
+        normed: Tensor = self.norm(x)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -127,8 +127,9 @@ class DFlashHead(nn.Module):
 
         Args:
             logits: Those of the places, see ``logits``, [n, vocab].
-            hidden: Hidden states up to the places, [n, depth, hidden].
-            tokens: The token before each of these, [n, depth]: the context's last one, and draft tokens.
+            hidden: Hidden states of the block up to the places, [n, first + depth, hidden].
+            tokens: The token before each of the places up to these, [n, depth]: the context's last one, and draft
+                tokens.
         """
         raise NotImplementedError
 
@@ -157,7 +158,9 @@ class DSparkHead(DFlashHead):
     def condition(self, logits: Tensor, hidden: Tensor, tokens: Tensor) -> Conditioned:
         before = None
         if self.markov_head is not None:
-            numbers = self.markov_head.markov_w1(tokens)
+            # A recurrent state also reads a first token of the block that predicts nothing.
+            read = torch.cat((tokens[:, : self.block.first], tokens), dim=1)
+            numbers = self.markov_head.markov_w1(read)
             before = numbers[:, -1]
             logits = logits + self.markov_head.markov_w2(self.markov_head.latents(numbers, hidden)[:, -1])
         if self.confidence_head is None:

@@ -30,7 +30,7 @@ class BlockInput(NamedTuple):
 class Block(NamedTuple):
     """A block after its forward pass."""
 
-    hidden: Tensor  # [drafted, hidden]
+    hidden: Tensor  # [block, hidden]
     logits: Tensor  # before they are conditioned on draft tokens, [drafted, vocab]
 
 
@@ -127,7 +127,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         positions = torch.tensor(ranges, device=self.device)
         attends = [self._attend_to([each.caches[layer] for each in inputs], layer) for layer in self._layers]
         hidden = self.head.guess(self._embed(ids).to(self._dtype), positions, attends)
-        return [Block(*each) for each in zip(hidden, self.head.logits(hidden), strict=True)]
+        return [Block(*each) for each in zip(hidden, self.head.logits(hidden[:, shape.first :]), strict=True)]
 
     @property
     def _layers(self) -> range:
@@ -141,7 +141,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         for depth in {len(path) for _, path in wanted}:
             same = [i for i, (_, path) in enumerate(wanted) if len(path) == depth]
             tokens = torch.tensor([[*wanted[i][1]] for i in same], device=self.device)
-            hidden = torch.stack([wanted[i][0].hidden[:depth] for i in same])
+            hidden = torch.stack([wanted[i][0].hidden[: self.head.block.first + depth] for i in same])
             known = torch.stack([wanted[i][0].logits[depth - 1] for i in same])
             conditioned, accepted = self.head.condition(known, hidden, tokens)
             for place, i in enumerate(same):
