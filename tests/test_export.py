@@ -123,7 +123,9 @@ def test_every_name_is_one_of_that_version(name):
 
 def test_transformers_has_these_names():
     assert transformers.__version__ == ENGINES["transformers"].version
-    of_config = set(KNOWN["transformers"]["names"]) - {"assistant_model", "assistant_tokenizer", "tokenizer"}
+    known = KNOWN["transformers"]
+    elsewhere = {"assistant_model", "assistant_tokenizer", "tokenizer", *known["newer"]["names"]}
+    of_config = set(known["names"]) - elsewhere
     assert of_config <= set(transformers.GenerationConfig().to_dict()) | set(
         vars(transformers.GenerationConfig())
     )
@@ -155,6 +157,10 @@ CASES = {
     "head": setting("org/head", head=TrainingMetadata(kind="eagle3")),
     "head, parallel": setting("org/head", head=TrainingMetadata(kind="peagle")),
     "head, block": setting("org/head", head=TrainingMetadata(kind="dflash")),
+    "head, block, drawn in turn": setting("org/head", head=TrainingMetadata(kind="dspark"), temperature=0.7),
+    "head, sized by confidence": setting(
+        "org/head", "confidence-head", head=TrainingMetadata(kind="dspark"), gamma_from="guessed"
+    ),
     "head in a cascade": setting("lookup+org/head", head=TrainingMetadata(kind="eagle3")),
     "head, trained here": setting("org/head", head=TrainingMetadata(kind="eagle")),
 }
@@ -393,10 +399,28 @@ def test_every_engine_loads_a_kind_of_head_or_says_why_not(name, kind):
         return
     export = engine.export(here)
     options = dict(flat(export.options))
-    assert set(options) <= set(known["names"])
+    assert set(options) - {"generate"} <= set(known["names"])
     method = next(option for option, words in known["values"].items() if support.method in words)
     assert options[method] == support.method
     assert (support.needs in export.needs) == bool(support.needs)
+
+
+AS_HERE = {
+    "enable_adaptive_verification": False,
+    "rejection_sample_method": "standard",
+    "--spec-draft-n-min": 0,
+    "--spec-draft-p-min": 0.0,
+}
+"""What an export may leave to an engine's default."""
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "llama.cpp"])
+def test_defaults_that_differ_are_written_out(name):
+    """For a head that the target's confidence or its own block size would otherwise size."""
+    here = setting("org/head", head=TrainingMetadata(kind="dspark"), temperature=0.7)
+    options = dict(flat(ENGINES[name].export(here).options))
+    for option, default in KNOWN[name]["defaults"].items():
+        assert option in options or (option in AS_HERE and AS_HERE[option] == default), option
 
 
 def test_what_vllm_has_no_more():

@@ -24,6 +24,8 @@ HEAD_KINDS: Mapping[str, str] = {
     "peagle": "P-EAGLE",
     "eagle-1": "EAGLE-1",
     "dflash": "DFlash",
+    "dflash2": "DFlash 2",
+    "dspark": "DSpark",
     "medusa": "Medusa",
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""

@@ -7,14 +7,19 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_EAGLE_1, Heads, HeadSupport
+from specbench.export.engine import NO_EAGLE_1, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Model, Setting
 from specbench.export.start import GAMMA, StartedEngine
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
 
 
+def _block(kind: str, method: str) -> HeadSupport:
+    converted = "As a GGUF file: convert_hf_to_gguf.py HEAD --target-model-dir TARGET."
+    return HeadSupport(method, f"{in_format_of_authors(kind)} {converted}", speculators=False)
+
+
 class LlamaCpp(StartedEngine):
-    """llama.cpp's server. Heads were read in its pull request 18039."""
+    """llama.cpp's server. Heads were read in its pull requests 18039, 22105 and 25173."""
 
     name = "llama.cpp"
     title = "llama.cpp"
@@ -28,7 +33,8 @@ class LlamaCpp(StartedEngine):
             "The head, of one decoder layer, as a GGUF file: convert_hf_to_gguf.py HEAD --target-model-dir TARGET.",
         ),
         "eagle-1": NO_EAGLE_1,
-        "dflash": "no DFlash head in its authors' format was seen to convert",
+        "dflash": _block("DFlash", "draft-dflash"),
+        "dspark": _block("DSpark", "draft-dspark"),
     }
 
     server = ("llama-server",)

@@ -30,6 +30,8 @@ class SGLang(StartedEngine):
         "peagle": "its EAGLE3 drafts one token after the other, P-EAGLE all in one pass",
         "eagle-1": "it does not read EAGLE-1 heads whose config.json names LlamaForCausalLM, as the authors' does",
         "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
+        "dflash2": HeadSupport("DFLASH", in_format_of_authors("DFlash 2"), speculators=False),
+        "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
     }
 
     server = ("python", "-m", "sglang.launch_server")
@@ -94,13 +96,16 @@ class SGLang(StartedEngine):
             }
             export.differs.append(engine.GREEDY_DRAFTS)
         else:
-            is_dflash = setting.head is not None and setting.head.kind == "dflash"  # drafts all in one pass
-            chain = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
+            steps: Json = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
+            if setting.head is not None and setting.head.kind in ("dflash", "dflash2", "dspark"):
+                steps = {}  # all in one pass
+                if setting.head.kind == "dspark":
+                    steps["--speculative-dspark-block-size"] = setting.gamma
             export.options |= {
                 "--speculative-algorithm": self.method(setting, "STANDALONE"),
                 "--speculative-draft-model-path": setting.draft_model.location,
                 **engine.revision(setting.draft_model, "--speculative-draft-model-revision"),
-                **({} if is_dflash else chain),
+                **steps,
                 "--speculative-num-draft-tokens": width,
                 "--speculative-draft-model-quantization": "unquant",
             }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.setting import Model, Setting
@@ -23,6 +25,15 @@ class Transformers(engine.ExportEngine):
     version = "5.23.0"
     drafters = (Lookup, SelfForm, SmallModel)
     policies = ("confidence", "heuristic")
+    heads: ClassVar[engine.Heads] = {
+        "dflash": engine.HeadSupport(
+            "dflash",
+            "transformers 5.24 or later. The head in the format of the authors of DFlash, as its only class of such"
+            ' heads: in config.json "model_type": "muse_glimmer_assistant", with mask_token_id, target_layer_ids and'
+            " layer_types at the top; encoder.fc and encoder.output_norm_enc in place of fc and hidden_norm.",
+            speculators=False,
+        )
+    }
     no_heads = "its assistant has to be a whole model"
 
     def supports(self, drafter: DrafterSpec) -> bool:
@@ -46,6 +57,9 @@ class Transformers(engine.ExportEngine):
             }
             export.missing += [f"min={drafter.min}: shorter matches count too."] if drafter.min > 1 else []
             export.differs.append(engine.OLDEST_MATCH)
+        elif setting.head is not None:
+            generate |= {"assistant_model": "assistant", "speculation_type": self.method(setting, "")}
+            export.differs.append("γ is one less than the head's block_size.")
         else:
             export.options["generation_config"] = drafting = _drafting(setting)
             configured = "target" if isinstance(drafter, SelfForm) else "assistant"
@@ -58,7 +72,7 @@ class Transformers(engine.ExportEngine):
                 "Early exit drafts without the target's KV cache, and computes the first layers again."
             )
             export.check = "Compare the time of an answer with and without assistant_early_exit."
-        elif isinstance(drafter, SmallModel):
+        elif isinstance(drafter, SmallModel) and setting.head is None:
             generate["assistant_model"] = "assistant"
             export.differs += [
                 "These settings are read from the assistant's generation_config, not from arguments of generate.",
@@ -77,22 +91,27 @@ def _program(setting: Setting, generate: Json, configured: str) -> str:
     """Return a program that calls ``generate``, after the lines that configure its models."""
     counts = "assistant_early_exit" not in generate
     models = dict(zip(("TARGET", "DRAFTER"), setting.models, strict=False))
+    classes = (_MODEL, _MODEL if setting.head is None else "AutoModel")
     sampling = (
         ["do_sample=True", f"temperature={setting.temperature:g}"]
         if setting.temperature
         else ["do_sample=False"]
     )
     arguments = ["**inputs", "max_new_tokens=256", *sampling]
-    arguments += [f"{name}={value}" for name, value in generate.items()]
+    arguments += [
+        f"{name}={value if name == 'assistant_model' else repr(value)}" for name, value in generate.items()
+    ]
     lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
+        f"from transformers import {', '.join(sorted({*classes, _MODEL, 'AutoTokenizer'}))}\n",
         *(_assignment(name, model) for name, model in models.items()),
         "",
         "try:",
         f"    tokenizer = {_loading('AutoTokenizer', 'TARGET', setting.target)}",
         *(
-            f"    {variable} = {_loading(_MODEL, name, model, setting.dtype)}"
-            for variable, (name, model) in zip(("target", "assistant"), models.items(), strict=False)
+            f"    {variable} = {_loading(kind, name, model, setting.dtype)}"
+            for kind, variable, (name, model) in zip(
+                classes, ("target", "assistant"), models.items(), strict=False
+            )
         ),
         "except OSError as error:",
         f'    raise SystemExit(f"Set {" and ".join(models)} at the beginning of this program to a local folder or hub'

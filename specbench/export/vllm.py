@@ -21,6 +21,7 @@ class VLLM(StartedEngine):
     title = "vLLM"
     version = "0.33.0"
     drafters = (Lookup, Suffix, SmallModel, Mtp)
+    policies = ("confidence-head",)
     verifications = ("block",)
     heads: ClassVar[Heads] = {
         "eagle": HeadSupport("eagle3"),
@@ -28,6 +29,8 @@ class VLLM(StartedEngine):
         "peagle": HeadSupport("eagle3"),
         "eagle-1": HeadSupport("eagle"),
         "dflash": HeadSupport("dflash"),
+        "dflash2": HeadSupport("dflash"),
+        "dspark": HeadSupport("dspark"),
         "medusa": "0.32 was the last version with Medusa heads",
     }
 
@@ -73,6 +76,12 @@ class VLLM(StartedEngine):
                 if setting.head is not None and setting.head.kind == "peagle":
                     speculative["parallel_drafting"] = True
                 speculative |= engine.revision(model, "revision")
+            if setting.policy.word == "confidence-head":
+                speculative["enable_adaptive_verification"] = True
+                export.differs.append(
+                    "The confidence head decides how many drafted tokens are verified, for all requests together; in"
+                    " specbench it ends a draft at a threshold."
+                )
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench samples and tests
                 if setting.policy.options.get("verification") == "block":
