@@ -1174,6 +1174,20 @@ MUTANTS = (
         ("tests/test_block_heads.py", "-k", "threshold"),
     ),
     Mutant(
+        "a block in training sees the state of its own first token",
+        "train/block_students.py:DFlashStudent.forward",
+        "BlockAttention(each, starts + 1)",
+        "BlockAttention(each, starts + 2)",
+        ("tests/test_train.py", "-k", "losses_are"),
+    ),
+    Mutant(
+        "DSpark's bias learns from the last part of a batch alone",
+        "train/students.py:_SoftCrossEntropy.forward",
+        "gradients[2] += difference.T @ inputs[part].to(head.dtype)",
+        "gradients[2] = difference.T @ inputs[part].to(head.dtype)",
+        ("tests/test_train.py", "-k", "a_bias_learns"),
+    ),
+    Mutant(
         "a head continues from keys of its own drafts",
         "backends/torch/head_scorers.py:EagleScorer._drop_drafts",
         "cache.rollback(self._read)",

@@ -18,7 +18,7 @@ from specbench.train.settings import Measured, TrainingProgress, TrainingSetting
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
 
-KindName = Literal["eagle", "medusa"]
+KindName = Literal["eagle", "dflash", "dspark", "medusa"]
 
 TRAINING = "Training"
 _SAY_EVERY_S = 60.0
@@ -51,7 +51,10 @@ class _Training:
     ] = None
     depth: Annotated[int, _training("--depth", "N", "Tokens that the head learns to draft.", min=1)] = 4
     layers: Annotated[
-        int | None, _training("--layers", "N", "Decoder layers of an EAGLE head. Default: 2.", min=1)
+        int | None,
+        _training(
+            "--layers", "N", "Decoder layers of the head, for all kinds but medusa. Default: 2.", min=1
+        ),
     ] = None
     vocab: Annotated[
         int | None,
@@ -91,7 +94,9 @@ class _Training:
 class _Lessons:
     """What is trained, and on which answers."""
 
-    kind: Annotated[KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle or medusa.")] = "eagle"
+    kind: Annotated[
+        KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle, dflash, dspark or medusa.")
+    ] = "eagle"
     prompts: Annotated[
         tuple[str, ...],
         opt.prompts_option(

@@ -15,14 +15,15 @@ from specbench.train.students import (
     EVERY,
     FAMILY,
     LAYER_SETTINGS,
-    SMALL,
     Metrics,
     MetricsBuilder,
     Student,
+    copied_text,
     group_by_text,
     layer_config,
     layer_weights,
     picked,
+    start_from_highest,
 )
 
 if TYPE_CHECKING:
@@ -81,10 +82,10 @@ class EagleStudent(Student):
         model: The target; if it is of the Llama family, the head starts with its last layers.
 
     Attributes:
-        every: One in ``every`` drafts continues after a wrong token; decoding would reject all of them there.
+        every: See ``EVERY``.
     """
 
-    kind = "eagle"
+    kind, algorithm = "eagle", "eagle3"
 
     def __init__(
         self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int
@@ -146,10 +147,8 @@ def _init_from_target(head: EagleHead, model: PreTrainedModel) -> str | None:
     """
     untyped: Any = model
     config = text_config(model.config)
-    width = config.hidden_size
     with torch.no_grad():
-        head.fc.weight.mul_(SMALL)
-        head.fc.weight[:, -width:] += torch.eye(width)
+        start_from_highest(head.fc, config.hidden_size)
         if config.model_type not in FAMILY:
             return None
         decoder = untyped.get_decoder()
@@ -162,6 +161,4 @@ def _init_from_target(head: EagleHead, model: PreTrainedModel) -> str | None:
         for layer, each in zip(further, others, strict=True):
             layer.load_state_dict(layer_weights(each))
         head.norm.weight.copy_(decoder.norm.weight)
-    total, own = config.num_hidden_layers, len(head.layers)
-    named = ", ".join(f"layer {layer}" for layer in range(total - own, total))
-    return f"{named} and the final norm of the target"
+    return copied_text(config.num_hidden_layers, len(head.layers))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class MedusaStudent(Student):
     """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024)."""
 
-    kind = "medusa"
+    kind, algorithm = "medusa", None
     started_from = "the head of the target"
 
     def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int) -> None:

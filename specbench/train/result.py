@@ -39,12 +39,12 @@ def write_head(
         compact: Whether to leave these rows out and to round weights to int8. Only specbench can load such a head.
     """
     tensors = student.tensors()
-    if student.kind == "eagle":
-        tensors |= {} if compact else {"lm_head.weight": head}
-        tensors |= {} if draft_vocab is None else _eagle_maps(draft_vocab, target.vocab_size)
-    elif student.kind == "medusa":
+    if student.algorithm is None:
         tensors |= {} if compact else {"lm_heads.0.weight": head}
         tensors |= {} if draft_vocab is None else {"token_map": draft_vocab}
+    else:
+        tensors |= {} if compact else {"lm_head.weight": head}
+        tensors |= {} if draft_vocab is None else _vocabulary_maps(draft_vocab, target.vocab_size)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         found |= _narrowed(name, tensor.cpu(), compact=compact)
@@ -64,12 +64,12 @@ def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
 def _config(student: Student, target: Target, head: torch.Tensor) -> Json:
     """Return the ``config.json``."""
     settings = student.settings()
-    if student.kind == "medusa":
+    if student.algorithm is None:
         settings["truncated_vocab_size"] = len(head)
-    if student.kind == "eagle":
+    else:
         settings["draft_vocab_size"] = len(head)
         settings["speculators_config"] = {
-            "algorithm": "eagle3",
+            "algorithm": student.algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": student.depth}],
             "verifier": {
@@ -84,8 +84,8 @@ def _config(student: Student, target: Target, head: torch.Tensor) -> Json:
     }
 
 
-def _eagle_maps(draft_vocab: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
-    """Return EAGLE's maps: the target's token is d + d2t[d], and t2d marks the draft vocabulary."""
+def _vocabulary_maps(draft_vocab: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
+    """Return the maps of ``speculators``: the target's token is d + d2t[d], and t2d marks the draft vocabulary."""
     draft_vocab = draft_vocab.cpu()
     mask = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, draft_vocab, True)
     return {"d2t": draft_vocab - torch.arange(len(draft_vocab)), "t2d": mask}

@@ -9,13 +9,13 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 
-_RATES = {"eagle": 1.6e-3, "medusa": 1e-3}
+_RATES = {"eagle": 1.6e-3, "dflash": 1.6e-3, "dspark": 1.6e-3, "medusa": 1e-3}
 _WIDTH = 576
-"""Width of hidden states above which the learning rate of an EAGLE head falls in proportion (Yang et al. 2022, arXiv
+"""Width of hidden states above which the learning rate of decoder layers falls in proportion (Yang et al. 2022, arXiv
 2203.03466)."""
 _MIN_VOCAB = 8192
 _LAYERS = 2
-"""Default number of decoder layers of an EAGLE head (notes/log.md)."""
+"""Default number of decoder layers of a head that has them (notes/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class TrainingSettings:
     """Settings of a training. With the same settings, prompts and target the result is the same.
 
     Attributes:
-        kind: ``eagle`` or ``medusa``.
+        kind: One of ``specbench.train.kinds.KINDS``.
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
         minutes: Total time, over all starts; ``None`` if the tokens decide.
         epochs: Largest number of epochs; ``None`` for 4, or as many as the minutes allow.
-        layers: Decoder layers of an EAGLE head; ``None`` for 2.
+        layers: Decoder layers of a head, Medusa excepted; ``None`` for 2.
         vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, at least 8192.
         learning_rate: Its maximum; ``None`` for the kind's default.
         batch_tokens: Tokens of a step, padding included; longer texts are cut.
@@ -73,7 +73,7 @@ class TrainingSettings:
             raise UsageError(
                 f"The learning rate is {self.learning_rate:g}.", "Give one between 0 and 1, such as 0.0008."
             )
-        if self.layers is not None and self.kind != "eagle":
+        if self.layers is not None and self.kind == "medusa":
             raise UsageError(f"A head of kind {self.kind} has no layers.", "Leave --layers out.")
         if self.start is not None and (self.layers, self.vocab) != (None, None):
             raise UsageError(
@@ -83,7 +83,7 @@ class TrainingSettings:
 
     def rate(self, width: int) -> float:
         """Return the largest learning rate, for hidden states of a width."""
-        wide = max(1.0, width / _WIDTH) if self.kind == "eagle" else 1.0
+        wide = 1.0 if self.kind == "medusa" else max(1.0, width / _WIDTH)
         return self.learning_rate or _RATES[self.kind] / wide
 
     def draft_vocab(self, whole: int) -> int:
@@ -102,7 +102,7 @@ class TrainingSettings:
         return self.vocab
 
     def head_layers(self, whole: int) -> int:
-        """Return the number of decoder layers of an EAGLE head, given the target's.
+        """Return the number of decoder layers of a head, given the target's.
 
         Raises:
             UsageError: The requested number is larger than the target's.
