@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from tiny import letter_tokenizer, save_tiny, tiny_llama, tiny_tokenizer
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.pairs import predict
 from specbench.check.reference import reference_output
+from specbench.decoding import formats, grammars
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.metrics import summary
 from specbench.decoding.model_defaults import ModelDefaults
@@ -340,6 +342,60 @@ def test_a_hostile_format_ends_within_the_librarys_limits(target, options):
     else:
         message = result.finish_reason
     assert "\n" not in message
+
+
+def tower(height: int) -> str:
+    """A schema of a few hundred characters that names its innermost part 2 ** height times."""
+    parts: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(height)}
+    return json.dumps(
+        {"$defs": parts | {f"d{height}": {"type": "string", "pattern": "^a+$"}}, "$ref": "#/$defs/d0"}
+    )
+
+
+def test_a_format_that_takes_too_much_to_compile_is_refused_before_it_is(target, monkeypatch):
+    """Too much memory, and too much time."""
+    intersected = " & ".join(f"/.*a.{{{n}}}b.*/" for n in range(1, 40))
+    monkeypatch.setattr(grammars, "SECONDS", 1.0)
+    for options in ({"json_schema": tower(40)}, {"grammar": f"start: A\nA: {intersected}"}):
+        with pytest.raises(UsageError, match="takes more than 1 seconds or 512 MiB to compile") as error:
+            speculative_generate(PROMPT, target, "none", **options)
+        assert len(str(error.value)) < 200
+    assert speculative_generate(PROMPT, target, "none", regex="ab", max_new_tokens=8).text == "ab"
+
+
+def test_masks_that_take_too_long_end_an_output(target, monkeypatch):
+    ambiguous = "start: s\ns: s s | /a+/ | /b*/"
+    target.language_model.formats.compile(Format("grammar", ambiguous))
+    monkeypatch.setattr(formats, "_OUTPUT_S", 0.0)
+    monkeypatch.setattr(formats, "_TOKEN_S", 1e-9)
+    with pytest.raises(RunError, match="The grammar takes too long: masks took"):
+        speculative_generate(PROMPT, target, "none", grammar=ambiguous, max_new_tokens=20)
+
+
+def test_one_output_cannot_use_up_the_states_of_a_format_for_others(target, monkeypatch):
+    monkeypatch.setattr(grammars, "_LEXER_STATES", 1500)
+    compiled = FormatCompiler(target.tokenizer, 300, target.end_ids).compile(
+        Format("regex", "([ab]*a[ab]{12}c)*")
+    )
+    letters = target.tokenizer("ab")["input_ids"]
+    letters = letters if len(letters) == 2 else [target.tokenizer(each)["input_ids"][0] for each in "ab"]
+    chosen = random.Random(0)
+    matcher, path = compiled.matcher(0), []
+
+    def follow() -> None:
+        for _ in range(5000):
+            matcher.mask_after(path)
+            path.append(chosen.choice(letters))
+
+    with pytest.raises(RunError, match="too many states"):
+        follow()
+    assert compiled.matcher(0).mask_after(path[:9]) is not None
+    monkeypatch.setattr(formats, "_SHARED_MASKS", 20)
+    for _ in range(40):
+        matcher, path = compiled.matcher(0), []
+        for _ in range(60):
+            assert matcher.mask_after(path) is not None
+            path.append(chosen.choice(letters))
 
 
 def test_formats_exclude_each_other_and_what_changes_the_end():

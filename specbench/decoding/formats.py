@@ -7,11 +7,10 @@ one text, its mask allows a single token, the one with which the target's tokeni
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -22,14 +21,12 @@ import torch
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
-from specbench.options import DecodingOptions, Format, flag
+from specbench.decoding.grammars import NAMES, check_size, grammar_of, invalid, library, matcher_of
+from specbench.options import Format
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
-
-_LONGEST = 2**18
-"""Most characters of a format: with the library's own limits, compiling one takes less than a second."""
 
 _KEPT_FORMATS = 32
 """Compiled formats that are kept."""
@@ -37,10 +34,11 @@ _KEPT_FORMATS = 32
 _KEPT_MASKS = 512
 """Masks of the latest places of an output that are kept."""
 
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python writes it, on one line; ``x-guidance`` in a schema changes it."""
+_SHARED_MASKS = 10_000
+"""Masks after which new outputs begin with states of their own: the library limits all states that outputs share."""
 
-_NAMES = {"json_schema": "The JSON Schema", "regex": "The regular expression", "grammar": "The grammar"}
+_OUTPUT_S, _TOKEN_S = 5.0, 0.05
+"""The longest that masks may take for an output, and for each of its tokens in addition: 1,000 times the usual."""
 
 
 @dataclass(frozen=True)
@@ -110,25 +108,14 @@ class FormatCompiler:
             return self._compiled[format]
 
     def _compile(self, given: Format) -> CompiledFormat:
-        name = _NAMES[given.kind]
-        if len(given.text) > _LONGEST:
-            raise UsageError(
-                f"{name} has {len(given.text):,} characters, and only {_LONGEST:,} are allowed.",
-                "Shorten it.",
-            )
-        library, tokens = _library(), self._tokens
-        try:
-            grammar = _grammar(library, given)
-        except ValueError as error:
-            raise _invalid(name, str(error)) from error
-        limits = library.LLParserLimits(verbose_errors=False)
-        matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _invalid(name, matcher.get_error())
-        compiled = CompiledFormat(name, matcher, self._end_ids, tokens)
+        name, tokens = NAMES[given.kind], self._tokens
+        check_size(given)
+        compiled = CompiledFormat(name, grammar_of(given), self._end_ids, tokens)
         try:
             compiled.matcher(0).mask_after(())
         except RunError as error:
+            if "NoExtension" not in error.message and "no token" not in error.message:
+                raise UsageError(error.message, error.hint) from error
             raise UsageError(
                 f"{name} allows no output.", "Give one that at least one finite text fits."
             ) from error
@@ -140,7 +127,7 @@ class FormatCompiler:
         if self._tokenizer is None or not self._end_ids:
             what = "tokenizer" if self._tokenizer is None else "end token"
             raise UsageError(f"A format needs the target's {what}, and it has none.", "Leave the format out.")
-        _library()
+        library()
         from llguidance import hf
 
         try:
@@ -153,68 +140,36 @@ class FormatCompiler:
             ) from error
 
 
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        options = ", ".join(flag(DecodingOptions, name) for name in _NAMES)
-        raise UsageError(
-            f"Formats ({options}) need the package llguidance.",
-            "Install it: pip install 'specbench-llm[formats]'.",
-        ) from error
-    return llguidance
-
-
-def _grammar(library: Any, given: Format) -> str:
-    """Return a format as the library's matcher takes it; raises ``ValueError``."""
-    matcher = library.LLMatcher
-    if given.kind == "regex":
-        return str(matcher.grammar_from_regex(given.text))
-    if given.kind == "grammar":
-        return str(matcher.grammar_from_lark(given.text))
-    try:
-        schema = json.loads(given.text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(schema, dict | bool):
-        raise ValueError("it is no JSON object")
-    return str(matcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON))
-
-
-def one_line_json(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema, as part of a grammar, of JSON on one line like that of ``--json-schema``."""
-    return {**schema, "x-guidance": {**_JSON, **schema.get("x-guidance", {})}}
-
-
-def _invalid(name: str, reason: str) -> UsageError:
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    why = excerpt((causes or lines or ["it is invalid"])[0], 200)
-    return UsageError(f"{name} cannot be used: {why}.", "Change it.")
-
-
 class CompiledFormat:
     """A format for one tokenizer, from which each output gets a matcher of its own.
 
     Args:
         name: What messages call it.
-        fresh: The library's matcher before the first token.
+        grammar: The format as the library's matcher takes it.
         end_ids: The tokens that end an output.
         tokens: The tokenizer as the library reads it.
 
     Attributes:
-        library_matcher: ``fresh``.
+        computed: Masks computed by matchers that share states.
+
+    Raises:
+        UsageError: The library refuses the format.
     """
 
-    def __init__(self, name: str, fresh: Any, end_ids: Sequence[int], tokens: Any) -> None:
-        self.name, self.end_ids, self.tokens = name, frozenset(end_ids), tokens
-        self.library_matcher = fresh
+    def __init__(self, name: str, grammar: str, end_ids: Sequence[int], tokens: Any) -> None:
+        self.name, self.grammar, self.end_ids, self.tokens = name, grammar, frozenset(end_ids), tokens
+        self.computed = 0
         self._lock = threading.Lock()
+        self._fresh = matcher_of(tokens, grammar)
+        if self._fresh.is_error():
+            raise invalid(name, self._fresh.get_error())
 
     def matcher(self, prompt: int) -> Matcher:
         """Return a matcher for an output that follows ``prompt`` tokens."""
         with self._lock:
-            return Matcher(self, self.library_matcher.deep_copy(), prompt)
+            if self.computed > _SHARED_MASKS:
+                self._fresh, self.computed = matcher_of(self.tokens, self.grammar), 0
+            return Matcher(self, self._fresh.deep_copy(), prompt)
 
 
 class Matcher:
@@ -234,7 +189,7 @@ class Matcher:
         self._format, self._matcher, self._prompt = format, matcher, prompt
         self._path: list[int] = []
         self._masks: dict[int, Mask] = {}  # by the length of the path that they follow
-        self._seconds = 0.0
+        self._seconds = self._spent_s = 0.0
 
     def take_seconds(self) -> float:
         """Return the time that masks have taken since the last call."""
@@ -275,7 +230,14 @@ class Matcher:
         if len(self._masks) > 2 * _KEPT_MASKS:
             least = len(self._path) - _KEPT_MASKS
             self._masks = {length: mask for length, mask in self._masks.items() if length > least}
-        self._seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._seconds += seconds
+        self._spent_s += seconds
+        if self._spent_s > _OUTPUT_S + _TOKEN_S * len(tokens):
+            raise RunError(
+                f"{self._format.name} takes too long: masks took {self._spent_s:.0f} seconds for {len(tokens)} tokens.",
+                "Simplify it.",
+            )
         return found
 
     def apply(self, scores: torch.Tensor, context: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
@@ -316,6 +278,7 @@ class Matcher:
 
     def _compute(self) -> Mask:
         """Return the mask after the path."""
+        self._format.computed += 1
         forced = self._matcher.compute_ff_tokens()
         self._raise_errors()
         if forced:
@@ -343,4 +306,5 @@ class Matcher:
         if self._matcher.is_error():
             lines = self._matcher.get_error().splitlines() or ["it has an error"]
             why = excerpt(lines[0], 200)
+            self._format.computed = _SHARED_MASKS + 1  # the states of other outputs may be why
             raise RunError(f"{self._format.name} cannot be followed further: {why}.", "Simplify it.")

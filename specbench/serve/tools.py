@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from specbench.base.errors import UsageError
-from specbench.decoding.formats import one_line_json
+from specbench.decoding.grammars import one_line_json
 from specbench.models.chat_templates import TemplateError, render_chat
 
 if TYPE_CHECKING:
