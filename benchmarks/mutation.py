@@ -202,13 +202,6 @@ MUTANTS = (
         ("tests/test_tools.py", "-k", "required_calls"),
     ),
     Mutant(
-        "a format is compiled without a trial",
-        "decoding/grammars.py:check_size",
-        '_trials.ask({"kind": given.kind, "text": given.text}, SECONDS) is None',
-        "len(given.text) > 5000",
-        ("tests/test_formats.py", "-k", "too_much_to_compile"),
-    ),
-    Mutant(
         "outputs share the states of a format without end",
         "decoding/formats.py:CompiledFormat.matcher",
         "self.computed > _SHARED_MASKS",
