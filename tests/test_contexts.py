@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from scripted import ScriptedScorer, random_table
 from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measure, prompts, specs_of
 
 from specbench.base.errors import UsageError
@@ -16,8 +19,12 @@ from specbench.bench.contexts import ContextText, fill, fitting, load_context_te
 from specbench.bench.grid import Sweep, SweepOptions, build_configs, build_server_configs, check_contexts
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.reach import ContextReach
 from specbench.decoding.records import Step, StepTimes
+from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, fit_context
+from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
 from specbench.policies import AutoLength, parse_costs
 from specbench.results.contexts import ContextCurve, context_curves
@@ -216,7 +223,7 @@ def test_auto_reads_costs_that_follow_the_context():
     longest = {}
     for context in (100, 8000):
         policy.reset()
-        policy.start(context)
+        policy.start(context, ContextReach())
         k = 0
         policy.begin(8)
         while k < 8 and policy._worth(k, 0.8, policy._costs.next_draft_s(k)):
@@ -227,7 +234,7 @@ def test_auto_reads_costs_that_follow_the_context():
         index=0, position=8000, drafted=(), accepted=0, tested=0, tokens=(1,), closing="target",
         expected_acceptance=(), times=StepTimes(verify_s=1.0),
     )  # fmt: skip
-    policy.start(100)
+    policy.start(100, ContextReach())
     short = policy._verify_s[9]
     policy.observe(step)
     assert policy._verify_s[9] > 2 * short, "within a prompt too"
@@ -377,3 +384,143 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
     assert policy.to_dict()["target_context_s"].keys() == {"1", "2", "3"}
     assert cli(*words, "--context-file", "mine.jsonl").code == 2, "another text, another sweep"
     assert cli(*words, "--resume").code == 0
+
+
+# -- drafters that go blind --------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_a_drafter_is_blind_once_guessing_explains_its_rejections():
+    reach = ContextReach()
+    for _ in range(30):
+        reach.learn(1000, accepted=True)
+    rejected = 0
+    while not reach.is_blind(4000):
+        reach.learn(4000, accepted=False)
+        rejected += 1
+    assert 8 <= rejected <= 20
+    assert [reach.is_blind(context) for context in (1, 1000, 2000, 4000, 8000, 100_000)] == [False] * 3 + [
+        True
+    ] * 3
+    reach.learn(4000, accepted=True)
+    assert not reach.is_blind(8000), "an acceptance ends it"
+    for _ in range(100):
+        reach.learn(4000, accepted=False)
+    assert reach.is_blind(4000)
+    for _ in range(63):
+        reach.begin(5000)
+    assert reach.is_blind(5000)
+    reach.begin(5000)
+    assert not reach.is_blind(5000), "it is tried again after many prompts"
+
+
+def test_a_drafter_that_is_right_once_in_a_while_is_not_blind():
+    chances = random.Random(0)
+    found = 0
+    for _ in range(200):
+        reach = ContextReach()
+        for _ in range(100):
+            reach.learn(1000, accepted=chances.random() < 0.3)
+            found += reach.is_blind(1000)
+    assert found < 0.02 * 200 * 100
+
+
+class Noisy(ModelDrafter):
+    """A model whose logits are the target's up to 40 tokens of context, and noise beyond."""
+
+    def __init__(self) -> None:
+        right, noise = random_table(1, 40, spread=4.0), random_table(2, 40, spread=4.0)
+        scorer = ScriptedScorer(lambda read: (right if len(read) < 40 else noise)(read), 40)
+        super().__init__(scorer, "noisy", TickingClock())  # type: ignore[arg-type]
+
+
+class TickingClock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        self.time += 0.01
+        return self.time
+
+
+def drafted(drafter: ModelDrafter, prompt: int, new: int = 30) -> list[Step]:
+    target = ScriptedScorer(random_table(1, 40, spread=4.0), 40)
+    policy = AutoLength(8, parse_costs({"target_pass_s": {"1": 1.0, "9": 1.05}, "drafter_pass_s": 0.2}))
+    records = decode_steps(
+        [n % 7 for n in range(prompt)], target, drafter, policy=policy, sampling=Greedy(), random=Randomness(0),
+        max_new_tokens=new, clock=TickingClock(),
+    )  # fmt: skip
+    return [each for each in records if isinstance(each, Step)]
+
+
+def test_auto_notices_that_a_drafter_is_blind_and_remembers_it():
+    drafter = Noisy()
+    sees = drafted(drafter, 4)
+    assert sum(step.accepted for step in sees) > 15
+    assert not any("blind" in step.policy for step in sees)
+    first, *_, before, last = [drafted(drafter, 66) for _ in range(6)]
+    assert 5 < sum(step.gamma for step in first) < 60
+    for steps in (before, last):
+        assert sum(step.gamma for step in steps) <= 1, "a test now and then"
+        assert all(step.policy["blind"] == 1.0 for step in steps)
+    assert sum(step.accepted for step in drafted(drafter, 4)) > 15, "where it sees it drafts on"
+
+
+def test_a_drafter_with_a_context_limit_is_not_even_asked():
+    drafter = Noisy()
+    drafter.scorer.context_limit = 50
+    steps = drafted(drafter, 66)
+    assert sum(step.gamma for step in steps) == 0
+    assert drafter.scorer.passes == []
+
+
+def test_the_report_names_drafters_that_go_blind(tmp_path):
+    class Blind(ScriptedEngine):
+        def generate(self, config, prompt, decoding, *, seed):
+            made = super().generate(config, prompt, decoding, seed=seed)
+            if config.context != 128 or config.gamma is None:
+                return made
+            rejected = {"accepted": 0, "tested": 1, "closing": "corrected", "expected_acceptance": (0.0,)}
+            steps = [replace(step, tokens=step.tokens[:1], **rejected) for step in made.steps if step.gamma]
+            return replace(made, steps=tuple(steps))
+
+    class Short(ScriptedEngine):
+        def generate(self, config, prompt, decoding, *, seed):
+            return super().generate(replace(config, gamma=None) if config.context == 128 else config, prompt, decoding,
+                                    seed=seed)  # fmt: skip
+
+    for name, engine, text in (
+        (
+            "blind",
+            Blind(),
+            "d is blind at 128 tokens of context: 0% of its tested drafts are accepted there, 100% at",
+        ),
+        (
+            "short",
+            Short(),
+            "d drafts nothing at 128 tokens of context: that is beyond the context that it can read.",
+        ),
+    ):
+        warnings = measure(tmp_path / name, context_sweep((16, 128), 4, policies=("fixed",)), engine).warnings
+        (warning,) = (each for each in warnings if each.id == "blind-drafter")
+        assert warning.message.startswith(text)
+    measured = measure(tmp_path / "sees", context_sweep((16, 128), 4), ScriptedEngine())
+    assert not [each for each in measured.warnings if each.id == "blind-drafter"]
+
+
+def test_what_auto_noticed_is_told(tmp_path):
+    class Noticing(ScriptedEngine):
+        def generate(self, config, prompt, decoding, *, seed):
+            made = super().generate(config, prompt, decoding, seed=seed)
+            blind = config.kind == "speculative"
+            steps = [
+                replace(step, policy={"blind": 1.0} if step.index and blind else {}) for step in made.steps
+            ]
+            return replace(made, prompt_tokens=1000, steps=tuple(steps))
+
+    result = measure(tmp_path, make_sweep(), Noticing())
+    (warning,) = (each for each in result.warnings if each.id == "blind-drafter")
+    assert (
+        "d was rejected so often from 1,002 tokens of context on that auto stopped asking it there."
+        in warning.message
+    )

@@ -154,6 +154,6 @@ def test_windows_that_cannot_be_are_refused(tmp_path):
     target = wrap_target(tiny_llama(), tiny_tokenizer())
     with pytest.raises(UsageError, match="reads up to 1,504 tokens, but tiny-1 takes 512"):
         wrap_drafter(tiny_language_model(1), target, window=1000)
-    head = write_head(tmp_path / "head", eagle_settings(vocab=9), eagle_tensors(vocab=9))
+    head = write_head(tmp_path / "head", eagle_settings(), eagle_tensors())
     with pytest.raises(UsageError, match="head head reads the target's hidden states of the whole context"):
         check_drafter(parse_drafter(f"{head}:window=64"), parse_model(str(save_tiny(tmp_path / "target"))))

@@ -131,7 +131,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     begun = target.epoch, drafter.epoch
     if not plan.keeps_state:  # what the policy has learned from earlier prompts
         policy.reset()
-    policy.start(len(context))
+    policy.start(len(context), drafter.reach)
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from specbench.decoding.reach import ContextReach
+
 if TYPE_CHECKING:
     import torch
 
@@ -122,8 +124,13 @@ class DraftPolicy:
     def reset(self) -> None:
         """Forget everything: a new prompt begins."""
 
-    def start(self, context: int) -> None:
-        """Note that a prompt of ``context`` tokens begins; called after ``reset``, and also if that is not."""
+    def start(self, context: int, reach: ContextReach) -> None:
+        """Note that a prompt of ``context`` tokens begins; called after ``reset``, and also if that is not.
+
+        Args:
+            context: The prompt's length.
+            reach: What is known of the drafter, over all prompts; a policy adds to it.
+        """
 
     def begin(self, budget: int) -> int:
         """Start a step.
@@ -293,12 +300,14 @@ class Drafter:
         name: The drafter as the command line names it, with its options.
         several_drafters: Whether its drafts merge the chains of several drafters.
         certain: Whether all tokens of its trees are certain, not drawn.
+        reach: How far into a context it can draft, as draft policies have learned; forks share it.
     """
 
     several_drafters = certain = False
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.reach = ContextReach()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

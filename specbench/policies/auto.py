@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
+from specbench.decoding.reach import ContextReach
 from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
 from specbench.policies.base import ChainPolicy, confidence, is_free
@@ -26,6 +27,9 @@ _DISTURBED = 2.0
 
 _PROBING = 0.015
 """The share of the time of plain steps that testing whether drafting pays again may take."""
+
+_PROBING_BLIND = 0.004
+"""The same where the drafter guesses, see ``ContextReach``."""
 
 _CURIOUS = 10
 """If nearly all drafts have one length, a neighboring length is tried every this many steps until it is timed."""
@@ -88,6 +92,8 @@ class AutoLength(ChainPolicy):
         self._asked = True
         self._limit = 0
         self._copies = False
+        self._reach, self._context = ContextReach(), 0
+        self._has_read, self._unread_s = False, 0.0
         self._step = 0
         self._start_step()
         self._weigh()
@@ -96,7 +102,10 @@ class AutoLength(ChainPolicy):
         """Replace the costs, from the next prompt on."""
         self._costs = costs(self._costs)
 
-    def start(self, context: int) -> None:
+    def start(self, context: int, reach: ContextReach) -> None:
+        reach.begin(context)
+        self._reach, self._context = reach, context
+        self._has_read, self._unread_s = False, reach.reading_s(context)
         self._costs.start(context)
         self._weigh()
 
@@ -114,7 +123,11 @@ class AutoLength(ChainPolicy):
     def begin(self, budget: int) -> int:
         self._start_step()
         self._limit = int(min(super().begin(budget), self._costs.reach))
-        if (
+        if self._limit > 0 and self._blind:
+            self._idle += 1
+            self._probing = self._credit >= self._look_s
+            self._paused = not self._probing
+        elif (
             self._costs.timings > 0
             and self._limit > 0
             and not self._copies
@@ -133,6 +146,16 @@ class AutoLength(ChainPolicy):
         if not self._paused:
             self._idle = 0
         return self._limit
+
+    @property
+    def _blind(self) -> bool:
+        """Whether the drafter's tokens are rejected at this length of context, in earlier prompts too."""
+        return not self._copies and self._reach.is_blind(self._context)
+
+    @property
+    def _look_s(self) -> float:
+        """What a test costs, with the reading of a prompt that the drafter has not read."""
+        return self._probe_s + (self._unread_s if self._blind else 0.0)
 
     def _pays(self, chance: float, budget: int, draft_s: float) -> bool:
         """Return whether the next draft token earns its time.
@@ -245,10 +268,13 @@ class AutoLength(ChainPolicy):
         passes = step.gamma if step.passes is None else step.passes
         self._costs.observe(step, self._asked, passes, self._rows_read or passes)
         self._learn(step)
+        look_s = self._look_s
+        self._learn_reach(step, passes)
         if not self._asked:
-            self._credit = min(self._credit + _PROBING * self._verify_s[1], self._probe_s)
+            share = _PROBING_BLIND if self._blind else _PROBING
+            self._credit = min(self._credit + share * self._verify_s[1], look_s)
         elif self._probing and passes > 0:
-            self._credit += min(step.accepted, passes) / self._rate - self._probe_s
+            self._credit += min(step.accepted, passes) / self._rate - look_s
         self._asked = True
         self._start_step()
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
@@ -256,6 +282,17 @@ class AutoLength(ChainPolicy):
         self._widths = {n: _MEMORY * count for n, count in self._widths.items()}
         self._widths[step.verified] = self._widths.get(step.verified, 0.0) + 1
         self._weigh()
+
+    def _learn_reach(self, step: Step, passes: int) -> None:
+        """Learn what this length of context means for a drafter that runs forward passes."""
+        self._context = step.position + len(step.tokens)
+        if step.times.draft_prefill_s > 0 and not self._has_read:
+            self._reach.time_reading(step.position, step.times.draft_prefill_s)
+        if passes > 0:
+            self._has_read, self._unread_s = True, 0.0
+            free = self._copies or (self._draft is not None and is_free(self._draft, 0))
+            if step.tested and not free:
+                self._reach.learn(step.position, accepted=step.accepted > 0)
 
     def _learn(self, step: Step) -> None:
         """Learn from the outcome of the draft, and of a guess that was not drafted."""
@@ -288,7 +325,8 @@ class AutoLength(ChainPolicy):
         self._rate = self._costs.rate(_ASKED * reached, 1.0 / v[1])
 
     def notes(self) -> Mapping[str, float]:
-        return {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
+        notes = {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
+        return {**notes, "blind": 1.0} if self._blind else notes
 
     def costs(self) -> Json:
         return self._costs.to_dict()

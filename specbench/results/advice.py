@@ -311,6 +311,8 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
         from specbench.results.summary import summarize
 
         summary = summarize(results)
+    from specbench.results.contexts import blind_drafters
+
     seen = Counter(name for names in generations["warnings"] for name in set(names))
     found: list[RunWarning | None] = [*warn_of_disturbances(len(generations), seen)]
     sure = [row for row in summary.rows if row.measured and row.speedup.low is not None]
@@ -326,6 +328,7 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
     for entry in run.differences or ():
         differences.setdefault(labels.get(entry.config, entry.config), []).append(entry)
     found += tokens_differ(differences, prompts, rounded=quantized(run.target.dtype or ""), over=summary.over)
+    found += blind_drafters(results, summary)
     if summary.over != PLAIN:
         found += server_warnings(results, summary)
     return [warning for warning in found if warning is not None] + list(failures(generations))

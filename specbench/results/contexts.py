@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specbench.results.run import RIVALS
+import numpy as np
+
+from specbench.base.record import Estimate
+from specbench.base.textsafe import one_line
+from specbench.results.results import Results
+from specbench.results.run import RIVALS, RunWarning
 from specbench.results.summary import Summary, SummaryRow
 
 
@@ -65,3 +71,71 @@ def context_curves(summary: Summary) -> list[ContextCurve]:
             found.setdefault(key, []).append(row)
     curves = [ContextCurve(sorted(rows, key=context_of)) for rows in found.values()]
     return sorted(curves, key=lambda curve: -curve.mean)
+
+
+_BLIND = 1 / 3
+"""A drafter is blind where surely fewer than this share of its drafts at the shortest context is accepted."""
+
+
+_ADVICE = "Use it for shorter contexts, or give a small model a window (MODEL:window=N)."
+
+
+def blind_drafters(results: Results, summary: Summary) -> Iterator[RunWarning]:
+    """Yield a warning for each drafter whose drafts stop, or stop being accepted, from some length of context on.
+
+    A run without lengths of context shows it only if the policy auto noticed it.
+    """
+    named: set[tuple[str, float]] = set()
+    curves = sorted(context_curves(summary), key=lambda curve: curve.rows[0].config.gamma is None)
+    for curve in curves:  # fixed lengths first: a policy may have stopped for other reasons
+        config, first = curve.rows[0].config, curve.rows[0]
+        key = (config.drafter, config.temperature)
+        row = next((row for row in curve.rows[1:] if _is_blind(row, first)), None)
+        if row is None or key in named or config.kind == "server":
+            continue
+        named.add(key)
+        at, name = f"{context_of(row):,} tokens of context", one_line(config.drafter)
+        if not row.mean_gamma > 0:
+            message = f"{name} drafts nothing at {at}: that is beyond the context that it can read."
+        else:
+            message = (
+                f"{name} is blind at {at}: {row.acceptance_tested.value:.0%} of its tested drafts are accepted there,"
+                f" {first.acceptance_tested.value:.0%} at {context_of(first):,}."
+            )
+        yield RunWarning("blind-drafter", "warning", message, _ADVICE, {"context": context_of(row)})
+    for (drafter, temperature), context in _noticed(results).items():
+        if (drafter, temperature) not in named:
+            message = (
+                f"{one_line(drafter)} was rejected so often from {context:,} tokens of context on that auto stopped"
+                " asking it there."
+            )
+            yield RunWarning("blind-drafter", "warning", message, _ADVICE, {"context": context})
+
+
+def _noticed(results: Results) -> dict[tuple[str, float], int]:
+    """Return the shortest context at which the policy auto found a drafter blind, by drafter and temperature."""
+    found: dict[tuple[str, float], int] = {}
+    done = results.done
+    columns = ("drafter", "temperature", "prompt_tokens", "steps_policy", "steps_emitted")
+    for drafter, temperature, prompt, notes, emitted in zip(*(done[name] for name in columns), strict=True):
+        if "blind" in notes:
+            places = np.flatnonzero(notes["blind"] == 1.0)
+            context = int(prompt) + int(emitted[: places[0]].sum())
+            key = str(drafter), float(temperature)
+            found[key] = min(context, found.get(key, context))
+    return found
+
+
+def _is_blind(row: SummaryRow, first: SummaryRow) -> bool:
+    """Return whether a row accepts surely much less than the first of its curve, or drafts nothing at all."""
+    if not first.mean_gamma > 0:
+        return False
+    if not row.mean_gamma > 0:
+        return row.config.gamma is not None
+    before, after = first.acceptance_tested, row.acceptance_tested
+    return _end(after, "high") < _BLIND * _end(before, "low")
+
+
+def _end(estimate: Estimate, name: str) -> float:
+    end: float | None = getattr(estimate, name)
+    return estimate.value if end is None else end

@@ -186,7 +186,9 @@ class RequestFactory:
             shares = loaded.cache is self._target.cache
             return self._opened(loaded, scorer.cache if shares else None)
 
-        return scorer, drafter.fork(scorer_like)
+        own = drafter.fork(scorer_like)
+        own.reach = drafter.reach
+        return scorer, own
 
     @property
     def why_not_batched(self) -> str | None:
