@@ -1322,6 +1322,37 @@ MUTANTS = (
         "decoded",
         ("tests/test_stopping.py",),
     ),
+    # -- long contexts -----------------------------------------------------------------------------
+    Mutant(
+        "a window moves on, and the drafter keeps what it has read",
+        "drafters/window.py:WindowDrafter._own_context",
+        "self._forget()",
+        "pass",
+        ("tests/test_window.py", "-k", "first_tokens"),
+        fast=True,
+    ),
+    Mutant(
+        "a prompt of a length of context has a token more",
+        "bench/contexts.py:_cut",
+        "count(found := cut(letters)) == tokens",
+        "count(found := cut(letters)) > tokens",
+        ("tests/test_contexts.py", "-k", "exactly"),
+    ),
+    Mutant(
+        "a drafter that was blind once stays so",
+        "decoding/reach.py:ContextReach.learn",
+        "_ACCEPTED if accepted else _REJECTED",
+        "0.0 if accepted else _REJECTED",
+        ("tests/test_contexts.py", "-k", "blind_once"),
+        fast=True,
+    ),
+    Mutant(
+        "costs of passes do not follow the context",
+        "policies/costs.py:GivenCosts.observe",
+        "self.start(step.position + len(step.tokens))",
+        "pass",
+        ("tests/test_contexts.py", "-k", "auto_reads"),
+    ),
 )
 
 
