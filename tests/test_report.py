@@ -19,6 +19,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.cli.report import report as command
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe
+from specbench.results import stats
 from specbench.results.advice import review
 from specbench.results.results import load_results
 from specbench.results.run import RunConfig
@@ -27,6 +28,7 @@ from specbench.show import tables
 from specbench.show.answer import generate_command
 from specbench.show.plots import FIGURES
 from specbench.show.report import content, write_report
+from specbench.show.report.charts import MOST_LINES
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import templates, to_html
@@ -307,7 +309,7 @@ class TestWarnings:
 class Page(HTMLParser):
     """Elements with their attributes, and whether they nest."""
 
-    VOID = frozenset({"meta", "img", "source"})
+    VOID = frozenset({"meta", "img", "source", "input"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -388,6 +390,9 @@ def test_its_policy_allows_its_own_style_and_script_only(page):
 
 def test_the_page_can_be_used_without_eyes_or_script(page):
     assert all(each.get("alt") for each in page.all("img"))
+    drawn = [each for each in page.all("svg") if each.get("role") == "img"]
+    assert len(drawn) == 2 * len(CHARTS), "for wide and for narrow screens"
+    assert all(each.get("aria-label") for each in drawn)
     assert all(each.get("scope") in ("col", "row") for each in page.all("th"))
     assert not page.all("button")
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -397,7 +402,8 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
     assert {link[1:] for link in links} <= set(ids)
     tables = [each["data-sortable"] for each in page.all("table")]
     assert len(tables) == 5
-    names = {str(each["alt"]).partition("'")[2].partition("'")[0] for each in page.all("img")} - {""}
+    said = [*(str(each["alt"]) for each in page.all("img")), *(str(each["aria-label"]) for each in drawn)]
+    names = {each.partition("'")[2].partition("'")[0] for each in said} - {""}
     assert names
     assert names <= set(page.text)
 
@@ -405,13 +411,17 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
 ELSEWHERE = {"trees", "ranks", "servers", "batches", "latency", "training"}
 """Figures of what this run has not got: no trees, servers, batches and trained heads."""
 
+CHARTS = {"speedup", "tokens-per-second", "positions"}
+"""Figures that the page draws itself."""
+
 
 def test_the_pictures_are_those_beside_the_markdown(written, page):
     folder, report = written
     files = sorted(path.stem for path in (folder / "plots").iterdir())
     assert files == sorted(set(FIGURES) - ELSEWHERE)
     inside = [base64.b64decode(str(each["src"]).partition(",")[2]) for each in page.all("img")]
-    assert inside == [(folder / "plots" / f"{picture.name}.png").read_bytes() for picture in report.pictures]
+    shown = [picture.name for picture in report.pictures if picture.name not in CHARTS]
+    assert inside == [(folder / "plots" / f"{name}.png").read_bytes() for name in shown]
     links = re.findall(r"!\[[^\]]+\]\((.+?)\)", (folder / "report.md").read_text(encoding="utf-8"))
     assert len(links) == len(files)
     assert all((folder / link).is_file() for link in links)
@@ -419,12 +429,30 @@ def test_the_pictures_are_those_beside_the_markdown(written, page):
 
 def test_narrow_screens_get_figures_of_their_own(page):
     wide, narrow = page.all("img"), page.all("source")
-    assert len(narrow) == len(wide) == len(FIGURES) - len(ELSEWHERE)
+    assert len(narrow) == len(wide) == len(FIGURES) - len(ELSEWHERE) - len(CHARTS)
     for large, small in zip(wide, narrow, strict=True):
         assert small["media"] == "(max-width: 48rem)"
         assert small["srcset"] != large["src"]
         assert float(str(small["width"])) < 500
     assert "figure img { display: block; max-width: 100%" in page.raw["style"]
+
+
+def test_charts_say_each_value_with_its_interval_and_prompts(written, page):
+    report = written[1]
+    text = "".join(page.text)
+    for row in report.summary.rows:
+        if row.config.kind == "speculative":
+            said = f"{row.config.label}: {stats.ratio_text(row.speedup)}, {row.prompts} prompts"
+            assert said in text
+    assert "% accepted of " in text
+    lines = {each["data-line"] for each in page.all("g") if "data-line" in each}
+    switches = [each["data-switch"] for each in page.all("input")]
+    assert set(switches) == lines
+    assert all(
+        f'[data-switch="{number}"]:not(:checked)) [data-line="{number}"]' in page.raw["style"]
+        for number in range(MOST_LINES)
+    )
+    assert all(each["type"] == "checkbox" for each in page.all("input"))
 
 
 def test_long_tables_are_folded_without_a_script(written, page, tmp_path):

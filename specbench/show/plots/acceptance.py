@@ -19,7 +19,9 @@ from specbench.show.plots.canvas import NoDataError, PlotData, figure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FEW, _TOO_FEW = 30, 10  # drafts at a position below which its rate is marked as uncertain, and not drawn
+FEW, TOO_FEW = 30, 10
+"""Drafts at a position below which its rate is marked as uncertain, and not drawn."""
+
 _LEAST_TESTED = 10  # nodes below which a rate is not drawn
 _LONGEST_NAME = 36
 _MOST_RANKS = 4  # of a node; those after it are seldom right
@@ -47,7 +49,7 @@ def acceptance(run: PlotData) -> Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class _PositionLine:
+class PositionLine:
     """A line of the figure "positions": a drafter with a draft policy, or a server."""
 
     name: str
@@ -57,7 +59,8 @@ class _PositionLine:
     adapts: bool = False
 
 
-def _position_lines(run: PlotData, rows: Sequence[PositionRow]) -> list[_PositionLine]:
+def position_lines(run: PlotData, rows: Sequence[PositionRow]) -> list[PositionLine]:
+    """Return a line for each drafter with a draft policy (of fixed γ the largest) and for each server."""
     known: dict[str, list[PositionRow]] = {}
     for row in rows:
         known.setdefault(row.config.id, []).append(row)
@@ -66,11 +69,11 @@ def _position_lines(run: PlotData, rows: Sequence[PositionRow]) -> list[_Positio
     for each in run.series:
         if found := known.get(each.rows[-1].config.id):
             name = each.name_at(each.rows[-1])
-            lines.append(_PositionLine(name, found, each.color, each.marker, each.adapts))
+            lines.append(PositionLine(name, found, each.color, each.marker, each.adapts))
     for number, name in enumerate(canvas.row_names(run.servers, run)):
         if found := known.get(run.servers[number].config.id):
             color, marker = colors[number % len(colors)], markers[number % len(markers)]
-            lines.append(_PositionLine(name, found, color, marker))
+            lines.append(PositionLine(name, found, color, marker))
     return lines
 
 
@@ -80,9 +83,9 @@ def positions(run: PlotData) -> Figure:
     if not rows:
         unknown = "no server reports acceptance by position"
         raise NoDataError(unknown if run.servers else "nothing was drafted")
-    if all(row.tested < _TOO_FEW for row in rows):
-        raise NoDataError(f"fewer than {_TOO_FEW} drafts were tested at every position")
-    lines = _position_lines(run, rows)
+    if all(row.tested < TOO_FEW for row in rows):
+        raise NoDataError(f"fewer than {TOO_FEW} drafts were tested at every position")
+    lines = position_lines(run, rows)
     body, both = canvas.panels(run, 2, 2.45, "share of tokens", sharey=True)
     few = False
     for axes, of_tested in zip(both, (True, False), strict=True):
@@ -90,18 +93,18 @@ def positions(run: PlotData) -> Figure:
             points = [
                 (row.position, row.rate if of_tested else row.rate_of_drafted, count)
                 for row in line.rows
-                if (count := row.tested if of_tested else row.drafted) >= _TOO_FEW
+                if (count := row.tested if of_tested else row.drafted) >= TOO_FEW
             ]
             if not points:
                 continue
             x, y, counts = np.array(points, float).T
-            sure = counts >= _FEW
+            sure = counts >= FEW
             few |= not sure.all()
             style: Any = {"color": line.color, "marker": line.marker}
             dashes = "--" if line.adapts else "-"
             axes.plot(x, y, dashes, zorder=2.5, markevery=sure, label=line.name, **style)
             axes.plot(x[~sure], y[~sure], linestyle="none", markerfacecolor="white", zorder=3, **style)
-        canvas.gamma_axis(axes, [row.position for row in rows if row.drafted >= _TOO_FEW])
+        canvas.gamma_axis(axes, [row.position for row in rows if row.drafted >= TOO_FEW])
         axes.set_xlabel("position in the draft")
         canvas.share_axis(axes)
         axes.set_title(f"accepted, of those {'tested' if of_tested else 'drafted'}")
@@ -110,7 +113,7 @@ def positions(run: PlotData) -> Figure:
         "Tested: all drafts before it were accepted.",
         "Fixed γ: the largest; dashed: an adaptive draft policy." if run.series else "",
         "Lower bounds for a server whose drafts differ in length." if any(row.least for row in rows) else "",
-        f"Hollow: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else "",
+        f"Hollow: fewer than {FEW} drafts; fewer than {TOO_FEW} are not shown." if few else "",
     )
     return canvas.finish(body, run, "Acceptance by position", *remarks)
 

@@ -445,7 +445,8 @@ def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
     axes.set_xlim(first - margin, last + margin)
 
 
-def _dodged(series: Sequence[Series]) -> list[Floats]:
+def dodged(series: Sequence[Series]) -> list[Floats]:
+    """Return the x of each series, moved a little so that intervals do not hide each other."""
     every = np.unique(np.concatenate([each.x for each in series]))
     step = 1.0
     if len(every) > 1:
@@ -493,7 +494,7 @@ def draw_series(
         include: Values that the y axis must include; ``None`` does not change its limits. Intervals that reach far
             from their values are cut off, with an arrowhead.
     """
-    drawn = list(zip(series, _dodged(series), (estimates(each.rows, name) for each in series), strict=True))
+    drawn = list(zip(series, dodged(series), (estimates(each.rows, name) for each in series), strict=True))
     for each, x, (y, low, high) in drawn:
         known = np.isfinite(y)
         if not known.any():

@@ -27,6 +27,7 @@ from specbench.show import tables
 from specbench.show.answer import Answer, find_answers
 from specbench.show.document import Sheet
 from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
+from specbench.show.report.charts import Chart, make_charts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,6 +60,7 @@ class Report:
         summary, categories: Metrics of all configurations.
         tables: Tables by title, in order.
         pictures: Figures.
+        charts: Charts of the page, by the name of the picture that they replace there.
         missing: Sentences on which figures are missing and why.
         method: How everything was measured, as titles and texts.
         costs: Times of single forward passes.
@@ -72,6 +74,7 @@ class Report:
     categories: Categories
     tables: dict[str, Sheet]
     pictures: list[Picture]
+    charts: dict[str, Chart]
     missing: list[str]
     method: list[tuple[str, str]]
     costs: Sheet
@@ -116,6 +119,7 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
         categories=categories,
         tables={SUMMARY: tables.summary_sheet(summary), **folded},
         pictures=pictures,
+        charts=make_charts(results) if pictures else {},
         missing=_why_missing(missing),
         method=_method(results),
         costs=Sheet(

@@ -21,6 +21,7 @@ from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show import html
 from specbench.show.answer import Answer
 from specbench.show.document import Sheet
+from specbench.show.report.charts import MOST_LINES, Chart, layouts
 from specbench.show.report.content import CATEGORIES, SUMMARY, Picture, Report, alternative
 
 _FOLDER = Path(__file__).parent
@@ -53,7 +54,7 @@ def to_html(report: Report) -> str:
         answers=[_answer(each) for each in report.answers],
         titles=["Speed", "Figures", *(each.title for each in shown), "How it was measured", "Measured on"],
         speed=_speed_table(report.summary, summary),
-        pictures=[_picture(each) for each in report.pictures],
+        pictures=[_picture(each, report.charts.get(each.name)) for each in report.pictures],
         tables=shown,
         costs=_table("Single passes", report.costs),
     )
@@ -84,14 +85,20 @@ def _answer(answer: Answer) -> Json:
     }
 
 
-def _picture(picture: Picture) -> Json:
+def _picture(picture: Picture, chart: Chart | None) -> Json:
     return {
         "name": picture.name,
         "about": picture.about,
+        "chart": None if chart is None else _chart(chart),
         "alt": alternative(picture),
         "wide": _image(picture.png, _SHOWN),
         "narrow": _image(picture.narrow, _SHOWN_NARROW) if picture.narrow else None,
     }
+
+
+def _chart(chart: Chart) -> Json:
+    switches = [(number, line.name, line.color) for number, line in enumerate(chart.lines)]
+    return {"layouts": layouts(chart), "switches": switches, "most": MOST_LINES, "note": chart.note}
 
 
 def _image(png: bytes, share: float) -> Json:
