@@ -17,6 +17,8 @@ from specbench._version import __version__
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import prune_legacy
     from specbench.base.errors import RunError, SpecbenchError, UsageError
+    from specbench.base.trackers import Tracker, open_tracker
+    from specbench.bench.sweeps import sweep
     from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
     from specbench.decoding.records import Generation, Prefill, Step
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from specbench.generate_many import GenerationRuns, speculative_generate_many
     from specbench.models.drafters import load_drafter, wrap_drafter
     from specbench.models.target import Target, load_target, wrap_target
-    from specbench.options import LoadOptions
+    from specbench.options import DecodingOptions, LoadOptions
     from specbench.policies import FixedLength
     from specbench.results.results import load_results
 
@@ -33,13 +35,15 @@ _HOMES = {
     "backends.torch.caches": ("prune_legacy",),
     "decoding.loop": ("decode_steps",),
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
+    "base.trackers": ("Tracker", "open_tracker"),
+    "bench.sweeps": ("sweep",),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),
     "policies": ("FixedLength",),
     "models.drafters": ("load_drafter", "wrap_drafter"),
     "models.target": ("Target", "load_target", "wrap_target"),
     "decoding.metrics": ("summary",),
-    "options": ("LoadOptions",),
+    "options": ("DecodingOptions", "LoadOptions"),
     "decoding.records": ("Generation", "Prefill", "Step"),
     "decoding.sampling": ("Greedy", "Multinomial", "Nucleus", "Sampling", "TopK", "TopKNucleus"),
     "results.results": ("Results", "load_results"),
@@ -47,11 +51,11 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "FixedLength", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "LoadOptions", "Multinomial", "Nucleus",
-    "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target", "TopK", "TopKNucleus",
-    "UsageError", "__version__", "autoregressive_generate", "decode_steps", "encode_prompt", "load_drafter",
-    "load_results", "load_target", "prune_legacy", "speculative_generate", "speculative_generate_many", "summary",
-    "wrap_drafter", "wrap_target",
+    "DecodingOptions", "FixedLength", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "LoadOptions",
+    "Multinomial", "Nucleus", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target",
+    "TopK", "TopKNucleus", "Tracker", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
+    "encode_prompt", "load_drafter", "load_results", "load_target", "open_tracker", "prune_legacy",
+    "speculative_generate", "speculative_generate_many", "summary", "sweep", "wrap_drafter", "wrap_target",
 ]  # fmt: skip
 
 

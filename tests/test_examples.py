@@ -41,6 +41,7 @@ def names(tmp_path_factory):
             "Count from 1 to 9.", target, drafter, max_new_tokens=16, ignore_eos=True
         ),
         "run_folder": run_folder,
+        "folder": run_folder.parent,
         "results": specbench.load_results(run_folder),
     }
 

@@ -24,6 +24,8 @@ from specbench.results.store import RunStore
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.models.training_metadata import TrainingMetadata
+    from specbench.recipe import Recipe
+    from specbench.specs.drafters import DrafterSpec
 
 
 def describe_run(
@@ -66,6 +68,23 @@ def describe_run(
         ignore_eos=options.decoding.ignore_eos,
         created=now(),
     )
+
+
+def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, Any]:
+    """Return where models come from, without paths, as ``run.json`` keeps it among the options."""
+
+    def loading(load_options: Any) -> dict[str, Any]:
+        values = asdict(load_options)
+        if values["device_map"]:
+            values["device_map"] = Path(values["device_map"]).name
+        return values
+
+    return {
+        "target": str(base.target),
+        "drafters": [str(spec) for spec in drafters],
+        "target_options": loading(base.models.target),
+        "drafter_options": loading(base.models.drafter),
+    }
 
 
 def stored_options(options: SweepOptions) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def sweep(
         return
     from specbench.bench.contexts import fitting
     from specbench.bench.grid import Sweep, build_configs, check_contexts
-    from specbench.cli.sweep_run import SweepJob, describe_models, run_folder, show_dry_run
+    from specbench.bench.manifest import describe_models
+    from specbench.cli.sweep_run import SweepJob, run_folder, show_dry_run
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 

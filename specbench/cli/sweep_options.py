@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specbench.base.errors import UsageError
-from specbench.cli.options import drafters_option, output, prompt_option, prompts_option, suite_option
+from specbench.cli.options import (
+    LogToOption,
+    drafters_option,
+    output,
+    prompt_option,
+    prompts_option,
+    suite_option,
+)
 from specbench.options import DECODING, MODELS, CacheName, panel
 
 if TYPE_CHECKING:
@@ -237,6 +244,7 @@ class ResultsOptions:
     dry_run: Annotated[
         bool, _results("--dry-run", None, "Show the plan with its time and memory, then exit.")
     ] = False
+    log_to: LogToOption = None
 
 
 _decoding, _option = panel(DECODING), panel("Options")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,11 @@ from specbench.results import advice
 from specbench.results.store import RunStore, stored_runs, write_csv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.grid import Sweep, SweepOptions
+    from specbench.bench.runner import Event
     from specbench.results.load import LoadSnapshot
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
@@ -42,23 +44,6 @@ if TYPE_CHECKING:
 FOLDER = Path("results")
 _BUSY = 1.25
 """The slowdown by others from which on it is mentioned."""
-
-
-def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, Any]:
-    """Return where models come from, without paths, as ``run.json`` keeps it among the options."""
-
-    def loading(load_options: Any) -> dict[str, Any]:
-        values = asdict(load_options)
-        if values["device_map"]:
-            values["device_map"] = Path(values["device_map"]).name
-        return values
-
-    return {
-        "target": str(base.target),
-        "drafters": [str(spec) for spec in drafters],
-        "target_options": loading(base.models.target),
-        "drafter_options": loading(base.models.drafter),
-    }
 
 
 def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepOptions) -> Path:
@@ -255,13 +240,21 @@ class SweepJob(RunJob):
             warnings: Sequence[RunWarning] = ()
             for problem in store.problems:
                 self.say(problem)
-            with SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display:
+            with (
+                self._tracker() as track,
+                SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display,
+            ):
+
+                def on_event(event: Event) -> None:
+                    display.handle(event)
+                    track(event)
+
                 try:
                     result = run_sweep(
                         self.sweep,
                         store,
                         self.engine,
-                        on_event=display.handle,
+                        on_event=on_event,
                         retry_failed=retry_failed,
                         minutes=self._minutes,
                     )
@@ -276,6 +269,22 @@ class SweepJob(RunJob):
                 self._say_at_end(warnings, failed, self._stored(store) if interrupted else None)
         if interrupted or failed:
             raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
+
+    @contextmanager
+    def _tracker(self) -> Iterator[Callable[[Event], None]]:
+        """Yield what gives events to the tracker of ``--log-to``."""
+        if self._results.log_to is None:
+            yield lambda _: None
+            return
+        from specbench.base.trackers import open_tracker
+        from specbench.bench.tracking import tracked
+
+        settings = {"target": self.sweep.configs[0].recipe and str(self.sweep.configs[0].recipe.target)}
+        tracker = open_tracker(self._results.log_to, self.folder.name, settings)
+        try:
+            yield tracked(tracker)
+        finally:
+            tracker.end()
 
     def _stored(self, store: RunStore) -> str:
         """Return how many of the generations to measure are stored; empty if none is."""

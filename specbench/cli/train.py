@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specbench.base.errors import UsageError
+from specbench.base.trackers import open_tracker
 from specbench.cli import options as opt
 from specbench.cli.console import duration, write_json, write_lines
 from specbench.cli.progress import starting
@@ -140,6 +141,7 @@ def train(
             "--resume", None, "Continue an interrupted training, with the same options; --minutes may differ."
         ),
     ] = False,
+    log_to: opt.LogToOption = None,
     json_output: opt.JsonOption = False,
     verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
@@ -173,12 +175,16 @@ def train(
         from specbench.models.prepare import prepare
         from specbench.train.run import Training, processes
         from specbench.train.state import check_folder
+        from specbench.train.tracking import TrackedTraining
 
         check_folder(out, resume=resume)
         group = processes(cpu=resolve_device(models.device).type == "cpu")
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
     display = _Display(quiet or not group.is_main_process)
+    tracker = None
+    if log_to is not None and group.is_main_process:
+        tracker = open_tracker(log_to, out.name, {"target": target, **vars(training), "kind": lessons.kind})
     job = Training(
         loaded,
         chosen,
@@ -188,10 +194,14 @@ def train(
         resume=resume,
         start=begun,
         group=group,
-        progress=display,
+        progress=display if tracker is None else TrackedTraining(tracker, display),
     )
-    with display:
-        best = job.run()
+    try:
+        with display:
+            best = job.run()
+    finally:
+        if tracker is not None:
+            tracker.end()
     if group.is_main_process:
         _show_result(best, lessons.kind, out, as_json=json_output, verbose=verbose)
 

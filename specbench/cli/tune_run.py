@@ -19,12 +19,13 @@ from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.progress import quiet_transformers
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
+from specbench.bench.manifest import describe_models
 from specbench.bench.prompts import interleave
 from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import choose_prompts
-from specbench.cli.sweep_run import FOLDER, RunJob, describe_models, new_folder
+from specbench.cli.sweep_run import FOLDER, RunJob, new_folder
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
 from specbench.options import quantized

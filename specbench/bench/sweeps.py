@@ -1,0 +1,128 @@
+"""A sweep from Python: models are loaded, everything is measured into a folder, and its data frames are returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbench.base.errors import UsageError
+from specbench.bench.axes import parse_policies
+from specbench.bench.grid import Sweep, SweepOptions, build_configs
+from specbench.bench.manifest import describe_models, open_run
+from specbench.bench.prompts import load_prompts
+from specbench.options import DecodingOptions, ModelOptions
+from specbench.recipe import Recipe
+from specbench.results.store import RunStore
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+
+if TYPE_CHECKING:
+    from specbench.bench.runner import Event
+    from specbench.results.results import Results
+    from specbench.specs.policies import PolicySpec
+
+
+def sweep(
+    target: str,
+    drafters: Sequence[str],
+    out: str | Path,
+    *,
+    gammas: Sequence[int] = (),
+    policies: Sequence[str] = ("auto",),
+    temperatures: Sequence[float] = (0.0,),
+    prompts: Sequence[str] = ("all",),
+    categories: Sequence[str] = (),
+    limit: int | None = 12,
+    repeats: int = 2,
+    warmup: int = 1,
+    seed: int = 0,
+    batches: Sequence[int] = (),
+    decoding: DecodingOptions | None = None,
+    models: ModelOptions | None = None,
+    resume: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+) -> Results:
+    """Measure drafters and draft policies against plain decoding, as ``specbench sweep`` does.
+
+    Args:
+        target: As ``--target`` takes it.
+        drafters: As ``--drafter`` takes them.
+        out: The folder of the run.
+        gammas: Draft lengths that are measured with the policy ``fixed``.
+        policies: Draft policies, as ``--draft-policy`` takes them.
+        temperatures: 0 is greedy.
+        prompts: Built-in sets, "all", or JSON Lines files.
+        categories: Categories of prompts; empty for all.
+        limit: Number of prompts, taken in turn from the categories; ``None`` for all.
+        repeats: How often each prompt is decoded with each configuration.
+        warmup: Short generations of each configuration that are not counted.
+        seed: Seed of the random order and of sampling.
+        batches: Batch sizes; empty for one prompt after the other.
+        decoding: Limits of outputs; 48 new tokens by default.
+        models: How weights are loaded.
+        resume: Continue the run in the folder.
+        on_event: Called with each event of ``specbench.bench.runner``, between measurements.
+
+    Returns:
+        Data frames of the run.
+
+    Raises:
+        UsageError: An argument is wrong, or the folder has results already.
+        RunError: The target cannot be loaded, or results cannot be written.
+
+    Example:
+        >>> measured = sweep(
+        ...     "smollm2-135m", ["lookup"], folder / "sweep", limit=2, repeats=1, warmup=0,
+        ...     decoding=DecodingOptions(max_new_tokens=4),
+        ... )
+        >>> sorted(measured.generations["label"].unique())
+        ['lookup auto', 'plain']
+    """
+    from specbench.bench.engines.own import load_engine
+    from specbench.bench.runner import run_sweep
+    from specbench.results.results import load_results
+
+    folder = Path(out)
+    if RunStore.exists(folder) and not resume:
+        raise UsageError(
+            f"The folder {str(folder)!r} holds results already.", "Give resume=True, or another folder."
+        )
+    base = Recipe(
+        parse_model(target),
+        models=models or ModelOptions(),
+        decoding=decoding or DecodingOptions(max_new_tokens=48),
+    )
+    specs = [spec for spec in map(parse_drafter, dict.fromkeys(drafters)) if not spec.is_plain]
+    options = SweepOptions(
+        gammas=tuple(gammas),
+        policies=tuple(map(str, parse_policies([*policies, *(["fixed"] if gammas else [])]))),
+        temperatures=tuple(temperatures),
+        decoding=base.decoding,
+        repeats=repeats,
+        warmup=warmup,
+        seed=seed,
+        cache=base.caching.kind,
+        batches=tuple(batches),
+        turns=1 if batches else None,
+    )
+    chosen = tuple(load_prompts(prompts, categories, limit))
+    RunStore.check_writable(folder)
+    engine = load_engine(base, specs, options)
+
+    def calibrated(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
+        return engine.calibrated(policy, drafter, temperature)[0]
+
+    configs = build_configs(
+        options, engine.specs, engine.fingerprints, calibrated, base=base, dtypes=engine.drafter_dtypes
+    )
+    grid = Sweep(options, chosen, tuple(configs))
+    named = {"prompts": [Path(name).name for name in prompts], "categories": [*categories], "limit": limit}
+    sources = {**describe_models(base, specs), **named}
+    described = engine.describe_target(options.decoding)
+    advice = "Restore what changed, or give another folder."
+    with open_run(
+        folder, grid, target=described, sources=sources, command=[], heads=engine.heads, advice=advice
+    ) as store:
+        run_sweep(grid, store, engine, on_event=on_event)
+    return load_results(folder)
