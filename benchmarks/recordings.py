@@ -3,6 +3,7 @@
     python benchmarks/recordings.py                                 # all, in some ten minutes
     python benchmarks/recordings.py debug tune                      # terminals drawn as docs/images/NAME.svg
     python benchmarks/recordings.py README.md docs/tutorial.md      # the outputs in blocks of ```console
+    python benchmarks/recordings.py examples/charts.ipynb           # the outputs and charts of the notebook
 
 The commands of a page run one after the other in one folder. ``tests/test_recordings.py`` compares what is shown with
 today's output.
@@ -10,8 +11,11 @@ today's output.
 
 from __future__ import annotations
 
+import ast
+import base64
 import fcntl
 import html
+import json
 import os
 import pty
 import re
@@ -21,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 import termios
-from io import StringIO
+from contextlib import chdir, redirect_stdout
+from io import BytesIO, StringIO
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -39,6 +45,7 @@ PARTS = {"debug": ("prefill", "end"), "tune": (".* over plain decoding", "warnin
 """Patterns of the first line that is drawn, and of the line after the last one."""
 
 PAGES = ("README.md", "docs/tutorial.md")
+NOTEBOOK = "examples/charts.ipynb"
 
 
 def screen(written: str) -> list[str]:
@@ -165,9 +172,55 @@ def fill(path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
+def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run a cell of a notebook; return its outputs: what it prints, its last value, and its charts."""
+    import matplotlib.pyplot as plt
+
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    printed, outputs = StringIO(), list[dict[str, Any]]()
+    with redirect_stdout(printed):
+        exec(compile(tree, "cell", "exec"), names)
+        value = eval(compile(ast.Expression(last.value), "cell", "eval"), names) if last is not None else None
+    if text := printed.getvalue():
+        outputs.append({"output_type": "stream", "name": "stdout", "text": text.splitlines(True)})
+    if value is not None:
+        data = {"text/plain": str(value).splitlines(True)}
+        if hasattr(value, "_repr_html_"):
+            data["text/html"] = value._repr_html_().splitlines(True)
+        outputs.append(
+            {"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data}
+        )
+    for number in plt.get_fignums():
+        picture = BytesIO()
+        plt.figure(number).savefig(picture, dpi=80)
+        data = {"image/png": base64.b64encode(picture.getvalue()).decode()}
+        outputs.append({"output_type": "display_data", "metadata": {}, "data": data})
+    plt.close("all")
+    return outputs
+
+
+def run_notebook(path: Path) -> dict[str, Any]:
+    """Return a notebook with the outputs of its cells."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    with chdir(path.parent):
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell["outputs"] = run_cell("".join(cell["source"]), names)
+    return notebook
+
+
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or [*RECORDED, *PAGES]:
+    for name in sys.argv[1:] or [*RECORDED, *PAGES, NOTEBOOK]:
+        if name.endswith(".ipynb"):
+            notebook = json.dumps(run_notebook(ROOT / name), indent=1, ensure_ascii=False)
+            (ROOT / name).write_text(f"{notebook}\n", encoding="utf-8")
+            continue
         if name.endswith(".md"):
             fill(ROOT / name)
             continue

@@ -21,7 +21,7 @@ from tiny import save_tiny
 from specbench.bench.prompts import prompt_sets
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "docs", "notes", "prompts", "specbench", "tests")
+FOLDERS = ("benchmarks", "docs", "examples", "notes", "prompts", "specbench", "tests")
 FILES = (
     ".ci/run", "CHANGELOG.md", "LICENSE", "NOTICE", "README.md", "constraints.txt", "hatch_build.py", "mkdocs.yml",
     "pyproject.toml",

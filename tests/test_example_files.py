@@ -1,0 +1,81 @@
+"""The programs in examples/ run and do what they say, and the notebook's cells too."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import recordings
+
+ROOT = recordings.ROOT
+EXAMPLES = ROOT / "examples"
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch):
+    from specbench.backends.torch.kernels import huge_pages
+
+    monkeypatch.setattr(
+        huge_pages, "huge_page_setting", lambda: "never"
+    )  # weights load faster into small pages
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_described():
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
+    assert len(files) == 5
+    assert all(f"]({name})" in text for name in files)
+    assert len((EXAMPLES / "custom_drafter.py").read_text(encoding="utf-8").splitlines()) <= 40
+
+
+def test_a_custom_drafter_drafts_what_is_accepted():
+    assert example("custom_drafter").main() > 2.0
+
+
+def test_a_custom_policy_decides_how_many_tokens_are_drafted():
+    lengths = example("custom_policy").main()
+    assert lengths[0] == 2
+    assert 4 in lengths
+
+
+def test_a_server_answers():
+    pytest.importorskip("uvicorn")
+    answer = example("serve").main()
+    assert answer["usage"]["completion_tokens"] == 24
+
+
+def test_a_sweep_gives_a_frame_and_a_tracker_its_values():
+    table, speedups = example("sweep").main(limit=2)
+    assert set(table.index) == {"plain", "lookup auto", "lookup γ=2", "self:int8 auto", "self:int8 γ=2"}
+    assert table.loc["plain", "tokens_per_step"] == 1.0
+    assert set(speedups) == {f"{label}/speedup" for label in table.index if label != "plain"}
+
+
+def test_the_notebook_runs_and_shows_charts():
+    if not (ROOT / "results" / "qwen2.5-coder-int4" / "run.json").exists():
+        pytest.skip("needs the stored runs of a checkout")
+    stored = json.loads((ROOT / recordings.NOTEBOOK).read_text(encoding="utf-8"))
+    today = recordings.run_notebook(ROOT / recordings.NOTEBOOK)
+
+    def kinds(notebook):
+        return [
+            [sorted(each.get("data", {"text": ""})) for each in cell.get("outputs", [])]
+            for cell in notebook["cells"]
+        ]
+
+    assert kinds(stored) == kinds(today)
+    assert sum("image/png" in kind for cell in kinds(today) for kind in cell) == 2
+    assert "Agg" in sys.modules["matplotlib"].get_backend().title()
