@@ -16,7 +16,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-OUTSIDE = ("README.md", "CHANGELOG.md", "CITATION.cff", "notes/*.md", "examples/*", "results/**/*.md", "results/**/*.png")
+OUTSIDE = (
+    "README.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "notes/*.md",
+    "examples/*",
+    "results/**/*.md",
+    "results/**/*.png",
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
