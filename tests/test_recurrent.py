@@ -10,6 +10,7 @@ import architectures as survey
 import pytest
 import torch
 from scripted import ScriptedScorer, enumerate_outcomes, random_table
+from tiny import save_tiny, tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch import recurrent
@@ -292,6 +293,27 @@ def test_prompts_in_a_paged_pool_share_what_a_checkpoint_ends(kind):
         prompts, target, "lookup", max_batch=3, pool="paged", max_new_tokens=survey.NEW, ignore_eos=True
     )
     assert [list(output.token_ids) for output in outputs.results()] == expected
+
+
+def test_the_command_line_keeps_checkpoints(cli, tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer()
+    built("qwen3_next", len(tokenizer))[0].save_pretrained(tmp_path / "hybrid")
+    tokenizer.save_pretrained(tmp_path / "hybrid")
+    intervals = []
+    keep = Scorer.keep_checkpoints
+    monkeypatch.setattr(
+        Scorer, "keep_checkpoints", lambda self, each: intervals.append(each) or keep(self, each)
+    )
+
+    def generate(target, *more):
+        return cli("generate", "--target", target, "--dtype", "float32", "-n", 3, *more, "Hi")
+
+    assert generate(tmp_path / "hybrid", "--state-checkpoints", 8).code == 0
+    assert intervals == [8]
+    assert generate(tmp_path / "hybrid").code == 0
+    assert intervals == [8]
+    save_tiny(tmp_path / "llama")
+    generate(tmp_path / "llama", "--state-checkpoints", 8).refused(2, "needs a target with recurrent layers")
 
 
 def test_checkpoints_cost_memory_in_the_count_of_tokens():
