@@ -39,7 +39,7 @@ from specbench.backends.torch.caches import KVCache, cache_arguments
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
 from specbench.backends.torch.kernels.native import NativeRequest, supports_attention
 from specbench.backends.torch.recurrent import is_recurrent, keep_states
-from specbench.backends.torch.recurrent_cache import JointRecurrentCache, RecurrentCache
+from specbench.backends.torch.recurrent_cache import MOST_SPARE, JointRecurrentCache, RecurrentCache
 from specbench.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class CacheSize(NamedTuple):
 
     Attributes:
         token: Of a token's keys and values, and its share of a checkpoint; at least 1.
-        request: Of a request's recurrent states.
+        request: Of a request's recurrent states, with those after each token of a draft.
     """
 
     token: int
@@ -168,7 +168,8 @@ def cache_size(model: PreTrainedModel, checkpoints: int = 0) -> CacheSize:
     if isinstance(cache, RecurrentCache):
         cache.end_forward()
         states = sum(state.nbytes for state in cache.tensors())
-    return CacheSize(max(1, token + (states // checkpoints if checkpoints else 0)), states)
+    shared = states // checkpoints if checkpoints else 0
+    return CacheSize(max(1, token + shared), states * (1 + MOST_SPARE))
 
 
 class _PooledLayer(CacheLayerMixin):

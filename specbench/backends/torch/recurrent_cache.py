@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 LONGEST_FORWARD = 64
 """Tokens of a pass up to which the state after each is kept; of a longer one only the last state is."""
 
-_MOST_SPARE = 8
+MOST_SPARE = 8
 """Memory of states that is used again: drafts are rarely longer."""
 
 
@@ -128,7 +128,7 @@ class History:
             kept = self.states[self.length - self.base]
             if self.spare is not None:
                 others = [state for state in self.states if state is not kept and state.is_contiguous()]
-                self.spare = [*self.spare, *others][:_MOST_SPARE]
+                self.spare = [*self.spare, *others][:MOST_SPARE]
             self.states = [kept]
         if self.columns is not None:
             end = self.columns.shape[-1] - surplus
@@ -136,8 +136,9 @@ class History:
         self.base = self.length
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return everything that is kept."""
-        kept = [*self.states, self.columns, *(each for pair in self.checkpoints.values() for each in pair)]
+        """Return everything that takes memory."""
+        kept = [*self.states, *(self.spare or ()), self.columns]
+        kept += [each for pair in self.checkpoints.values() for each in pair]
         return [each for each in kept if each is not None]
 
 
