@@ -57,6 +57,7 @@ class Mutant:
 
 
 DECODE = ("tests/test_decode.py",)
+MTP = ("tests/test_mtp.py",)
 ACCEPT = ("tests/test_accept.py",)
 EXACT = ("tests/test_exact.py::test_the_output_distribution_is_the_targets[model-multinomial]",)
 STEP = ("tests/test_properties.py::test_a_step_emits_p_whatever_the_drafter",)
@@ -1193,6 +1194,34 @@ MUTANTS = (
         "gradients[2] += difference.T @ inputs[part].to(head.dtype)",
         "gradients[2] = difference.T @ inputs[part].to(head.dtype)",
         ("tests/test_train.py", "-k", "a_bias_learns"),
+    ),
+    Mutant(
+        "an MTP layer reads the hidden state where the embedding belongs",
+        "backends/torch/mtp.py:MtpLayer.read",
+        "joined[::-1] if self._hidden_first else joined",
+        "joined if self._hidden_first else joined[::-1]",
+        MTP,
+    ),
+    Mutant(
+        "an MTP layer drafts after the output of the layer before at the token before",
+        "backends/torch/mtp_scorer.py:MtpScorer._run",
+        "known[base] if parents[node] < 0 else self._outputs[layer - 1][parents[node]]",
+        "known[max(0, base - 1)] if parents[node] < 0 else self._outputs[layer - 1][parents[node]]",
+        MTP,
+    ),
+    Mutant(
+        "the window of an MTP layer is one position too wide",
+        "backends/torch/head_forward.py:_span",
+        "torch.as_tensor(given.positions, device=device) - window",
+        "torch.as_tensor(given.positions, device=device) - window - 1",
+        MTP,
+    ),
+    Mutant(
+        "the layer that a checkpoint has does not draft by default",
+        "cli/options.py:default_drafter",
+        "has_mtp_layers(models.parse_model(target))",
+        "False",
+        MTP,
     ),
     Mutant(
         "a head continues from keys of its own drafts",

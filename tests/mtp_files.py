@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with an MTP layer, in every layout."""
+"""Tiny random checkpoints with MTP layers, in every layout."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _HYBRID = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+# Names of tensors; N is the number of a layer, M that number counted after the target's layers.
 _APPENDED = {
-    "enorm": f"model.layers.{LAYERS}.enorm", "hnorm": f"model.layers.{LAYERS}.hnorm",
-    "eh_proj": f"model.layers.{LAYERS}.eh_proj", "norm": f"model.layers.{LAYERS}.shared_head.norm",
-    "block": f"model.layers.{LAYERS}",
+    "enorm": "model.layers.M.enorm", "hnorm": "model.layers.M.hnorm", "eh_proj": "model.layers.M.eh_proj",
+    "norm": "model.layers.M.shared_head.norm", "block": "model.layers.M",
 }  # fmt: skip
 _MTP = {
     "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc", "norm": "mtp.norm",
-    "block": "mtp.layers.0",
+    "block": "mtp.layers.N",
 }  # fmt: skip
 _MIMO = {
-    "enorm": "model.mtp_layers.0.token_layernorm", "hnorm": "model.mtp_layers.0.hidden_layernorm",
-    "eh_proj": "model.mtp_layers.0.input_proj", "norm": "model.mtp_layers.0.final_layernorm",
-    "block": "model.mtp_layers.0",
+    "enorm": "model.mtp_layers.N.token_layernorm", "hnorm": "model.mtp_layers.N.hidden_layernorm",
+    "eh_proj": "model.mtp_layers.N.input_proj", "norm": "model.mtp_layers.N.final_layernorm",
+    "block": "model.mtp_layers.N",
 }  # fmt: skip
 _ERNIE = {
-    "enorm": "model.mtp_emb_norm.0", "hnorm": "model.mtp_hidden_norm.0", "eh_proj": "model.mtp_linear_proj.0",
-    "block": "model.mtp_block.0",
+    "enorm": "model.mtp_emb_norm.N", "hnorm": "model.mtp_hidden_norm.N", "eh_proj": "model.mtp_linear_proj.N",
+    "block": "model.mtp_block.N",
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ FAMILIES = {
         {
             **_EXPERTS, "num_key_value_heads": 4, "n_shared_experts": 1, "n_routed_experts": 4, "kv_lora_rank": 8,
             "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 1,
-            "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8,
+            "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8, "num_nextn_predict_layers": 1,
         },
         {"first_k_dense_replace": 0},
     ),
@@ -77,7 +77,7 @@ FAMILIES = {
         },
         {"first_k_dense_replace": 0},
     ),
-    "step": Family("qwen3", {**_APPENDED, "block": f"model.layers.{LAYERS}.transformer"}),
+    "step": Family("qwen3", {**_APPENDED, "block": "model.layers.M.transformer"}),
     "mimo": Family("qwen2", _MIMO, hidden_first=True),
     "qwen3-next": Family(
         "qwen3_next",
@@ -96,81 +96,120 @@ FAMILIES = {
         },
         {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]},
     ),
+    "mellum, sliding": Family(
+        "mellum",
+        _MTP,
+        {
+            **_EXPERTS, "num_experts": 4, "num_mtp_layers": 1, "mtp_layer_types": ["sliding_attention"],
+            "layer_types": ["full_attention"] * LAYERS, "sliding_window": 3,
+        },
+        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]},
+    ),
 }  # fmt: skip
 
 
-class Made(NamedTuple):
-    """A checkpoint with an MTP layer.
+class Layer(NamedTuple):
+    """An MTP layer.
 
     Attributes:
-        folder: Its folder.
-        target: The target.
         parts: The norms and the linear layer, by their names in ``MtpLayer``.
         donor: A model of one layer, which is the MTP layer's decoder layer, with its final norm.
     """
 
-    folder: Path
-    target: Any
     parts: dict[str, torch.Tensor]
     donor: Any
+
+
+class Made(NamedTuple):
+    """A checkpoint with MTP layers."""
+
+    folder: Path
+    target: Any
+    layers: list[Layer]
     hidden_first: bool
 
 
-def make_checkpoint(folder: Path, family: str, seed: int = 0) -> Made:
-    """Write a checkpoint of a family with an MTP layer."""
+def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -> Made:
+    """Write a checkpoint of a family with MTP layers."""
     model_type, names, settings, layer, hidden_first = FAMILIES[family]
     kind = CONFIG_MAPPING[model_type]
+    counted = {key: layers for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in settings}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        target = AutoModelForCausalLM.from_config(kind(**{**_BASE, **settings})).eval()
-        donor = AutoModelForCausalLM.from_config(
-            kind(**{**_BASE, **settings, "num_hidden_layers": 1, **layer})
-        ).eval()
-        parts = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "norm") if name in names}
-        parts["eh_proj"] = torch.randn(WIDTH, 2 * WIDTH) * 0.2
-    with torch.no_grad():
-        if "norm" in parts:
-            donor.model.norm.weight.copy_(parts["norm"])
-        else:
-            donor.model.norm = torch.nn.Identity()
+        target = AutoModelForCausalLM.from_config(kind(**{**_BASE, **settings, **counted})).eval()
+        made = []
+        for number in range(layers):
+            own = {**_BASE, **settings, "num_hidden_layers": 1, **layer}
+            donor = AutoModelForCausalLM.from_config(kind(**own)).eval()
+            parts = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "norm") if name in names}
+            parts["eh_proj"] = torch.randn(WIDTH, 2 * WIDTH) * 0.2
+            if (
+                number and "N" not in names["eh_proj"] and "M" not in names["eh_proj"]
+            ):  # all have them in common
+                parts = made[0].parts
+            made.append(Layer(parts, donor))
+    for each in made:
+        with torch.no_grad():
+            if "norm" in each.parts:
+                each.donor.model.norm.weight.copy_(each.parts["norm"])
+            else:
+                each.donor.model.norm = torch.nn.Identity()
     target.generation_config.do_sample = False
     target.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    donor.save_pretrained(folder / "donor")
-    own = load_file(folder / "model.safetensors")
-    stored = load_file(folder / "donor" / "model.safetensors")
-    own |= {
-        name.replace("model.layers.0", names["block"]): tensor
-        for name, tensor in stored.items()
-        if name.startswith("model.layers.0.")
-    }
-    own |= {f"{names[name]}.weight": tensor for name, tensor in parts.items()}
-    save_file(own, folder / "model.safetensors", {"format": "pt"})
+    own_tensors = load_file(folder / "model.safetensors")
+    for number, each in enumerate(made):
+        each.donor.save_pretrained(folder / "donor")
+        stored = load_file(folder / "donor" / "model.safetensors")
+        placed = {
+            part: name.replace("M", str(LAYERS + number)).replace("N", str(number))
+            for part, name in names.items()
+        }
+        own_tensors |= {
+            name.replace("model.layers.0", placed["block"]): tensor
+            for name, tensor in stored.items()
+            if name.startswith("model.layers.0.")
+        }
+        own_tensors |= {f"{placed[name]}.weight": tensor for name, tensor in each.parts.items()}
+    save_file(own_tensors, folder / "model.safetensors", {"format": "pt"})
     for file in (folder / "donor").iterdir():
         file.unlink()
     (folder / "donor").rmdir()
-    return Made(folder, target, parts, donor, hidden_first)
+    target.config.name_or_path = str(folder)
+    return Made(folder, target, made, hidden_first)
 
 
 @torch.inference_mode()
 def formula(made: Made, tokens: list[int], drafted: int = 0) -> torch.Tensor:
     """Return the logits after tokens, and after each of the last ``drafted`` ones, [1 + drafted, vocab].
 
-    The layer reads token t + 1 with the target's state at t, and each drafted token with its own output before it.
+    The first layer reads token t + 1 with the target's state at t. If there is one layer, it reads each drafted token
+    with its own output before it; otherwise layer k reads token t + 1 with the output of layer k - 1 at token t.
     """
-    embeddings, norm = made.target.get_input_embeddings(), type(made.target.model.norm)
     context = tokens[: len(tokens) - drafted]
-    hidden = made.target(input_ids=torch.tensor([context]), output_hidden_states=True).hidden_states[-1]
-    features, norms = hidden[0, :-1], {}
-    for name in ("enorm", "hnorm"):
-        norms[name] = norm(WIDTH, eps=made.target.config.rms_norm_eps)
-        norms[name].weight.copy_(made.parts[name])
+    features = made.target(input_ids=torch.tensor([context]), output_hidden_states=True).hidden_states[-1][
+        0, :-1
+    ]
     rows = []
     for end in range(len(context), len(tokens) + 1):
-        joined = [norms["enorm"](embeddings(torch.tensor(tokens[1:end]))), norms["hnorm"](features)]
-        x = torch.cat(joined[::-1] if made.hidden_first else joined, dim=-1) @ made.parts["eh_proj"].T
-        # The layer's own positions begin at 0, as those of the layer in the package do.
-        out = made.donor.model(inputs_embeds=x[None]).last_hidden_state[0]
+        several = len(made.layers) > 1
+        layer = end - len(context) if several else 0
+        out = _run(made, layer, tokens[1 + layer : end], features)
         rows.append(made.target.lm_head(out[-1]))
-        features = torch.cat((features, out[-1:]))
+        features = out if several else torch.cat((features, out[-1:]))
     return torch.stack(rows)
+
+
+def _run(made: Made, layer: int, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
+    """Return a layer's outputs at tokens, given the features that go with them."""
+    parts, donor = made.layers[layer]
+    normed = []
+    inputs = made.target.get_input_embeddings()(torch.tensor(tokens)), features
+    for name, each in zip(("enorm", "hnorm"), inputs, strict=True):
+        norm = type(made.target.model.norm)(WIDTH, eps=made.target.config.rms_norm_eps)
+        norm.weight.copy_(parts[name])
+        normed.append(norm(each))
+    x = torch.cat(normed[::-1] if made.hidden_first else normed, dim=-1) @ parts["eh_proj"].T
+    # The layer's own positions begin at 0, as those of the layer in the package do.
+    out: torch.Tensor = donor.model(inputs_embeds=x[None]).last_hidden_state[0]
+    return out

@@ -30,7 +30,8 @@ from specbench.backends.torch.heads import (
     MedusaHeads,
     ParallelEagleHead,
 )
-from specbench.backends.torch.mtp import build_mtp_layers
+from specbench.backends.torch.mtp import MtpLayers, build_mtp_layers
+from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Drafter
@@ -120,11 +121,15 @@ def small_head(kind: str) -> Any:
                 embeds=True,
                 head_norms=kind in BLOCKS,
             )
-            if kind == "mtp":
-                block = LlamaDecoderLayer(layer, 0).state_dict()
-                (module,) = build_mtp_layers(layer, [block], final_norm=True, hidden_first=False)
+            if kind in ("mtp", "mtp-2"):
+                blocks = [
+                    LlamaDecoderLayer(layer, 0).state_dict() for _ in range(2 if kind == "mtp-2" else 1)
+                ]
+                made = build_mtp_layers(layer, blocks, final_norm=True, hidden_first=False)
+                module = made[0] if kind == "mtp" else MtpLayers(made)
                 module.embed_tokens = torch.nn.Embedding(VOCAB, 8)
-                module.lm_head = torch.nn.Linear(8, 2, bias=False)
+                for each in made:
+                    each.lm_head = torch.nn.Linear(8, 2, bias=False)
             elif kind in BLOCKS:
                 module = BLOCKS[kind][0](shape, BlockShape(mask=1, **BLOCKS[kind][1]))
             elif kind == "peagle":
@@ -141,8 +146,9 @@ def small_scorer(kind: str) -> HeadScorer:
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, VOCAB)
-    layers = (2,) if kind in ("eagle", "mtp") else (0, 1, 2)
-    scorer: Any = BlockScorer if kind in BLOCKS else ParallelScorer if kind == "peagle" else EagleScorer
+    layers = (2,) if kind in ("eagle", "mtp", "mtp-2") else (0, 1, 2)
+    own = {**dict.fromkeys(BLOCKS, BlockScorer), "peagle": ParallelScorer, "mtp-2": MtpScorer}
+    scorer: Any = own.get(kind, EagleScorer)
     made: HeadScorer = scorer(head, head.embed_tokens, layers, fitted, None)
     return made
 
@@ -249,6 +255,7 @@ DRAFTERS: dict[str, Entry] = {
         for kind in ("eagle3", "eagle", "peagle", *BLOCKS, "medusa")
     },
     "mtp": Entry("mtp", lambda _: head("mtp"), "mtp"),
+    "two layers of mtp": Entry("mtp", lambda _: head("mtp-2"), "mtp"),
     "lookup+eagle3": Entry(
         "lookup+org/head", lambda _: CascadeDrafter(LookupDrafter(), head("eagle3")), "eagle3"
     ),

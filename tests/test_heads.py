@@ -568,7 +568,7 @@ def outputs(
 def on_caches() -> Iterator[Any]:
     """A head that reads states on every kind of cache; the others on two in turn."""
     for (row, kind), (column, kept) in itertools.product(
-        enumerate(("eagle", "eagle-1", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa")),
+        enumerate(("eagle", "eagle-1", "mtp", "mtp-3", "peagle", "dflash", "dflash2", "dspark", "medusa")),
         enumerate(CACHE_KINDS),
     ):
         quick = row < 1 or (row + column) % 2 == 0
@@ -596,7 +596,7 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     assert accepted > 20
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp-3", "peagle", "dflash", "dflash2", "dspark", "medusa"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
 def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,9 @@ from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
 from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_language_model
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
 from specbench.cli.options import default_drafter
@@ -22,6 +26,7 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun
 from specbench.models.drafters import check_drafter, load_drafter
+from specbench.models.load import load_config
 from specbench.models.mtp_layouts import find_mtp_tensors
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
@@ -39,8 +44,8 @@ RECURRENT = ("qwen3-next", "qwen3.5")
 
 
 @cache
-def checkpoint(family: str, folder: Path) -> Made:
-    return make_checkpoint(folder / family, family)
+def checkpoint(family: str, folder: Path, layers: int = 1) -> Made:
+    return make_checkpoint(folder / f"{family}-{layers}", family, layers=layers)
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +54,90 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_every_layout_are_those_of_the_formula(folder, family):
-    made = checkpoint(family, folder)
-    drafter: Any = load_drafter("mtp", load_target(str(made.folder), PLAIN), PLAIN)
-    scorer = drafter.scorer
+def branch_of(node: int, parents: list[int]) -> list[int]:
+    return [] if node < 0 else [*branch_of(parents[node], parents), node]
+
+
+def tell(scorer: Any, made: Made, context: list[int]) -> None:
+    """Give a scorer the target's states of a context."""
     with torch.inference_mode():
-        output = made.target(input_ids=torch.tensor([CONTEXT[:-1]]), output_hidden_states=True)
-    scorer.begin()
-    scorer.take_states(len(CONTEXT) - 1, output.hidden_states[-1][0, :, None])
+        output = made.target(input_ids=torch.tensor([context[:-1]]), output_hidden_states=True)
+    scorer.take_states(len(context) - 1, output.hidden_states[-1][0, :, None])
+
+
+def prepared(made: Made, context: list[int]) -> Any:
+    drafter: Any = load_drafter("mtp", load_target(str(made.folder), PLAIN), PLAIN)
+    drafter.scorer.begin()
+    tell(drafter.scorer, made, context)
+    return drafter.scorer
+
+
+SEVERAL = [*((family, 1) for family in FAMILIES), ("deepseek", 4), ("qwen3.5", 4), ("mimo", 4)]
+
+
+@pytest.mark.parametrize(("family", "layers"), SEVERAL)
+def test_rows_of_every_layout_are_those_of_the_formula(folder, family, layers):
+    made = checkpoint(family, folder, layers)
+    scorer = prepared(made, CONTEXT)
     found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT)).logits
     torch.testing.assert_close(found, formula(made, CONTEXT + DRAFT, len(DRAFT)), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_outputs_are_the_targets(folder, family):
-    made = checkpoint(family, folder)
+def test_rows_of_several_layers_are_those_of_transformers(folder):
+    made = checkpoint("deepseek", folder, 4)
+    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    model._keys_to_ignore_on_load_unexpected = {rf"layers\.{LAYERS + layer}\." for layer in range(4)}
+    scorer = prepared(made, CONTEXT)
+    with torch.inference_mode():
+        states = made.target(input_ids=torch.tensor([CONTEXT[:-1]]), output_hidden_states=True).hidden_states
+        drafted, expected, _ = MtpModel.from_pretrained(model)(
+            input_ids=torch.tensor([CONTEXT[1:]]),
+            last_hidden_states=states[-1],
+            attention_mask=None,
+            position_ids=torch.arange(1, len(CONTEXT))[None],
+            mtp_cache=MtpCache(config=model.config.get_mtp_config()),
+        )
+    found = scorer.score(ForwardRequest(scorer, CONTEXT, drafted[0, :-1].tolist())).logits
+    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_rows_of_a_tree_are_those_of_its_branches(folder):
+    """Drafted breadth first and later beside a branch that was read before, in contexts that grow."""
+    made = checkpoint("deepseek", folder, 4)
+    scorer, context = prepared(made, CONTEXT[:4]), CONTEXT[:4]
+    tokens, parents = [44, 8, 61, 30, 7, 99, 12], [-1, 0, -1, 1, 2, 4, 2]
+    for more in ([], CONTEXT[4:6], CONTEXT[6:], [3]):
+        context = [*context, *more]
+        if more:
+            scorer.rollback(len(context) - 1)
+            tell(scorer, made, context)
+        for end, rows in ((2, 3), (4, 2), (7, 3)):
+            found = scorer.score(
+                ForwardRequest(scorer, context, tokens[:end], parents[:end], rows=rows)
+            ).logits
+            for row, node in zip(found, range(end - rows, end), strict=True):
+                branch = branch_of(node, parents)
+                expected = formula(made, [*context, *(tokens[each] for each in branch)], len(branch))[-1]
+                torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_several_layers_draft_no_more_tokens_than_there_are_layers(folder):
+    made = checkpoint("mimo", folder, 4)
+    target = load_target(str(made.folder), PLAIN)
+    drafter = load_drafter("mtp", target, PLAIN)
+
+    def drafted(prompt: list[int]) -> list[int]:
+        run = GenerationRun(prompt, target, drafter, policy=DraftPlan(FixedLength(9)), max_new_tokens=16)
+        assert all(True for _ in run)
+        return [len(step.drafted) for step in run.result().steps]
+
+    assert max(drafted(CONTEXT)) == 4
+    assert not drafted(CONTEXT[:1])[0], "the last layer has no entry yet"
+
+
+@pytest.mark.parametrize(("family", "layers"), SEVERAL)
+def test_greedy_outputs_are_the_targets(folder, family, layers):
+    made = checkpoint(family, folder, layers)
     target = load_target(str(made.folder), PLAIN)
     drafter = load_drafter("mtp", target, PLAIN)
     options: Any = {"max_new_tokens": 12, "min_new_tokens": 12}
@@ -135,7 +208,7 @@ def test_layers_of_the_target_are_no_mtp_layers(folder):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"mtp_layers.1.input_proj.weight": torch.zeros(32, 64)}, "has 2 MTP layers"),
+        ({"mtp_layers.1.input_proj.weight": torch.zeros(32, 64)}, "lacks"),
         ({"mtp_layers.0.input_proj.weight": torch.zeros(32, 32)}, "is 32×32, but its config.json says 32×64"),
         ({"mtp_layers.0.self_attn.extra.weight": torch.zeros(1)}, "has no place for"),
         ({"mtp_layers.0.token_layernorm.weight": torch.zeros(32, dtype=torch.int8)}, "are quantized"),
@@ -197,3 +270,11 @@ def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, 
         huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(made.folder / "config.json")
     )
     assert default_drafter("org/model@1") == "mtp"
+
+
+def test_gemma_4s_assistant_is_refused_in_a_sentence(tmp_path):
+    text = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4}
+    settings = {"model_type": "gemma4_assistant", "text_config": {**text, "num_hidden_layers": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    message = refusal(load_config, parse_model(str(tmp_path)), kind=UsageError)
+    assert "it drafts from the keys and values of a Gemma 4 target" in message

@@ -167,8 +167,11 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 
 
 UNLISTED_ENCODERS = ("bert-generation",)
+_OF_GEMMA = "it drafts from the keys and values of a Gemma 4 target, which specbench gives to no drafter"
 UNSUITABLE = {
     "cpmant": "its cache counts positions of its own",
+    "gemma4_assistant": _OF_GEMMA,
+    "gemma4_unified_assistant": _OF_GEMMA,
     "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
     "qwen4_exp": "it keeps states of n-grams, which cannot be rolled back",
     "qwen4_exp_text": "it keeps states of n-grams, which cannot be rolled back",

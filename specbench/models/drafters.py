@@ -25,6 +25,8 @@ from specbench.backends.torch.kernels.surgery import (
     quantize_linears,
     trim_head,
 )
+from specbench.backends.torch.mtp import MtpLayers
+from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
@@ -44,9 +46,9 @@ from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
 from specbench.models.dtypes import dtype_name
 from specbench.models.head_files import HeadFiles, find_head
-from specbench.models.heads import TrainedHead, load_head
+from specbench.models.heads import TrainedHead
 from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
-from specbench.models.mtp import checkpoint_files, load_mtp
+from specbench.models.mtp import checkpoint_files, load_any_head
 from specbench.models.pairing import translation_of
 from specbench.models.quantized_layers import quantized_layers
 from specbench.models.target import Target, quantize
@@ -252,10 +254,8 @@ def load_drafter_model(
         head: HeadFiles | None = checkpoint_files(target.folder, config, target.name)
     else:
         head = find_head(spec, progress)
-    if head is not None and head.kind == "mtp":
-        return load_mtp(head, text_config(config).num_hidden_layers)
     if head is not None:
-        return load_head(head, allow_pickle=allow_pickle)
+        return load_any_head(head, text_config(config).num_hidden_layers, allow_pickle=allow_pickle)
     return load_model(
         spec, options, progress=progress, allow_pickle=allow_pickle, share_tokenizer_with=target
     )
@@ -470,17 +470,17 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     if medusa:
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
     else:
-        scorer_of = _SCORERS.get(head.files.kind, EagleScorer)
-        scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, module, target))
+        several = isinstance(module, MtpLayers)
+        scorer_of = MtpScorer if several else _SCORERS.get(head.files.kind, EagleScorer)
+        scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, target))
     require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")
 
 
-def _context_limit(head: TrainedHead, module: Any, target: Target) -> int | None:
-    """Return the longest context of a head, in tokens; that of an MTP layer is its target's, or its window."""
+def _context_limit(head: TrainedHead, target: Target) -> int | None:
+    """Return the longest context of a head, in tokens; that of an MTP layer is its target's."""
     if head.files.kind == "mtp":
-        limits = (target.language_model.context_limit, module.window)
-        return min((limit for limit in limits if limit is not None), default=None)
+        return target.language_model.context_limit
     return int(head.files.layer.max_position_embeddings)
 
 

@@ -138,7 +138,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
     for path in paths:
         found |= _read(path, files.name)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in _widened(found, files.name).items():
+    for name, tensor in widened(found, files.name).items():
         own = _medusa_name(name) if files.kind == "medusa" else _eagle_name(name)
         if own not in _UNUSED:
             tensors[own] = tensor.flatten() if own == "mask_hidden" else tensor
@@ -151,7 +151,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
     )
 
 
-def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+def widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     """Convert int8 weights to float32; the tensor ``X_scale`` has the scale of each row of the weight X."""
     wide = dict(tensors)
     for key, tensor in tensors.items():

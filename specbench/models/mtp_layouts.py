@@ -39,6 +39,7 @@ class Layout:
             tensors that are left out, since they are the target's. All others are the decoder layer's.
         appended: Whether the layers are numbered after those of the target.
         hidden_first: Whether the hidden state comes before the embedding in the input of the linear layer.
+        shared: Whether several layers have all but the decoder layer in common.
     """
 
     families: str
@@ -46,6 +47,7 @@ class Layout:
     parts: Mapping[str, str | None]
     appended: bool = False
     hidden_first: bool = False
+    shared: bool = False
 
     def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
         """Return the MTP layer of a tensor of a target's checkpoint, and its name in ``MtpLayer``.
@@ -67,6 +69,9 @@ class Layout:
                 return None if own is None else (layer, own + part.removeprefix(beginning))
         return layer, BLOCK + part
 
+
+_TRAINED = "mtp_layers.0."
+"""Prefix of the tensors of a layer that ``specbench train`` writes, in the layout of ``speculators``."""
 
 _LAYERNORMS = {
     "token_layernorm.": "enorm.",
@@ -105,6 +110,7 @@ LAYOUTS = (
             "norm.": "norm.",
             "embed_tokens.": None,
         },
+        shared=True,
     ),
     Layout(
         "MiMo",
@@ -124,10 +130,18 @@ LAYOUTS = (
     ),
     Layout(
         "speculators",
-        re.compile(r"mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"),
-        {**_LAYERNORMS, "embed_tokens.": None},
+        re.compile(r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=lm_head\.))(?P<part>.+)"),
+        {**_LAYERNORMS, "lm_head.": "lm_head.", "embed_tokens.": None},
     ),
 )
+
+
+def stored_name(own: str) -> str:
+    """Return how ``speculators`` calls a tensor, from its name in ``MtpLayer``."""
+    for stored, beginning in _LAYERNORMS.items():
+        if own.startswith(beginning):
+            return _TRAINED + stored + own.removeprefix(beginning)
+    return _TRAINED + own.removeprefix(BLOCK)
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,7 @@ class MtpTensors:
         places: The layer of each tensor and its name in ``MtpLayer``, by its name in the file.
         files: The file of each tensor.
         weights: Number of their weights.
-        plain: Whether all of them are unquantized.
+        plain: Whether none of them is quantized, except as ``specbench train --compact`` rounds them.
     """
 
     layout: Layout
@@ -170,7 +184,7 @@ def has_mtp_layers(target: ModelSpec) -> bool:
         found = _find(headers, layers)
     except Exception:  # what networks, damaged files and odd configurations raise
         return False
-    return found is not None and found.plain and found.layers == 1
+    return found is not None and found.plain
 
 
 def _cached(target: ModelSpec) -> Path | None:
@@ -240,9 +254,16 @@ def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
                 places,
                 files,
                 sum(_count(entry["shape"]) for entry in entries),
-                all(entry["dtype"] in _FLOATS for entry in entries),
+                all(_is_plain(name, header) for _, header in headers for name in header if name in places),
             )
     return None
+
+
+def _is_plain(name: str, header: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is of floats, or of bytes with a scale for each row."""
+    entry, scale = header[name], header.get(f"{name}_scale")
+    rounded = entry["dtype"] == "I8" and scale is not None and scale["shape"] == entry["shape"][:1]
+    return entry["dtype"] in _FLOATS or rounded
 
 
 def _count(shape: Iterable[int]) -> int:

@@ -54,7 +54,10 @@ class HeadForward:
         """Run a forward over the tokens of several requests;
         weights are read once for all, and attention is separate.
         """
-        tokens, spans = [len(each.embedded) for each in inputs], [_span(each) for each in inputs]
+        tokens, spans = (
+            [len(each.embedded) for each in inputs],
+            [_span(each, self.head.window) for each in inputs],
+        )
         embedded, features = (
             concat([*parts])[None].to(self._dtype)
             for parts in zip(*((each.embedded, each.features) for each in inputs), strict=True)
@@ -105,12 +108,17 @@ class _Span(NamedTuple):
     is_prefill: bool  # they attend causally, and nothing is cached
 
 
-def _span(given: HeadInput) -> _Span:
+def _span(given: HeadInput, window: int | None) -> _Span:
     past, tokens, mask = given.caches[0].used, len(given.embedded), given.mask
-    is_prefill = past == 0 and mask is None and tokens > 1
-    if mask is None and tokens > 1 and not is_prefill:
-        device = given.embedded.device
+    device = given.embedded.device
+    is_cut = window is not None and past + tokens > window
+    is_prefill = past == 0 and mask is None and tokens > 1 and not is_cut
+    if mask is None and (tokens > 1 or is_cut) and not is_prefill:
         mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=device).tril_(past)
+    if is_cut and mask is not None and window is not None:
+        # Entries of the context are at their positions; those of a draft, which follow, are all within the window.
+        first = torch.as_tensor(given.positions, device=device) - window
+        mask = mask & (torch.arange(past + tokens, device=device) > first[:, None])
     return _Span(mask, is_prefill)
 
 

@@ -62,12 +62,14 @@ class RecurrentHead(nn.Module):
     The input for a token is its embedding and the feature of the position before it. This feature is ``fuse(states)``,
     or ``recurring(out)`` of the head's own output at positions without target states. The logits after the token are
     ``logits(out)``. Only the first layer's input are embeddings and features; the input of other layers is the output
-    of the layer before. ``embed_tokens`` is ``None`` if the head uses the target's embeddings.
+    of the layer before. ``embed_tokens`` is ``None`` if the head uses the target's embeddings. A token attends to the
+    ``window`` positions up to its own; ``None`` for all.
     """
 
     shape: EagleShape
     embed_tokens: nn.Embedding | None
     layers: nn.ModuleList
+    window: int | None = None
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features of positions, [..., hidden], from states of the target,

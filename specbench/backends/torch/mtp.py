@@ -59,9 +59,6 @@ class MtpLayer(RecurrentHead):
         config: The target's configuration.
         kind: Kind of its attention, if the rotary embedding depends on it.
         hidden_first: See ``Layout``.
-
-    Attributes:
-        window: Its longest context: it attends to all tokens of shorter ones; ``None`` if it always does.
     """
 
     def __init__(
@@ -83,8 +80,8 @@ class MtpLayer(RecurrentHead):
         self.norm = nn.Identity() if norm is None else norm
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([block])
-        self.window: int | None = text.sliding_window if kind == "sliding_attention" else None
-        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.window = text.sliding_window if kind == "sliding_attention" else None
+        self.lm_head = nn.Linear(width, vocab, bias=False, device="meta")  # the target's, or one from a file
         self._hidden_first = hidden_first
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._kind = {"layer_type": kind} if by_kind else {}
@@ -119,6 +116,29 @@ class MtpLayer(RecurrentHead):
         return logits
 
 
+class MtpLayers(nn.Module):
+    """Several MTP layers, each of which drafts one token; see ``MtpScorer``.
+
+    Attributes:
+        layers: The layers; ``mtp_layers`` are the same, typed.
+    """
+
+    embed_tokens: nn.Embedding | None = None
+
+    def __init__(self, layers: Sequence[MtpLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.shape = layers[0].shape
+
+    @property
+    def mtp_layers(self) -> list[MtpLayer]:
+        return cast("list[MtpLayer]", [*self.layers])
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features of the first layer, see ``RecurrentHead``."""
+        return self.mtp_layers[0].fuse(states)
+
+
 def build_mtp_layers(
     config: PreTrainedConfig,
     blocks: Sequence[Mapping[str, Tensor]],
@@ -142,8 +162,7 @@ def build_mtp_layers(
     """
     AttentionInterface.register(PASSED, passed_attention)
     text = config.get_text_config(decoder=True)
-    sparse = any(".experts." in name for block in blocks for name in block)
-    own = _layer_config(text, len(blocks), sparse=sparse)
+    own = _layer_config(text, [any(".experts." in name for name in block) for block in blocks])
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     model_class = mapping[type(text) if type(text) in mapping else type(config)]
     tensors = {
@@ -184,24 +203,25 @@ def build_mtp_layers(
     ]
 
 
-def _layer_config(text: PreTrainedConfig, layers: int, *, sparse: bool) -> Any:
+def _layer_config(text: PreTrainedConfig, sparse: Sequence[bool]) -> Any:
     """Return a target's configuration with other layers and without a vocabulary: its kinds of layers are by index.
 
     Args:
         text: The target's.
-        layers: Number of layers.
-        sparse: Whether they have experts.
+        sparse: Whether each layer has experts.
     """
     given: Any = text
     own: Any = copy.deepcopy(text)
-    every = list(range(layers))
+    layers = len(sparse)
+    first = next((layer for layer, has in enumerate(sparse) if has), layers)
+    kinds = getattr(given, "mtp_layer_types", None) or ["full_attention"]
     changed: dict[str, Any] = {
-        "layer_types": getattr(given, "mtp_layer_types", None) or ["full_attention"] * layers,
-        "mlp_layer_types": ["sparse" if sparse else "dense"] * layers,
-        "first_k_dense_replace": 0 if sparse else layers,  # DeepSeek, GLM
-        "mlp_only_layers": [] if sparse else every,  # Qwen
+        "layer_types": [kinds[layer % len(kinds)] for layer in range(layers)],
+        "mlp_layer_types": ["sparse" if has else "dense" for has in sparse],
+        "first_k_dense_replace": first,  # DeepSeek, GLM
+        "mlp_only_layers": [layer for layer, has in enumerate(sparse) if not has],  # Qwen
         "decoder_sparse_step": 1,
-        "moe_layer_start_index": 0 if sparse else layers,  # Ernie
+        "moe_layer_start_index": first,  # Ernie
         "moe_layer_end_index": layers,
         "moe_layer_interval": 1,
         "per_layer_config": getattr(given, "mtp_per_layer_config", None),
