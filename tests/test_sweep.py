@@ -30,6 +30,7 @@ from scripted_engine import (
 )
 from stored_runs import read_lines, run_json, run_of
 
+from specbench._version import __version__
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import to_dict
 from specbench.bench.axes import parse_baselines, parse_gammas
@@ -554,7 +555,7 @@ def test_what_has_changed_is_said():
     other = structs.replace(new.environment, cpu="Other CPU", torch="3")
     new = structs.replace(new, environment=other, specbench="9")
     assert changes(old, new) == [
-        "specbench: 0.1.0 → 9",
+        f"specbench: {__version__} → 9",
         "cpu: Test CPU → Other CPU",
         "torch: 2 → 3",
         "option gammas: 1, 2 → 1, 2, 3",
