@@ -121,9 +121,20 @@ def test_every_name_is_one_of_that_version(name):
     assert len(used) >= 4
 
 
+@pytest.mark.parametrize("name", [name for name, known in KNOWN.items() if "mtp_defaults" in known])
+def test_defaults_that_would_change_a_draft_of_mtp_are_replaced(name):
+    """Above temperature 0; the defaults are those that the version was read to have."""
+    defaults = KNOWN[name]["mtp_defaults"]
+    assert set(defaults) <= set(KNOWN[name]["names"])
+    options = dict(flat(ENGINES[name].export(setting("mtp", temperature=0.7)).options))
+    assert set(defaults) <= set(options), "it would do what it does without the option"
+
+
 def test_transformers_has_these_names():
     assert transformers.__version__ == ENGINES["transformers"].version
     known = KNOWN["transformers"]
+    config = transformers.GenerationConfig()
+    assert {name: getattr(config, name) for name in known["mtp_defaults"]} == known["mtp_defaults"]
     elsewhere = {"assistant_model", "assistant_tokenizer", "tokenizer", *known["newer"]["names"]}
     of_config = set(known["names"]) - elsewhere
     assert of_config <= set(transformers.GenerationConfig().to_dict()) | set(
@@ -153,6 +164,7 @@ CASES = {
     "MTP layer": setting("mtp"),
     "MTP layer, sampled": setting("mtp", temperature=0.7),
     "MTP layer in a cascade": setting("lookup+mtp"),
+    "MTP layer, trained here": setting("org/head", head=TrainingMetadata(kind="mtp")),
     "cascade": setting("lookup+org/small"),
     "head": setting("org/head", head=TrainingMetadata(kind="eagle3")),
     "head, parallel": setting("org/head", head=TrainingMetadata(kind="peagle")),

@@ -27,10 +27,12 @@ HEAD_KINDS: Mapping[str, str] = {
     "dflash2": "DFlash 2",
     "dspark": "DSpark",
     "medusa": "Medusa",
+    "mtp": "MTP",
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
 
 NO_SPECULATORS = "it does not support heads in the `speculators` format, which `specbench train` writes"
+NO_TRAINED_MTP = "it reads MTP layers only from the target's checkpoint"
 NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it supports"
 
 

@@ -7,10 +7,16 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_EAGLE_1, Heads, HeadSupport, in_format_of_authors
+from specbench.export.engine import (
+    NO_EAGLE_1,
+    NO_TRAINED_MTP,
+    Heads,
+    HeadSupport,
+    in_format_of_authors,
+)
 from specbench.export.setting import Model, Setting
 from specbench.export.start import GAMMA, StartedEngine
-from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
+from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, Mtp, SmallModel
 
 
 def _block(kind: str, method: str) -> HeadSupport:
@@ -24,7 +30,7 @@ class LlamaCpp(StartedEngine):
     name = "llama.cpp"
     title = "llama.cpp"
     version = "b11549"
-    drafters = (Lookup, SmallModel, Cascade)
+    drafters = (Lookup, SmallModel, Mtp, Cascade)
     policies = ("confidence",)
     heads: ClassVar[Heads] = {
         "eagle": "no EAGLE-3 head of several layers, as `specbench train` makes them, was seen to load",
@@ -35,6 +41,7 @@ class LlamaCpp(StartedEngine):
         "eagle-1": NO_EAGLE_1,
         "dflash": _block("DFlash", "draft-dflash"),
         "dspark": _block("DSpark", "draft-dspark"),
+        "mtp": NO_TRAINED_MTP,
     }
 
     server = ("llama-server",)
@@ -66,7 +73,7 @@ class LlamaCpp(StartedEngine):
 
     def supports(self, drafter: DrafterSpec) -> bool:
         if isinstance(drafter, Cascade):
-            return isinstance(drafter.front, Lookup) and type(drafter.back) is SmallModel
+            return isinstance(drafter.front, Lookup) and type(drafter.back) in (SmallModel, Mtp)
         return super().supports(drafter)
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
@@ -86,9 +93,18 @@ class LlamaCpp(StartedEngine):
                 export.missing.append(
                     f"Matches of {lookup.min} to {lookup.longest} tokens: only matches of {exact} are used."
                 )
+        needs = "Models as GGUF files, with one vocabulary."
         if isinstance(drafter.model_part, SmallModel):
-            types.append(self.method(setting, "draft-simple"))
-            options |= {"--spec-draft-model": _file(setting.draft_model), **_draft_options(setting)}
+            if isinstance(drafter.model_part, Mtp):
+                types.append("draft-mtp")
+                needs = (
+                    "The target as one GGUF file with its MTP layer, as convert_hf_to_gguf.py writes it without"
+                    " --no-mtp; the file's metadata have nextn_predict_layers."
+                )
+            else:
+                types.append(self.method(setting, "draft-simple"))
+                options["--spec-draft-model"] = _file(setting.draft_model)
+            options |= _draft_options(setting)
             if setting.temperature:
                 options["--spec-draft-sampling"] = "probabilistic"  # as specbench samples and tests
             else:
@@ -113,7 +129,7 @@ class LlamaCpp(StartedEngine):
         }
         export.text = engine.command(self.server, export.options)
         export.needs = [
-            "Models as GGUF files, with one vocabulary. Acceptance is as measured with the same checkpoints, and nearly"
+            f"{needs} Acceptance is as measured with the same checkpoints, and nearly"
             " so with other quantizations of them."
         ]
         export.differs.append(

@@ -8,7 +8,13 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
+from specbench.export.engine import (
+    NO_SPECULATORS,
+    NO_TRAINED_MTP,
+    Heads,
+    HeadSupport,
+    in_format_of_authors,
+)
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
@@ -32,6 +38,7 @@ class SGLang(StartedEngine):
         "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
         "dflash2": HeadSupport("DFLASH", in_format_of_authors("DFlash 2"), speculators=False),
         "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
+        "mtp": NO_TRAINED_MTP,
     }
 
     server = ("python", "-m", "sglang.launch_server")

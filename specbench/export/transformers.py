@@ -1,4 +1,4 @@
-"""transformers: assisted generation, prompt lookup and early exit of `generate`."""
+"""transformers: assisted generation, prompt lookup, early exit and MTP layers of `generate`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.setting import Model, Setting
-from specbench.specs.drafters import DrafterSpec, Lookup, SelfForm, SmallModel
+from specbench.specs.drafters import DrafterSpec, Lookup, Mtp, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
 
 _MODEL = "AutoModelForCausalLM"
@@ -23,7 +23,7 @@ class Transformers(engine.ExportEngine):
     name = "transformers"
     title = "transformers"
     version = "5.23.0"
-    drafters = (Lookup, SelfForm, SmallModel)
+    drafters = (Lookup, SelfForm, SmallModel, Mtp)
     policies = ("confidence", "heuristic")
     heads: ClassVar[engine.Heads] = {
         "dflash": engine.HeadSupport(
@@ -60,6 +60,16 @@ class Transformers(engine.ExportEngine):
         elif setting.head is not None:
             generate |= {"assistant_model": "assistant", "speculation_type": self.method(setting, "")}
             export.differs.append("γ is one less than the head's block_size.")
+        elif isinstance(drafter, Mtp):
+            generate["use_mtp"] = True
+            export.needs.append(
+                "A target whose configuration has num_mtp_layers, as those of DeepSeek-V3, GLM-4.5, Step 3.7 and Mellum"
+                " do; Qwen3.5's and Qwen3-Next's have not."
+            )
+            export.missing.append(
+                f"γ = {setting.gamma}: each MTP layer drafts one token, so a step drafts as many as the checkpoint has"
+                " layers."
+            )
         else:
             export.options["generation_config"] = drafting = _drafting(setting)
             configured = "target" if isinstance(drafter, SelfForm) else "assistant"
@@ -72,7 +82,7 @@ class Transformers(engine.ExportEngine):
                 "Early exit drafts without the target's KV cache, and computes the first layers again."
             )
             export.check = "Compare the time of an answer with and without assistant_early_exit."
-        elif isinstance(drafter, SmallModel) and setting.head is None:
+        elif type(drafter) is SmallModel and setting.head is None:
             generate["assistant_model"] = "assistant"
             export.differs += [
                 "These settings are read from the assistant's generation_config, not from arguments of generate.",

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import Heads, HeadSupport
+from specbench.export.engine import NO_TRAINED_MTP, Heads, HeadSupport
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
@@ -32,6 +32,7 @@ class VLLM(StartedEngine):
         "dflash2": HeadSupport("dflash"),
         "dspark": HeadSupport("dspark"),
         "medusa": "0.32 was the last version with Medusa heads",
+        "mtp": NO_TRAINED_MTP,
     }
 
     server = ("vllm", "serve")
