@@ -19,6 +19,8 @@ import torch
 from cli_runs import Cli, Result, refusal
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
@@ -31,7 +33,8 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.head_files import find_head
-from specbench.models.heads import TrainedHead, load_head
+from specbench.models.heads import TrainedHead
+from specbench.models.mtp import load_any_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
@@ -136,7 +139,7 @@ def decoders_rows(
     context, draft = tokens[: behind + 2], tokens[behind + 2 : behind + 1 + student.depth]
     fitted = FittedLogits(len(head), None)
     scorer: HeadScorer
-    if student.kind == "eagle":
+    if student.kind in ("eagle", "mtp"):
         student.head.lm_head = torch.nn.Linear(head.shape[1], len(head), bias=False)
         student.head.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
         scorer = EagleScorer(student.head, model.get_input_embeddings(), student.layers, fitted, None)
@@ -472,7 +475,9 @@ def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
     assert told["data"]["held_out"] == ["p6", "p7"]
     if kind != "medusa":
         assert told["derived"].startswith(
-            "The rows of its head are the target's, and it was started from layer 1, layer 2 and the final norm"
+            "The rows of its head are the target's, and it was started from "
+            + ("" if kind == "mtp" else "layer 1, ")
+            + "layer 2 and the final norm"
         )
     assert set(told["measured"][0]["categories"]) == {"a", "b"}
     assert [each.tokens_per_step for each in watch.measures] == [
@@ -488,7 +493,10 @@ def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
         assert found.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("eagle", False), ("dspark", True)])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [("eagle", False), ("dspark", True), pytest.param("mtp", False, marks=pytest.mark.slow)],
+)
 def test_cut_off_anywhere_it_ends_the_same(target, tmp_path, monkeypatch, kind, stored):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = replace(QUICK, kind=kind, store_states=stored)
@@ -780,7 +788,7 @@ def test_a_training_goes_on_from_a_head(easy, tmp_path, kind):
 def head_in(folder: Path) -> TrainedHead:
     files = find_head(parse_model(str(folder)))
     assert files is not None
-    return load_head(files)
+    return load_any_head(files)
 
 
 def altered(
@@ -840,7 +848,7 @@ def test_it_ends_when_nothing_is_gained(target, tmp_path):
 
 
 def test_a_compact_head_drafts_like_the_whole_one(model, target, tmp_path):
-    for kind in ("eagle", "dspark", "medusa"):
+    for kind in ("eagle", "mtp", "dspark", "medusa"):
         teacher = Teacher(model, DRAFTED)
         student = make_student(kind, model, teacher.head, DEPTH, 0)
         rows = []
@@ -858,6 +866,54 @@ def test_a_compact_head_drafts_like_the_whole_one(model, target, tmp_path):
             (tmp_path / f"{kind}-{compact}" / "model.safetensors").stat().st_size for compact in (True, False)
         ]
         assert sizes[0] < 0.7 * sizes[1]
+
+
+OF_OTHER_CLASSES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "deepseek_v3": {
+        "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    },
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+    "gpt_neox": {},
+}  # fmt: skip
+"""Settings of tiny targets; the last two have no decoder layers that an MTP layer can be made of."""
+
+
+@pytest.mark.parametrize("model_type", OF_OTHER_CLASSES)
+def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, model_type):
+    kind = CONFIG_MAPPING[model_type]
+    sizes = {
+        "vocab_size": 290, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(kind(**{**sizes, **OF_OTHER_CLASSES[model_type]})).eval()
+    model.generation_config.do_sample = False
+    target = wrap_target(model, tiny_tokenizer(), name="other", pack=False)
+    teacher = Teacher(model, DRAFTED)
+    student: Any = make_student("mtp", model, teacher.head, DEPTH, 0)
+    of_llama = model_type in ("gpt2", "gpt_neox")
+    assert (student.started_from is None) == of_llama
+    assert (student.settings()["transformer_layer_config"]["model_type"] == "llama") == of_llama
+    write_head(tmp_path / "head", student, target, teacher.head, DRAFTED, compact=False)
+    drafter: Any = load_drafter(str(tmp_path / "head"), target, PLAIN)
+    context, draft = [5, 19, 2, 77, 11], [8, 30]
+    drafter.begin(context)
+    drafter.scorer.take_states(4, states_of(model, context[:-1], drafter.layers))
+    found = drafter.scorer.score(ForwardRequest(drafter.scorer, context, draft)).logits
+    expected, _ = decoders_rows(model, student, teacher.head, [*context, *draft, 0], 3)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)  # stored in bfloat16
+    plain = autoregressive_generate(context, target, max_new_tokens=12)
+    assert (
+        speculative_generate(context, target, drafter, gamma=3, max_new_tokens=12).token_ids
+        == plain.token_ids
+    )
 
 
 # -- what is refused -------------------------------------------------------------------------------

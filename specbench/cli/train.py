@@ -19,7 +19,7 @@ from specbench.train.settings import Measured, TrainingProgress, TrainingSetting
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
 
-KindName = Literal["eagle", "dflash", "dspark", "medusa"]
+KindName = Literal["eagle", "mtp", "dflash", "dspark", "medusa"]
 
 TRAINING = "Training"
 _SAY_EVERY_S = 60.0
@@ -54,7 +54,10 @@ class _Training:
     layers: Annotated[
         int | None,
         _training(
-            "--layers", "N", "Decoder layers of the head, for all kinds but medusa. Default: 2.", min=1
+            "--layers",
+            "N",
+            "Decoder layers of the head, for all kinds but mtp and medusa. Default: 2.",
+            min=1,
         ),
     ] = None
     vocab: Annotated[
@@ -96,7 +99,7 @@ class _Lessons:
     """What is trained, and on which answers."""
 
     kind: Annotated[
-        KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle, dflash, dspark or medusa.")
+        KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle, mtp, dflash, dspark or medusa.")
     ] = "eagle"
     prompts: Annotated[
         tuple[str, ...],
@@ -211,12 +214,12 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     if named is None:
         return None
     from specbench.models.head_files import find_head
-    from specbench.models.heads import load_head
+    from specbench.models.mtp import load_any_head
 
     files = find_head(parse_model(named))
     if files is None:
         raise UsageError(f"{named!r} is no trained head.", "Name a head's folder or hub id with --start.")
-    return load_head(files, allow_pickle=allow_pickle)
+    return load_any_head(files, allow_pickle=allow_pickle)
 
 
 def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool, verbose: bool) -> None:

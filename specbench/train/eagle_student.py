@@ -91,13 +91,18 @@ class EagleStudent(Student):
         self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int
     ) -> None:
         super().__init__(model, head, depth)
-        self.every, config = EVERY, self._config
-        shape = EagleShape(len(self.layers), config.hidden_size, len(head), layer_config(config), layers)
+        self.every = EVERY
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.head = EagleHead(shape)
+            self.head, self.started_from = self._make(model, len(head), layers)
         del self.head.lm_head
-        self.started_from = _init_from_target(self.head, model)
+
+    def _make(self, model: PreTrainedModel, vocab: int, layers: int) -> tuple[Any, str | None]:
+        """Return a new head, and where its weights are from, see ``Student``."""
+        config = self._config
+        shape = EagleShape(len(self.layers), config.hidden_size, vocab, layer_config(config), layers)
+        head = EagleHead(shape)
+        return head, _init_from_target(head, model)
 
     def forward(self, lesson: Lesson) -> Metrics:
         metrics, head = MetricsBuilder(lesson, self._rows), self.head

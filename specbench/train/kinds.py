@@ -9,12 +9,13 @@ import torch
 from specbench.train.block_students import DFlashStudent, DSparkStudent
 from specbench.train.eagle_student import EagleStudent
 from specbench.train.medusa_student import MedusaStudent
+from specbench.train.mtp_student import MtpStudent
 from specbench.train.students import Student
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KINDS = ("eagle", "dflash", "dspark", "medusa")
+KINDS = ("eagle", "mtp", "dflash", "dspark", "medusa")
 
 _BLOCKS = {"dflash": DFlashStudent, "dspark": DSparkStudent}
 
@@ -33,4 +34,5 @@ def make_student(
         return MedusaStudent(model, head, depth).to(head.device)
     if kind in _BLOCKS:
         return _BLOCKS[kind](model, head, depth, seed, layers, mask).to(head.device)
-    return EagleStudent(model, head, depth, seed, layers).to(head.device)
+    student = MtpStudent if kind == "mtp" else EagleStudent
+    return student(model, head, depth, seed, layers).to(head.device)

@@ -35,7 +35,8 @@ from specbench.generate_many import GenerationRuns
 from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states, wrap_head
 from specbench.models.head_files import find_head
-from specbench.models.heads import TrainedHead, load_head
+from specbench.models.heads import TrainedHead
+from specbench.models.mtp import load_any_head
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.policies import FixedLength
 from specbench.specs.models import parse_model
@@ -479,7 +480,7 @@ class Training:
         self._write_head(learner, candidate)
         head = find_head(parse_model(str(candidate)))
         assert head is not None
-        return wrap_head(load_head(head), self._target)
+        return wrap_head(load_any_head(head), self._target)
 
     def _run(self, ids: Sequence[int], drafter: Drafter | None, tokens: int, **more: Any) -> GenerationRun:
         policy = FixedLength(self._settings.depth)

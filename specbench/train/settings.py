@@ -9,11 +9,12 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 
-_RATES = {"eagle": 1.6e-3, "dflash": 1.6e-3, "dspark": 1.6e-3, "medusa": 1e-3}
+_RATES = {"eagle": 1.6e-3, "mtp": 1.6e-3, "dflash": 1.6e-3, "dspark": 1.6e-3, "medusa": 1e-3}
 _WIDTH = 576
 """Width of hidden states above which the learning rate of decoder layers falls in proportion (Yang et al. 2022, arXiv
 2203.03466)."""
 _MIN_VOCAB = 8192
+_FIXED_LAYERS = {"mtp": "one layer", "medusa": "no layers"}
 _LAYERS = 2
 """Default number of decoder layers of a head that has them (notes/log.md)."""
 
@@ -27,7 +28,7 @@ class TrainingSettings:
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
         minutes: Total time, over all starts; ``None`` if the tokens decide.
         epochs: Largest number of epochs; ``None`` for 4, or as many as the minutes allow.
-        layers: Decoder layers of a head, Medusa excepted; ``None`` for 2.
+        layers: Decoder layers of a head of another kind than Medusa and MTP; ``None`` for 2.
         vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, at least 8192.
         learning_rate: Its maximum; ``None`` for the kind's default.
         batch_tokens: Tokens of a step, padding included; longer texts are cut.
@@ -73,8 +74,10 @@ class TrainingSettings:
             raise UsageError(
                 f"The learning rate is {self.learning_rate:g}.", "Give one between 0 and 1, such as 0.0008."
             )
-        if self.layers is not None and self.kind == "medusa":
-            raise UsageError(f"A head of kind {self.kind} has no layers.", "Leave --layers out.")
+        if self.layers is not None and self.kind in _FIXED_LAYERS:
+            raise UsageError(
+                f"A head of kind {self.kind} has {_FIXED_LAYERS[self.kind]}.", "Leave --layers out."
+            )
         if self.start is not None and (self.layers, self.vocab) != (None, None):
             raise UsageError(
                 "--start keeps the head's layers and draft vocabulary.",
@@ -145,8 +148,8 @@ class Measured:
     def speedup(self, kind: str) -> float | None:
         """Return the predicted speedup over plain decoding at the best draft length; ``None`` if nothing was timed.
 
-        A draft of γ tokens gives 1 + a₁ + a₁·a₂ + … tokens, where aᵢ is the acceptance rate at position i. An EAGLE
-        head needs a forward pass for each drafted token, heads of other kinds one for all.
+        A draft of γ tokens gives 1 + a₁ + a₁·a₂ + … tokens, where aᵢ is the acceptance rate at position i. EAGLE and
+        MTP heads need a forward pass for each drafted token, heads of other kinds one for all.
         """
         if self.step_cost is None:
             return None
@@ -155,7 +158,7 @@ class Measured:
         for gamma, accepted in enumerate(self.accepted, start=1):
             kept *= accepted
             tokens += kept
-            cost = 1 + (self.step_cost - 1) * (gamma / depth if kind == "eagle" else 1.0)
+            cost = 1 + (self.step_cost - 1) * (gamma / depth if kind in ("eagle", "mtp") else 1.0)
             best = max(best, tokens / cost)
         return best
 

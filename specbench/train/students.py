@@ -84,7 +84,7 @@ class Student(nn.Module):
 
 def read_layers(kind: str, total: int) -> tuple[int, ...]:
     """Return the target's layers whose states a kind of head uses, given the target's number of layers."""
-    if kind == "medusa":
+    if kind in ("medusa", "mtp"):
         return (total,)
     return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
@@ -286,21 +286,20 @@ LAYER_SETTINGS = (
 
 def layer_config(target: PreTrainedConfig) -> LlamaConfig:
     """Return the configuration of decoder layers of the target's size."""
-    own = target.to_dict()
-    size = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
+    own: Any = target  # its attributes have the usual names, also where to_dict() has others
     known: Json = {
-        "hidden_size": own["hidden_size"],
-        "intermediate_size": own.get("intermediate_size") or 4 * own["hidden_size"],
-        "num_attention_heads": own["num_attention_heads"],
-        "num_key_value_heads": own.get("num_key_value_heads") or own["num_attention_heads"],
-        "head_dim": size,
-        "rms_norm_eps": own.get("rms_norm_eps") or 1e-5,
-        "max_position_embeddings": own.get("max_position_embeddings") or 2048,
-        "vocab_size": own["vocab_size"],
+        "hidden_size": own.hidden_size,
+        "intermediate_size": getattr(own, "intermediate_size", None) or 4 * own.hidden_size,
+        "num_attention_heads": own.num_attention_heads,
+        "num_key_value_heads": getattr(own, "num_key_value_heads", None) or own.num_attention_heads,
+        "head_dim": getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads,
+        "rms_norm_eps": getattr(own, "rms_norm_eps", None) or 1e-5,
+        "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        "vocab_size": own.vocab_size,
     }
-    if own.get("model_type") in FAMILY:
+    if own.model_type in FAMILY:
         names = ("rope_parameters", "rope_theta", "rope_scaling")
-        known |= {name: own[name] for name in names if own.get(name)}
+        known |= {name: value for name in names if (value := getattr(own, name, None))}
     return LlamaConfig(**known)
 
 
@@ -316,13 +315,13 @@ def layer_weights(layer: Any) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": layer.get_submodule(name).weight.float() for name in names}
 
 
-_SMALL = 0.1
+SMALL = 0.1
 """Factor of the random initial weights of the layer that joins states."""
 
 
 def start_from_highest(fc: nn.Linear, width: int) -> None:
     """Let the layer that joins states begin as the highest of them, [width]."""
-    fc.weight.mul_(_SMALL)
+    fc.weight.mul_(SMALL)
     fc.weight[:, -width:] += torch.eye(width)
 
 

@@ -1,0 +1,91 @@
+"""An MTP layer in training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from specbench.backends.torch.heads import causal_attention
+from specbench.backends.torch.mtp import MtpLayer, build_mtp_layers
+from specbench.base.progress import quiet_transformers
+from specbench.base.record import Json
+from specbench.models.checkpoints import text_config
+from specbench.models.mtp_layouts import stored_name
+from specbench.train.eagle_student import EagleStudent
+from specbench.train.students import LAYER_SETTINGS, SMALL, layer_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class MtpStudent(EagleStudent):
+    """One MTP layer that drafts all tokens, and so learns to continue its own outputs.
+
+    FastMTP (Cai et al. 2025, arXiv 2509.18362) trains MTP layers so: one layer for all tokens, on the target's own
+    answers, with weights of the loss that fall from token to token. The decoder layer is of the target's class, and
+    begins as its last one with full attention; where such a layer cannot be run by itself, it is a random one of
+    Llama's. The linear layer begins as the sum of its inputs.
+    """
+
+    kind = algorithm = "mtp"
+
+    def _make(self, model: PreTrainedModel, vocab: int, layers: int) -> tuple[Any, str | None]:  # noqa: ARG002
+        head, started_from = _layer_of_target(model)
+        if head is None:
+            own = layer_config(self._config)
+            head = _mtp_layer(own, LlamaDecoderLayer(own, 0))
+        width = self._config.hidden_size
+        with torch.no_grad():
+            head.eh_proj.weight.mul_(SMALL)
+            head.eh_proj.weight += torch.eye(width).repeat(1, 2)
+        return head, started_from
+
+    def settings(self) -> Json:
+        layer = self.head.shape.layer.to_dict()
+        return {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "speculators_version": "0.3.0",
+            "num_nextn_predict_layers": 1,
+            "transformer_layer_config": {
+                name: layer[name] for name in LAYER_SETTINGS if layer.get(name) is not None
+            },
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {stored_name(name): tensor.detach() for name, tensor in self.head.state_dict().items()}
+
+
+def _layer_of_target(model: PreTrainedModel) -> tuple[MtpLayer | None, str | None]:
+    """Return a copy of the target's last layer with full attention, and where it is from.
+
+    ``None`` if such a layer needs more than the arguments of an MTP layer, or its attention is of another form.
+    """
+    untyped: Any = model
+    try:
+        decoder = untyped.get_decoder()
+        kinds = getattr(text_config(model.config), "layer_types", None) or [None] * len(decoder.layers)
+        place = max(
+            i
+            for i, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True))
+            if kind in (None, "full_attention") and hasattr(layer, "self_attn")
+        )
+        head = _mtp_layer(model.config, decoder.layers[place])
+        head.norm.load_state_dict({"weight": decoder.norm.weight.float()})
+        tokens = torch.zeros(1, 2, text_config(model.config).hidden_size)
+        with torch.no_grad():
+            head.read(tokens, tokens, torch.arange(2)[None], [causal_attention])
+    except Exception:  # what configurations and layers of other shapes raise
+        return None, None
+    return head, f"layer {place} and the final norm of the target"
+
+
+def _mtp_layer(config: PreTrainedConfig, block: Any) -> MtpLayer:
+    """Return an MTP layer in float32 with the weights of a decoder layer."""
+    weights = {name: tensor.float().cpu() for name, tensor in block.state_dict().items()}
+    with quiet_transformers():
+        (head,) = build_mtp_layers(config, [weights], final_norm=True, hidden_first=False)
+    return head
