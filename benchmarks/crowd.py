@@ -69,7 +69,7 @@ WRONG: tuple[tuple[str, str, bytes, int], ...] = (
     ("/v1/completions", JSON, b'{"prompt": "' + b"word " * 50_000 + b'"}', 400),
     ("/v1/completions", "text/plain", b'{"prompt": "x"}', 415),
     ("/v1/chat/completions", JSON, b'{"messages": [' + b"7, " * 50_000 + b"7]}", 400),
-    ("/v1/chat/completions", JSON, b'{"messages": [{"role": "tool", "content": "x"}]}', 400),
+    ("/v1/chat/completions", JSON, b'{"messages": [{"role": "critic", "content": "x"}]}', 400),
     ("/v1/embeddings", JSON, b"{}", 404),
 )
 """Path, kind and body of requests, and the status that they must get."""

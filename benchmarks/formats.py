@@ -28,8 +28,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import parts  # noqa: F401 - before torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import numpy as np
 import schemas
 
 from specbench import generate, load_drafter, load_target
@@ -40,7 +42,7 @@ from specbench.decoding.metrics import time_split
 from specbench.decoding.records import Generation
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.models.target import Target
-from specbench.options import DecodingOptions
+from specbench.options import DecodingOptions, LoadOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = {"type": "string"}
@@ -175,7 +177,7 @@ def measure(options: argparse.Namespace) -> bool:
     if options.clock == "cpu":
         generate.clock_for = lambda _: CpuClock()
         formats.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
-    target = load_target(options.target, dtype=options.dtype)
+    target = load_target(options.target, LoadOptions(dtype=options.dtype))
     names = ["none", "grammar", "lookup", "grammar+lookup"]
     if options.model:
         names += [options.model, f"lookup+{options.model}", f"grammar+lookup+{options.model}"]
@@ -253,7 +255,7 @@ def measure(options: argparse.Namespace) -> bool:
 
 def parity(options: argparse.Namespace) -> bool:
     """Return whether greedy outputs are those of masked plain decoding, alone and in batches of 8, and fit."""
-    target = load_target(options.target, dtype="float32")
+    target = load_target(options.target, LoadOptions(dtype="float32"))
     failed = schemas.disagreements(target, options.tokens, drafters=("grammar", "grammar+lookup"))
     print("\n".join(failed) or "50 schemas × 4 prompts: all outputs are the same, and fit or were cut.")
     return not failed

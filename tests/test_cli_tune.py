@@ -61,7 +61,7 @@ def tune(cli, models, tmp_path, monkeypatch) -> Tune:
     speeds(monkeypatch, {"lookup@auto": 2.0})
     monkeypatch.setattr(specbench.results.advice, "warn_at_start", lambda _: [])
     monkeypatch.setattr(loading, "is_available", lambda: False)  # native products, and with them int4
-    few = lambda given, forms: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
+    few = lambda given, forms, **_: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
 
     def call(*arguments: object, drafters: Any = few, factors: dict[str, float] | None = None) -> Result:
         if factors is not None:
@@ -128,6 +128,18 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()
 
 
+def test_with_a_format_forced_tokens_are_drafted_first(tune, tmp_path):
+    said = tune(
+        "--regex", "(a|the) constant text[.!]", drafters=drafters_to_try, factors={"grammar@fixed-1": 2.0}
+    )
+    assert said.code == 0, said.err
+    configs = _configs(tmp_path / "results")
+    tried = {config["drafter"] for config in configs} - {"none"}
+    assert tried >= {"grammar", "grammar+lookup", "grammar+self:int8", "grammar+lookup+self:int8"}
+    assert all(each.startswith("grammar") for each in tried)
+    assert "grammar" in said.out
+
+
 def test_int4_is_tried_where_its_passes_are_quicker(tune, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "is_available", lambda: True)
     said = tune(drafters=drafters_to_try)
@@ -139,7 +151,7 @@ def test_int4_is_tried_where_its_passes_are_quicker(tune, tmp_path, monkeypatch)
 def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "is_available", lambda: True)
 
-    def of_small(given: Any, _: object) -> Any:
+    def of_small(given: Any, _: object, **_options: Any) -> Any:
         return drafters_to_try(given, ())[3:]  # without those that need no model
 
     factors = {"lookup+small (int4)@auto": 3.0}

@@ -128,10 +128,16 @@ def test_above_temperature_0_a_chain_may_be_verified_together():
 # -- predictions -----------------------------------------------------------------------------------
 
 
-def probe(drafted: Sequence[int], accepted: Sequence[int], passes: Sequence[int] | None = None) -> Probe:
+def probe(
+    drafted: Sequence[int],
+    accepted: Sequence[int],
+    passes: Sequence[int] | None = None,
+    forced: Sequence[int] | None = None,
+) -> Probe:
     return Probe(
-        list(drafted), list(accepted), [n + 1 for n in accepted], list(passes or drafted), list(drafted)
-    )
+        list(drafted), list(accepted), [n + 1 for n in accepted], list(passes or drafted), list(drafted),
+        list(forced or [0] * len(drafted)),
+    )  # fmt: skip
 
 
 def test_a_chain_is_predicted_from_a_longer_one():
@@ -141,7 +147,24 @@ def test_a_chain_is_predicted_from_a_longer_one():
     assert steps.tree_speedup(COSTS.c("d"), COSTS) == pytest.approx(9 / (16 * 0.2 + 2 + 2 + 1))
     free = probe([8, 8], [8, 8], passes=[2, 0])  # a cascade's model made one pass of eight
     assert free.chain_speedup(4, 0.2, COSTS) == pytest.approx(10 / (1 * 0.2 + 2.4))
-    assert Probe([], [], [], [], []).chain_speedup(4, 0.2, COSTS) == 0
+    assert Probe([], [], [], [], [], []).chain_speedup(4, 0.2, COSTS) == 0
+
+
+def test_forced_tokens_do_not_count_towards_the_length_of_a_predicted_chain():
+    """Four forced of eight, and one of the others accepted; γ = 2 keeps the forced ones."""
+    steps = probe([8], [5], passes=[4], forced=[4])
+    assert steps.chain_speedup(2, 0.1, COSTS) == pytest.approx((1 + 4 + 1) / (2 * 0.1 + COSTS.v(7)))
+
+
+def test_with_a_format_everything_is_tried_behind_forced_tokens():
+    forms = [parse_drafter("self:int8")]
+    tried = [str(each) for each in drafters_to_try([parse_drafter("MODEL")], forms, formatted=True)]
+    assert tried[:4] == ["grammar", "grammar+lookup", "grammar+suffix", "grammar+recycle"]
+    assert {"grammar+self:int8", "grammar+MODEL", "grammar+lookup+self:int8", "grammar+lookup+MODEL"} <= {
+        *tried
+    }
+    assert all(each.startswith("grammar") for each in tried)
+    assert not any("grammar" in str(each) for each in drafters_to_try([], forms))
 
 
 def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried():

@@ -13,6 +13,7 @@ from statistics import mean
 
 import msgspec
 
+from specbench.base.errors import UsageError
 from specbench.bench.grid import SweepConfig
 from specbench.decoding.theory import (
     PassCosts,
@@ -25,6 +26,7 @@ from specbench.results.lines import StepLists
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
+    Grammar,
     Lookup,
     Recycle,
     SelfForm,
@@ -60,17 +62,29 @@ _FRONTS = ("lookup", "suffix")
 # -- candidates ------------------------------------------------------------------------------------
 
 
-def drafters_to_try(given: Sequence[DrafterSpec], forms: Sequence[SelfForm]) -> list[DrafterSpec]:
+def drafters_to_try(
+    given: Sequence[DrafterSpec], forms: Sequence[SelfForm], *, formatted: bool = False
+) -> list[DrafterSpec]:
     """Return drafters without a model, forms of the target, the given drafters, and cascades of these.
 
     Args:
         given: Drafters that the user gives; plain decoding is ignored.
         forms: Self-drafting forms of the target.
+        formatted: Whether outputs have a format: forced tokens are drafted before everything else then.
     """
     given = [spec for spec in given if not spec.is_plain]
     backs = [spec for spec in (*forms, *given) if isinstance(spec, SelfForm | SmallModel)]
     cascades = [_cascade(front, back) for back in backs for front in _FRONTS]
-    return list(dict.fromkeys([Lookup(), Suffix(), Recycle(), *forms, *given, *cascades]))
+    tried = dict.fromkeys([Lookup(), Suffix(), Recycle(), *forms, *given, *cascades])
+    return list(dict.fromkeys([Grammar(), *map(_after_forced, tried)]) if formatted else tried)
+
+
+def _after_forced(spec: DrafterSpec) -> DrafterSpec:
+    """Return a drafter that drafts what the format does not force, or the drafter itself if it cannot."""
+    try:
+        return parse_drafter(f"grammar+{spec}")
+    except UsageError:
+        return spec
 
 
 def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:
@@ -121,6 +135,7 @@ class Probe:
     Attributes:
         drafted: Number of drafted tokens; for a tree, along its longest branch.
         emitted: Number of emitted tokens, including the bonus or correction token.
+        forced: Number of accepted tokens that the output's format forced.
     """
 
     drafted: list[int]
@@ -128,28 +143,36 @@ class Probe:
     emitted: list[int]
     passes: list[int]
     nodes: list[int]
+    forced: list[int]
 
     @classmethod
     def from_steps(cls, generations: Iterable[StepLists]) -> Probe:
         """Join the steps of several generations."""
-        found = cls([], [], [], [], [])
+        found = cls([], [], [], [], [], [])
         for steps in generations:
             found.drafted.extend(steps.drafted)
             found.accepted.extend(steps.accepted)
             found.emitted.extend(steps.emitted)
             found.passes.extend(steps.passes)
             found.nodes.extend(steps.nodes)
+            found.forced.extend(steps.forced)
         return found
 
     def chain_speedup(self, gamma: int, c: float, costs: PassCosts) -> float:
         """Return the speedup of a shorter chain, from the number of tokens accepted among the first γ of each step.
 
-        This ignores that the steps of shorter chains would begin at other tokens.
+        This ignores that the steps of shorter chains would begin at other tokens. Forced tokens do not count towards γ.
         """
-        share = sum(self.passes) / max(1, sum(self.drafted))  # a cascade's free tokens need no pass
-        lengths = [min(gamma, drafted) for drafted in self.drafted]
-        tokens = sum(1 + min(gamma, accepted) for accepted in self.accepted)
-        return _speedup(tokens, share * sum(lengths), c, lengths, costs)
+        forced = self.forced
+        chosen = [drafted - free for drafted, free in zip(self.drafted, forced, strict=True)]
+        share = sum(self.passes) / max(1, sum(chosen))  # a cascade's free tokens need no pass
+        lengths = [min(gamma, each) for each in chosen]
+        tokens = sum(
+            1 + free + min(gamma, accepted - free)
+            for accepted, free in zip(self.accepted, forced, strict=True)
+        )
+        verified = [length + free for length, free in zip(lengths, forced, strict=True)]
+        return _speedup(tokens, share * sum(lengths), c, verified, costs)
 
     def tree_speedup(self, c: float, costs: PassCosts) -> float:
         """Return the speedup of exactly these steps, with the usual times of their forward passes."""

@@ -90,13 +90,14 @@ def load_candidates(
     with suppress(UsageError):  # nothing is calibrated for this target
         forms.append(calibrated_form(loaded))
     load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
+    candidates = partial(drafters_to_try, named, formatted=sweep.options.decoding.format is not None)
     try:
-        drafters = load(drafters_to_try(named, forms), models)
+        drafters = load(candidates(forms), models)
     except UsageError as error:
         if not forms:
             raise
         notes.append(f"Forms of the target are left out: {error.message}")
-        drafters = load(drafters_to_try(named, []), models)
+        drafters = load(candidates([]), models)
     small, in_int4 = _small_models(drafters), replace(models, drafter_dtype="int4")
     if small and models.drafter_dtype == "auto" and _int4_is_fast(models.drafter_device):
         alone, both = (
