@@ -85,7 +85,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
         return replace(outcome, decode_s=took, steps=steps)
 
     def costs(
-        self: Any, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
+        self: Any, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = (), *_: object
     ) -> list[CostLine]:
         return cost_lines(
             {n: [seconds] for n in widths}, {name: [seconds / 10] for name in self.drafters}, 256
@@ -528,7 +528,7 @@ def test_real_choices_are_held_against_a_sweep_in_parts(tune, models, tmp_path, 
     few = load_prompts([Path("mine.jsonl")])
     for module in (specbench.bench.prompts, regret):
         monkeypatch.setattr(module, "load_prompts", lambda *_, **__: few)
-    monkeypatch.setattr(loading, "drafters_to_try", lambda given, forms: [Lookup()])
+    monkeypatch.setattr(loading, "drafters_to_try", lambda *_, **__: [Lookup()])
     (tmp_path / "sweep-tuned" / "0").mkdir(parents=True)
     (tmp_path / "sweep-tuned" / "0" / "generations.jsonl").write_text("no line of a run\n")
     arguments = ["--target", models / "target", "--times", 1, "--minutes", 1, "--tokens", 4, "--repeats", 1]

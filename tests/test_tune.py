@@ -271,7 +271,7 @@ class TimedEngine(ScriptedEngine):
         return replace(outcome, decode_s=seconds)
 
     def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = ()
+        self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = (), *_: object
     ) -> list[CostLine]:
         self.cost_calls.append(tuple(widths))
         return cost_lines(
