@@ -1382,6 +1382,21 @@ MUTANTS = (
         "pass",
         ("tests/test_contexts.py", "-k", "auto_reads"),
     ),
+    # -- what readers and trackers are told ------------------------------------------------------
+    Mutant(
+        "a tracker is given warm-ups",
+        "bench/tracking.py:tracked",
+        "not isinstance(event, CellDone) or event.cell.warmup or event.measurement.result is None",
+        "not isinstance(event, CellDone) or event.measurement.result is None",
+        ("tests/test_trackers.py",),
+    ),
+    Mutant(
+        "a chart gives the number of generations for that of prompts",
+        "show/report/charts.py:_text",
+        "counted(prompts, 'prompt')",
+        "counted(2 * prompts, 'prompt')",
+        ("tests/test_report.py", "-k", "charts_say"),
+    ),
 )
 
 
