@@ -123,10 +123,11 @@ class MtpLayers(nn.Module):
         layers: The layers; ``mtp_layers`` are the same, typed.
     """
 
-    embed_tokens: nn.Embedding | None = None
+    embed_tokens: nn.Embedding | None
 
     def __init__(self, layers: Sequence[MtpLayer]) -> None:
         super().__init__()
+        self.embed_tokens = None
         self.layers = nn.ModuleList(layers)
         self.shape = layers[0].shape
 
