@@ -408,8 +408,8 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
     assert names <= set(page.text)
 
 
-ELSEWHERE = {"trees", "ranks", "servers", "batches", "latency", "training"}
-"""Figures of what this run has not got: no trees, servers, batches and trained heads."""
+ELSEWHERE = {"contexts", "trees", "ranks", "servers", "batches", "latency", "training"}
+"""Figures of what this run has not got: no trees, contexts, servers, batches and trained heads."""
 
 CHARTS = {"speedup", "tokens-per-second", "positions"}
 """Figures that the page draws itself."""

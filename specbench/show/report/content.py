@@ -248,6 +248,7 @@ def _method(results: Results) -> list[tuple[str, str]]:
             f" {unit} more precise and never count as {units}. Faster or slower: the interval lies wholly above or"
             " below 1.",
         ),
+        *([] if servers else [("Energy", _method_of_energy(run, done))]),
         *([_METHOD_OF_TUNING] if _is_tuned(run) else []),
         *([_ACCEPTANCE_OF_SERVERS] if servers else _ACCEPTANCE),
         ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
@@ -316,6 +317,18 @@ def _method_of_batches(done: pd.DataFrame) -> list[tuple[str, str]]:
             " configurations, with idle time skipped.",
         )
     ]
+
+
+def _method_of_energy(run: Run, done: pd.DataFrame) -> str:
+    if done["energy_j"].isna().all():
+        return (
+            "No counter could be read: RAPL needs the right to read /sys/class/powercap, NVML an NVIDIA GPU since"
+            " Volta."
+        )
+    return (
+        f"J/token: joules of {_shown(run.environment.energy)} from the start to the end of each generation, prefill and"
+        " other programs included, over its tokens."
+    )
 
 
 def _method_of_contexts(run: Run, done: pd.DataFrame) -> list[tuple[str, str]]:
