@@ -4,8 +4,9 @@
     python benchmarks/verdicts.py --target FOLDER --drafter SMALL --shape chain --steps 5000 --out rows.jsonl
 
 Decodes prompts with chains and with trees, drawn without replacement. From every step's rows p and q follows the
-*expected* number of tokens that each method keeps of its drafts: rejection and block for a chain, recursive and
-traversal for a tree, and naive for both, as if they were deterministic. So no draw adds noise. Prints tokens per step
+*expected* number of tokens that each method keeps of its drafts: rejection, block and hsd (capped HSD, arXiv
+2601.05724, which keeps exactly what block keeps) for a chain, recursive and traversal for a tree, and naive for both,
+as if they were deterministic. So no draw adds noise. Prints tokens per step
 (with the closing one) and the ratio to rejection or recursive, with 95% intervals over prompts, and one line of JSON
 at the end. ``--out`` continues what the file holds.
 """
@@ -40,7 +41,7 @@ from specbench.results.stats import mean_interval
 
 TINY = torch.finfo(torch.float32).tiny
 TargetRows = Callable[[int], torch.Tensor]
-WAYS = {"chain": ("rejection", "block", "naive"), "tree": ("recursive", "traversal", "naive")}
+WAYS = {"chain": ("rejection", "block", "hsd", "naive"), "tree": ("recursive", "traversal", "naive")}
 
 
 # --- Expected tokens of a draft, over all tosses --------------------------------------------------
@@ -107,6 +108,31 @@ def kept_from_below(draft: Draft, p: TargetRows, node: int = -1, chance: float =
     return kept + failed * chance, expected
 
 
+def kept_by_hsd(draft: Draft, p: TargetRows) -> float:
+    """Return the expected tokens of capped HSD for a chain, by its definitions.
+
+    r(i) is the product of p / q over the first i tokens, and r*(i) = r(i) / max(1, r(1), ..., r(i - 1)). The whole
+    chain of n tokens is kept with min(1, r*(n)). Otherwise, from the longest prefix on, one of i tokens is kept with
+    D(p, q) / D(q, p): the sums of (r* - 1)⁺ q and of (1 - r*)⁺ q over all tokens that could follow it.
+    """
+    ratios, node, branches = [1.0], -1, list[float]()
+    while candidates := draws_of(draft, node):
+        ((token, q),) = candidates
+        here, capped = p(node), ratios[-1] / max(ratios)
+        more, less = (float(side.clamp_min(0).sum()) for side in (capped * here - q, q - capped * here))
+        branches.append(more / less if less > 0 else 1.0)
+        ratios.append(ratios[-1] * float(here[token] / q[token].clamp_min(TINY)))
+        node = node_of(draft, node, token)
+    length = len(branches)
+    kept = min(1.0, ratios[length] / max(ratios[:length]))
+    expected, left = length * kept, 1.0 - kept
+    for place in range(length - 1, 0, -1):
+        kept = min(1.0, branches[place])
+        expected += left * place * kept
+        left *= 1.0 - kept
+    return expected
+
+
 def _normalized(rest: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
     total = rest.sum()
     return rest / total if float(total) > TINY else otherwise
@@ -123,6 +149,7 @@ KEPT: dict[str, Callable[[Draft, TargetRows], float]] = {
     "rejection": kept_in_turn,
     "recursive": kept_in_turn,
     "block": lambda draft, p: kept_from_below(draft, p)[1],
+    "hsd": kept_by_hsd,
     "traversal": lambda draft, p: kept_from_below(draft, p)[1],
 }
 

@@ -491,6 +491,18 @@ def test_a_verdict_keeps_as_many_tokens_as_expected(seed):
             assert verdicts.KEPT[way](draft, rows) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_capped_hsd_keeps_exactly_what_block_verification_keeps(length):
+    generator = torch.Generator().manual_seed(length)
+    for _ in range(20):
+        p = torch.randn(length + 1, 5, generator=generator).mul(2).softmax(-1)
+        q = torch.randn(length, 5, generator=generator).mul(2).softmax(-1)
+        draft = Draft([int(row.multinomial(1, generator=generator)) for row in q], q=q)
+        kept = {way: verdicts.KEPT[way](draft, partial(_row, p)) for way in ("hsd", "block")}
+        assert kept["hsd"] == pytest.approx(kept["block"], abs=1e-5)
+        assert kept["hsd"] <= length
+
+
 def _row(p: torch.Tensor, node: int) -> torch.Tensor:
     return p[node + 1]
 
