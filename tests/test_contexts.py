@@ -183,7 +183,7 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
         *cost_lines({1: [1.1], 2: [1.6]}, {"d": [0.2]}, 200),
         *cost_lines({1: [1.3], 2: [2.4]}, {"d": [0.4]}, 400),
     ]
-    costs = pass_costs(lines)
+    costs = pass_costs(lines, by_context=True)
     assert costs.context == 100
     assert costs.context_s == {1: pytest.approx(0.001), 2: pytest.approx(0.004)}
     assert costs.at(300).target_pass_s(2) == pytest.approx(2.0)
@@ -191,7 +191,7 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     assert costs.at(0).target_s[1] == pytest.approx(0.9)
     assert costs.at(0).drafter_s["d"] == pytest.approx(0.01), "not below a tenth, or 0"
     assert msgspec.json.decode(msgspec.json.encode(costs), type=PassCosts) == costs
-    alone = pass_costs(lines[:3])
+    alone = pass_costs(lines[:3], by_context=True)
     assert (alone.context_s, alone.error, alone.at(4000)) == ({}, None, alone)
 
 
@@ -203,7 +203,8 @@ def test_the_fits_error_is_that_of_its_points():
     assert max(map(abs, errors)) > 0.1
     assert fit_context({0: 2.0, 10: 1.0})[1] == 0.0, "never falling"
     costs = pass_costs(
-        [line for x, y in ((1, 1.0), (101, 2.0), (201, 1.5)) for line in cost_lines({1: [y]}, {}, x)]
+        [line for x, y in ((1, 1.0), (101, 2.0), (201, 1.5)) for line in cost_lines({1: [y]}, {}, x)],
+        by_context=True,
     )
     _, _, errors = fit_context({1: 1.0, 101: 2.0, 201: 1.5})
     assert costs.error == pytest.approx((sum(e * e for e in errors) / 3) ** 0.5)

@@ -31,7 +31,7 @@ from specbench.show import plots
 from specbench.show.plots import canvas
 
 TREES = {"trees", "ranks"}
-BATCHES = {"batches", "latency"}
+BATCHES = {"batches", "latency", "contexts"}
 SERVERS = {"servers"}
 HEADS = {"training"}
 CHAINS = [name for name in plots.FIGURES if name not in TREES | BATCHES | SERVERS | HEADS]

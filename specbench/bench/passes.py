@@ -11,6 +11,8 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from specbench.decoding.theory import PassCosts, SharedCosts, fit_context
 from specbench.results.lines import (
     CostLine,
@@ -40,18 +42,22 @@ TREE_NODES = (1, 2, 4, 8)
 Name = TypeVar("Name")
 
 
-def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
-    """Return the median times of single forward passes in lines of ``costs.jsonl``, fitted over lengths of context.
+def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCosts:
+    """Return the median times of single forward passes in lines of ``costs.jsonl``; if wanted, fitted over lengths of
+    context.
 
     A line for trees has the time of two forward passes together. The time of the second one is this time minus that of
     the first one.
     """
     kinds = (TargetTimes, DrafterTimes, TreeTimes)
-    contexts = {line.context_tokens for line in lines if isinstance(line, kinds)}
-    first = min(contexts, default=0) if len(contexts) > 1 else _context(lines, *kinds)
-    targets = _by_context(_medians(lines, TargetTimes, "tokens", "context_tokens"))
-    drafters = _by_context(_medians(lines, DrafterTimes, "drafter", "context_tokens"))
-    trees = _by_context(_medians(lines, TreeTimes, "drafter", "nodes", "context_tokens"))
+    single = [line for line in lines if isinstance(line, kinds)]
+    contexts = {line.context_tokens for line in single} if by_context else set()
+    first = min(contexts) if len(contexts) > 1 else _context(lines, *kinds)
+    if len(contexts) < 2:
+        single = [msgspec.structs.replace(line, context_tokens=0) for line in single]
+    targets = _by_context(_medians(single, TargetTimes, "tokens", "context_tokens"))
+    drafters = _by_context(_medians(single, DrafterTimes, "drafter", "context_tokens"))
+    trees = _by_context(_medians(single, TreeTimes, "drafter", "nodes", "context_tokens"))
     fitted = {key: fit_context(times) for key, times in {**targets, **drafters}.items()}
     draft_s = {name: fitted[name][0] for name in drafters}
     rows: dict[str, dict[int, float]] = {}

@@ -387,7 +387,8 @@ class CellRunner(Generic[Encoded]):
             return CostsMeasured(None, _message(error))
         self._store.append_costs(costs)
         if batch is None:
-            self._store.update(costs=pass_costs(self._store.costs()))
+            by_context = bool(self._sweep.options.contexts)
+            self._store.update(costs=pass_costs(self._store.costs(), by_context=by_context))
         else:
             self._store.update(shared_costs=shared_costs(self._store.costs()))
         return CostsMeasured(costs)
