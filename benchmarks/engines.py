@@ -62,7 +62,8 @@ def ours(
 ) -> list[Measured]:
     """Decode the prompts with specbench."""
     spec = parse_drafter(own) if isinstance(drafter.spec, str) else drafter.spec
-    loaded = load_drafter(spec, target, LoadOptions(dtype="float32", device="cpu", any_target=True))
+    options = LoadOptions(dtype="float32", any_target=True)
+    loaded = load_drafter(spec, target, options)
     found = []
     for prompt in prompts:
         ids = encode_messages(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}])

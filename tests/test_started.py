@@ -29,7 +29,7 @@ from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
 from specbench.bench.manifest import command_line, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
-from specbench.cli.started import engine_configs, started_engine
+from specbench.cli.started import engine_configs, engine_drafters, started_engine
 from specbench.export.setting import Model
 from specbench.export.start import PLAIN, EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
@@ -221,6 +221,14 @@ def test_command_lines_of_engines():
     assert [each[each.index("--speculative-eagle-topk") + 1] for each in (chain, *trees)] == ["1", "4", "8"]
     _, ngram = lines("llama.cpp", EngineDrafter("ngram-mod"))
     assert ngram[ngram.index("--spec-ngram-mod-n-max") + 1] == "4"
+
+
+def test_trained_heads_are_tried_beside_ngrams_and_each_once():
+    engine = started_engine("vllm")
+    named = ["ngram", "smollm2-135m-head", "smollm2-135m-head"]
+    found = engine_drafters(engine, named, usual=True, elsewhere=False)
+    assert [str(each.spec) for each in found] == ["ngram", "suffix", "smollm2-135m-head"]
+    assert [each.head is not None for each in found] == [False, False, True]
 
 
 def test_every_own_option_is_known_to_the_engine():

@@ -84,7 +84,7 @@ def engine_drafters(
         files = find_head(model) if model.kind != "folder" or Path(model.source).is_dir() else None
         head = None if files is None else files.training
         found.append(EngineDrafter(spec, _path(engine, model, is_head=head is not None), head))
-    return list(dict.fromkeys(found))
+    return list({(each.spec, each.path): each for each in found}.values())
 
 
 def _model(text: str, *, elsewhere: bool) -> ModelSpec:
