@@ -1104,6 +1104,13 @@ MUTANTS = (
         ("tests/test_started.py", "-k", "predicted_from_two"),
     ),
     Mutant(
+        "vllm bench serve's times between chunks are taken for those of tokens",
+        "results/others.py:_vllm",
+        "'tpot'",
+        "'itl'",
+        ("tests/test_others.py", "-k", "one_name"),
+    ),
+    Mutant(
         "doctor says nothing of what it had no time for",
         "doctor/findings.py:verdict_of",
         "_not_examined(seen)",
