@@ -1104,6 +1104,13 @@ MUTANTS = (
         ("tests/test_started.py", "-k", "predicted_from_two"),
     ),
     Mutant(
+        "a conversation gets another first line in each turn",
+        "bench/grid.py:Sweep._cells",
+        "options.prompt_cache == 'keep'",
+        "False",
+        ("tests/test_conversations.py", "-k", "one_first_line"),
+    ),
+    Mutant(
         "vllm bench serve's times between chunks are taken for those of tokens",
         "results/others.py:_vllm",
         "'tpot'",

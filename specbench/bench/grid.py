@@ -123,7 +123,8 @@ class SweepOptions:
         contexts: Lengths of prompts in tokens, ascending; empty for the prompts as they are.
         context_text: Name and hash of the text in front of longer prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
-        salt: How prompt caches of servers are avoided.
+        salt: How prompt caches of servers are avoided; if they are kept, how earlier conversations are.
+        prompt_cache: Whether servers may find earlier turns of a conversation in their prompt caches.
         until: When to stop, in the notation of ``--until``; ``None`` to measure everything.
 
     Raises:
@@ -151,6 +152,7 @@ class SweepOptions:
     servers: tuple[str, ...] = ()
     api: Literal["chat", "completions"] = "chat"
     salt: Salt = "none"
+    prompt_cache: Literal["avoid", "keep"] = "avoid"
     until: str | None = None
 
     def __post_init__(self) -> None:
@@ -176,11 +178,6 @@ class SweepOptions:
             raise UsageError(
                 "Beam search needs temperature 0, which is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
-            )
-        if self.servers and self.turns != 1:
-            raise UsageError(
-                "Servers are measured on the first turn of a conversation only.",
-                "Leave --turns out, or give 1.",
             )
         if self.contexts:
             self._check_contexts()
@@ -542,6 +539,8 @@ class Sweep:
                 order.sort(key=at.__getitem__)
             if reverse:
                 order.reverse()
+            if options.prompt_cache == "keep":
+                end = name  # one seed for a conversation, which its first line is made of
             seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)
             for number, config in enumerate(order):
                 yield Cell(config, name, turn, repeat, number, warmup, seed, group)

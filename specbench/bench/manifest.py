@@ -56,6 +56,7 @@ def describe_run(
                 category=prompt.category,
                 turns=num_turns(prompt, options),
                 fingerprint=_fingerprint(prompt),
+                expects=prompt.expects,
             )
             for prompt in sweep.prompts
         ],

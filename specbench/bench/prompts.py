@@ -15,7 +15,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
@@ -23,6 +23,10 @@ from specbench.base.files import reason
 ALL_SETS = "all"
 TRAINING_SET = "training"
 """The set to train heads on; never measured on, and not part of all."""
+AGENT_SET = "agent"
+"""Long conversations with results of tools, for servers with a prompt cache; not part of all."""
+Expected = Literal["json", "tool call"]
+"""What an answer has to be: any JSON, or a JSON object with a name and arguments."""
 _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
 _ROLES = ("system", "user", "assistant")
@@ -38,12 +42,14 @@ class Prompt:
         category: Kind of prompt, by which results are broken down.
         turns: The user's messages; at least one, none of them blank.
         system: The system message; ``None`` without one.
+        expects: What every answer has to be; ``None`` for any text.
     """
 
     id: str
     category: str
     turns: tuple[str, ...]
     system: str | None = None
+    expects: Expected | None = None
 
 
 def prompt_sets() -> dict[str, int]:
@@ -52,8 +58,8 @@ def prompt_sets() -> dict[str, int]:
 
 
 def set_names() -> list[str]:
-    """Return the names of built-in prompts: the sets, ``"all"`` of them, and the training set."""
-    return [*_built_in(), ALL_SETS, TRAINING_SET]
+    """Return the names of built-in prompts: the sets, ``"all"`` of them, and those that are not part of all."""
+    return [*_built_in(), ALL_SETS, TRAINING_SET, AGENT_SET]
 
 
 def load_prompts(
@@ -62,8 +68,9 @@ def load_prompts(
     """Read prompts from built-in sets and files.
 
     Args:
-        sources: Names of built-in sets, ``"all"`` for all of them, ``"training"`` for the training set, or JSON Lines
-            files; ``./chat`` or a ``Path`` is a file even if a set has its name. Each is read once.
+        sources: Names of built-in sets, ``"all"`` for all of them, ``"training"`` and ``"agent"`` for two that are not
+            part of all, or JSON Lines files; ``./chat`` or a ``Path`` is a file even if a set has its name. Each is
+            read once.
         categories: Categories to return; empty for all.
         limit: Number of prompts, interleaved by category; a smaller limit gives the first prompts of a larger one.
             ``None`` returns all, in the order of the sources.
@@ -175,8 +182,8 @@ def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
     for source in sources:
         if source == ALL_SETS:
             files.update({file: name for name, file in built_in.items()})
-        elif source == TRAINING_SET:
-            files[sets_folder() / TRAINING_SET / f"prompts{_SUFFIX}"] = TRAINING_SET
+        elif source in (TRAINING_SET, AGENT_SET):
+            files[sets_folder() / str(source) / f"prompts{_SUFFIX}"] = str(source)
         elif isinstance(source, str) and source in built_in:
             files[built_in[source]] = source
         else:
@@ -230,12 +237,16 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
     system = None
     if fields.get("system") is not None:
         system = _encodable(_field(fields, "system", str, "a string", where))
+    expects = fields.get("expects")
+    if expects is not None and expects not in get_args(Expected):
+        raise UsageError(f'{where}: "expects" is not one of {_listed(get_args(Expected))}.', _FORM)
     name = (
         f"{stem}-{number}"
         if key is None
         else str(_field(fields, key, (str, int), "a string or an integer", where))
     )
     return Prompt(
+        expects=expects,
         id=_name(name, key or "id", where),
         category=_name(_field(fields, "category", str, "a string", where), "category", where),
         turns=tuple(_encodable(turn) for turn in turns),

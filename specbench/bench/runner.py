@@ -254,17 +254,17 @@ class CellRunner(Generic[Encoded]):
         self.configs = {config.id: config for config in sweep.configs}
         self._prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
-        self._answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
+        self._answers: dict[tuple[str, str, int], dict[int, Sequence[int] | str]] = {}
         for each in store.measurements():  # conversations continue with the stored outputs of earlier turns
             line = each.line
             if isinstance(each.result, Generation) and not line.warmup:
-                self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = each.result.token_ids
+                self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = _said(each.result)
         self._encoded: dict[str, Encoded] = {}
         self._fastest_mhz = 0.0
         self.costs_work = not sweep.options.servers  # their passes cannot be timed
         count_stops()
 
-    def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int]]:
+    def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int] | str]:
         return self._answers.setdefault((config, prompt, repeat), {})
 
     def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> Measurement:
@@ -330,7 +330,7 @@ class CellRunner(Generic[Encoded]):
         prompt = self._engine.encode(self._prompts.at(cell.prompt, config.context), history)
         outcome = self._engine.generate(config, prompt, decoding, seed=cell.seed)
         if not cell.warmup:
-            answers[cell.turn] = outcome.token_ids
+            answers[cell.turn] = _said(outcome)
         return Generation(**_measured_fields(outcome), peak_memory_bytes=outcome.peak_memory_bytes)
 
     def _generate_group(
@@ -401,6 +401,11 @@ class CellRunner(Generic[Encoded]):
             widths = cost_widths(options.gammas, trees)
             return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else (), context)
         return self._engine.measure_shared_costs(prompt, batch, shared_widths(options.gammas, trees))
+
+
+def _said(output: Generation | Outcome) -> Sequence[int] | str:
+    """Return an output as later turns of its conversation have it."""
+    return output.token_ids if output.server is None else output.server.text
 
 
 def _measured_fields(outcome: Outcome) -> Json:
@@ -482,7 +487,8 @@ def find_differences(
                 continue
             if turns != plain_turns or len(history) < turn:
                 continue
-            judge = engine if in_time() else None
+            by_texts = turn and sweep.options.servers  # whose ids may lack tokens
+            judge = engine if in_time() and not by_texts else None
             known = _judge(
                 judge, prompts.at(name, config.context), history, tokens, plain, sweep.options.decoding
             )

@@ -51,6 +51,7 @@ EXCLUDE = (
     ),
     Row("sweep", ("engine",), "server", "it starts its own servers"),
     Row("sweep", ("context",), "engine", "start its server and measure it with --server"),
+    Row("sweep", ("batch", "context"), "prompt_cache", "a conversation is one request after the other"),
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
@@ -74,7 +75,7 @@ NEED = (
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
     Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),
-    Row("sweep", ("check_outputs",), "server", "it is for servers"),
+    Row("sweep", ("check_outputs", "prompt_cache"), "server", "it is for servers"),
     Row("sweep", ("engine_command", "max_servers", "start_timeout", "arguments"), "engine"),
     Row(
         "tune",

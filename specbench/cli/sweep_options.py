@@ -120,6 +120,14 @@ class ServerOptions:
     timeout: Annotated[
         float, _servers("--timeout", "SECONDS", "Timeout for each streamed chunk.", min=0.1)
     ] = 300.0
+    prompt_cache: Annotated[
+        Literal["avoid", "keep"],
+        _servers(
+            "--prompt-cache",
+            "WHAT",
+            "Prompt caches of servers: avoid, or keep those of earlier turns in a conversation. keep sends all turns.",
+        ),
+    ] = "avoid"
     check_outputs: Annotated[
         bool,
         _servers(
@@ -192,7 +200,12 @@ class ExperimentOptions:
     ] = None
     turns: Annotated[
         int | None,
-        _experiment("--turns", "N", "Maximum number of turns of each conversation. Default: all.", min=1),
+        _experiment(
+            "--turns",
+            "N",
+            "Maximum number of turns of each conversation. Default: all; with servers 1, without --prompt-cache keep.",
+            min=1,
+        ),
     ] = None
     repeats: Annotated[int, _experiment("--repeats -r", "N", "Repeats of each generation.")] = 2
     warmup: Annotated[

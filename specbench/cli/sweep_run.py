@@ -309,12 +309,15 @@ class SweepJob(RunJob):
         """Write the answer and the table into two files, then print them; stdout may be closed."""
         from specbench.results.requests import request_rows
         from specbench.results.summary import categorize, summarize
+        from specbench.results.turns import turn_rows
         from specbench.show import tables
         from specbench.show.answer import answer_parts, find_answers
         from specbench.show.document import show, to_markdown
 
         summary, categories, requests = summarize(results), categorize(results), request_rows(results)
         sheets = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
+        if turns := turn_rows(results):
+            sheets.append(tables.turn_sheet(turns))
         answers = find_answers(results, summary, categories)
         said = [part for each in answers for part in answer_parts(each)]
         try:

@@ -65,7 +65,7 @@ def sweep_servers(
         decoding=decoding,
         repeats=experiment.repeats,
         warmup=experiment.warmup,
-        turns=1 if experiment.turns is None else experiment.turns,
+        turns=experiment.turns or (None if servers.prompt_cache == "keep" and not batches else 1),
         seed=experiment.seed,
         cache="none",
         batches=batches,
@@ -73,6 +73,7 @@ def sweep_servers(
         contexts=contexts,
         servers=tuple(spec.name for spec in specs),
         api=servers.api,
+        prompt_cache=servers.prompt_cache,
         until=experiment.until,
     )
     with StageProgress(quiet) as progress:
@@ -91,6 +92,7 @@ def sweep_servers(
         timeout_s=servers.timeout,
         decoding=decoding,
         temperature=max(options.temperatures),
+        prompt_cache=servers.prompt_cache,
     )
     try:
         options = replace(
@@ -143,8 +145,8 @@ def _server_notes(engine: ServerEngine) -> list[str]:
     notes = [note for server in engine.servers for note in server.notes]
     if engine.salt != "none":
         whose = ", so outputs cannot be compared" if engine.salt == "each" else ""
-        notes.append(
-            "Every prompt gets a unique first line, because a server has a prompt cache that cannot be switched off"
-            f"{whose}."
-        )
+        why = "a server has a prompt cache that cannot be switched off"
+        if engine.keeps_cache:
+            why = "earlier conversations may be in a prompt cache"
+        notes.append(f"Every prompt gets a unique first line, because {why}{whose}.")
     return notes

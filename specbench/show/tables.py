@@ -17,6 +17,7 @@ from specbench.results.others import DRAFTS, FIGURES, NOTES, LoadFigures, figure
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN, RunConfig
 from specbench.results.summary import Categories, Summary, SummaryRow
+from specbench.results.turns import TurnRow
 from specbench.show.document import Sheet
 
 Row = TypeVar("Row")
@@ -262,6 +263,21 @@ _REQUEST_COLUMNS: list[_Column[RequestRow]] = [
 ]
 
 
+_TURN_COLUMNS: list[_Column[TurnRow]] = [
+    _name("configuration", lambda row: row.config.label),
+    _number("turn", 0, lambda row: row.turn + 1, _count),
+    _number("answers", 4, lambda row: row.generations, _count),
+    _number("prompt", 2, lambda row: row.prompt_tokens, _count),
+    _number("cached", 1, lambda row: row.cached_tokens, _count),
+    _number("reused", 0, lambda row: row.reused, _percent),
+    _number("TTFT ms", 0, lambda row: row.ttft_s, _thousand),
+    _number("tokens/s", 1, lambda row: row.tokens_per_second),
+    _number("accepted", 1, lambda row: row.acceptance_rate, _percent),
+    _number("tokens/step", 3, lambda row: row.tokens_per_step),
+    _number("broken", 0, lambda row: row.broken, _count),
+]
+
+
 def _least(heading: str, of: Callable[[PositionRow], float]) -> _Column[PositionRow]:
     return _Column(heading, 0, lambda row: "≥ " * (row.least and of(row) < 1) + _percent(of(row)), of)
 
@@ -379,6 +395,16 @@ def request_sheet(rows: Sequence[RequestRow]) -> Sheet:
             f" than {_FOR_P95}."
         )
     return _sheet(rows, _REQUEST_COLUMNS, said)
+
+
+def turn_sheet(rows: Sequence[TurnRow]) -> Sheet:
+    """Return a table of the turns of conversations."""
+    said = [
+        "Prompt, cached: mean tokens of the prompt, and of those that came from the prompt cache. Reused: cached tokens"
+        " over those of the turn before, prompt and answer. Broken: answers that are empty, repeat a phrase over and"
+        " over, or are not the JSON that was asked for."
+    ]
+    return _sheet(rows, _TURN_COLUMNS, said)
 
 
 def position_sheet(rows: Sequence[PositionRow]) -> Sheet:

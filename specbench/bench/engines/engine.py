@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.base.errors import RunError
 from specbench.bench.grid import SweepConfig
@@ -88,8 +88,8 @@ class BenchEngine(Protocol[Encoded]):
         """The training metadata of trained heads, by the names of their drafters."""
         return {}
 
-    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:
-        """Return a conversation in the engine's form, up to the turn after the given answers."""
+    def encode(self, prompt: Prompt, answers: Sequence[Any]) -> Encoded:
+        """Return a conversation in the engine's form, up to the turn after the given answers: ids, or texts."""
         ...
 
     def count_tokens(self, prompt: Prompt) -> int:

@@ -240,7 +240,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         return TargetModel(name=self._model_name)
 
-    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> ServerPrompt:
+    def encode(self, prompt: Prompt, answers: Sequence[str]) -> ServerPrompt:
         name = next(iter(self._running), next(iter(self._commands)))
         return self.server(name).encode(prompt, answers)
 

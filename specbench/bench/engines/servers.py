@@ -2,7 +2,7 @@
 
 Nothing is known about a server except what it sends. All servers get the same prompts, one request at a time or as many
 as there are clients. Prompt caches are avoided, by a field of the request or by a first line of the prompt that is
-always new.
+always new; or they are kept within a conversation, which begins with such a field or line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import httpx2
@@ -117,11 +118,13 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         local: Loads the target on this machine, to explain outputs that differ; ``None`` leaves that out.
         timeout_s, transport: See ``ServerClient``.
         decoding, temperature: Options that the first request to each server tests.
+        prompt_cache: Whether later turns of a conversation may find earlier ones in the prompt cache.
         clock, pause: Functions that return the time, and that wait, in seconds.
 
     Attributes:
         servers: The connected servers, in the order of ``specs``.
-        salt: How their prompt caches are avoided.
+        salt: How their prompt caches, or earlier conversations in them, are avoided.
+        keeps_cache: Whether later turns of a conversation may find earlier ones.
         unjudged: Why outputs that differ were not explained; empty if they were.
 
     Raises:
@@ -141,12 +144,13 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         timeout_s: float = 300.0,
         decoding: DecodingOptions | None = None,
         temperature: float = 0.0,
+        prompt_cache: Literal["avoid", "keep"] = "avoid",
         transport: httpx2.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._api, self._tokenizer, self._local = api, tokenizer, local
-        self._clock, self._pause = clock, pause
+        self._clock, self._pause, self.keeps_cache = clock, pause, prompt_cache == "keep"
         self._keys = dict(keys)
         self._judge: ModelEngine | None = None
         self.unjudged = ""
@@ -171,7 +175,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             self.close()
             raise
         self._by_name = {server.spec.name: server for server in self.servers}
-        self.salt = _salt_for(self.servers)
+        self.salt = _salt_for(self.servers, keep=self.keeps_cache)
 
     def close(self) -> None:
         """Close all connections."""
@@ -225,11 +229,11 @@ class ServerEngine(BenchEngine[ServerPrompt]):
 
     # -- the interface of engines --------------------------------------------------------------------
 
-    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> ServerPrompt:
-        assert not answers, "servers answer first turns"
+    def encode(self, prompt: Prompt, answers: Sequence[str]) -> ServerPrompt:
+        turns = [text for pair in zip(prompt.turns, [*answers, ""], strict=False) for text in pair][:-1]
         if self._api == "chat":
-            return _messages(prompt.system, prompt.turns[0])
-        return "\n\n".join(part for part in (prompt.system, prompt.turns[0]) if part)
+            return _messages(prompt.system, *turns)
+        return "\n\n".join(part for part in (prompt.system, *turns) if part)
 
     def count_tokens(self, prompt: Prompt) -> int:
         if self._tokenizer is None:
@@ -353,7 +357,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         self, config: SweepConfig, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
     ) -> tuple[StreamedAnswer, int]:
         server = self._by_name[config.drafter]
-        settings = self._settings(server, config.temperature, decoding, request.seed)
+        mark = _mark(config, request, "each")
+        settings = self._settings(server, config.temperature, decoding, request.seed, mark)
         return await self._ask(server, self._salted(config, request), settings)
 
     async def _ask(
@@ -371,7 +376,12 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             attempt += 1
 
     def _settings(
-        self, server: MeasuredServer, temperature: float, decoding: DecodingOptions, seed: int
+        self,
+        server: MeasuredServer,
+        temperature: float,
+        decoding: DecodingOptions,
+        seed: int,
+        conversation: str = "",
     ) -> Json:
         dialect = server.dialect
         return {
@@ -380,7 +390,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             **({"seed": seed, "top_p": 1.0, **dialect.sampled} if temperature else {}),
             **({"ignore_eos": True} if decoding.ignore_eos else {}),
             **dialect.always,
-            **dialect.without_cache(),
+            **(dialect.with_cache(conversation) if self.keeps_cache else dialect.without_cache()),
         }
 
     def _salted(self, config: SweepConfig, request: BenchRequest[ServerPrompt]) -> ServerPrompt:
@@ -389,8 +399,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         """
         if self.salt == "none":
             return request.prompt
-        whose = config.drafter if self.salt == "each" else ""
-        line = f"[{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}]\n"
+        line = f"[{_mark(config, request, self.salt)}]\n"
         if isinstance(request.prompt, str):
             return line + request.prompt
         first, *rest = request.prompt
@@ -474,9 +483,11 @@ def explain(
     return RunError(error.message, f"Check that it runs at {spec.url}.")
 
 
-def _messages(system: str | None, text: str) -> tuple[Mapping[str, str], ...]:
-    user = {"role": "user", "content": text}
-    return (user,) if system is None else ({"role": "system", "content": system}, user)
+def _messages(system: str | None, *turns: str) -> tuple[Mapping[str, str], ...]:
+    """Return the messages of a conversation whose turns are the user's and the model's alternately."""
+    first = () if system is None else ({"role": "system", "content": system},)
+    roles = cycle(("user", "assistant"))
+    return (*first, *({"role": role, "content": text} for role, text in zip(roles, turns, strict=False)))
 
 
 def only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
@@ -494,9 +505,17 @@ def only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
     )
 
 
-def _salt_for(servers: Sequence[MeasuredServer]) -> Salt:
-    """Return how to avoid the prompt caches of all servers; if possible, all servers get the same prompts."""
-    caching = [server for server in servers if server.dialect.caches]
+def _mark(config: SweepConfig, request: BenchRequest[ServerPrompt], salt: Salt) -> str:
+    """Return what is new to a prompt cache: for all servers together, or for each."""
+    whose = config.drafter if salt == "each" else ""
+    return f"{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}"
+
+
+def _salt_for(servers: Sequence[MeasuredServer], *, keep: bool) -> Salt:
+    """Return how to avoid the prompt caches of all servers, or earlier conversations in them, where no field does that;
+    if possible, all servers get the same prompts.
+    """
+    caching = [server for server in servers if (not server.dialect.salt if keep else server.dialect.caches)]
     if not caching:
         return "none"
     places = Counter((server.spec.url, server.model) for server in caching)

@@ -24,6 +24,7 @@ from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
 from specbench.results.summary import Categories, Summary, baseline_name, categorize, summarize
+from specbench.results.turns import turn_rows
 from specbench.show import tables
 from specbench.show.answer import Answer, find_answers
 from specbench.show.document import Sheet
@@ -102,6 +103,7 @@ def make_report(results: Results, name: str, plots: Path, others: Sequence[LoadF
     pictures, missing = _pictures(results, plots)
     sheets = {
         "Batches of requests": tables.request_sheet(request_rows(results)),
+        "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         CATEGORIES: tables.category_sheet(categories, summary),
         "Other tools": tables.loads_sheet([*own_figures(results), *others]) if others else Sheet([], []),
         "Trained heads": tables.head_sheet(head_rows(results)),
@@ -298,14 +300,18 @@ _SALTS = {
 
 
 def _method_of_servers(run: Run) -> list[tuple[str, str]]:
-    no_cache = "Fields of the requests switch their prompt caches off."
-    salt = _SALTS.get(str(run.options.get("salt")), no_cache)
+    if run.options.get("prompt_cache") == "keep":
+        caches = "Later turns of a conversation may find earlier ones in the prompt cache, but no other conversation."
+    else:
+        caches = _SALTS.get(
+            str(run.options.get("salt")), "Fields of the requests switch their prompt caches off."
+        )
     text = (
         "Times are those of the client on the machine below: from sending a request to reading text. Tokens are those"
         " that the server names or counts, compared with the target's tokenizer where it is available; pieces of a"
         " stream are not tokens."
     )
-    return [("Servers", f"{text} {salt}")]
+    return [("Servers", f"{text} {caches}")]
 
 
 def _method_of_batches(done: pd.DataFrame) -> list[tuple[str, str]]:

@@ -1,0 +1,235 @@
+"""Conversations turn by turn: what servers found in their prompt caches, and what their answers were worth.
+
+Two things are named: a server that does not find earlier turns in its prompt cache, and one whose answers are broken
+where the baseline's are not. Both are counted by conversation and compared by a sign test, since the generations of one
+conversation depend on each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats as distributions
+
+from specbench.base.record import ratio
+from specbench.results.results import Results
+from specbench.results.run import RunConfig, RunWarning
+from specbench.results.summary import configs_of
+
+LOST = 0.5
+"""Share of the prompt before that a turn finds in the cache at least, if it is not lost."""
+
+CHANCE = 0.025
+"""Probability of a sign test from which a difference between servers is named."""
+
+_PHRASE = 3
+_WORDS = 30
+_DISTINCT = 0.3
+"""A text of so many words whose phrases of three words are distinct by less than this share repeats itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRow:
+    """A turn of the conversations of one server. NaN stands for what is not known.
+
+    Attributes:
+        turn: Counted from 0.
+        generations: Number of answers.
+        prompt_tokens: Mean number.
+        cached_tokens: Mean number of those that came from a cache.
+        reused: Cached tokens over those of the turn before, prompt and answer.
+        ttft_s: Median time to the first token.
+        tokens_per_second: Geometric mean of the decode speeds.
+        acceptance_rate: Accepted over drafted tokens.
+        tokens_per_step: Emitted tokens over steps.
+        broken: Number of broken answers, see ``is_broken``.
+    """
+
+    config: RunConfig
+    turn: int
+    generations: int
+    prompt_tokens: float
+    cached_tokens: float
+    reused: float
+    ttft_s: float
+    tokens_per_second: float
+    acceptance_rate: float
+    tokens_per_step: float
+    broken: int
+
+
+def turn_rows(results: Results) -> list[TurnRow]:
+    """Return a row for each server and turn, in the order of the run; none without later turns."""
+    if results.answers.empty or not results.done["turn"].max() > 0:
+        return []
+    answers = _answers(results)
+    return [
+        _turn_row(config, turn, rows)
+        for config in configs_of(results)
+        for turn, rows in answers[answers["config"] == config.id].groupby("turn")
+    ]
+
+
+def _turn_row(config: RunConfig, turn: Any, rows: pd.DataFrame) -> TurnRow:
+    drafted = float(rows["drafted"].sum())
+    known = rows[rows["cached_tokens"].notna() & rows["known"].notna()]
+    speeds = rows["tokens_per_second"].to_numpy(dtype=np.float64)
+    speeds = speeds[speeds > 0]
+    steps = float((rows["new_tokens"] - 1 - rows["accepted"]).sum())
+    return TurnRow(
+        config=config,
+        turn=int(turn),
+        generations=len(rows),
+        prompt_tokens=float(rows["prompt_tokens"].mean()),
+        cached_tokens=float(rows["cached_tokens"].mean()),
+        reused=ratio(float(known["cached_tokens"].sum()), float(known["known"].sum())) if turn else math.nan,
+        ttft_s=float(rows["ttft_s"].median()),
+        tokens_per_second=math.exp(float(np.log(speeds).mean())) if len(speeds) else math.nan,
+        acceptance_rate=ratio(float(rows["accepted"].sum()), drafted),
+        tokens_per_step=ratio(float((rows["new_tokens"] - 1).sum()), steps) if drafted else math.nan,
+        broken=int(rows["broken"].sum()),
+    )
+
+
+def _answers(results: Results) -> pd.DataFrame:
+    """Return all answers with what is known of them.
+
+    ``known`` is the number of tokens of the turn before, prompt and answer; ``lost`` says whether less than half of its
+    prompt was found in the cache; ``broken`` see ``is_broken``.
+    """
+    columns = ["config", "prompt", "turn", "repeat", "prompt_tokens", "new_tokens", "ttft_s", "tokens_per_second",
+               "finish_reason"]  # fmt: skip
+    rows = results.done[columns].join(results.answers[["text", "cached_tokens", "drafted", "accepted"]])
+    rows[["drafted", "accepted"]] = rows[["drafted", "accepted"]].astype(float).fillna(0.0)
+    rows["cached_tokens"] = rows["cached_tokens"].astype(float)
+    key = ["config", "prompt", "turn", "repeat"]
+    before = rows[[*key, "prompt_tokens", "new_tokens"]].copy()
+    before["turn"] += 1
+    rows = rows.merge(before, on=key, how="left", suffixes=("", "_before"))
+    rows["known"] = rows["prompt_tokens_before"] + rows["new_tokens_before"]
+    rows["lost"] = rows["cached_tokens"] < LOST * rows["prompt_tokens_before"]
+    expected = {prompt.id: prompt.expects for prompt in results.run.prompts}
+    rows["broken"] = [
+        isinstance(text, str) and is_broken(text, expected.get(prompt) if reason == "stop" else None)
+        for text, prompt, reason in zip(rows["text"], rows["prompt"], rows["finish_reason"], strict=True)
+    ]
+    return rows
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+def is_broken(text: str, expects: str | None = None) -> bool:
+    """Return whether an answer is empty, repeats a phrase over and over, or is not what is expected.
+
+    Args:
+        text: The answer.
+        expects: ``json`` or ``tool call`` (a JSON object with a name and arguments); ``None`` for any text.
+    """
+    words = text.split()
+    if not words or text.count("\N{REPLACEMENT CHARACTER}") > len(text) / 10:
+        return True
+    if len(words) >= _WORDS:
+        phrases = [tuple(words[at : at + _PHRASE]) for at in range(len(words) - _PHRASE + 1)]
+        if len(set(phrases)) < _DISTINCT * len(phrases):
+            return True
+    if expects is None:
+        return False
+    try:
+        found = json.loads(re.sub(r"^```\w*\s*\n|\n\s*```$", "", text.strip()))
+    except (ValueError, RecursionError):
+        return True
+    if expects == "json":
+        return False
+    return not (
+        isinstance(found, dict)
+        and isinstance(found.get("name"), str)
+        and isinstance(found.get("arguments"), dict)
+    )
+
+
+# -- what is named -------------------------------------------------------------------------------------
+
+
+def conversation_warnings(results: Results) -> Iterator[RunWarning]:
+    """Yield a warning for each server that loses its prompt cache, or whose answers are broken more often than those of
+    the baseline; and for those that do not tell what they found in it.
+    """
+    if results.run.options.get("prompt_cache") != "keep" or results.done.empty:
+        return
+    answers = _answers(results)
+    later = answers[answers["turn"] > 0]
+    for config in configs_of(results):
+        rows, base = (later[later["config"] == each] for each in (config.id, config.baseline))
+        if rows.empty:
+            continue
+        if rows["cached_tokens"].isna().all():
+            yield RunWarning(
+                "cache-unknown",
+                "info",
+                f"{config.label}: it does not say how many prompt tokens came from its cache.",
+                "vLLM says it with --enable-prompt-tokens-details, SGLang with --enable-cache-report.",
+            )
+        elif warning := _cache_warning(config, rows, base):
+            yield warning
+        first = answers[(answers["config"] == config.id) & (answers["turn"] == 0)]
+        found = ratio(float(first["cached_tokens"].sum()), float(first["prompt_tokens"].sum()))
+        if found > LOST:
+            yield RunWarning(
+                "prompt-cache",
+                "warning",
+                f"{config.label}: first turns found {found:.0%} of their tokens in the prompt cache, from an earlier"
+                " measurement.",
+                "Give another --seed, or restart the server.",
+                {"share": found},
+            )
+        if config.id != config.baseline and (warning := _decay_warning(config, rows, base)):
+            yield warning
+
+
+def _cache_warning(config: RunConfig, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
+    known, theirs = rows[rows["cached_tokens"].notna()], base[base["cached_tokens"].notna()]
+    lost, others = float(known["lost"].mean()), float(theirs["lost"].mean()) if len(theirs) else math.nan
+    differs = config.id != config.baseline and more_often(known, theirs, "lost")
+    if lost < LOST and not differs:
+        return None
+    beside = f"; {config.baseline} in {int(theirs['lost'].sum())} of {len(theirs)}" if differs else ""
+    return RunWarning(
+        "cache-lost",
+        "error",
+        f"{config.label} loses its prompt cache: in {int(known['lost'].sum())} of {len(known)} later turns it did not"
+        f" find the turn before{beside}.",
+        "Switch prefix caching on, and check that it works together with this kind of speculation.",
+        {"lost": lost, "baseline": None if math.isnan(others) else others},
+    )
+
+
+def _decay_warning(config: RunConfig, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
+    if not more_often(rows, base, "broken"):
+        return None
+    return RunWarning(
+        "answers-decay",
+        "error",
+        f"The answers of {config.label} decay: {int(rows['broken'].sum())} of {len(rows)} in later turns are empty,"
+        f" repeat themselves, or are not the JSON that was asked for; of {config.baseline}"
+        f" {int(base['broken'].sum())} of {len(base)}.",
+        "Compare with the prompt cache off (--prompt-cache avoid) and with speculation off, to see which one it is.",
+        {"broken": int(rows["broken"].sum()), "baseline": int(base["broken"].sum())},
+    )
+
+
+def more_often(rows: pd.DataFrame, base: pd.DataFrame, what: str) -> bool:
+    """Return whether more conversations have it more often than in the baseline than chance explains."""
+    counts = [each.groupby("prompt")[what].mean() for each in (rows, base)]
+    both = pd.concat(counts, axis=1, join="inner").to_numpy(dtype=np.float64)
+    more, fewer = int((both[:, 0] > both[:, 1]).sum()), int((both[:, 0] < both[:, 1]).sum())
+    return (
+        more > 0 and float(distributions.binomtest(more, more + fewer, alternative="greater").pvalue) < CHANCE
+    )
