@@ -587,7 +587,7 @@ def test_servers_that_are_none(sweep, tmp_path):
         (["--regex", "a"], "--regex does not go with --server: it is for models"),
         (["--gamma", "3"], "--gamma does not go with --server: it is for models"),
         (["--dtype", "float32"], "--dtype does not go with --server: no model is loaded"),
-        (["--turns", "2"], "first turn"),
+        (["--prompt-cache", "keep", "--batch", "2"], "--batch does not go with --prompt-cache"),
         (["--check-outputs"], "without --target: the model is loaded here"),
         (["--batch", "8"], "There are only 4 prompts"),
         (["--server", "nonsense"], "no name or no address"),
