@@ -107,13 +107,14 @@ def settings_of_run(run: Run) -> dict[str, EngineSetting]:
 
 def search(
     run: Run,
+    names: Sequence[str],
     stored: dict[tuple[str, str], list[Generation]],
     prompts: Sequence[str],
     seed: int,
     minutes: float,
 ) -> str:
     """Return the choice of a search over stored times."""
-    settings = settings_of_run(run)
+    settings = {name: setting for name, setting in settings_of_run(run).items() if name in names}
     category = {each.id: each.category for each in run.prompts}
     order = [prompts[each] for each in np.random.default_rng(seed).permutation(len(prompts))]
     options = SweepOptions(
@@ -146,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--drafter", action="append", help="search only over these; repeatable")
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=20.0)
     asked = parser.parse_args(arguments)
@@ -155,7 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for each in read_lines(asked.folder, []):
         if isinstance(each.result, Generation) and not each.line.warmup:
             stored[drafters[each.line.config], each.line.prompt].append(each.result)
-    names = list(dict.fromkeys(drafters.values()))
+    names = [
+        name
+        for name in dict.fromkeys(drafters.values())
+        if name == PLAIN or not asked.drafter or name.partition("@")[0] in asked.drafter
+    ]
     prompts = [each.id for each in run.prompts if all((name, each.id) in stored for name in names)]
     speeds = {
         name: _log_speed([each for prompt in prompts for each in stored[name, prompt]]) for name in names
@@ -163,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     best = max(speeds, key=lambda name: speeds[name])
     regrets = []
     for seed in range(asked.times):
-        choice = search(run, stored, prompts, seed, asked.minutes)
+        choice = search(run, names, stored, prompts, seed, asked.minutes)
         regrets.append(1.0 - math.exp(speeds[choice] - speeds[best]))
         print(f"seed {seed}: {choice}, {100 * regrets[-1]:.1f}% slower than {best}")
     within = sum(each <= MARGIN for each in regrets)
