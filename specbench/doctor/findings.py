@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specbench.base.record import Json, ratio
 from specbench.base.textsafe import counted, one_line
 from specbench.bench.engines.client import count_tokens
-from specbench.decoding.theory import SLOPE, best_length, expected_tokens_by_position
+from specbench.decoding.theory import SLOPE, expected_tokens_by_position
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +122,14 @@ class Examined:
         )
         return sum(one.drafts for one in known), tuple(kept)
 
+    @property
+    def drafting_share(self) -> float:
+        """Share of the steps that drafted; ``gamma`` must be known."""
+        assert self.drafted
+        assert self.gamma
+        drafts = self.drafted / self.gamma
+        return drafts / max(self.tokens - self.accepted - len(self.seen.answers), drafts)
+
     @cached_property
     def gamma(self) -> float | None:
         """Mean draft length of the steps that drafted."""
@@ -172,9 +180,7 @@ def _method(e: Examined) -> Iterator[Finding]:
         parts.append(f"Method: {named}")
     if e.gamma is not None:
         parts.append(f"effective γ {e.gamma:.1f}")
-        drafts = e.drafted / e.gamma
-        steps = max(e.tokens - e.accepted - len(e.seen.answers), drafts)
-        parts.append(f"{100 * drafts / steps:.0f}% of the steps draft")
+        parts.append(f"{100 * e.drafting_share:.0f}% of the steps draft")
     if parts:
         said = ", ".join(parts)
         yield Finding("method", "ok", said[0].upper() + said[1:] + ".")
@@ -488,8 +494,12 @@ def _best_gamma(e: Examined) -> Iterator[Finding]:
     else:
         cost, source = e.draft_cost + SLOPE, "assumed"
     verify = [0.0, *(1.0 + cost * number for number in range(len(tokens)))]
-    best = best_length(tokens, 0.0, verify)
-    speed = [tokens[gamma] / verify[gamma + 1] for gamma in range(len(tokens))]
+    share = e.drafting_share  # the other steps emit one token, in the time of a pass
+    speed = [
+        (share * tokens[gamma] + 1.0 - share) / (share * verify[gamma + 1] + 1.0 - share)
+        for gamma in range(len(tokens))
+    ]
+    best = max(range(len(tokens)), key=speed.__getitem__)
     gain = speed[best] / speed[now] - 1.0
     basis = f"{source}: a draft token costs {cost:.2f} of a target pass"
     if gain < _LEAST_GAIN:
