@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from regret import FakeClock, choice_of
 
-from specbench.bench.engines.engine import Outcome
+from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.engines.launched import Start
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
 from specbench.bench.manifest import open_run
@@ -44,7 +44,7 @@ START_S = 8.0
 GOAL, MARGIN = 0.9, 0.05
 
 
-class StoredServers:
+class StoredServers(BenchEngine[str]):
     """Servers that answer as they did in a stored sweep."""
 
     limit = None
