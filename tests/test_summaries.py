@@ -47,6 +47,10 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"explained": RARE, "gammas": [5, 0, 0, 15], "steps": 4, "drafted": 20, "acceptance_rate": 0.05},
         {},
     ),
+    "slower, for experts": (
+        {"explained": {**RARE, "experts": 2.4}, "drafted": 20, "acceptance_rate": 0.05},
+        {"verbose": True},
+    ),
     "nothing drafted": ({"drafted": 0, "explained": {**SLOW, "usual": 1.0}}, {}),
     "nothing to predict from": ({"explained": None}, {}),
     "plain decoding": ({"drafter": "none", "drafted": 0, "explained": None}, {}),

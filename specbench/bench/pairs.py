@@ -135,6 +135,7 @@ class Explanation:
         masks: The part of ``step`` for the masks of the output's format, in drafting and acceptance.
         forced: The part of ``tokens`` that the format forced.
         plain_steps: Number of plain steps timed; if 0, ``plain_s`` is derived from forward passes over more tokens.
+        experts: Experts that a step reads, relative to a plain step; ``None`` for a target without experts.
     """
 
     tokens: float
@@ -146,6 +147,7 @@ class Explanation:
     plain_steps: int
     masks: float = 0.0
     forced: float = 0.0
+    experts: float | None = None
 
 
 def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> Explanation | None:
@@ -190,6 +192,8 @@ def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Exp
     unit = plain_s * len(steps)
     drafts = (prefill + sum(drafting[_passes(step)] for step in steps)) / unit
     others = sum(rest[step.verified] for step in steps) / unit
+    read = [step.experts for step in steps if step.experts is not None]
+    alone = sum(each.one for each in read)
     return Explanation(
         tokens=tokens,
         step=drafts + others,
@@ -200,6 +204,7 @@ def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Exp
         lowest=tokens / (drafts + sum(step.verified for step in steps) / len(steps)),
         plain_s=plain_s,
         plain_steps=plain_steps,
+        experts=sum(each.total for each in read) / alone if alone else None,
     )
 
 

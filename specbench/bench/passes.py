@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -65,8 +65,9 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
         if name in drafters:
             rows.setdefault(name, {})[nodes] = max(draft_s[name], fit_context(times)[0] - draft_s[name])
     target = {n: fitted[n][0] for n in sorted(targets)}
+    experts = _experts(lines)
     if len(contexts) < 2:
-        return PassCosts(target, draft_s, first, rows)
+        return PassCosts(target, draft_s, first, rows, experts=experts)
     errors = [error for _, _, each in fitted.values() for error in each]
     return PassCosts(
         target,
@@ -76,7 +77,17 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
         {n: fitted[n][1] for n in targets},
         {name: fitted[name][1] for name in drafters},
         math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
+        experts,
     )
+
+
+def _experts(lines: Sequence[CostLine]) -> dict[int, float]:
+    """Return the mean counts of experts in passes of the target, by number of tokens."""
+    read: dict[int, list[float]] = {}
+    for line in lines:
+        if isinstance(line, TargetTimes) and line.experts is not None:
+            read.setdefault(line.tokens, []).append(line.experts)
+    return {n: fmean(read[n]) for n in sorted(read)}
 
 
 def _by_context(medians: Mapping[Any, float]) -> dict[Any, dict[int, float]]:
@@ -169,13 +180,15 @@ def time_passes(
     text = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
     drafters = {name: each for name, each in drafters.items() if (context_limit(each) or length) >= length}
     device = str(scorer.device)
+    experts: dict[int, float | None] = {}
 
     def target_pass(n: int) -> float:
         drafted = [text[i % length] for i in range(n - 1)]
         began = clock.now()
-        scorer.logits(text, drafted)
+        read = scorer.score(ForwardRequest(scorer, text, drafted, counts_experts=True)).experts
         took = clock.now() - began
         scorer.rollback(length - 1)
+        experts[n] = None if read is None else read.ratio
         return took
 
     def draft(drafter: Drafter, nodes: int = 0) -> float:
@@ -210,7 +223,9 @@ def time_passes(
     }
     times = time_in_turn(jobs, rounds, order, progress)
     scorer.begin()
-    target = [TargetTimes(tokens=n, seconds=times[n], context_tokens=length) for n in widths]
+    target = [
+        TargetTimes(tokens=n, seconds=times[n], context_tokens=length, experts=experts[n]) for n in widths
+    ]
     single = [DrafterTimes(drafter=name, seconds=times[name], context_tokens=length) for name in drafters]
     several = [
         TreeTimes(drafter=name, nodes=nodes, seconds=times[name, nodes], context_tokens=length)

@@ -196,6 +196,8 @@ def _because(figures: Mapping[str, Any], of_the_text: str) -> str:
     if drafting_steps < figures["steps"]:
         rate += f" in {drafting_steps} of {counted(figures['steps'], 'step')}"
     reason = f"{balance}: {rate} {'was' if figures['drafted'] == 1 else 'were'} accepted"
+    if (experts := figures["explained"].get("experts")) is not None and experts >= _GAIN:
+        reason += f", and its target pass reads {experts:.2f} times the experts"
     return f"{reason}; {of_the_text}" if of_the_text else reason
 
 
@@ -227,6 +229,9 @@ def _details(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     if time["decode_s"]:
         shares = ", ".join(f"{part} {time[f'{part}_s'] / time['decode_s']:.0%}" for part in PARTS)
         lines.append(("parts", f"{shares}, in {counted(figures['steps'], 'step')}"))
+    experts = (figures.get("explained") or {}).get("experts")
+    if experts is not None:
+        lines.append(("experts", f"a step reads {experts:.2f} times the experts of a plain one"))
     if (share := figures.get("draftable_share")) is not None:
         lines.append(("drafter", f"{share:.0%} of the output's tokens are in its vocabulary"))
     if figures.get("repeats"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.records import Closing, DraftVerdict, FinishReason, Step, StepTimes
+from specbench.decoding.records import Closing, DraftVerdict, ExpertsRead, FinishReason, Step, StepTimes
 from specbench.decoding.verify import Verdict, expected_acceptance
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def step_of(
     times: StepTimes,
     policy: Mapping[str, float],
     logits: torch.Tensor | None,
+    experts: ExpertsRead | None = None,
 ) -> Step:
     """Return the record of a step.
 
@@ -33,6 +34,7 @@ def step_of(
         emitted: How many of the verdict's tokens are output; fewer than all if a stop came among them.
         finished: Why the output ends here; ``None`` if it continues.
         logits: The target's, [verified, vocab], to record a trace; ``None`` for no trace.
+        experts: See ``Step``.
     """
     nodes, chain = len(draft.tokens) - draft.siblings, draft.is_chain
     if not chain:
@@ -64,6 +66,7 @@ def step_of(
         parents=None if chain else tuple(draft.parents or ()),
         path=() if chain else tuple(verdict.path),
         forced=tuple(draft.forced),
+        experts=experts,
     )
 
 

@@ -157,7 +157,10 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             budget = limit - position - 1  # a step ends with one more token, which is not drafted
             draft = yield from plan.propose(drafter, context, budget, sampling, random, verification.drawing)
         watch.lap("draft")
-        logits, hidden = yield ForwardRequest(target, context, draft.tokens, draft.parents, layers=layers)
+        counts = index >= 0
+        logits, hidden, experts = yield ForwardRequest(
+            target, context, draft.tokens, draft.parents, layers=layers, counts_experts=counts
+        )
         watch.lap("verify")
         verdict = verification.judge(draft, logits, context, sampling, random)
         emitted, reason = stops.cut(verdict.tokens)  # how many of them are output
@@ -175,7 +178,8 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             probability = None if traced is None else closing_probability(verdict, traced)
             yield Prefill(position, context[-1], times.total_s, finished, probability)
         else:
-            step = step_of(index, position, draft, verdict, emitted, finished, times, policy.notes(), traced)
+            notes = policy.notes()
+            step = step_of(index, position, draft, verdict, emitted, finished, times, notes, traced, experts)
             yield step
         index += 1
     if step is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft, Draws, StepOutcome
-    from specbench.decoding.records import Step
+    from specbench.decoding.records import ExpertsRead, Step
     from specbench.decoding.sampling import Randomness, Sampling
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ class ForwardRequest(NamedTuple):
         rows: How many of the last positions need logits; ``None`` for the context's last one and every draft token.
         layers: Layers whose hidden states are needed, as ``transformers`` counts them: 0 is the first layer's input,
             and the last one includes the final norm.
+        counts_experts: Whether the experts are counted that the pass reads.
     """
 
     scorer: Scorer
@@ -52,6 +53,7 @@ class ForwardRequest(NamedTuple):
     parents: Sequence[int] | None = None
     rows: int | None = None
     layers: Sequence[int] = ()
+    counts_experts: bool = False
 
 
 class ForwardOutput(NamedTuple):
@@ -62,10 +64,12 @@ class ForwardOutput(NamedTuple):
             default row 0 is for the token after the context, and row i + 1 for the token after draft token i.
         hidden: Hidden states of the requested layers, [fed, layers, width], for every token that was fed: first those
             of the context that were not cached, then the draft. ``None`` if none were requested.
+        experts: What the request's own tokens read; ``None`` if it was not requested, or the model does not tell.
     """
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
+    experts: ExpertsRead | None = None
 
 
 Decoding: TypeAlias = Generator[ForwardRequest, ForwardOutput, T]

@@ -112,6 +112,35 @@ class Prefill:
         return () if self.token is None else ("target",)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsRead:
+    """The experts that a forward pass of the target has read; several passes are added up.
+
+    Attributes:
+        by_layer: How many different ones each layer with experts read.
+        one: How many a pass over one of its tokens alone would read in all layers, on average over the tokens.
+        shared: How many the pass read with the tokens of other requests; ``None`` if there were none.
+
+    Example:
+        >>> ExpertsRead((12, 14), 16.0).ratio
+        1.625
+    """
+
+    by_layer: tuple[int, ...]
+    one: float
+    shared: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Experts read in all layers."""
+        return sum(self.by_layer)
+
+    @property
+    def ratio(self) -> float:
+        """How many times the experts of one token were read."""
+        return self.total / self.one if self.one else 1.0
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Step:
     """One round: draft, verify, accept, roll back.
@@ -137,6 +166,7 @@ class Step:
         parents: By tree node the index of its parent, -1 for the context; ``None`` for a chain.
         path: The accepted nodes of a tree, root to leaf, ignoring stops; empty for a chain.
         forced: Places of the draft tokens that the drafter ``grammar`` drafted: the format allows no others there.
+        experts: What its pass read; ``None`` for a target without experts, or where they are not counted.
         hidden: Forced tokens that ``unforced`` has left out.
 
     Example:
@@ -163,6 +193,7 @@ class Step:
     parents: tuple[int, ...] | None = None
     path: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
+    experts: ExpertsRead | None = None
     hidden: int = 0
 
     @property
@@ -254,6 +285,7 @@ class SharedPass:
         began_s: Its start by the scheduler's clock.
         seconds: Its duration.
         active, waiting: Numbers of active and queued requests.
+        experts: How many times the experts of one token it read; ``None`` without experts.
     """
 
     model: object
@@ -265,6 +297,7 @@ class SharedPass:
     seconds: float
     active: int
     waiting: int
+    experts: float | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 SLOPE = 0.02
 """The assumed cost of another token in a target pass, in units of v(1)."""
@@ -149,6 +149,20 @@ PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Met
 """Seconds of forward passes by tokens, nodes or requests; ascending."""
 
 
+class ExpertsFit(NamedTuple):
+    """The time of a pass of a target with experts: ``base_s`` + ``one_s`` · experts read over those of one token.
+
+    Attributes:
+        base_s: Seconds of everything else.
+        one_s: Seconds to read as many experts as one token does.
+        error: Root mean square of what is left, over the mean time.
+    """
+
+    base_s: float
+    one_s: float
+    error: float
+
+
 class PassCosts(
     Struct,
     frozen=True,
@@ -160,6 +174,7 @@ class PassCosts(
         "rows_s": "drafter_rows_s",
         "context_s": "target_context_s",
         "error": "context_error",
+        "experts": "target_pass_experts",
     },
 ):
     """Seconds of forward passes.
@@ -175,6 +190,7 @@ class PassCosts(
             pass; empty if one length was timed.
         drafter_context_s: The same of drafting one token, by drafter.
         error: Root mean square of the fit's relative errors; ``None`` if one length was timed.
+        experts: Experts that the target's passes read, over those of one token, by number of tokens; empty without.
     """
 
     target_s: PassSeconds
@@ -184,6 +200,7 @@ class PassCosts(
     context_s: Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Meta(ge=0, lt=1e18)]] = {}
     drafter_context_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
     error: float | None = None
+    experts: PassSeconds = {}
 
     def __post_init__(self) -> None:
         force_setattr(self, "target_s", _ascending(self.target_s))
@@ -208,6 +225,7 @@ class PassCosts(
                 name: {nodes: moved(seconds, slopes.get(name, 0.0)) for nodes, seconds in rows.items()}
                 for name, rows in self.rows_s.items()
             },
+            experts=self.experts,
         )
 
     def target_pass_s(self, n: int) -> float:
@@ -216,6 +234,37 @@ class PassCosts(
         Beyond the widest it follows the last two, never falling, or ``SLOPE`` after a single one.
         """
         return _prolonged(self.target_s, n)
+
+    @property
+    def experts_fit(self) -> ExpertsFit | None:
+        """The line through the times of the target's passes over the experts that they read; ``None`` without."""
+        known = [(self.experts[n], seconds) for n, seconds in self.target_s.items() if n in self.experts]
+        if len({experts for experts, _ in known}) < 2:
+            return None
+        mean = sum(seconds for _, seconds in known) / len(known)
+        middle = sum(experts for experts, _ in known) / len(known)
+        spread = sum((experts - middle) ** 2 for experts, _ in known)
+        slope = max(0.0, sum((experts - middle) * (seconds - mean) for experts, seconds in known) / spread)
+        base = mean - slope * middle
+        misses = [base + slope * experts - seconds for experts, seconds in known]
+        error = math.sqrt(sum(miss**2 for miss in misses) / len(known)) / mean
+        return ExpertsFit(base, slope, error)
+
+    def reading(self, experts: Mapping[int, float]) -> PassCosts:
+        """Return the costs where passes of the target read other experts than the timed ones.
+
+        Args:
+            experts: What they read, as ``experts``; numbers of tokens that were not timed are left out.
+        """
+        fit = self.experts_fit
+        if fit is None:
+            return self
+        known = {n: ratio for n, ratio in experts.items() if n in self.target_s and n in self.experts}
+        moved = {
+            n: max(self.target_s[n] + fit.one_s * (ratio - self.experts[n]), self.target_s[n] / n)
+            for n, ratio in known.items()
+        }
+        return replace(self, target_s={**self.target_s, **moved}, experts={**self.experts, **known})
 
     def v(self, n: int) -> float:
         """Return v(n): the time of a target's pass with ``n`` tokens over that with one token."""

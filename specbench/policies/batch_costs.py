@@ -18,9 +18,9 @@ from specbench.policies.costs import (
     LATEST_PASSES,
     CostSource,
     GivenCosts,
-    WidthTimes,
     costs_to_dict,
 )
+from specbench.policies.width_times import WidthTimes
 
 if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step
@@ -116,7 +116,7 @@ class BatchCosts:
             self.rows, self.requests = requests + sum(made.drafted) if reading else sum(made.fed), requests
             self.drafters = sum(each > 0 for each in made.drafted)
             if not reading:
-                self._timed(made.seconds)
+                self._timed(made.seconds, made.experts)
             self._forget()
             if self._timed_any:
                 self._rounds = _MEMORY * self._rounds + 1.0
@@ -149,13 +149,13 @@ class BatchCosts:
         since = self.rounds - self._asked_at
         return not self._forgot or reading_s <= _RELEARNING * since * self.target_s(self.requests)
 
-    def _timed(self, seconds: float) -> None:
+    def _timed(self, seconds: float, experts: float | None) -> None:
         """Record the time of the target's last pass, in which no prompt was read."""
         if self.rows == self.requests:
-            self.plain_s.add(self.requests, seconds)
+            self.plain_s.add(self.requests, seconds, experts=experts)
             return
         # A number of rows hardly ever repeats: those within half a row per request count as one.
-        self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2), self.rounds)
+        self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2), self.rounds, experts)
 
     def target_s(self, rows: int) -> float:
         """Return the seconds of a pass of the last one's requests over that many rows; 1 row takes 1 before any."""

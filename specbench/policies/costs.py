@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
-from specbench.decoding.theory import SLOPE, PassCosts, interpolate, never_falling
+from specbench.decoding.theory import PassCosts
+from specbench.policies.width_times import INSTANT, WidthTimes
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
@@ -23,14 +24,8 @@ COST_NOTES = ("drafter_pass_s", "rest_s")
 LATEST_PASSES = 15
 """How many of the drafter's latest passes count."""
 
-_STEPS = 9
-"""How many of the latest steps count, for each number of verified tokens."""
-
 ASSUMED_C = 0.2
 """The cost ratio assumed before a drafter's pass is measured."""
-
-_FAR = 4
-"""The assumed slope weighs as much as one step with one token and one with this many more."""
 
 FIRST_REACH = 3
 """The longest draft before anything is timed."""
@@ -46,9 +41,6 @@ COST_FIELDS = (
     "drafter_context_s",
 )
 """The fields of costs that hold for every generation."""
-
-_INSTANT = 1e-9
-"""A lower bound for times, as clocks may be coarse."""
 
 
 class CostSource:
@@ -176,118 +168,6 @@ class GivenCosts(CostSource):
         }
 
 
-class WidthTimes:
-    """Seconds by number of tokens, from samples.
-
-    A time is the (lower) median of its latest samples, and none exceeds one with more tokens, so single disturbed
-    samples do not count. Rarely seen numbers of tokens are pulled towards a straight line through the others, and that
-    line towards a gentle slope.
-
-    Args:
-        first: Number of tokens at which the assumed slope begins; ``None``: at the fewest tokens seen.
-
-    Attributes:
-        widest: The most tokens of a sample.
-        count: Samples so far.
-    """
-
-    def __init__(self, first: int | None = 1) -> None:
-        self._first = first
-        self._samples: dict[int, deque[tuple[int, float]]] = {}
-        self._latest: dict[int, int] = {}
-        self._medians: dict[int, float] = {}
-        self._line = (1.0, SLOPE)
-        self._off_line: dict[int, float] = {}
-        self._least = 1.0
-        self.widest = self.count = 0
-        self._known: dict[int, float] = {}
-
-    def add(self, n: int, seconds: float, step: int = 1, when: int = 0) -> None:
-        """Add a sample; numbers of tokens up to the same multiple of ``step`` count as one, along the line."""
-        place, slope = step * -(-n // step), self.slope_s
-        self._latest[place] = when
-        self._samples.setdefault(place, deque(maxlen=_STEPS)).append((n, seconds))
-        self.widest = max(self.widest, n)
-        self.count += 1
-        if step == 1:
-            self._medians[place] = median_low(seconds for _, seconds in self._samples[place])
-        else:
-            for each, samples in self._samples.items():
-                self._medians[each] = median_low(
-                    seconds + slope * (each - number) for number, seconds in samples
-                )
-        self._fit()
-
-    def forget(self, before: int) -> None:
-        """Drop numbers of tokens whose latest sample was taken before."""
-        old = [place for place, when in self._latest.items() if when < before]
-        if not old:
-            return
-        for place in old:
-            del self._samples[place], self._medians[place], self._latest[place]
-        self.count = sum(map(len, self._samples.values()))
-        self.widest = max((n for samples in self._samples.values() for n, _ in samples), default=0)
-        self._known.clear()
-        if self._samples:
-            self._fit()
-
-    def samples(self, n: int) -> int:
-        """Return the number of samples of ``n`` tokens."""
-        return len(self._samples.get(n, ()))
-
-    @property
-    def seen(self) -> Sequence[int]:
-        """The numbers of tokens with samples, ascending."""
-        return sorted(self._samples)
-
-    @property
-    def any(self) -> bool:
-        """Whether there are samples."""
-        return bool(self._samples)
-
-    @property
-    def first_s(self) -> float:
-        """The line's time for one token."""
-        return self._line[0]
-
-    @property
-    def slope_s(self) -> float:
-        """The line's time for another token; 0 without samples."""
-        return self._line[1] if self._samples else 0.0
-
-    def __call__(self, n: int) -> float:
-        """Return the time of ``n`` tokens."""
-        if n not in self._known:
-            first, slope = self._line
-            self._known[n] = max(first + slope * (n - 1) + interpolate(self._off_line, n), self._least)
-        return self._known[n]
-
-    def _fit(self) -> None:
-        """Fit a line through the medians, weighted by their samples, and keep the residuals."""
-        medians = never_falling(self._medians)
-        weights = {n: float(len(self._samples[n])) for n in medians}
-        level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
-            weights.values()
-        )
-        points = [(n - 1.0, medians[n], w) for n, w in weights.items()]
-        start = (min(medians) if self._first is None else self._first) - 1.0
-        points += [(x, level * (1 + SLOPE * x), 1.0) for x in (start, start + _FAR)]
-        # n tokens never cost more together than separately.
-        self._least = max(min(seconds / n for n, seconds in medians.items()), _INSTANT)
-        total = sum(w for _, _, w in points)
-        x_mean = sum(w * x for x, _, w in points) / total
-        y_mean = sum(w * y for _, y, w in points) / total
-        spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
-        slope = max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread)
-        first = y_mean - slope * x_mean
-        self._line = (first, slope)
-        self._off_line = {
-            n: (seconds - first - slope * (n - 1)) * weights[n] / (weights[n] + 1)
-            for n, seconds in medians.items()
-        }
-        self._known.clear()
-
-
 class MeasuredCosts(CostSource):
     """Costs from the times of recorded steps, see ``WidthTimes``.
 
@@ -310,6 +190,7 @@ class MeasuredCosts(CostSource):
         self._drafts: deque[tuple[float, int, float, int]] = deque(maxlen=LATEST_PASSES)
         self._draft_rows = WidthTimes()
         self._steps = WidthTimes()
+        self._one = 0.0  # experts that one token reads
         self._draft_s = ASSUMED_C
 
     @property
@@ -341,11 +222,13 @@ class MeasuredCosts(CostSource):
         self._samples.append((draft_s, verify_s))
         if verify_s is None:
             return
-        self._steps.add(step.verified, verify_s)
+        read = step.experts
+        self._steps.add(step.verified, verify_s, experts=None if read is None else read.ratio)
+        self._one = 0.0 if read is None else read.one
         if draft_s is not None:
             width = 1 if rows is None or not passes else max(1, round(rows / passes))
             self._draft_rows.add(width, draft_s)
-            self._drafts.append((draft_s, width, max(verify_s, _INSTANT), step.verified))
+            self._drafts.append((draft_s, width, max(verify_s, INSTANT), step.verified))
         if self._drafts:
             one = self._draft_rows(1)
             self._draft_s = median_low(
@@ -370,9 +253,18 @@ class MeasuredCosts(CostSource):
         return draft_s if caught_up or draft_s < self.draft_s else None, verify_s
 
     def to_dict(self) -> Json:
-        draft_s = self.draft_s if self._drafts else None
+        draft_s, steps = self.draft_s if self._drafts else None, self._steps
+        fitted = {}
+        if steps.experts is not None and self._one:
+            fitted["experts"] = {
+                "base_s": steps.first_s - steps.slope_s,
+                "expert_s": steps.slope_s / self._one,
+                "error": steps.error,
+                "read": {str(n): steps.experts(n) * self._one for n in steps.seen},
+            }
         return {
-            **costs_to_dict(draft_s, {n: self._steps(n) for n in self._steps.seen}),
+            **costs_to_dict(draft_s, {n: steps(n) for n in steps.seen}),
+            **fitted,
             "steps": [list(sample) for sample in self._samples],
         }
 

@@ -123,6 +123,14 @@ class StepLists(Record):
             " for the context; older lines lack it, and their trees are predicted as chains"
         ),
     ] = []
+    experts: Annotated[
+        list[Small],
+        doc("of targets with experts, else empty: how many the pass read, summed over its layers"),
+    ] = []
+    experts_one: Annotated[
+        list[Figure],
+        doc("of targets with experts, else empty: how many a pass over one of its tokens reads, on average"),
+    ] = []
 
     def __post_init__(self) -> None:
         count = len(self.drafted)
@@ -137,13 +145,15 @@ class StepLists(Record):
         for name, before in older.items():
             if not getattr(self, name):
                 msgspec.structs.force_setattr(self, name, before)
-        optional = (self.closing, self.widths, self.ranks, self.parents)
+        optional = (self.closing, self.widths, self.ranks, self.parents, self.experts, self.experts_one)
         lists = [getattr(self, name) for name in (*STEP_FIGURES, "expected_acceptance")]
         lists += [*filter(None, optional), *self.policy.values()]
         if any(len(each) != count for each in lists):
             raise ValueError("the lists of steps differ in length")
         if bool(self.widths) != bool(self.ranks):
             raise ValueError("widths without ranks")
+        if bool(self.experts) != bool(self.experts_one):
+            raise ValueError("experts of passes without those of a token")
         if sum(map(len, self.expected_acceptance)) != sum(self.tested):
             raise ValueError("the numbers of expected acceptances and of tested positions differ")
         if any(parent > node for each in self.parents for node, parent in enumerate(each)):
@@ -154,6 +164,8 @@ class StepLists(Record):
         """Convert the steps of a generation to their stored form."""
         notes = dict.fromkeys(name for step in steps for name in step.policy)
         trees = steps if any(step.parents is not None for step in steps) else ()
+        read = [step.experts for step in steps if step.experts is not None]
+        read = read if len(read) == len(steps) else []
         times = {
             name: [round(getattr(step.times, name), 9) for step in steps]
             for name, kind in STEP_FIGURES.items()
@@ -175,6 +187,8 @@ class StepLists(Record):
             widths=[list(step.widths) for step in trees],
             ranks=[list(step.ranks) for step in trees],
             parents=[[node + 1 for node in step.parents or ()] for step in trees],
+            experts=[each.total for each in read],
+            experts_one=[round(each.one, 3) for each in read],
         )
 
 
@@ -378,6 +392,9 @@ class TargetTimes(Times, tag="target"):
     """Forward passes of the target."""
 
     tokens: Annotated[Count, doc("in the pass")]
+    experts: Annotated[
+        Number | None, doc("experts that it reads, over those of one of its tokens; `null` without experts")
+    ] = None
 
 
 class DrafterTimes(Times, tag="drafter"):

@@ -23,6 +23,7 @@ from specbench.decoding.theory import (
     read_by_depth,
 )
 from specbench.results import stats
+from specbench.results.experts import experts_by_rows
 from specbench.results.results import Results
 from specbench.results.run import RunConfig
 from specbench.results.steps import Steps, rank_counts
@@ -57,6 +58,9 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
     drafter = config.drafter
     if 1 not in timed.target_s or not steps["drafted"].any():
         return NO_PREDICTION
+    if timed.experts:  # the text's own tokens share other experts than those of the timed passes
+        read = experts_by_rows(results.generations.iloc[np.unique(steps.row)])
+        timed = timed.reading({rows: ratio for rows, (_, ratio) in read.items()})
     if drafter in timed.drafter_s:
         c = timed.c(drafter)
     elif steps["passes"].any():  # not timed separately: what a drafted token took in these steps

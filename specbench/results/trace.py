@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from specbench._version import __version__
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Number, Record, to_dict, wrong_field
+from specbench.base.textsafe import counted
 from specbench.decoding.records import Prefill, Step
 
 TRACE_VERSION = 1
@@ -104,6 +105,19 @@ class TraceSibling(Record):
     text: str
 
 
+class TraceExperts(Record):
+    """The experts that the target's pass read in each layer that has some, and in all layers for one of its tokens."""
+
+    by_layer: list[Count]
+    one: Number
+
+    @property
+    def text(self) -> str:
+        """Their numbers in a line."""
+        total, layers = sum(self.by_layer), len(self.by_layer)
+        return f"{total} read in {counted(layers, 'layer')}, {total / (self.one or 1):.2f} times those of one token"
+
+
 class TraceStep(Record, tag_field="event", tag="step"):
     """A step with all fields of its record; for a tree, also the parent of each node, -1 for the context.
 
@@ -128,6 +142,7 @@ class TraceStep(Record, tag_field="event", tag="step"):
     siblings: list[TraceSibling] = []
     forced: list[int] = []
     parents: list[int] | UnsetType = UNSET
+    experts: TraceExperts | UnsetType = UNSET
 
 
 class TraceEnd(Record, tag_field="event", tag="end"):
@@ -189,6 +204,7 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         )
         for each in step.verdicts
     ]
+    read = step.experts
     return TraceStep(
         index=step.index,
         position=step.position,
@@ -210,6 +226,7 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         ],
         forced=list(step.forced),
         parents=UNSET if step.parents is None else list(step.parents),
+        experts=UNSET if read is None else TraceExperts(by_layer=list(read.by_layer), one=read.one),
     )
 
 

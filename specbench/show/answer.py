@@ -15,6 +15,7 @@ from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.contexts import ContextCurve, context_curves, context_of
+from specbench.results.experts import experts_by_rows, experts_sentence
 from specbench.results.requests import (
     BatchCurve,
     RequestRow,
@@ -325,6 +326,10 @@ class _Answers:
         if not math.isnan(best.acceptance_rate.value):
             tokens, rate = best.tokens_per_step.value, best.acceptance_rate.value
             yield f"A step emits {tokens:.2f} tokens on average; {rate:.0%} of the drafted tokens are accepted."
+        done = self.results.done
+        read = experts_by_rows(done[done["config"] == best.config.id])
+        if experts := experts_sentence(read, self.results.run.costs):
+            yield experts
         yield from self._same_outputs(best, self.summary.dtype)
         if top is not best:
             ratio = stats.ratio_text(top.speedup)

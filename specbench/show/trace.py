@@ -170,6 +170,8 @@ class TraceView:
             inside = "" if closing else ", inside the accepted drafts: nothing after it counts"
             facts.append(("stop", [(event.finish_reason + inside, "")]))
         facts.append(("time", self._items(_times(event.times))))
+        if event.experts:
+            facts.append(("experts", [(event.experts.text, "")]))
         if event.policy:
             notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
             facts.append(("policy", self._items(notes)))

@@ -187,5 +187,5 @@ class GraphForward(Forward):
         for buffer, value in zip(captured.inputs, inputs, strict=True):
             buffer.copy_(value)
         captured.replay()
-        logits, hidden = captured.output  # the next pass of this width writes there again
+        logits, hidden, _ = captured.output  # the next pass of this width writes there again
         return ForwardOutput(logits.clone(), None if hidden is None else hidden.clone())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, cast, overload
 
@@ -18,7 +19,9 @@ from specbench.backends.torch.caches import (
     change_of_rotation,
     make_cache,
 )
+from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
 from specbench.backends.torch.forward import FusedForward, HFForward
+from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
 from specbench.backends.torch.trials import (
@@ -145,6 +148,7 @@ class Scorer:
         self.forward = choose_forward(model, self.cache, shared=not isinstance(cache, str))
         self._uncached_forward = HFForward(model, NoKVCache())
         self._batchable: dict[PoolKind, str | None] = {}  # shared by clones
+        self._experts = ExpertCounter(model)
 
     def clone_for(self, cache: KVCache, batch: Batch | None = None, *, shares: bool = False) -> Scorer:
         """Return another scorer of this model with its settings; what was tried on the model is not tried again.
@@ -296,14 +300,24 @@ class Scorer:
         if self.batch is not None:
             return self.batch.score([request])[0]
         self.require(request)
-        if request.parents is not None:
-            rows = self._feed_tree(
-                request.context, request.tokens, request.parents, request.rows, request.layers
-            )
-        else:
-            rows = self._feed_chain(request.context, request.tokens, request.rows, request.layers)
+        with self.watch_experts(request.counts_experts) as choices:
+            if request.parents is not None:
+                rows = self._feed_tree(
+                    request.context, request.tokens, request.parents, request.rows, request.layers
+                )
+            else:
+                rows = self._feed_chain(request.context, request.tokens, request.rows, request.layers)
         self.mark_read(request)
-        return rows
+        return rows if choices is None else rows._replace(experts=choices.read())
+
+    def watch_experts(self, wanted: bool) -> AbstractContextManager[ExpertChoices | None]:
+        """Note the experts that passes within the block read; ``None`` unless that is ``wanted`` and possible.
+
+        Captured passes are not watched: watching would compile them again.
+        """
+        if not wanted or isinstance(self.forward, GraphForward):
+            return nullcontext()
+        return self._experts.watch()
 
     def logits(self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None) -> Tensor:
         """Return the logits of a forward pass over a chain; for the arguments see ``ForwardRequest``."""
@@ -415,8 +429,8 @@ class Scorer:
         **extra: Tensor,
     ) -> ForwardOutput:
         ids = tokens[None] if isinstance(tokens, Tensor) else torch.tensor([tokens], device=self.device)
-        logits, hidden = (self.forward if cached else self._uncached_forward).run(ids, rows, layers, **extra)
-        return ForwardOutput(self.fit(logits), hidden)
+        output = (self.forward if cached else self._uncached_forward).run(ids, rows, layers, **extra)
+        return output._replace(logits=self.fit(output.logits))
 
     def fit(self, logits: Tensor) -> Tensor:
         """Fit the model's logits, [rows, own width], see ``FittedLogits``."""

@@ -182,6 +182,8 @@ def _step(event: TraceStep, rule: VerdictRule) -> Section:
         section.facts.append((event.closing, f"{visible(event.texts[end])}  {rule.origin(event)}"))
     if event.finish_reason is not None:
         section.facts.append(("stop", event.finish_reason))
+    if event.experts:
+        section.facts.append(("experts", event.experts.text))
     if event.policy:
         notes = (f"{name} {note_text(value)}" for name, value in event.policy.items())
         section.facts.append(("policy", " · ".join(notes)))

@@ -1,0 +1,55 @@
+"""How many experts the target's passes read, by the number of their tokens (docs/metrics.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pandas as pd
+
+from specbench.decoding.theory import PassCosts
+
+_NAMED = 3
+"""Numbers of tokens that the sentence names."""
+
+
+def experts_by_rows(generations: pd.DataFrame) -> dict[int, tuple[int, float]]:
+    """Return what passes over 1, 2, ... tokens read, by number of tokens, ascending.
+
+    Args:
+        generations: Rows of ``Results.done``.
+
+    Returns:
+        How many passes there were, and how many times the experts of one token they read; empty without experts.
+    """
+    passes: Counter[int] = Counter()
+    read: Counter[int] = Counter()
+    one: Counter[int] = Counter()
+    names = ("nodes", "siblings", "experts", "experts_one")
+    columns = (generations[f"steps_{name}"] for name in names)
+    for nodes, siblings, experts, alone in zip(*columns, strict=True):
+        for rows, count, own in zip(nodes + siblings + 1, experts, alone, strict=False):
+            passes[int(rows)] += 1
+            read[int(rows)] += count
+            one[int(rows)] += own
+    return {rows: (passes[rows], read[rows] / one[rows]) for rows in sorted(passes) if one[rows]}
+
+
+def experts_sentence(found: Mapping[int, tuple[int, float]], costs: PassCosts | None = None) -> str:
+    """Return sentences on what ``experts_by_rows`` found; empty if no pass had several tokens.
+
+    Args:
+        costs: The times of single passes, which say how long experts take.
+    """
+    often = sorted((rows for rows in found if rows > 1), key=lambda rows: -found[rows][0])
+    if not often:
+        return ""
+    parts = [f"over {rows} tokens {found[rows][1]:.1f}" for rows in sorted(often[:_NAMED])]
+    first, *others = [f"{part} times" for part in parts]
+    more = f", {', '.join(others)}" if others else ""
+    sentence = f"A target pass {first.replace('tokens', 'tokens reads')} the experts of one{more}."
+    fit = None if costs is None else costs.experts_fit
+    if fit is not None:
+        share = fit.one_s / (fit.base_s + fit.one_s)
+        sentence += f" Experts take {share:.0%} of a pass over one token (error of the fit: {fit.error:.1%})."
+    return sentence

@@ -1,0 +1,214 @@
+"""How many experts a target's passes read, in steps, batches, traces, stored runs and reports."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from io import StringIO
+from random import Random
+from typing import Any
+
+import architectures as survey
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+from stored_runs import config_from_recipe, described, finished, line_of, prompt_of, steps_of, write_stored
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from specbench.backends.torch.experts import expert_modules
+from specbench.backends.torch.scorer import Scorer
+from specbench.bench.pairs import predict
+from specbench.bench.passes import pass_costs, time_passes
+from specbench.decoding.clocks import WallClock
+from specbench.decoding.protocols import ForwardRequest
+from specbench.decoding.records import ExpertsRead
+from specbench.decoding.theory import PassCosts
+from specbench.generate import GenerationRun
+from specbench.generate_many import speculative_generate_many
+from specbench.models.target import wrap_target
+from specbench.policies import FixedLength
+from specbench.results.experts import experts_by_rows, experts_sentence
+from specbench.results.lines import StepLists
+from specbench.results.results import load_results, step_columns
+from specbench.results.summary import categorize, summarize
+from specbench.results.trace import step_event
+from specbench.show.answer import find_answers
+from specbench.show.trace import TraceView
+
+FAMILIES = (
+    "qwen3_moe", "olmoe", "mixtral", "granitemoe", "deepseek_v3", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "phimoe",
+)  # fmt: skip
+IDS = Random(1).choices(range(3, survey.VOCABULARY), k=24)
+
+
+@lru_cache(maxsize=1)
+def built(kind: str) -> Any:
+    """A tiny random model with wide weights, so that its routers choose many experts."""
+    config_class = next(each for each in MODEL_FOR_CAUSAL_LM_MAPPING if each.model_type == kind)
+    torch.manual_seed(0)
+    config = survey.tiny_config(config_class)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config).eval().requires_grad_(False)
+    model.generation_config = survey.GenerationConfig()
+    return model
+
+
+def chosen(model: Any, ids: list[int]) -> list[torch.Tensor]:
+    """The experts of each token by layer, from the logits that routers give in a pass of `transformers`."""
+    with torch.inference_mode():
+        logits = model(
+            input_ids=torch.tensor([ids]), output_router_logits=True, use_cache=False
+        ).router_logits
+    return [each.reshape(len(ids), -1).topk(model.config.num_experts_per_tok).indices for each in logits]
+
+
+def read(by_layer: list[torch.Tensor], rows: slice) -> tuple[int, ...]:
+    return tuple(len(each[rows].unique()) for each in by_layer)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_counts_are_those_of_the_routers(kind):
+    model = built(kind)
+    expected = chosen(model, IDS)
+    scorer = Scorer(model)
+    alone = sum(each.shape[1] for each in expected)
+    whole = scorer.score(ForwardRequest(scorer, IDS[:16], counts_experts=True)).experts
+    assert whole == ExpertsRead(read(expected, slice(0, 16)), alone)
+    step = scorer.score(ForwardRequest(scorer, IDS[:17], IDS[17:21], counts_experts=True)).experts
+    assert step == ExpertsRead(read(expected, slice(16, 21)), alone)
+    assert step.total > alone, "the tokens choose the same experts, which shows nothing"
+    assert step.ratio == step.total / alone
+    scorer.rollback(16)
+    assert scorer.score(ForwardRequest(scorer, IDS[:17], IDS[17:21])).experts is None
+    assert not any(each._forward_pre_hooks for each in expert_modules(model)), "a hook stays behind"
+
+
+@pytest.mark.smoke
+def test_a_dense_model_has_no_experts():
+    model = built("qwen3")
+    scorer = Scorer(model)
+    assert scorer.score(ForwardRequest(scorer, IDS, counts_experts=True)).experts is None
+    assert not expert_modules(model)
+
+
+def test_weights_without_a_router_are_watched_once():
+    scorer = Scorer(built("zamba"))  # the weights of its recurrences have three dimensions
+    for length in (8, 9):
+        assert scorer.score(ForwardRequest(scorer, IDS[:length], counts_experts=True)).experts is None
+    with scorer.watch_experts(True) as choices:
+        assert choices is None
+
+
+def decoded(model: Any, **options: Any) -> Any:
+    target = wrap_target(model, name="tiny", pack=False)
+    drafter = survey.Guesses(IDS, survey.generated(model, IDS), 4)
+    run = GenerationRun(
+        IDS, target, drafter, policy=FixedLength(4), max_new_tokens=20, ignore_eos=True, **options
+    )
+    for _ in run:
+        pass
+    return run.result()
+
+
+def test_steps_keep_what_their_pass_read():
+    model = built("qwen3_moe")
+    result = decoded(model)
+    for step in result.steps:
+        text = [*IDS, *result.token_ids][: step.position]
+        expected = chosen(model, [*text, *step.drafted])
+        assert step.experts == ExpertsRead(read(expected, slice(step.position - 1, None)), 4.0)
+    explained = predict(result)
+    assert explained is None or explained.experts is not None
+    lists = StepLists.of(result.steps)
+    assert lists.experts == [sum(step.experts.by_layer) for step in result.steps]
+    assert lists.experts_one == [4.0] * len(result.steps)
+    assert StepLists.of([]).experts == StepLists.of(decoded(built("qwen3")).steps).experts == []
+
+
+def test_trees_and_batches_count_each_request_alone():
+    model = built("olmoe")
+    target = wrap_target(model, name="tiny", pack=False)
+    prompts = [IDS[: 12 + 3 * each] for each in range(3)]
+    options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+    together = speculative_generate_many(prompts, target, "lookup", max_batch=3, **options)
+    for prompt, found in zip(prompts, together.results(), strict=True):
+        for step in found.steps:
+            text = [*prompt, *found.token_ids][: step.position]
+            expected = chosen(model, [*text, *step.drafted])
+            assert step.experts.by_layer == read(expected, slice(step.position - 1, None))
+            assert step.experts.shared >= step.experts.total
+    scorer = Scorer(model)
+    scorer.logits(IDS[:-1])
+    tree = ForwardRequest(scorer, IDS, [5, 9, 7], [-1, -1, 0], counts_experts=True)
+    branches = [chosen(model, [*IDS, *branch])[0][len(IDS) - 1 :] for branch in ([5, 7], [9])]
+    assert scorer.score(tree).experts.by_layer[0] == len(
+        torch.cat([each.flatten() for each in branches]).unique()
+    )
+
+
+def test_traces_show_them():
+    step = decoded(built("qwen3_moe"), trace=True).steps[0]
+    event = step_event(step, str)
+    text = StringIO()
+    TraceView(Console(file=text, width=100)).show(event)
+    total = sum(step.experts.by_layer)
+    assert f"{total} read in 2 layers, {total / 4:.2f} times those of one token" in text.getvalue()
+
+
+def test_timed_passes_of_a_sweep_have_them():
+    model = built("qwen3_moe")
+    scorer = Scorer(model)
+    lines = time_passes(scorer, {}, IDS, [1, 3], WallClock(), 2, Random(0))
+    costs = pass_costs(lines)
+    text = (IDS * 20)[:256]
+    expected = [len(each[255:].unique()) for each in chosen(model, [*text, *text[:2]])]
+    assert costs.experts == {1: 1.0, 3: sum(expected) / 4.0}
+    assert not pass_costs(
+        time_passes(Scorer(built("qwen3")), {}, IDS, [1, 3], WallClock(), 2, Random(0))
+    ).experts
+
+
+def test_predictions_are_of_the_experts_that_the_text_read(tmp_path):
+    """Timed passes over five tokens read 4 times the experts of one, those of the text 2 times."""
+    line = PassCosts({1: 1.0, 2: 1.9, 5: 4.0}, {"d": 0.1}, experts={1: 1.0, 2: 1.9, 5: 4.0})
+    alphas = [[1.0, 1.0, 1.0, 0.0]] * 20
+    steps = steps_of([4] * 20, [3] * 20, [4] * 20, [0.4] * 20, [2.0] * 20, expected_acceptance=alphas)
+    plain = steps_of([0] * 80, [0] * 80, [1] * 80, [0.0] * 80, [1.0] * 80)
+    configs = [config_from_recipe("plain"), config_from_recipe("d@4")]
+    costs = {"target_pass_s": {"1": 1.0, "2": 1.9, "5": 4.0}, "drafter_pass_s": {"d": 0.1}}
+    found = []
+    for name, read in (("blind", {}), ("read", {"experts": [32] * 20, "experts_one": [16.0] * 20})):
+        done = finished(48.0, [1] * 81, {**steps, **read})
+        lines = [
+            line_of(configs[1]["id"], "a", **done),
+            line_of("plain", "a", **finished(80.0, [1] * 81, plain)),
+        ]
+        more = {"target_pass_experts": {"1": 1.0, "2": 1.9, "5": 4.0}} if read else {}
+        run = described(configs, [prompt_of("a")], costs=costs | more)
+        results = load_results(write_stored(tmp_path / name, run, lines))
+        assert results.run.costs is not None
+        (row,) = (row for row in summarize(results).rows if row.config.drafter == "d")
+        found.append(row.predicted_speedup.value)
+        if read:
+            assert results.run.costs == line
+            (answer,) = find_answers(results, summarize(results), categorize(results))
+            assert (
+                "A target pass over 5 tokens reads 2.0 times the experts of one. Experts take 100% of a pass over one"
+                " token (error of the fit: 0.0%)." in answer.details
+            )
+    assert found == pytest.approx([4.0 / 4.4, 4.0 / 2.4], rel=0.01)
+
+
+def test_reports_say_by_number_of_tokens_how_many_were_read():
+    steps = {"draft_s": [0.0] * 5, "expected_acceptance": [[]] * 5}
+    steps |= {f"{name}_s": [0.0] * 5 for name in ("draft_prefill", "verify", "accept", "rollback", "other")}
+    counts = {"drafted": [0, 1, 1, 4, 4], "tested": [0] * 5, "accepted": [0] * 5, "emitted": [1] * 5}
+    lists = StepLists(**counts, **steps, experts=[16, 30, 31, 50, 54], experts_one=[16.0] * 5)
+    found = experts_by_rows(pd.DataFrame([step_columns(lists), step_columns(StepLists.of([]))]))
+    assert found == {1: (1, 1.0), 2: (2, 61 / 32), 5: (2, 104 / 32)}
+    assert experts_sentence(found) == (
+        "A target pass over 2 tokens reads 1.9 times the experts of one, over 5 tokens 3.2 times."
+    )
+    assert not experts_sentence({1: (7, 1.0)})
+    assert not experts_sentence({})
+    with pytest.raises(ValueError, match="experts of passes"):
+        StepLists(**counts, **steps, experts=[1] * 5)
