@@ -52,9 +52,9 @@ def of_drafter(results: Results, rows: Sequence[SummaryRow]) -> dict[int, dict[s
         here = [row for row in fixed if context_of(row) == context]
         errors = [row.predicted_speedup.value / row.speedup.value for row in here]
         errors = [error for error in errors if error > 0]
-        mine: dict[str, Any] = {"predicted over measured": mean(errors)}
-        if errors:
-            mine["range"] = [min(errors), max(errors)]
+        mine: dict[str, Any] = {}
+        if errors:  # there are none if other programs used the machine
+            mine = {"predicted over measured": mean(errors), "range": [min(errors), max(errors)]}
         if here:
             best = max(here, key=lambda row: row.speedup.value)
             mine |= {
