@@ -403,7 +403,7 @@ def _griffin_block(
     block: Any, input_states: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """The forward of a block; of other caches than ours, its own."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in `transformers` 5.24
     if not isinstance(cache, RecurrentLayers):
         made: tuple[torch.Tensor, None] = block.own_forward(input_states, position_ids, *args, **kwargs)
         return made
@@ -440,7 +440,7 @@ def _lightning_attention(
     layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward of MiniMax's recurrent layer, which has no convolution; over other caches than ours, its own."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in `transformers` 5.24
     if not isinstance(cache, RecurrentLayers):
         made: tuple[torch.Tensor, torch.Tensor] = layer.own_forward(hidden_states, *args, **kwargs)
         return made
