@@ -231,6 +231,10 @@ class DecodingOptions:
     Raises:
         UsageError: A stop string is empty, ``max_new_tokens`` is below 1, ``min_new_tokens`` is negative, or a format
             is combined with another one or with an option that it excludes.
+
+    Example:
+        >>> DecodingOptions(max_new_tokens=64, ignore_eos=True).max_new_tokens
+        64
     """
 
     max_new_tokens: Annotated[
