@@ -86,6 +86,7 @@ def examine(path: Path, text: str, tokens: int) -> dict[str, Any]:
             found, kept = decode(target, prompt, drafter, gamma, tokens)
             accepted += kept
             rows.append((len(prompt), name, wrong(found, right)))
+            print(f"{len(prompt)} tokens, {name}: {rows[-1][2]} of {tokens} wrong", flush=True)
     together = speculative_generate_many(
         prompts, target, "lookup", max_batch=len(prompts), max_new_tokens=tokens, ignore_eos=True
     )

@@ -14,7 +14,7 @@ FIGURES: dict[str, Any] = {
     "target": "tiny", "dtype": "float32", "drafter": "self:layers=1", "text": "the", "new_tokens": 20,
     "finish_reason": "length", "steps": 9, "drafted": 27, "accepted": 10, "nodes": 27, "gained_by_siblings": 0,
     "acceptance_rate": 10 / 27, "tokens_per_step": 19 / 9, "gammas": [3] * 9, "tokens_per_second": 19.0,
-    "time": {"ttft_s": 0.25, "decode_s": 1.0, **TIMES}, "lossless": True, "draftable_share": None,
+    "time": {"ttft_s": 0.25, "decode_s": 1.0, "mask_s": 0.0, **TIMES}, "lossless": True, "draftable_share": None,
     "options": {"gamma": 3, "draft_policy": "fixed:gamma=3", "verification": None},
     "explained": {"tokens": 2.0, "step": 1.25, "drafting": 0.25, "usual": 1.5, "plain_s": 0.1, "plain_steps": 9},
 }  # fmt: skip
