@@ -29,7 +29,7 @@ from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 
-BESIDE_WINDOW = (-24, 3, 300)
+BESIDE_WINDOW = (-16, 3, 60)
 """Lengths of prompts, relative to the window."""
 
 
