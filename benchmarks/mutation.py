@@ -203,6 +203,13 @@ MUTANTS = (
         ("tests/test_tools.py", "-k", "required_calls"),
     ),
     Mutant(
+        "the best token is taken whether the format allows it or not",
+        "decoding/sampling.py:Sampling._choose_allowed",
+        "not mask.allows(choices[row])",
+        "False",
+        ("tests/test_formats.py", "-k", "greedy_outputs"),
+    ),
+    Mutant(
         "outputs share the states of a format without end",
         "decoding/formats.py:CompiledFormat.matcher",
         "self.computed > _SHARED_MASKS",

@@ -257,22 +257,27 @@ class Sampling:
         Raises:
             RunError: The logits hold NaN.
         """
+        if self.format is not None and self.defaults is None and self.repetition_penalty == 1.0:
+            return self._choose_allowed(logits, context, drafted)
         scores = self.scores(logits, context, drafted) if self.context_dependent else logits
-        if scores.device.type != "cpu":
-            largest = scores.float().max(dim=-1)
-            choices = [int(index) for index in largest.indices.tolist()]
-            failed = bool(largest.values.isnan().any())
-        elif scores.dtype == torch.float32 or scores.numel() <= _PIECE:
-            rows = scores.detach().float().numpy()
-            best = rows.argmax(axis=-1)
-            choices, failed = best.tolist(), bool(np.isnan(rows[np.arange(len(rows)), best]).any())
-        else:
-            found = [_argmax_by_pieces(row) for row in scores]
-            choices, failed = [index for index, _ in found], any(value != value for _, value in found)
-        if failed:
-            raise _not_numbers()
+        choices = _best(scores)
         if self.format is not None:
             self._check_left(scores[range(len(choices)), choices])
+        return choices
+
+    def _choose_allowed(
+        self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int]
+    ) -> list[int]:
+        """Return the choices under masks alone: mostly the best token is allowed, and its row is not masked."""
+        masks = self._matcher.masks(context, drafted, len(logits))
+        choices = _best(logits)
+        for row, mask in enumerate(masks):
+            if mask is not None and mask.only is not None:
+                choices[row] = mask.only
+            elif mask is not None and not mask.allows(choices[row]):
+                before = drafted[: len(drafted) - len(logits) + 1 + row]
+                scores = logits[row : row + 1].float().clone()
+                choices[row] = _best(self._matcher.apply(scores, context, before))[0]
         return choices
 
     def probabilities(
@@ -326,6 +331,24 @@ def _argmax_by_pieces(row: torch.Tensor) -> tuple[int, float]:
         if value > largest:
             best, largest = begin + index, value
     return best, largest
+
+
+def _best(scores: torch.Tensor) -> list[int]:
+    """Return the largest entry of every row, the first of equals; raises ``RunError`` for NaN."""
+    if scores.device.type != "cpu":
+        largest = scores.float().max(dim=-1)
+        choices = [int(index) for index in largest.indices.tolist()]
+        failed = bool(largest.values.isnan().any())
+    elif scores.dtype == torch.float32 or scores.numel() <= _PIECE:
+        rows = scores.detach().float().numpy()
+        best = rows.argmax(axis=-1)
+        choices, failed = best.tolist(), bool(np.isnan(rows[np.arange(len(rows)), best]).any())
+    else:
+        found = [_argmax_by_pieces(row) for row in scores]
+        choices, failed = [index for index, _ in found], any(value != value for _, value in found)
+    if failed:
+        raise _not_numbers()
+    return choices
 
 
 def _float32(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
