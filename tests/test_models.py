@@ -344,7 +344,7 @@ def test_models_that_cannot_be_decoded_speculatively(tmp_path, config, architect
 
 
 def test_a_recurrent_model_is_not_wrapped_either():
-    config = RwkvConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)
+    config = RwkvConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_config(config)
     assert "recurrent state" in refusal(wrap_model, model, None, kind=UsageError)
 
