@@ -64,6 +64,7 @@ def test_a_sweep_gives_a_frame_and_a_tracker_its_values():
     assert set(speedups) == {f"{label}/speedup" for label in table.index if label != "plain"}
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_charts():
     if not (ROOT / "results" / "qwen2.5-coder-int4" / "run.json").exists():
         pytest.skip("needs the stored runs of a checkout")
