@@ -37,7 +37,7 @@ def run_speculators(folder: Path) -> None:
     from speculators import SpeculatorModel
     from speculators.models.attention import create_float_mask
 
-    model: Any = SpeculatorModel.from_pretrained(folder)
+    model: Any = SpeculatorModel.from_pretrained(folder, dtype=torch.float32)
     model.config.transformer_layer_config._attn_implementation = "eager"
     for layer in model.layers:
         layer.self_attn.config._attn_implementation = "eager"
@@ -169,20 +169,27 @@ def own_rows(folder: Path, target: Any) -> tuple[torch.Tensor, torch.Tensor | No
 def compare(python: str) -> int:
     """Print the largest difference for each head; return the exit code."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from tiny import save_tiny, tiny_llama, tiny_tokenizer
+    from tiny import tiny_llama, tiny_tokenizer
 
     from specbench.models.target import wrap_target
 
     worst = 0.0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        save_tiny(folder / "target", layers=3)
         model = tiny_llama(0, layers=3)
+        for parameter in model.parameters():
+            parameter.data = (
+                parameter.data.bfloat16().float()
+            )  # so that files of heads hold its rows to the bit
+        model.save_pretrained(folder / "target")
         model.config.architectures = ["LlamaForCausalLM"]
         target = wrap_target(model, tiny_tokenizer(), name=str(folder / "target"), pack=False)
         heads = dict(write_heads(folder, target))
         own = {name: own_rows(head, target) for name, head in heads.items()}
-        subprocess.run([python, __file__, "--of", *map(str, heads.values())], check=True, capture_output=True)
+        command = [python, __file__, "--of", *map(str, heads.values())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr[-2000:])
         for name, head in heads.items():
             rows, acceptance = own[name]
             theirs = load_file(head / FOUND)
