@@ -1238,6 +1238,13 @@ MUTANTS = (
         MTP,
     ),
     Mutant(
+        "an MTP layer in training does not begin as the target's last one",
+        "train/mtp_student.py:MtpStudent._make",
+        "_layer_of_target(model)",
+        "(None, None)",
+        ("tests/test_train.py", "-k", "an_mtp_layer"),
+    ),
+    Mutant(
         "the layer that a checkpoint has does not draft by default",
         "cli/options.py:default_drafter",
         "has_mtp_layers(models.parse_model(target))",

@@ -15,7 +15,7 @@ from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 from specbench.models.mtp_layouts import stored_name
 from specbench.train.eagle_student import EagleStudent
-from specbench.train.students import LAYER_SETTINGS, SMALL, layer_config
+from specbench.train.students import LAYER_SETTINGS, layer_config, start_from_highest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ class MtpStudent(EagleStudent):
     FastMTP (Cai et al. 2025, arXiv 2509.18362) trains MTP layers so: one layer for all tokens, on the target's own
     answers, with weights of the loss that fall from token to token. The decoder layer is of the target's class, and
     begins as its last one with full attention; where such a layer cannot be run by itself, it is a random one of
-    Llama's. The linear layer begins as the sum of its inputs.
+    Llama's. Its input begins as the target's hidden state before the final norm, in the size of that layer's inputs.
     """
 
     kind = algorithm = "mtp"
@@ -37,10 +37,8 @@ class MtpStudent(EagleStudent):
         if head is None:
             own = layer_config(self._config)
             head = _mtp_layer(own, LlamaDecoderLayer(own, 0))
-        width = self._config.hidden_size
         with torch.no_grad():
-            head.eh_proj.weight.mul_(SMALL)
-            head.eh_proj.weight += torch.eye(width).repeat(1, 2)
+            start_from_highest(head.eh_proj, self._config.hidden_size)
         return head, started_from
 
     def settings(self) -> Json:
@@ -75,12 +73,33 @@ def _layer_of_target(model: PreTrainedModel) -> tuple[MtpLayer | None, str | Non
         )
         head = _mtp_layer(model.config, decoder.layers[place])
         head.norm.load_state_dict({"weight": decoder.norm.weight.float()})
+        _scale_inputs(head, untyped, place)
         tokens = torch.zeros(1, 2, text_config(model.config).hidden_size)
         with torch.no_grad():
             head.read(tokens, tokens, torch.arange(2)[None], [causal_attention])
     except Exception:  # what configurations and layers of other shapes raise
         return None, None
     return head, f"layer {place} and the final norm of the target"
+
+
+@torch.no_grad()
+def _scale_inputs(head: MtpLayer, model: Any, place: int) -> None:
+    """Let the norms give inputs of the size of the target's at a layer, and the one of states undo the final norm."""
+    ids = torch.arange(_TOKENS, device=model.device)[None] % text_config(model.config).vocab_size
+    states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    # The first tokens of many models have far larger states than the others.
+    inputs, last = (states[layer][0, _TOKENS // 2 :].float().cpu() for layer in (place, -1))
+    ones = torch.ones(last.shape[-1])
+    gain = head.norm(ones).clamp_min(1e-3)
+    undone = last / last.pow(2).mean(-1, keepdim=True).sqrt() / gain
+    size = inputs.pow(2).mean().sqrt()
+    for norm, wanted in ((head.enorm, size * ones), (head.hnorm, size / undone.pow(2).mean().sqrt() / gain)):
+        weight: Any = norm.weight
+        weight.copy_(wanted - (norm(ones) - weight))  # some norms add 1 to their weights
+
+
+_TOKENS = 32
+"""Tokens, of which the second half shows the size of a layer's inputs."""
 
 
 def _mtp_layer(config: PreTrainedConfig, block: Any) -> MtpLayer:

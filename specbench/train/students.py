@@ -315,13 +315,13 @@ def layer_weights(layer: Any) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": layer.get_submodule(name).weight.float() for name in names}
 
 
-SMALL = 0.1
+_SMALL = 0.1
 """Factor of the random initial weights of the layer that joins states."""
 
 
 def start_from_highest(fc: nn.Linear, width: int) -> None:
     """Let the layer that joins states begin as the highest of them, [width]."""
-    fc.weight.mul_(SMALL)
+    fc.weight.mul_(_SMALL)
     fc.weight[:, -width:] += torch.eye(width)
 
 
