@@ -90,13 +90,17 @@ def _scale_inputs(head: MtpLayer, model: Any, place: int) -> None:
     # The first tokens of many models have far larger states than the others.
     inputs, last = (states[layer][0, _TOKENS // 2 :].float().cpu() for layer in (place, -1))
     ones = torch.ones(last.shape[-1])
-    gain = head.norm(ones).clamp_min(1e-3)
+    gain = head.norm(ones)
+    gain = torch.where(gain.abs() < _SMALLEST, _SMALLEST, gain)
     undone = last / last.pow(2).mean(-1, keepdim=True).sqrt() / gain
     size = inputs.pow(2).mean().sqrt()
     for norm, wanted in ((head.enorm, size * ones), (head.hnorm, size / undone.pow(2).mean().sqrt() / gain)):
         weight: Any = norm.weight
         weight.copy_(wanted - (norm(ones) - weight))  # some norms add 1 to their weights
 
+
+_SMALLEST = 1e-3
+"""Smallest gain of the final norm that is undone."""
 
 _TOKENS = 32
 """Tokens, of which the second half shows the size of a layer's inputs."""
