@@ -27,7 +27,7 @@ from specbench.decoding.sampling import Multinomial, TopK
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
-from specbench.generate_many import speculative_generate_many
+from specbench.generate_many import GenerationRuns, speculative_generate_many
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import wrap_target
@@ -215,6 +215,22 @@ def test_batches_give_what_requests_give_alone(kind, monkeypatch):
         assert [list(output.token_ids) for output in results] == expected
         passes = [len(output.steps) + 1 for output in results]
         assert len(rows) <= max(passes) + 1 if joint and batch == 4 else len(rows) >= sum(passes)
+
+
+def test_drafts_in_the_first_pass_of_a_batch_are_no_part_of_the_prompt():
+    """Zamba 2 bounds the time steps of a prompt, and a rejected draft must not have it read again."""
+    model, _ = built("zamba2")
+    prompts = [[*IDS[:4], *IDS[:4]], [*IDS[5:9], *IDS[5:9], *IDS[5:7]]]
+    expected = [survey.generated(model, prompt) for prompt in prompts]
+    target = wrap_target(model, name="tiny", pack=False)
+    options = {"max_new_tokens": survey.NEW, "ignore_eos": True, "first_target": False}
+    runs = [
+        GenerationRun(prompt, target, load_drafter("lookup", target), policy=FixedLength(3), **options)
+        for prompt in prompts
+    ]
+    results = GenerationRuns(runs, max_batch=2).results()
+    assert all(output.steps[0].drafted for output in results)
+    assert [list(output.token_ids) for output in results] == expected
 
 
 CHECKPOINTS = (*(kind for kind in KINDS if kind != "recurrent_gemma"), "lfm2")  # where no window slides

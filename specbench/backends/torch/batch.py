@@ -24,7 +24,7 @@ from specbench.backends.torch.pools import (
     RequestTokens,
     supports_pool,
 )
-from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.scorer import Scorer, join_passes
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.options import CacheKind
@@ -78,6 +78,25 @@ class BatchedModel:
         """Run all forward passes in one, see ``decoding.protocols.Batch``."""
         assert self.pool is not None
         scorers = [cast("Scorer", each.scorer) for each in requests]
+        new = [
+            i
+            for i, (scorer, each) in enumerate(zip(scorers, requests, strict=True))
+            if each.tokens and cast("PooledCache", scorer.cache).recurrent and not scorer.cache.length
+        ]
+        if new:  # the first pass keeps its last state alone, which is to be that before the draft
+            before = self.score([requests[i]._replace(tokens=(), rows=1) for i in new])
+            after = self.score(
+                [
+                    each._replace(rows=min(len(each.tokens), each.rows or len(each.tokens)))
+                    if i in new
+                    else each
+                    for i, each in enumerate(requests)
+                ]
+            )
+            for i, prompt in zip(new, before, strict=True):
+                rows = requests[i].rows or len(requests[i].tokens) + 1
+                after[i] = join_passes([prompt, after[i]], rows)
+            return after
         for scorer, each in zip(scorers, requests, strict=True):
             scorer.require(each)
         feeds = [_feed(scorer, each) for scorer, each in zip(scorers, requests, strict=True)]

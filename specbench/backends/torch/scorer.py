@@ -349,7 +349,7 @@ class Scorer:
         before = self._feed(context, drafted[: change - len(context)], rows - beyond, layers)
         if uncached.hidden is not None:
             uncached = uncached._replace(hidden=uncached.hidden[-beyond:])
-        return _joined([before, uncached], rows)
+        return join_passes([before, uncached], rows)
 
     def _feed(
         self, context: Sequence[int], drafted: Sequence[int], rows: int, layers: Sequence[int] = ()
@@ -357,7 +357,7 @@ class Scorer:
         start = self.cache.length
         if drafted and start == 0 and self.cache.separate_prefill:
             prefill = self._call(context, 1, layers)
-            return _joined([prefill, self._call(drafted, len(drafted), layers)], rows)
+            return join_passes([prefill, self._call(drafted, len(drafted), layers)], rows)
         widest = self.cache.max_exact_tokens
         left = drafted[max(0, start - len(context)) :]
         if isinstance(left, DeviceTokens) and len(left) and widest is None:
@@ -372,7 +372,7 @@ class Scorer:
             after = len(tokens) - first - len(part)
             wanted = min(len(part), max(1, rows - after))  # the language model head takes its time
             found.append(self._call(part, wanted, layers))
-        return _joined(found, rows)
+        return join_passes(found, rows)
 
     def _feed_tree(
         self,
@@ -401,7 +401,7 @@ class Scorer:
             wanted = min(end - first, max(1, rows - (len(fed) - end)))
             before.append(self._call(fed[first:end], wanted, layers, mask=mask, positions=positions))
             first = end
-        return _joined(before, rows)
+        return join_passes(before, rows)
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``; kept nodes of the last draft close up after its context."""
@@ -437,7 +437,7 @@ class Scorer:
         return self._fitted(logits.to(self.output_device))
 
 
-def _joined(parts: Sequence[ForwardOutput], rows: int) -> ForwardOutput:
+def join_passes(parts: Sequence[ForwardOutput], rows: int) -> ForwardOutput:
     """Join consecutive forward passes: their last ``rows`` logits, and all hidden states."""
     logits = torch.cat([part.logits for part in parts])[-rows:]
     hidden = [part.hidden for part in parts if part.hidden is not None]
