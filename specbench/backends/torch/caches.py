@@ -33,7 +33,7 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.backends.torch.recurrent import cache_argument, is_recurrent, takes_any_cache
+from specbench.backends.torch.recurrent import BOUNDED, cache_argument, is_recurrent, takes_any_cache
 from specbench.backends.torch.recurrent_cache import RecurrentCache
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
@@ -225,7 +225,7 @@ class DynamicKVCache(KVCache):
         if self._recurrent is None:
             return super().most_kept(length)
         slides = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._cache.layers)
-        return 0 if slides else self._recurrent.most_kept(length)
+        return 0 if slides or self._config.model_type in BOUNDED else self._recurrent.most_kept(length)
 
     def rollback(self, length: int) -> None:
         if self._recurrent is not None:

@@ -55,6 +55,10 @@ def cache_argument(config: PreTrainedConfig) -> str:
     return "cache" if any("cache" in each for each in names) else "cache_params"
 
 
+BOUNDED = ("nemotron_h", "zamba2")
+"""Model types that bound time steps in prompts alone: another prompt cannot go on from the states of outputs."""
+
+
 def takes_any_cache(config: PreTrainedConfig) -> bool:
     """Whether models of this configuration take any cache if ``use_cache`` is set; MiniMax then insists on its own."""
     return not any(hasattr(sys.modules[each.__module__], _LIGHTNING) for each in _classes(config))

@@ -24,6 +24,7 @@ from specbench.backends.torch.forward import FusedForward, HFForward
 from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
+from specbench.backends.torch.recurrent import BOUNDED
 from specbench.backends.torch.trials import (
     choose_forward,
     trees_are_right,
@@ -239,6 +240,8 @@ class Scorer:
     def keep_checkpoints(self, interval: int) -> bool:
         """Keep recurrent states every ``interval`` tokens from now on; return whether the model has any."""
         if not isinstance(self.cache, DynamicKVCache) or not self.cache.is_recurrent:
+            return False
+        if self.model.config.model_type in BOUNDED:
             return False
         self.cache.checkpoints = interval
         self.begin()
