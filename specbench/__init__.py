@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specbench.decoding.metrics import summary
     from specbench.decoding.records import Generation, Prefill, Step
     from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
+    from specbench.drafters.free import FreeDrafter, Guess
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
     from specbench.models.drafters import load_drafter, wrap_drafter
@@ -37,6 +38,7 @@ _HOMES = {
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
     "base.trackers": ("Tracker", "open_tracker"),
     "bench.sweeps": ("sweep",),
+    "drafters.free": ("FreeDrafter", "Guess"),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),
     "policies": ("FixedLength",),
@@ -51,7 +53,8 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DecodingOptions", "FixedLength", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "LoadOptions",
+    "DecodingOptions", "FixedLength", "FreeDrafter", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "Guess",
+    "LoadOptions",
     "Multinomial", "Nucleus", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target",
     "TopK", "TopKNucleus", "Tracker", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
     "encode_prompt", "load_drafter", "load_results", "load_target", "open_tracker", "prune_legacy",

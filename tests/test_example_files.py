@@ -41,8 +41,9 @@ def test_every_example_is_described():
     assert len((EXAMPLES / "custom_drafter.py").read_text(encoding="utf-8").splitlines()) <= 40
 
 
-def test_a_custom_drafter_drafts_what_is_accepted():
+def test_a_custom_drafter_drafts_what_is_accepted(capsys):
     assert example("custom_drafter").main() > 2.0
+    assert "the same: True" in capsys.readouterr().out
 
 
 def test_a_custom_policy_decides_how_many_tokens_are_drafted():

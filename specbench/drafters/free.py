@@ -31,8 +31,13 @@ class Guess:
 
     Attributes:
         token: The token, if it is certain.
-        match_confidence: See ``Draft``.
+        match_confidence: A number from 0 to 1 that rises with the chance that the guess is accepted. Its scale is free:
+            ``auto`` learns what it means, and outputs do not depend on it.
         q: The distribution to draw it from, float32 [vocab]; ``None`` if it is certain.
+
+    Example:
+        >>> Guess(17, match_confidence=0.8).q is None
+        True
     """
 
     token: int
@@ -51,9 +56,21 @@ def make_free(spec: FreeSpec) -> FreeDrafter:
 class FreeDrafter(Drafter):
     """A drafter whose tokens cost almost nothing; subclasses define ``take_in`` and ``guess``.
 
+    A subclass that learns from the context forgets it in ``begin``, which calls ``super().begin`` too, and one with
+    another ``__init__`` overrides ``fork``, which makes a fresh copy for each request of a batch.
+
     Args:
         spec: Its spec, which is its name.
         clock: Times the reading of the prompt.
+
+    Example:
+        >>> class Repeats(FreeDrafter):  # the last token again
+        ...     def take_in(self, context, first): pass
+        ...     def guess(self, context, drafted, sampling):
+        ...         return Guess([*context[-1:], *drafted][-1], match_confidence=0.5)
+        >>> result = speculative_generate("Count to 5.", target, Repeats("repeats"), gamma=2, max_new_tokens=8)
+        >>> result.token_ids == autoregressive_generate("Count to 5.", target, max_new_tokens=8).token_ids
+        True
     """
 
     longest: int | None = None
@@ -93,7 +110,10 @@ class FreeDrafter(Drafter):
         return self._clock.now() - began if first else 0.0
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        """Return a guess after ``context + drafted``, or ``None``; ``context`` is what was read last."""
+        """Return a guess after ``context + drafted``, or ``None``; ``context`` is what was read last.
+
+        ``sampling`` has the transforms of the target's distribution; a guess may ignore it.
+        """
         raise NotImplementedError
 
     def allowed_guess(
