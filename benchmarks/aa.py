@@ -99,6 +99,9 @@ class WithoutCosts:
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
         return self.engine.encode(prompt, answers)
 
+    def count_tokens(self, prompt: Prompt) -> int:
+        return self.engine.count_tokens(prompt)
+
     def generate(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:

@@ -22,6 +22,7 @@ from specbench.bench.prompts import Prompt
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.reach import ContextReach
 from specbench.decoding.records import Step, StepTimes
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, fit_context
 from specbench.drafters.model import ModelDrafter
@@ -444,12 +445,12 @@ class TickingClock:
         return self.time
 
 
-def drafted(drafter: ModelDrafter, prompt: int, new: int = 30) -> list[Step]:
+def drafted(drafter: ModelDrafter, prompt: int, new: int = 30, *, keep: bool = True) -> list[Step]:
     target = ScriptedScorer(random_table(1, 40, spread=4.0), 40)
     policy = AutoLength(8, parse_costs({"target_pass_s": {"1": 1.0, "9": 1.05}, "drafter_pass_s": 0.2}))
     records = decode_steps(
-        [n % 7 for n in range(prompt)], target, drafter, policy=policy, sampling=Greedy(), random=Randomness(0),
-        max_new_tokens=new, clock=TickingClock(),
+        [n % 7 for n in range(prompt)], target, drafter, policy=DraftPlan(policy, keeps_state=keep),
+        sampling=Greedy(), random=Randomness(0), max_new_tokens=new, clock=TickingClock(),
     )  # fmt: skip
     return [each for each in records if isinstance(each, Step)]
 
@@ -465,6 +466,8 @@ def test_auto_notices_that_a_drafter_is_blind_and_remembers_it():
         assert sum(step.gamma for step in steps) <= 1, "a test now and then"
         assert all(step.policy["blind"] == 1.0 for step in steps)
     assert sum(step.accepted for step in drafted(drafter, 4)) > 15, "where it sees it drafts on"
+    forgotten = [[step.gamma for step in drafted(drafter, 66, keep=False)] for _ in range(2)]
+    assert forgotten[0] == forgotten[1] == [step.gamma for step in first], "unless told, it remembers nothing"
 
 
 def test_a_drafter_with_a_context_limit_is_not_even_asked():

@@ -1024,7 +1024,7 @@ def test_a_blind_drafter_costs_at_most_two_percent(c, v):
         gammas = simulate(AutoLength(), [0.01] * 128, c, v, seed=seed, reach=reach, context=8192)
         reached.append(rate(gammas, 0.01, c, v) * v[1])
     assert sum(reached) / 12 >= 0.98
-    assert min(reached[1:]) >= 0.95
+    assert min(reached[2:]) >= 0.95, "found out within two prompts"
     gammas = simulate(AutoLength(), [0.8] * 128, c, v, reach=reach, context=1024)
     assert sum(gammas) >= 32, "at shorter contexts it drafts as before"
 

@@ -307,6 +307,7 @@ def test_a_line_holds_the_steps_as_lists(tmp_path):
         "draft_s": [0.002, 0.001], "draft_prefill_s": [0, 0], "verify_s": [0.01, 0.01], "accept_s": [0, 0],
         "rollback_s": [0, 0], "other_s": [0, 0], "expected_acceptance": [[1, 1], [1]],
         "closing": ["bonus", "bonus"], "policy": {"noted": [0.5, 0.5]}, "widths": [], "ranks": [], "parents": [],
+        "experts": [], "experts_one": [],
     }  # fmt: skip
     assert row["new_tokens"] == len(row["token_ids"]) == 6
     assert row["first_tokens"] == 1

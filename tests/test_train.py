@@ -919,6 +919,14 @@ def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, model_
 # -- what is refused -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "medusa", "dflash", "dspark"])
+def test_a_student_shares_no_memory_with_the_target(model, kind):
+    """Training changes the student's weights, and must not change the target's."""
+    student = make_student(kind, model, Teacher(model, DRAFTED).head, DEPTH, 0)
+    there = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    assert not there & {tensor.data_ptr() for tensor in student.head.parameters() if tensor.requires_grad}
+
+
 def test_a_head_for_other_weights_is_refused_unless_told(model, target, tmp_path):
     folder = tmp_path / "head"
     teacher = Teacher(model, DRAFTED)

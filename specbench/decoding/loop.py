@@ -21,6 +21,7 @@ from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer
+from specbench.decoding.reach import ContextReach
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -131,6 +132,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     begun = target.epoch, drafter.epoch
     if not plan.keeps_state:  # what the policy has learned from earlier prompts
         policy.reset()
+        drafter.reach = ContextReach()
     policy.start(len(context), drafter.reach)
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")

@@ -133,7 +133,7 @@ class DraftPolicy:
 
         Args:
             context: The prompt's length.
-            reach: What is known of the drafter, over all prompts; a policy adds to it.
+            reach: What is known of the drafter, from earlier prompts too if their state is kept; a policy adds to it.
         """
 
     def begin(self, budget: int) -> int:
@@ -304,7 +304,8 @@ class Drafter:
         name: The drafter as the command line names it, with its options.
         several_drafters: Whether its drafts merge the chains of several drafters.
         certain: Whether all tokens of its trees are certain, not drawn.
-        reach: How far into a context it can draft, as draft policies have learned; forks share it.
+        reach: How far into a context it can draft, as draft policies have learned; forks share it. It is forgotten
+            together with the state of draft policies.
     """
 
     several_drafters = certain = False

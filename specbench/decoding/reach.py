@@ -1,8 +1,9 @@
-"""How far into a context a drafter can draft: what was accepted of it, by length of context, over all prompts."""
+"""How far into a context a drafter can draft: what was accepted of it, by length of context."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 _BLIND, _SEEING = 0.02, 0.3
 """Chances of acceptance that are told apart: of a drafter that guesses, and of one that is worth asking."""
@@ -30,32 +31,34 @@ class ContextReach:
 
     def __init__(self) -> None:
         self._evidence: dict[int, float] = {}
+        self._earlier: dict[int, float] = {}  # what was known when this prompt began
         self._begun = 0
         self._reading_s = 0.0
 
     def learn(self, context: int, *, accepted: bool) -> None:
         """Learn whether a first draft token, after ``context`` tokens, was accepted."""
-        evidence = self._known(context) + (_ACCEPTED if accepted else _REJECTED)
+        evidence = _known(self._evidence, context) + (_ACCEPTED if accepted else _REJECTED)
         self._evidence[_place(context)] = min(max(evidence, _ACCEPTED), _SURE)
 
     def is_blind(self, context: int) -> bool:
         """Return whether the drafter guesses after ``context`` tokens."""
-        return self._known(context) >= _SURE
+        return _known(self._evidence, context) >= _SURE
 
-    def _known(self, context: int) -> float:
-        """Return the evidence at this length, or at the next shorter one that has any."""
-        place = _place(context)
-        nearest = max((each for each in self._evidence if each <= place), default=None)
-        return 0.0 if nearest is None else self._evidence[nearest]
+    def was_blind(self, context: int) -> bool:
+        """Return whether the drafter guessed after ``context`` tokens in earlier prompts, and does still.
+
+        What is learned within a prompt must not keep a drafter from being tried again there.
+        """
+        return _known(self._earlier, context) >= _SURE and self.is_blind(context)
 
     def begin(self, context: int) -> None:
         """Note that a prompt begins; where the drafter is blind, it is tried again after many of them."""
-        if not self.is_blind(context):
-            return
-        self._begun += 1
+        if self.is_blind(context):
+            self._begun += 1
         if self._begun >= _FORGOTTEN:
             self._evidence = {place: each for place, each in self._evidence.items() if each < _SURE}
             self._begun = 0
+        self._earlier = dict(self._evidence)
 
     def time_reading(self, tokens: int, seconds: float) -> None:
         """Learn how long the drafter took to read a prompt of its own accord."""
@@ -64,6 +67,13 @@ class ContextReach:
     def reading_s(self, tokens: int) -> float:
         """Return how long it takes to read so many tokens; 0 if it never had to."""
         return self._reading_s * tokens
+
+
+def _known(evidence: Mapping[int, float], context: int) -> float:
+    """Return the evidence at this length, or at the next shorter one that has any."""
+    place = _place(context)
+    nearest = max((each for each in evidence if each <= place), default=None)
+    return 0.0 if nearest is None else evidence[nearest]
 
 
 def _place(context: int) -> int:

@@ -149,8 +149,8 @@ class AutoLength(ChainPolicy):
 
     @property
     def _blind(self) -> bool:
-        """Whether the drafter's tokens are rejected at this length of context, in earlier prompts too."""
-        return not self._copies and self._reach.is_blind(self._context)
+        """Whether the drafter's tokens were rejected at this length of context in earlier prompts, and still are."""
+        return not self._copies and self._reach.was_blind(self._context)
 
     @property
     def _look_s(self) -> float:
@@ -326,7 +326,8 @@ class AutoLength(ChainPolicy):
 
     def notes(self) -> Mapping[str, float]:
         notes = {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
-        return {**notes, "blind": 1.0} if self._blind else notes
+        blind = not self._copies and self._reach.is_blind(self._context)
+        return {**notes, "blind": 1.0} if blind else notes
 
     def costs(self) -> Json:
         return self._costs.to_dict()

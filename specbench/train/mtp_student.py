@@ -108,7 +108,9 @@ _TOKENS = 32
 
 def _mtp_layer(config: PreTrainedConfig, block: Any) -> MtpLayer:
     """Return an MTP layer in float32 with the weights of a decoder layer."""
-    weights = {name: tensor.float().cpu() for name, tensor in block.state_dict().items()}
+    weights = {
+        name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in block.state_dict().items()
+    }
     with quiet_transformers():
         (head,) = build_mtp_layers(config, [weights], final_norm=True, hidden_first=False)
     return head
