@@ -15,12 +15,14 @@ from cli_runs import refusal
 from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
 from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
 from safetensors.torch import load_file
+from scripted_engine import make_sweep, prompts
 from tiny import save_tiny, tiny_language_model
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
+from specbench.bench.estimate import estimate_memory, estimate_time
 from specbench.cli.options import default_drafter
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan
@@ -32,6 +34,7 @@ from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTree
+from specbench.recipe import Recipe
 from specbench.results.results import load_results
 from specbench.specs.drafters import Cascade, Mtp, parse_drafter
 from specbench.specs.models import parse_model
@@ -229,6 +232,17 @@ def test_a_sweep_measures_a_checkpoints_own_layer(cli, folder, tmp_path):
         each.recipe.drafter_models for each in load_results(tmp_path / "run").run.configs if each.recipe
     ]
     assert [model.kind for each in models for model in each][:1] == ["mtp"]
+
+
+def test_estimates_count_every_layer(folder, tmp_path):
+    sweep = make_sweep(prompts(1), gammas=(1,), max_new_tokens=4)
+    sizes = []
+    for layers in (1, 4):
+        base = Recipe(parse_model(str(checkpoint("mimo", folder, layers).folder)))
+        sizes.append(estimate_memory(sweep, base, [Mtp()]).parts["mtp"])
+        assert estimate_time(sweep, base, [Mtp()], tmp_path).seconds > 0
+    found = find_mtp_tensors(checkpoint("mimo", folder, 4).folder, LAYERS)
+    assert sizes[1] - sizes[0] == found.weights * 3 / 4, "a byte for each weight of three more layers"
 
 
 def test_it_drafts_by_default_where_a_checkpoint_has_the_layer(cli, folder, tmp_path, monkeypatch):

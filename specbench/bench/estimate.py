@@ -114,7 +114,7 @@ def estimate_memory(
     if sweep.options.uses_transformers:
         load("target for transformers", *weights)
     for spec in drafters:
-        load(str(spec), *_drafter_weights(spec, target, base.models.drafter, progress))
+        load(str(spec), *_drafter_weights(spec, base, target, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     longest = max(longest, *sweep.options.contexts, 0)
     turns = max(num_turns(prompt, sweep.options) for prompt in sweep.prompts)
@@ -207,9 +207,7 @@ def _calibrated(
     weights = int(target.parameters * _bytes_per_number(base.models.target))
     rate = _bytes_per_second(weights)
     layers_s = target.layers * _LAYER_S
-    sizes = {
-        str(spec): _drafter_bytes(spec, target.parameters, base.models.drafter, progress) for spec in specs
-    }
+    sizes = {str(spec): _drafter_bytes(spec, base, target, progress) for spec in specs}
     drafters = {name: size / rate + layers_s if size else 0.0 for name, size in sizes.items()}
     return weights / rate + layers_s, drafters
 
@@ -296,21 +294,28 @@ def _weights(
 
 
 def _drafter_weights(
-    spec: DrafterSpec, target: _Size, options: LoadOptions, progress: Progress | None
+    spec: DrafterSpec, base: Recipe, target: _Size, progress: Progress | None
 ) -> tuple[int, int]:
     """Return the bytes that a drafter adds: after loading, and the peak while loading."""
     if len(spec.parts) > 1:
-        added = [_drafter_weights(part, target, options, progress) for part in spec.parts]
+        added = [_drafter_weights(part, base, target, progress) for part in spec.parts]
         kept = sum(end for end, _ in added)
         return kept, kept + max(most - end for end, most in added)
     if spec.model_spec is None:
-        return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
+        return (_drafter_bytes(spec, base, target, progress),) * 2
+    options = base.models.drafter
     rounded: QuantizedName | None = "int8" if options.dtype == "auto" else None
-    if spec.model_spec.kind == "mtp":  # about a layer of the target
-        size = replace(target, parameters=target.parameters // target.layers)
-    else:
-        size = _size(spec.model_spec, progress)
-    return _weights(size, options, rounded=rounded)[0]
+    return _weights(_drafter_size(spec.model_spec, base, target, progress), options, rounded=rounded)[0]
+
+
+def _drafter_size(spec: ModelSpec, base: Recipe, target: _Size, progress: Progress | None) -> _Size:
+    """Return the size of a drafter's own model; that of MTP layers is known by the target's checkpoint."""
+    from specbench.models.mtp_layouts import mtp_layers_of
+
+    if spec.kind != "mtp":
+        return _size(spec, progress)
+    found = mtp_layers_of(base.target)
+    return replace(target, parameters=target.parameters // target.layers if found is None else found.weights)
 
 
 def _bytes_per_number(options: LoadOptions) -> float:
@@ -326,19 +331,19 @@ def _bytes_per_number(options: LoadOptions) -> float:
     return wide if rounded is None else bytes_per_weight(rounded, wide)
 
 
-def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progress: Progress | None) -> int:
+def _drafter_bytes(spec: DrafterSpec, base: Recipe, target: _Size, progress: Progress | None) -> int:
     from specbench.backends.torch.kernels.linear import bytes_per_weight
     from specbench.models.devices import resolve_device
 
-    own = spec.model_part
+    own, options = spec.model_part, base.models.drafter
     if isinstance(
         own, SelfForm
     ):  # unquantized layers share the target's weights; a calibrated form may be int8
         if own.int4:
-            return int(target * bytes_per_weight("int4", 2))
-        return target if own.int8 or own.calibrated else 0
+            return int(target.parameters * bytes_per_weight("int4", 2))
+        return target.parameters if own.int8 or own.calibrated else 0
     if own.model_spec is None:
         return 0
     on_cpu = resolve_device(options.device).type == "cpu"
     number = 1 if options.dtype == "auto" and on_cpu else _bytes_per_number(options)
-    return int(_size(own.model_spec, progress).parameters * number)
+    return int(_drafter_size(own.model_spec, base, target, progress).parameters * number)

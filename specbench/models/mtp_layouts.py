@@ -166,10 +166,15 @@ class MtpTensors:
 
 
 def has_mtp_layers(target: ModelSpec) -> bool:
-    """Return whether a target's checkpoint has MTP layers that draft for it, without loading or fetching weights.
+    """Return whether a target's checkpoint has MTP layers that draft for it, see ``mtp_layers_of``."""
+    return mtp_layers_of(target) is not None
 
-    For a hub model that is not in the cache, the headers of its files are fetched. ``False`` if it cannot be told:
-    loading the target reports why.
+
+def mtp_layers_of(target: ModelSpec) -> MtpTensors | None:
+    """Return the MTP layers of a target's checkpoint that draft for it, without loading or fetching weights.
+
+    For a hub model that is not in the cache, the headers of its files are fetched. ``None`` if there are none, or it
+    cannot be told: loading the target reports why.
     """
     try:
         folder = Path(target.source) if target.kind == "folder" else _cached(target)
@@ -179,12 +184,12 @@ def has_mtp_layers(target: ModelSpec) -> bool:
         elif target.kind == "hub":
             headers, config = _fetched(target)
         else:
-            return False
+            return None
         layers = (config.get("text_config") or config)["num_hidden_layers"]
         found = _find(headers, layers)
     except Exception:  # what networks, damaged files and odd configurations raise
-        return False
-    return found is not None and found.plain
+        return None
+    return found if found is not None and found.plain else None
 
 
 def _cached(target: ModelSpec) -> Path | None:
