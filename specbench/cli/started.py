@@ -9,23 +9,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import end_left
 from specbench.bench.grid import SweepConfig, SweepOptions, build_server_configs
+from specbench.bench.manifest import command_line
 from specbench.cli.console import say
 from specbench.export.registry import load_engine
 from specbench.export.setting import Model
-from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, parse_engine_drafter
+from specbench.export.start import (
+    PLAIN,
+    EngineDrafter,
+    EngineSetting,
+    StartedEngine,
+    parse_engine_drafter,
+    settings_of,
+)
 from specbench.specs.drafters import SmallModel
 from specbench.specs.models import ModelSpec, parse_model
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.cli.sweep_options import EngineOptions, ServerOptions
+    from specbench.cli.sweep_options import ChosenPrompts, EngineOptions, ServerOptions
     from specbench.options import DecodingOptions
 
 _KEY = "--api-key"
@@ -146,7 +154,7 @@ class EngineServers:
     """The servers of a run: what is started, and how it is started and asked.
 
     Attributes:
-        engine, target, settings: What is started.
+        engine, target, drafters, settings: What is started.
         options, requests: The user's options for starting servers and for requests.
         arguments: The user's own words for every server.
         decoding, temperature: Options that the first request to each server tests.
@@ -154,6 +162,7 @@ class EngineServers:
 
     engine: StartedEngine
     target: Model
+    drafters: Sequence[EngineDrafter]
     settings: Sequence[EngineSetting]
     options: EngineOptions
     requests: ServerOptions
@@ -161,9 +170,56 @@ class EngineServers:
     decoding: DecodingOptions
     temperature: float
 
+    @classmethod
+    def of(
+        cls,
+        target: str,
+        drafters: Sequence[str],
+        options: EngineOptions,
+        requests: ServerOptions,
+        arguments: Sequence[str],
+        decoding: DecodingOptions,
+        temperature: float,
+        *,
+        usual: bool,
+        **compared: Any,
+    ) -> EngineServers:
+        """Return the servers of a target with drafters, both as the command line has them; ``compared``: for
+        ``settings_of``.
+        """
+        assert options.engine is not None
+        engine, elsewhere = started_engine(options.engine), bool(options.engine_command)
+        model = engine_target(engine, target, elsewhere=elsewhere)
+        tried = engine_drafters(engine, drafters, usual=usual, elsewhere=elsewhere)
+        settings = settings_of(engine, model, tried, temperature=temperature, **compared)
+        return cls(engine, model, tried, settings, options, requests, arguments, decoding, temperature)
+
+    def sweep_options(self, **measured: Any) -> SweepOptions:
+        """Return the options of a sweep over the settings; ``measured``: those that decide how they are measured."""
+        return SweepOptions(
+            gammas=(),
+            policies=(),
+            decoding=self.decoding,
+            warmup=0,  # every server warms up when it starts
+            cache="none",
+            servers=tuple(each.name for each in self.settings),
+            api=self.requests.api,
+            **measured,
+        )
+
+    def sources(self, chosen: ChosenPrompts) -> dict[str, Any]:
+        """Return what ``run.json`` says about the models, the engine and the prompts."""
+        return {
+            "target": self.target.name,
+            "engine": self.engine.name,
+            "engine_options": command_line(self.arguments),
+            "drafters": [str(each.spec) for each in self.drafters],
+            **chosen.sources,
+        }
+
     @contextmanager
     def launched(self, logs: Path, progress: Progress | None) -> Iterator[LaunchedEngine]:
-        """Return the engine that starts and measures the servers, and end them all afterwards.
+        """Return the engine that starts and measures the servers, with plain decoding started; end them all afterwards.
 
         What earlier runs have left is ended before. Sentences on both go to stderr.
         """
@@ -183,6 +239,7 @@ class EngineServers:
             progress=progress,
         )
         try:
+            made.server(PLAIN)
             yield made
         finally:
             for sentence in made.close():

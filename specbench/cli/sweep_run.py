@@ -54,11 +54,8 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
         UsageError: There is no unfinished run, or the folder holds results that are not to be continued.
     """
     if results.out is not None:
-        if not (results.resume or results.dry_run) and RunStore.exists(results.out):
-            raise UsageError(
-                f"The folder {str(results.out)!r} holds results already.",
-                "Add --resume to continue them, or give another --out.",
-            )
+        if not (results.resume or results.dry_run):
+            RunStore.check_empty(results.out)
         return results.out
     if results.resume:
         return _unfinished(sources, options, retry_failed=results.retry_failed)

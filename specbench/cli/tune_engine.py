@@ -11,27 +11,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.bench.axes import parse_batches
-from specbench.bench.grid import Sweep, SweepOptions, check_batches
-from specbench.bench.manifest import command_line
+from specbench.bench.grid import Sweep, check_batches
 from specbench.bench.prompts import interleave
 from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.started import (
-    EngineServers,
-    engine_configs,
-    engine_drafters,
-    engine_target,
-    started_engine,
-)
+from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import choose_prompts
 from specbench.cli.sweep_run import RunJob
 from specbench.cli.tune_run import race_state, tune_folder, wrapped
 from specbench.decoding.clocks import WallClock
-from specbench.export.start import PLAIN, settings_of
 from specbench.results.load import load_snapshot
 from specbench.results.store import RunStore
 
@@ -63,61 +54,32 @@ def tune_engine(
     quiet: bool,
 ) -> None:
     """Find an engine's fastest setting and print its command line; for the arguments see ``specbench.cli.tune``."""
-    assert engines.engine is not None
     assert search.minutes is not None
     clock, start = WallClock(), load_snapshot()
     began, seconds = clock.now(), 60 * search.minutes
-    engine, elsewhere = started_engine(engines.engine), bool(engines.engine_command)
     with starting(quiet) as progress, quiet_transformers():
         chosen = choose_prompts(search, None, progress)
         prompts = tuple(interleave(chosen.prompts))
-        model = engine_target(engine, target, elsewhere=elsewhere)
-        drafters = engine_drafters(engine, search.drafter, usual=True, elsewhere=elsewhere)
-    settings = settings_of(engine, model, drafters, temperature=search.temperature)
-    options = SweepOptions(
-        gammas=(),
-        policies=(),
-        temperatures=(search.temperature,),
-        decoding=decoding,
-        repeats=_REPEATS,
-        warmup=0,
-        turns=1,
-        seed=search.seed,
-        cache="none",
-        servers=tuple(each.name for each in settings),
-        api=servers.api,
+        planned = EngineServers.of(
+            target, search.drafter, engines, servers, arguments, decoding, search.temperature, usual=True
+        )
+    options = planned.sweep_options(
+        temperatures=(search.temperature,), repeats=_REPEATS, turns=1, seed=search.seed
     )
-    configs = engine_configs(options, settings)
+    configs = engine_configs(options, planned.settings)
     if search.batch is not None:
         options = replace(options, batches=tuple(batch for batch in parse_batches(search.batch) if batch > 1))
         check_batches(options, len(prompts))
-        configs += engine_configs(options, settings)
+        configs += engine_configs(options, planned.settings)
     sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)
-    sources = {
-        "target": model.name,
-        "engine": engine.name,
-        "engine_options": command_line(arguments),
-        "drafters": [str(each.spec) for each in drafters],
-        **chosen.sources,
-        "tune": True,
-    }
-    folder = tune_folder(results, model.name)
-    if RunStore.exists(folder) and not results.resume:
-        raise UsageError(
-            f"The folder {str(folder)!r} holds results already.",
-            "Add --resume to continue them, or give other --results.",
-        )
+    folder = tune_folder(results, planned.target.name)
     RunStore.check_writable(folder)
-    planned = EngineServers(
-        engine, model, settings, engines, servers, arguments, decoding, search.temperature
-    )
     with (
         StageProgress(quiet, animated=False) as progress,
         planned.launched(folder / "servers", progress) as made,
     ):
-        made.server(PLAIN)
         job = _EngineJob(sweep, made, folder, quiet, planned)
-        with job.open_store(sources) as store:
+        with job.open_store({**planned.sources(chosen), "tune": True}) as store:
             job.say_at_start(start, (), "" if results.resume else None)
             found = job.search(store, clock, seconds, began + seconds - _ENDING_S, progress)
             answer = job.answer(found, store)

@@ -81,11 +81,6 @@ def run_tune(
     sources = {**describe_models(base, given), **chosen.sources, "tune": True}
     folder = tune_folder(results, sources["target"])
     stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
-    if RunStore.exists(folder) and stored is None:
-        raise UsageError(
-            f"The folder {str(folder)!r} holds results already.",
-            "Add --resume to continue them, or give other --results.",
-        )
     kind: Any = search.cache if stored is None else stored.configs[0].cache
     policies = parse_policies(
         rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
@@ -144,6 +139,8 @@ def _exists(out: Path) -> UsageError:
 def tune_folder(results: TuneResultsOptions, target: str) -> Path:
     """Return the folder of the run: the given one, with ``--resume`` the newest unfinished one, or a new one."""
     if results.results is not None:
+        if not results.resume:
+            RunStore.check_empty(results.results, "other --results")
         return results.results
     if not results.resume:
         return new_folder(target, "-tune")

@@ -60,11 +60,7 @@ class RunStore:
         """
         store = cls._locked(Path(path), make=True)
         try:
-            if cls.exists(path):
-                raise UsageError(
-                    f"The folder {str(path)!r} holds results already.",
-                    "Add --resume to continue them, or give another --out.",
-                )
+            cls.check_empty(path)
             store.run = run
             store._write_run()
             store._open_lines()
@@ -92,6 +88,19 @@ class RunStore:
             store.close()
             raise
         return store
+
+    @classmethod
+    def check_empty(cls, path: str | Path, other: str = "another --out") -> None:
+        """Check that a folder holds no run; ``other`` is what to give instead.
+
+        Raises:
+            UsageError: It holds one.
+        """
+        if cls.exists(path):
+            raise UsageError(
+                f"The folder {str(path)!r} holds results already.",
+                f"Add --resume to continue them, or give {other}.",
+            )
 
     @classmethod
     def check_writable(cls, path: str | Path) -> None:
