@@ -58,6 +58,7 @@ class Mutant:
 
 DECODE = ("tests/test_decode.py",)
 MTP = ("tests/test_mtp.py",)
+CHECKPOINT = ("tests/test_mtp_checkpoint.py",)
 ACCEPT = ("tests/test_accept.py",)
 EXACT = ("tests/test_exact.py::test_the_output_distribution_is_the_targets[model-multinomial]",)
 STEP = ("tests/test_properties.py::test_a_step_emits_p_whatever_the_drafter",)
@@ -1243,6 +1244,20 @@ MUTANTS = (
         "_layer_of_target(model)",
         "(None, None)",
         ("tests/test_train.py", "-k", "an_mtp_layer"),
+    ),
+    Mutant(
+        "a checkpoint keeps the target's own MTP layer beside a trained one",
+        "models/mtp_checkpoint.py:_copy_weights",
+        "layout.match(name, layers) is None",
+        "True",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "experts of a trained MTP layer are stored as its module has them",
+        "models/mtp_checkpoint.py:_layer_tensors",
+        "stored_layer(config, block)",
+        "block",
+        CHECKPOINT,
     ),
     Mutant(
         "the layer that a checkpoint has does not draft by default",

@@ -18,6 +18,8 @@ from specbench.options import panel
 from specbench.specs.policies import default_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specbench.export.engine import Export, ExportEngine
     from specbench.export.setting import Setting
 
@@ -49,6 +51,14 @@ def export(
         int | None,
         _option("--gamma -g", "N", "Draft length γ for engines with a fixed one. Default: the run's.", min=1),
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        _option(
+            "--checkpoint",
+            "FOLDER",
+            "Write the target with the MTP layer of `specbench train` to FOLDER, where the engine reads both.",
+        ),
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
@@ -60,7 +70,7 @@ def export(
     from specbench.export.registry import load_engine
 
     engine = load_engine(to)
-    found, made, name = _exported(engine, source, setting, gamma)
+    found, made, name = _exported(engine, source, setting, gamma, checkpoint)
     if json_output:
         write_json(as_json(engine, found, made, name))
     else:
@@ -71,7 +81,7 @@ def export(
 
 
 def _exported(
-    engine: ExportEngine, source: Path, wanted: str | None, gamma: int | None
+    engine: ExportEngine, source: Path, wanted: str | None, gamma: int | None, checkpoint: Path | None
 ) -> tuple[Setting, Export, str]:
     """Return the setting, its export, and the name of its source."""
     from specbench.config import PROVISIONAL, read_config
@@ -92,7 +102,7 @@ def _exported(
             drafter=config.drafter or default_drafter(target),
             draft_policy=policy or config.draft_policy,
         )
-        setting = setting_of_config(whole, gamma)
+        setting = _in_checkpoint(engine, setting_of_config(whole, gamma), checkpoint)
         return setting, engine.export(setting), source.name
     from specbench.cli.named_runs import named_runs
     from specbench.results.results import load_results
@@ -101,7 +111,33 @@ def _exported(
     name = folder.resolve().name
     results = load_results(folder)
     settings = RunSettings(results, name)
-    if wanted is not None:
-        setting = settings.get(wanted, gamma)
+    if wanted is not None or checkpoint is not None:
+        setting = (
+            settings.get(wanted, gamma)
+            if wanted is not None
+            else _with_trained_mtp(settings.all(gamma), name)
+        )
+        setting = _in_checkpoint(engine, setting, checkpoint)
         return setting, engine.export(setting), name
     return *export_fastest(engine, settings.all(gamma), results), name
+
+
+def _in_checkpoint(engine: ExportEngine, setting: Setting, folder: Path | None) -> Setting:
+    """Return a setting, that of a checkpoint in ``folder`` if one is to be written."""
+    if folder is None:
+        return setting
+    from specbench.cli.progress import StageProgress
+    from specbench.export.checkpoint import in_checkpoint
+
+    with StageProgress() as progress:
+        return in_checkpoint(engine, setting, folder, progress)
+
+
+def _with_trained_mtp(settings: Sequence[Setting], name: str) -> Setting:
+    """Return the fastest setting with a trained MTP layer."""
+    from specbench.export.checkpoint import has_trained_mtp
+
+    found = next(filter(has_trained_mtp, settings), None)
+    if found is None:
+        raise UsageError(f"No setting of {name} has a trained MTP layer.", "Leave --checkpoint out.")
+    return found

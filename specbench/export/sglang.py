@@ -17,6 +17,7 @@ from specbench.export.engine import (
 )
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
+from specbench.models.mtp_layouts import WRITTEN
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 
 TREES = ((3, 4, 8), (5, 8, 32))
@@ -40,6 +41,7 @@ class SGLang(StartedEngine):
         "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
         "mtp": NO_TRAINED_MTP,
     }
+    mtp_types = (*WRITTEN,)
 
     server = ("python", "-m", "sglang.launch_server")
     listening = ("--enable-metrics", "--port")

@@ -32,8 +32,10 @@ class Transformers(engine.ExportEngine):
             ' heads: in config.json "model_type": "muse_glimmer_assistant", with mask_token_id, target_layer_ids and'
             " layer_types at the top; encoder.fc and encoder.output_norm_enc in place of fc and hidden_norm.",
             speculators=False,
-        )
+        ),
+        "mtp": engine.NO_TRAINED_MTP,
     }
+    mtp_types = ("deepseek_v3", "glm4_moe")
     no_heads = "its assistant has to be a whole model"
 
     def supports(self, drafter: DrafterSpec) -> bool:

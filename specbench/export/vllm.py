@@ -11,6 +11,7 @@ from specbench.export import engine
 from specbench.export.engine import NO_TRAINED_MTP, Heads, HeadSupport
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
+from specbench.models.mtp_layouts import WRITTEN
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 
 
@@ -34,6 +35,7 @@ class VLLM(StartedEngine):
         "medusa": "0.32 was the last version with Medusa heads",
         "mtp": NO_TRAINED_MTP,
     }
+    mtp_types = (*WRITTEN,)
 
     server = ("vllm", "serve")
     listening = ("--port",)

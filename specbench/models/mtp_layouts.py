@@ -40,6 +40,8 @@ class Layout:
         appended: Whether the layers are numbered after those of the target.
         hidden_first: Whether the hidden state comes before the embedding in the input of the linear layer.
         shared: Whether several layers have all but the decoder layer in common.
+        written: Prefixes of a first layer's norms and linear layer, and of its decoder layer; ``N`` stands for the
+            number of the target's layers.
     """
 
     families: str
@@ -48,13 +50,10 @@ class Layout:
     appended: bool = False
     hidden_first: bool = False
     shared: bool = False
+    written: tuple[str, str] = ("", "")
 
-    def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
-        """Return the MTP layer of a tensor of a target's checkpoint, and its name in ``MtpLayer``.
-
-        Returns:
-            ``None`` if the tensor belongs to no MTP layer, or is left out.
-        """
+    def match(self, name: str, target_layers: int) -> tuple[int, str] | None:
+        """Return the MTP layer that a tensor belongs to, and its name without the layer; ``None`` for other tensors."""
         found = self.pattern.fullmatch(name)
         if found is None:
             return None
@@ -62,16 +61,31 @@ class Layout:
         layer, part = int(groups["layer"] or 0), groups["part"] + (groups.get("rest") or "")
         if self.appended:
             layer -= target_layers
-        if layer < 0:
+        return None if layer < 0 else (layer, part)
+
+    def stored_name(self, own: str, target_layers: int = 0) -> str:
+        """Return how a first layer's tensor is called in a checkpoint, from its name in ``MtpLayer``."""
+        joined, block = (prefix.replace("N", str(target_layers)) for prefix in self.written)
+        for stored, beginning in self.parts.items():
+            if beginning not in (None, BLOCK) and own.startswith(beginning):
+                return joined + stored + own.removeprefix(beginning)
+        return block + own.removeprefix(BLOCK)
+
+    def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
+        """Return the MTP layer of a tensor of a target's checkpoint, and its name in ``MtpLayer``.
+
+        Returns:
+            ``None`` if the tensor belongs to no MTP layer, or is left out.
+        """
+        found = self.match(name, target_layers)
+        if found is None:
             return None
+        layer, part = found
         for beginning, own in self.parts.items():
             if part.startswith(beginning):
                 return None if own is None else (layer, own + part.removeprefix(beginning))
         return layer, BLOCK + part
 
-
-_TRAINED = "mtp_layers.0."
-"""Prefix of the tensors of a layer that ``specbench train`` writes, in the layout of ``speculators``."""
 
 _LAYERNORMS = {
     "token_layernorm.": "enorm.",
@@ -80,38 +94,48 @@ _LAYERNORMS = {
     "final_layernorm.": "norm.",
 }
 
+_DEEPSEEK = Layout(
+    "DeepSeek-V3, GLM-4.5, Step",
+    re.compile(r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(?P<layer>\d+)\.(?P<part>.+)"),
+    {
+        "enorm.": "enorm.",
+        "hnorm.": "hnorm.",
+        "eh_proj.": "eh_proj.",
+        "shared_head.norm.": "norm.",
+        "shared_head.head.": "lm_head.",
+        "shared_head.output.": "lm_head.",
+        "transformer.shared_head.norm.": "norm.",
+        "transformer.shared_head.output.": "lm_head.",
+        "embed_tokens.": None,
+        "transformer.": BLOCK,
+    },
+    appended=True,
+    written=("model.layers.N.", "model.layers.N."),
+)
+_QWEN = Layout(
+    "Qwen3-Next, Qwen3.5, Mellum",
+    re.compile(r"mtp\.(?:layers\.(?P<layer>\d+)\.)?(?P<part>.+)"),
+    {
+        "fc.": "eh_proj.",
+        "pre_fc_norm_embedding.": "enorm.",
+        "pre_fc_norm_hidden.": "hnorm.",
+        "norm.": "norm.",
+        "embed_tokens.": None,
+    },
+    shared=True,
+    written=("mtp.", "mtp.layers.0."),
+)
+SPECULATORS = Layout(
+    "speculators",
+    re.compile(r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=lm_head\.))(?P<part>.+)"),
+    {**_LAYERNORMS, "lm_head.": "lm_head.", "embed_tokens.": None},
+    written=("mtp_layers.0.", "mtp_layers.0."),
+)
+"""The layout of the layers that ``specbench train`` writes."""
+
 LAYOUTS = (
-    Layout(
-        "DeepSeek-V3, GLM-4.5, Step",
-        re.compile(
-            r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(?P<layer>\d+)\.(?P<part>.+)"
-        ),
-        {
-            "enorm.": "enorm.",
-            "hnorm.": "hnorm.",
-            "eh_proj.": "eh_proj.",
-            "shared_head.norm.": "norm.",
-            "shared_head.head.": "lm_head.",
-            "shared_head.output.": "lm_head.",
-            "transformer.shared_head.norm.": "norm.",
-            "transformer.shared_head.output.": "lm_head.",
-            "embed_tokens.": None,
-            "transformer.": BLOCK,
-        },
-        appended=True,
-    ),
-    Layout(
-        "Qwen3-Next, Qwen3.5, Mellum",
-        re.compile(r"mtp\.(?:layers\.(?P<layer>\d+)\.)?(?P<part>.+)"),
-        {
-            "fc.": "eh_proj.",
-            "pre_fc_norm_embedding.": "enorm.",
-            "pre_fc_norm_hidden.": "hnorm.",
-            "norm.": "norm.",
-            "embed_tokens.": None,
-        },
-        shared=True,
-    ),
+    _DEEPSEEK,
+    _QWEN,
     Layout(
         "MiMo",
         re.compile(r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"),
@@ -128,20 +152,18 @@ LAYOUTS = (
             "mtp_block.": BLOCK,
         },
     ),
-    Layout(
-        "speculators",
-        re.compile(r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=lm_head\.))(?P<part>.+)"),
-        {**_LAYERNORMS, "lm_head.": "lm_head.", "embed_tokens.": None},
-    ),
+    SPECULATORS,
 )
 
-
-def stored_name(own: str) -> str:
-    """Return how ``speculators`` calls a tensor, from its name in ``MtpLayer``."""
-    for stored, beginning in _LAYERNORMS.items():
-        if own.startswith(beginning):
-            return _TRAINED + stored + own.removeprefix(beginning)
-    return _TRAINED + own.removeprefix(BLOCK)
+WRITTEN: Mapping[str, tuple[Layout, str]] = {
+    "deepseek_v3": (_DEEPSEEK, "num_nextn_predict_layers"),
+    "glm4_moe": (_DEEPSEEK, "num_nextn_predict_layers"),
+    "glm4_moe_lite": (_DEEPSEEK, "num_nextn_predict_layers"),
+    "qwen3_next": (_QWEN, "num_nextn_predict_layers"),
+    "qwen3_5_text": (_QWEN, "mtp_num_hidden_layers"),
+    "qwen3_5_moe_text": (_QWEN, "mtp_num_hidden_layers"),
+}
+"""The layout in which engines read MTP layers of a model type, and the setting that has their number."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from specbench.backends.torch.mtp import MtpLayer, build_mtp_layers
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
-from specbench.models.mtp_layouts import stored_name
+from specbench.models.mtp_layouts import SPECULATORS
 from specbench.train.eagle_student import EagleStudent
 from specbench.train.students import LAYER_SETTINGS, layer_config, start_from_highest
 
@@ -54,7 +54,9 @@ class MtpStudent(EagleStudent):
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {stored_name(name): tensor.detach() for name, tensor in self.head.state_dict().items()}
+        return {
+            SPECULATORS.stored_name(name): tensor.detach() for name, tensor in self.head.state_dict().items()
+        }
 
 
 def _layer_of_target(model: PreTrainedModel) -> tuple[MtpLayer | None, str | None]:
