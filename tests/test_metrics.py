@@ -115,7 +115,6 @@ def test_time_split_with_a_first_target_pass():
     assert parts == (2, 4, 0.5, 1, 0.25)
     assert split.decode_s == sum(parts)
     assert split.draft_prefill_s == 1.5  # a part of the drafting, not one more
-    assert split.overhead_share == (0.5 + 1 + 0.25) / 7.75
 
 
 def test_time_split_without_a_first_target_pass():
@@ -131,7 +130,6 @@ def test_time_split_without_a_first_target_pass():
 def test_time_split_without_steps(token):
     split = time_split(Prefill(10, token, 2.0), [])
     assert (split.ttft_s, split.decode_s, split.draft_s) == (2, 0, 0)
-    assert split.overhead_share is None
 
 
 def test_tokens_per_second_leaves_the_first_emission_out():

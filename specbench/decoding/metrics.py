@@ -115,11 +115,6 @@ class TimeSplit:
     draft_prefill_s: float
     mask_s: float
 
-    @property
-    def overhead_share(self) -> float | None:
-        """The share of decode time that is neither drafting nor verification."""
-        return _ratio(self.accept_s + self.rollback_s + self.other_s, self.decode_s)
-
 
 def _after_first_emission(prefill: Prefill, steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
     """Return the time to the first token and the steps after it."""

@@ -13,9 +13,6 @@ from typing import Any, Literal
 from specbench.base.textsafe import counted
 from specbench.decoding.origins import Origin, as_html
 
-SCHEMA_VERSION = 1
-"""Version of the records in files."""
-
 LONGEST_DRAFT = 256
 """The longest draft, in tokens."""
 

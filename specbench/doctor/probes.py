@@ -92,7 +92,7 @@ class Examination:
         api: The endpoint; ``None`` tries chat first.
         body: Further fields of every request.
         seconds: Time for all requests. A probe that is not finished by then is given up.
-        clock, pause: Functions that return the time, and that wait, in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -105,9 +105,8 @@ class Examination:
         body: Mapping[str, Any] | None = None,
         seconds: float = 55.0,
         clock: Callable[[], float] = time.perf_counter,
-        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        self._client, self._clock, self._pause = client, clock, pause
+        self._client, self._clock = client, clock
         self._api: ProbeApi = api or "chat"
         self._may_change = api is None
         self._body = dict(body or {})
@@ -161,11 +160,11 @@ class Examination:
                 seen.limit = max(_LEAST, int(seen.limit * budget / took))
         counters = await self._since_start()
         if counters is not None and not self._agree(counters):  # some servers count a moment later
-            await self._pause(_LATE_S)
+            await asyncio.sleep(_LATE_S)
             counters = await self._since_start()
         seen.counted = counters
         if counters is not None:
-            await self._pause(_LATE_S)
+            await asyncio.sleep(_LATE_S)
             later = await self._since_start()
             seen.idle = None if later is None else later.since(counters)
 

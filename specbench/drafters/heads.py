@@ -9,7 +9,6 @@ from specbench.drafters.model import ModelDrafter
 
 if TYPE_CHECKING:
     from specbench.backends.torch.head_scorers import AnyHeadScorer
-    from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
 
 
@@ -17,9 +16,6 @@ class HeadDrafter(ModelDrafter):
     """Drafts with a trained head, see ``ModelDrafter``. It drafts nothing before the target's first forward pass."""
 
     scorer: AnyHeadScorer  # type: ignore[assignment]
-
-    def __init__(self, scorer: AnyHeadScorer, name: str, clock: Clock | None = None) -> None:
-        super().__init__(scorer, name, clock)  # type: ignore[arg-type]
 
     @property
     def layers(self) -> Sequence[int]:

@@ -474,7 +474,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         scorer_of = MtpScorer if several else _SCORERS.get(head.files.kind, EagleScorer)
         scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, target))
     require_states(target, layers)
-    return HeadDrafter(scorer, f"{head.name} ({name})")
+    return HeadDrafter(scorer, f"{head.name} ({name})")  # type: ignore[arg-type]
 
 
 def _context_limit(head: TrainedHead, target: Target) -> int | None:

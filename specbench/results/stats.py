@@ -195,9 +195,7 @@ def geometric_mean(
     return _exponential(float(means.mean()), interval, len(names), basis)
 
 
-def pooled_rate(
-    numerators: ArrayLike, denominators: ArrayLike, prompts: Labels, confidence: float = CONFIDENCE
-) -> Estimate:
+def pooled_rate(numerators: ArrayLike, denominators: ArrayLike, prompts: Labels) -> Estimate:
     """Return a ratio of sums, such as accepted over drafted tokens, with a jackknife interval over the prompts.
 
     Long outputs weigh more. The ends of the interval are not clipped to the range of the rate.
@@ -207,7 +205,7 @@ def pooled_rate(
     def rate(n: Floats, d: Floats) -> Floats:
         return n / d
 
-    value, interval = _jackknife(rate, sums, confidence)
+    value, interval = _jackknife(rate, sums, CONFIDENCE)
     count = sums.shape[1]
     if interval is None or math.isnan(value) or not _telling(*interval):
         return Estimate(value, None, None, count, None)
@@ -285,15 +283,15 @@ def _telling(low: float, high: float) -> bool:
     return math.isfinite(high) and high <= WIDEST * low
 
 
-def unseen_text(units: int, what: str = "prompts") -> str:
+def unseen_text(units: int) -> str:
     """Return a sentence on how common prompts with a high speedup can be although none was measured.
 
     A kind of prompts with a given share is missing among n prompts with probability (1 - share)^n, here set to 5%.
     """
     share = 1.0 - 0.05 ** (1.0 / units)
     return (
-        f"Slower: on {what} like the {units} measured. A kind that gains much and makes up less than {share:.0%} of all"
-        " can be missing among them; no interval includes it."
+        f"Slower: on prompts like the {units} measured. A kind that gains much and makes up less than {share:.0%} of"
+        " all can be missing among them; no interval includes it."
     )
 
 

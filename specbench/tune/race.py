@@ -140,7 +140,6 @@ class Race:
         plain: Plain decoding, which is always measured, since it is the baseline of all speedups.
         limit: Largest number of blocks.
         expected: Predicted speedups of all candidates; without them, measurements alone decide who leads.
-        error: See ``ERROR``.
 
     Attributes:
         leader: The candidate that is ahead, see ``_lead``.
@@ -159,7 +158,6 @@ class Race:
         *,
         limit: int,
         expected: Mapping[str, float] | None = None,
-        error: float = ERROR,
     ) -> None:
         self._expected = None if expected is None else {**expected, plain: 1.0}
         self.plain = self.leader = plain
@@ -172,7 +170,7 @@ class Race:
         self.decided = False
         self._logs: dict[str, dict[Block, tuple[float, float]]] = {name: {} for name in self.names}
         self._pairs: dict[tuple[str, str], _Pair] = {}  # cleared by each block
-        self._share = error / 2 / max(1, len(candidates))
+        self._share = ERROR / 2 / max(1, len(candidates))
         self._looks = max(1, sum(map(_is_due, range(limit + 1))))
         self.level = self._share / self._looks
 

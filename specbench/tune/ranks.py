@@ -83,7 +83,6 @@ def calibrate_tree(
     sampling: Sampling,
     tokens: int = 64,
     seconds: float = 600.0,
-    seed: int = 0,
     progress: Progress | None = None,
     clock: Clock | None = None,
 ) -> TreeCalibration:
@@ -112,7 +111,7 @@ def calibrate_tree(
             policy=DraftPlan(_comb(), verification=method),
             sampling=sampling,
             max_new_tokens=tokens,
-            seed=seed + done,
+            seed=done,
         )
         for record in run:
             if isinstance(record, Step):
@@ -174,13 +173,12 @@ def _percentages(rates: Sequence[float]) -> tuple[int, ...]:
     return (min(rounded[0], 100 - sum(rounded[1:])), *rounded[1:])
 
 
-def best_tree(ranks: Sequence[int], costs: PassCosts, drafter: str = _NAME) -> PlannedTree:
+def best_tree(ranks: Sequence[int], costs: PassCosts) -> PlannedTree:
     """Return the tree with the highest predicted speedup, ``E / (Σ c(r) + v(n))``; if several, the smallest.
 
     Args:
         ranks: Acceptance in percent, by rank; a single one gives chains.
         costs: Of passes.
-        drafter: Its name in ``costs``.
     """
     rates = falling(ranks)
     shape = best_shapes(rates)
@@ -192,7 +190,7 @@ def best_tree(ranks: Sequence[int], costs: PassCosts, drafter: str = _NAME) -> P
                 continue  # more nodes gain nothing
             tokens = expected_tokens_of_tree(parents, rates)
             read = read_by_depth(parents) if len(ranks) > 1 else [0] * (len(parents) - 1)
-            passes = sum(costs.c(drafter, nodes) for nodes in (0, *read))
+            passes = sum(costs.c(_NAME, nodes) for nodes in (0, *read))
             speedup = predicted_speedup(tokens, 1, passes, costs.v(len(parents) + 1))
             if best is None or speedup > best.speedup:
                 best = PlannedTree(nodes, depth, tokens, speedup)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.forward import concat
 from specbench.backends.torch.head_forward import (
-    HeadForward,
     HeadInput,
     HeadOutput,
     choose_head_forward,
@@ -196,13 +195,12 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
         layers: Sequence[int],
         fitted: FittedLogits,
         context_limit: int | None,
-        forward: HeadForward | None = None,
     ) -> None:
         config: Any = head.shape.layer
         weight = next(head.parameters())
         super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
         self.head, self._embed, self._dtype = head, head.embed_tokens or embed, weight.dtype
-        self._forward = forward or choose_head_forward(head)
+        self._forward = choose_head_forward(head)
         self._caches = [PreallocatedLayer() for _ in head.layers]
 
     def _reset(self) -> None:
@@ -310,9 +308,8 @@ class ParallelScorer(EagleScorer):
         layers: Sequence[int],
         fitted: FittedLogits,
         context_limit: int | None,
-        forward: HeadForward | None = None,
     ) -> None:
-        super().__init__(head, embed, layers, fitted, context_limit, forward)
+        super().__init__(head, embed, layers, fitted, context_limit)
         self.longest = head.ahead
         self._masks = head.mask_features().detach()
 

@@ -96,12 +96,11 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         decoding: DecodingOptions | None = None,
         temperature: float = 0.0,
         progress: Progress | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._commands, self._logs, self.limit = commands, logs, limit
         self._start_timeout_s, self._api, self._timeout_s, self._key = start_timeout_s, api, timeout_s, key
         self._decoding, self._temperature = decoding or DecodingOptions(), temperature
-        self._progress, self._clock = progress, clock
+        self._progress = progress
         self._running: dict[str, _Running] = {}  # the one that was used last comes last
         self._failed: dict[str, SpecbenchError] = {}
         self._model_name = ""
@@ -184,7 +183,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         return started
 
     def _start(self, name: str) -> _Running:
-        began, port = self._clock(), free_port()
+        began, port = time.monotonic(), free_port()
         if self._progress is not None:
             self._progress.update(f"starting {name}", 0, None)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -192,7 +191,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         process = EngineProcess(name, self._commands[name](port), port, log)
         engine = None
         try:
-            process.wait_until_ready(self._start_timeout_s, self._clock)
+            process.wait_until_ready(self._start_timeout_s)
             engine = ServerEngine(
                 [ServerSpec(name, f"{process.url}/v1")],
                 keys={} if self._key is None else {name: self._key},
@@ -210,7 +209,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
                 raise
             raise RunError(f"{error} The server's last words: {process.last_words}") from error
         self._model_name = self._model_name or engine.servers[0].model_name
-        self.starts[name] = Start(self._clock() - began, process.memory())
+        self.starts[name] = Start(time.monotonic() - began, process.memory())
         return _Running(process, engine)
 
     def _warm_up(self, name: str, engine: ServerEngine) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -133,20 +133,20 @@ class EngineProcess:
             return one_line(lines[0].strip())[-_SHOWN:] if lines else ""
         return ""
 
-    def wait_until_ready(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def wait_until_ready(self, seconds: float) -> None:
         """Wait until the server answers that it is healthy.
 
         Raises:
             StartError: It ended, or is not ready after ``seconds``.
         """
-        until = clock() + seconds
+        until = time.monotonic() + seconds
         with httpx2.Client(timeout=_ANSWER_S) as client:
             while not self._is_healthy(client):
                 if self.exit_code is not None:
                     raise StartError(
                         f"{self.name}: the server ended with code {self.exit_code}: {self.last_words}"
                     )
-                if clock() > until:
+                if time.monotonic() > until:
                     raise StartError(
                         f"{self.name}: the server was not ready after {seconds:.0f} s: {self.last_words}",
                         "Give a longer --start-timeout.",
