@@ -897,7 +897,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run is overwritten",
-        "results/store.py:RunStore.create",
+        "results/store.py:RunStore.check_empty",
         "cls.exists(path)",
         "False",
         STORE,
