@@ -1176,7 +1176,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed search measures everything again",
-        "tune/search.py:Search._measure",
+        "tune/search.py:StoredSearch._measure",
         "cell.key not in self._stored",
         "cell.key not in self._stored or not cell.warmup",
         ("tests/test_tune.py", "-k", "nothing_is_measured_again"),

@@ -17,27 +17,23 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from specbench.base.errors import RunError
+from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.grid import Cell, Sweep, SweepConfig, make_groups
-from specbench.bench.runner import CellRunner, finish_run
-from specbench.results.lines import Generation, Group, Key, Measurement
-from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.run import RunWarning, Tuning
+from specbench.bench.runner import finish_run
+from specbench.results.lines import Generation, Group
 from specbench.tune.candidates import MIN_SHARE, Selection
 from specbench.tune.race import Block, Ending, Race, Timing
-from specbench.tune.search import Found
+from specbench.tune.search import Found, StoredSearch
 
 if TYPE_CHECKING:
-    from specbench.base.progress import Progress
-    from specbench.bench.engines.launched import LaunchedEngine
-    from specbench.decoding.clocks import Clock
     from specbench.export.start import EngineSetting
+    from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
 
 _TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
@@ -86,14 +82,13 @@ class EngineFound:
         return ranges
 
 
-class EngineSearch:
+class EngineSearch(StoredSearch[LaunchedEngine]):
     """Search for the fastest setting of an engine.
 
     Args:
         sweep: One configuration for each setting (plain decoding first), then those for each batch size.
         settings: The settings by the ids of their configurations without a batch.
-        seconds, until: Total time, and when it is over, on the clock.
-        snapshot: Reads the machine load before and after each generation.
+        store, engine, named: See ``StoredSearch``.
     """
 
     def __init__(
@@ -102,20 +97,12 @@ class EngineSearch:
         settings: Mapping[str, EngineSetting],
         store: RunStore,
         engine: LaunchedEngine,
-        *,
-        clock: Clock,
-        seconds: float,
-        until: float,
-        progress: Progress | None = None,
-        snapshot: Callable[[], LoadSnapshot] = load_snapshot,
+        **named: Any,
     ) -> None:
-        self._sweep, self._settings, self._store, self._engine = sweep, settings, store, engine
-        self._clock, self._seconds, self._until, self._progress = clock, seconds, until, progress
-        self._began = clock.now()
-        self._runner = CellRunner(sweep, store, engine, snapshot)
-        self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
-        self._plain = next(iter(settings))
-        self._durations: dict[str, float] = {}
+        super().__init__(sweep, store, engine, **named)
+        self._settings = settings
+        self._began = self._clock.now()
+        self._batches: dict[int, dict[int, float]] = {}
 
     def run(self, on_block: Callable[[Race], None] = lambda _: None) -> EngineFound:
         """Try, select, race and measure batches.
@@ -124,52 +111,17 @@ class EngineSearch:
             RunError: Plain decoding fails, or the time was too short to compare anything.
             KeyboardInterrupt: Interrupted before the first block was complete.
         """
-        tuning = self._store.run.tuning
-        if tuning is not None and tuning.ranking:
-            tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
-            self._store.update(tuning=tuning, finished=None)
-        predicted, selection = self._select()
-        repeats, prompts = range(self._sweep.options.repeats), self._sweep.prompts
-        blocks = [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
-        race = Race(selection.raced, self._plain, limit=len(blocks), expected=predicted)
-        batches: dict[int, dict[int, float]] = {}
-        warnings: tuple[RunWarning, ...] = ()
-        share = _RACING - (_BATCHING if self._sweep.options.batches else 0.0)
-        try:
-            ending = self._race(race, blocks, self._until - (1.0 - share) * self._seconds, on_block)
-            if race.leader != race.plain and race.verdict in ("faster", "open"):
-                batches = self._measure_batches(race)
-            warnings = finish_run(self._sweep, self._store, self._engine)
-        except KeyboardInterrupt:
-            if not race.blocks:
-                raise
-            race.look(last=True)
-            ending = "interrupted"
-        tuning = self._store.run.tuning
-        assert tuning is not None
-        self._store.update(
-            tuning=msgspec.structs.replace(tuning, ranking=list(race.ranking), verdict=race.verdict)
-        )
-        if not race.decided:
-            self._store.update(finished=None)
-        block_s = sum(self._durations.get(name, 0.0) for name in race.running)
-        overhead_s = sum(start.seconds for start in self._engine.starts.values())
-        return EngineFound(
-            Found(race, ending, predicted, selection.left_out, {}, block_s, overhead_s, warnings, "--resume"),
-            batches,
-        )
+        found = self._search(on_block, lambda: sum(each.seconds for each in self._engine.starts.values()))
+        return EngineFound(replace(found, more="--resume"), self._batches)
 
-    def _report(self, stage: str, done: int, total: int | None) -> None:
-        if self._progress is not None:
-            self._progress.update(stage, done, total)
+    def _finish(self, race: Race) -> tuple[RunWarning, ...]:
+        if race.leader != race.plain and race.verdict in ("faster", "open"):
+            self._batches = self._measure_batches(race)
+        return finish_run(self._sweep, self._store, self._engine)
 
     # -- what to race ------------------------------------------------------------------------------
 
-    def _select(self) -> tuple[Mapping[str, float], Selection]:
-        """Return predicted speedups and the settings to race; once stored, they are not changed."""
-        stored = self._store.run.tuning
-        if stored is not None:
-            return stored.predicted, Selection(tuple(stored.raced), stored.left_out)
+    def _find(self) -> tuple[Mapping[str, float], Selection]:
         tried, failed = self._try()
         plain = tried[self._plain]
         predicted = {
@@ -178,11 +130,9 @@ class EngineSearch:
             if value > 0
         }
         mean_s = float(np.mean([each.total_s / max(1, each.new_tokens) for each in plain]))
-        selection = self._choose(predicted, failed, mean_s * self._sweep.options.decoding.max_new_tokens)
-        self._store.update(
-            tuning=Tuning(predicted=predicted, raced=list(selection.raced), left_out=dict(selection.left_out))
+        return predicted, self._choose(
+            predicted, failed, mean_s * self._sweep.options.decoding.max_new_tokens
         )
-        return predicted, selection
 
     def _try(self) -> tuple[dict[str, list[Generation]], dict[str, str]]:
         """Return short generations by setting, and errors by family."""
@@ -200,9 +150,8 @@ class EngineSearch:
             if (family in failed and name != self._plain) or (late and tried[name]):
                 continue
             self._report(f"trying {name}", done, len(pairs))
-            cell = Cell(
-                name, self._sweep.prompts[prompt].id, 0, 0, 0, warmup=True, seed=self._seed("try", prompt)
-            )
+            place = self._sweep.prompts[prompt].id
+            cell = Cell(name, place, 0, 0, 0, warmup=True, seed=self._seed(place, "try"))
             measured = self._measure(cell, _TRIED_TOKENS)
             if isinstance(measured.result, Generation):
                 tried[name].append(measured.result)
@@ -249,10 +198,10 @@ class EngineSearch:
 
     # -- the race ----------------------------------------------------------------------------------
 
-    def _race(
-        self, race: Race, blocks: Sequence[Block], until: float, on_block: Callable[[Race], None]
-    ) -> Ending:
+    def _race(self, race: Race, blocks: Sequence[Block], on_block: Callable[[Race], None]) -> Ending:
         """Run the race, block by block, or several blocks at a time if not all servers fit."""
+        share = _RACING - (_BATCHING if self._sweep.options.batches else 0.0)
+        until = self._until - (1.0 - share) * self._seconds
         at, rounds, ending = 0, 0, "blocks"
         while at < len(blocks):
             together = self._engine.fits(race.running)
@@ -337,21 +286,9 @@ class EngineSearch:
     def _cell(self, name: str, block: Block, again: int) -> Cell:
         """Return the cell of a setting on a block; plain decoding is measured ``again`` with other settings."""
         repeat = block.repeat + again * self._sweep.options.repeats
-        prompts = [prompt.id for prompt in self._sweep.prompts]
-        seed = self._seed(str(repeat), prompts.index(block.prompt))
-        return Cell(name, block.prompt, 0, repeat, 0, warmup=False, seed=seed)
-
-    def _measure(self, cell: Cell, tokens: int = 0) -> Measurement:
-        """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits a try."""
-        if cell.key not in self._stored:
-            found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
-            self._store.append(found)
-            self._stored[cell.key] = found
-        return self._stored[cell.key]
-
-    def _seed(self, what: str, prompt: int) -> int:
-        text = f"{self._sweep.options.seed}/{what}/{self._sweep.prompts[prompt].id}"
-        return random.Random(text).getrandbits(31)
+        return Cell(
+            name, block.prompt, 0, repeat, 0, warmup=False, seed=self._seed(block.prompt, str(repeat))
+        )
 
     # -- batches -----------------------------------------------------------------------------------
 

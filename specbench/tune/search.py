@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from specbench.base.errors import RunError
 from specbench.base.textsafe import counted
+from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Cell, Sweep, SweepConfig
 from specbench.bench.passes import pass_costs, shared_costs
 from specbench.bench.runner import CellRunner, finish_run
@@ -39,7 +40,6 @@ from specbench.tune.race import Block, Ending, Race, Timing, relative_slowdown, 
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.bench.engines.engine import BenchEngine
     from specbench.decoding.clocks import Clock
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
@@ -93,16 +93,17 @@ class Found:
     more: str = "--resume --overwrite"
 
 
-class Search:
-    """Search for the fastest configuration of a grid.
+Raced = TypeVar("Raced", bound=BenchEngine[Any])
+
+
+class StoredSearch(Generic[Raced]):
+    """What the searches of `specbench tune` share: a selection, a race, and batches, all stored at once.
 
     Args:
-        sweep: The grid (plain decoding first), prompts in the order of the race, and options; ``repeats`` limits the
-            race.
+        sweep: The configurations (plain decoding first), prompts in the order of the race, and options; ``repeats``
+            limits the race.
         seconds: Total time.
         until: When the time is over, on the clock. Stored results take no time.
-        kept: Groups of ids, such as the configurations that an engine supports; the best of each is raced, see
-            ``select``.
         snapshot: Reads the machine load before and after each generation.
     """
 
@@ -110,64 +111,49 @@ class Search:
         self,
         sweep: Sweep,
         store: RunStore,
-        engine: BenchEngine[Sequence[int]],
+        engine: Raced,
         *,
         clock: Clock,
         seconds: float,
         until: float,
-        kept: Iterable[Collection[str]] = (),
         progress: Progress | None = None,
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self._sweep, self._store, self._engine = sweep, store, engine
-        self._clock, self._seconds, self._until = clock, seconds, until
-        self._progress, self._kept = progress, kept
+        self._clock, self._seconds, self._until, self._progress = clock, seconds, until, progress
         self._runner = CellRunner(sweep, store, engine, snapshot)
         self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
-        self._plain = sweep.configs[0]
+        self._plain = sweep.configs[0].id
         self._durations: dict[str, float] = {}
-        self._block: tuple[Block, int] | None = None
-        self._plain_works = False
-        self._plain_failures = 0
 
-    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
-        """Try, select and race.
+    def _find(self) -> tuple[Mapping[str, float], Selection]:
+        """Try, and return predicted speedups and what to race."""
+        raise NotImplementedError
 
-        Raises:
-            RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be predicted,
-                or the store cannot be written. Stored measurements are kept.
-            KeyboardInterrupt: Interrupted before the first block was complete; the current generation is lost.
-        """
-        self._clear_answer()
-        reserved_s = _BATCHING * self._seconds
-        overhead_s = self._seconds - (self._until - self._clock.now()) + reserved_s
+    def _race(self, race: Race, blocks: Sequence[Block], on_block: Callable[[Race], None]) -> Ending:
+        raise NotImplementedError
+
+    def _finish(self, race: Race) -> tuple[RunWarning, ...]:
+        """Measure batches, and finish the run."""
+        raise NotImplementedError
+
+    def _search(self, on_block: Callable[[Race], None], overhead: Callable[[], float]) -> Found:
+        """Select, race and finish; for ``overhead`` see ``Found.overhead_s``."""
+        tuning = self._store.run.tuning
+        if (
+            tuning is not None and tuning.ranking
+        ):  # new measurements can change the answer of an earlier start
+            tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
+            self._store.update(tuning=tuning, finished=None)
         predicted, selection = self._select()
         # All prompts once before any of them again: other prompts tell more than repeats.
         repeats, prompts = range(self._sweep.options.repeats), self._sweep.prompts
         blocks = [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
-        race = Race(selection.raced, self._plain.id, limit=len(blocks), expected=predicted)
-        batches: dict[int, float] = {}
+        race = Race(selection.raced, self._plain, limit=len(blocks), expected=predicted)
         warnings: tuple[RunWarning, ...] = ()
         try:
-            ending = run_race(
-                race,
-                blocks,
-                self._measure_block,
-                clock=self._clock,
-                until=self._until - reserved_s,
-                seed=self._sweep.options.seed,
-                on_block=on_block,
-                is_stored=lambda name, block: self._cell(name, block, 0).key in self._stored,
-            )
-            if not race.blocks and ending != "time":
-                raise RunError(
-                    "Outputs have no token after the first one, so there are no speeds to compare.",
-                    "Choose other prompts, or add --ignore-eos.",
-                )
-            if race.verdict == "faster":
-                batches = self._batch_ratios(race)
-            in_time = lambda: self._clock.now() < self._until  # noqa: E731
-            warnings = finish_run(self._sweep, self._store, self._engine, in_time=in_time)
+            ending = self._race(race, blocks, on_block)
+            warnings = self._finish(race)
         except KeyboardInterrupt:
             if not race.blocks:
                 raise
@@ -180,20 +166,7 @@ class Search:
         if not race.decided:  # --resume continues it
             self._store.update(finished=None)
         block_s = sum(self._durations.get(name, 0.0) for name in race.running)
-        return Found(race, ending, predicted, selection.left_out, batches, block_s, overhead_s, warnings)
-
-    def _clear_answer(self) -> None:
-        """Remove the stored answer of an earlier start, since new measurements can change it."""
-        tuning = self._store.run.tuning
-        if tuning is not None and tuning.ranking:
-            tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
-            self._store.update(tuning=tuning, finished=None)
-
-    def _report(self, stage: str, done: int, total: int | None) -> None:
-        if self._progress is not None:
-            self._progress.update(stage, done, total)
-
-    # -- what to race ------------------------------------------------------------------------------
+        return Found(race, ending, predicted, selection.left_out, {}, block_s, overhead(), warnings)
 
     def _select(self) -> tuple[Mapping[str, float], Selection]:
         """Return predictions and selection.
@@ -202,12 +175,101 @@ class Search:
         stored = self._store.run.tuning
         if stored is not None:
             return stored.predicted, Selection(tuple(stored.raced), stored.left_out)
+        predicted, selection = self._find()
+        self._store.update(
+            tuning=Tuning(
+                predicted=dict(predicted), raced=list(selection.raced), left_out=dict(selection.left_out)
+            )
+        )
+        return predicted, selection
+
+    def _report(self, stage: str, done: int, total: int | None) -> None:
+        if self._progress is not None:
+            self._progress.update(stage, done, total)
+
+    def _measure(self, cell: Cell, tokens: int = 0) -> Measurement:
+        """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits a try."""
+        if cell.key not in self._stored:
+            found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
+            self._store.append(found)
+            self._stored[cell.key] = found
+        return self._stored[cell.key]
+
+    def _seed(self, prompt: str, what: str) -> int:
+        """Return a seed of sampling that all configurations of a block share."""
+        return random.Random(f"{self._sweep.options.seed}/{what}/{prompt}").getrandbits(31)
+
+
+class Search(StoredSearch[BenchEngine[Sequence[int]]]):
+    """Search for the fastest configuration of a grid.
+
+    Args:
+        kept: Groups of ids, such as the configurations that an engine supports; the best of each is raced, see
+            ``select``.
+        sweep, store, engine, named: See ``StoredSearch``.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        store: RunStore,
+        engine: BenchEngine[Sequence[int]],
+        *,
+        kept: Iterable[Collection[str]] = (),
+        **named: Any,
+    ) -> None:
+        super().__init__(sweep, store, engine, **named)
+        self._kept = kept
+        self._reserved_s = _BATCHING * self._seconds
+        self._batches: dict[int, float] = {}
+        self._block: tuple[Block, int] | None = None
+        self._plain_works = False
+        self._plain_failures = 0
+
+    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
+        """Try, select and race.
+
+        Raises:
+            RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be predicted,
+                or the store cannot be written. Stored measurements are kept.
+            KeyboardInterrupt: Interrupted before the first block was complete; the current generation is lost.
+        """
+        overhead_s = self._seconds - (self._until - self._clock.now()) + self._reserved_s
+        return replace(self._search(on_block, lambda: overhead_s), batches=self._batches)
+
+    def _race(self, race: Race, blocks: Sequence[Block], on_block: Callable[[Race], None]) -> Ending:
+        ending = run_race(
+            race,
+            blocks,
+            self._measure_block,
+            clock=self._clock,
+            until=self._until - self._reserved_s,
+            seed=self._sweep.options.seed,
+            on_block=on_block,
+            is_stored=lambda name, block: self._cell(name, block, 0).key in self._stored,
+        )
+        if not race.blocks and ending != "time":
+            raise RunError(
+                "Outputs have no token after the first one, so there are no speeds to compare.",
+                "Choose other prompts, or add --ignore-eos.",
+            )
+        return ending
+
+    def _finish(self, race: Race) -> tuple[RunWarning, ...]:
+        if race.verdict == "faster":
+            self._batches = self._batch_ratios(race)
+        in_time = lambda: self._clock.now() < self._until  # noqa: E731
+        return finish_run(self._sweep, self._store, self._engine, in_time=in_time)
+
+    # -- what to race ------------------------------------------------------------------------------
+
+    def _find(self) -> tuple[Mapping[str, float], Selection]:
         probes, failed = self._try_drafters()
         costs = self._measure_costs()
         expected = predict(self._sweep.configs, probes, costs)
         predicted = {name: round(value, 4) for name, value in expected.items()}
-        plain = self._measure(self._try_cell(self._plain, 0), _TRIED_TOKENS).result
-        selection = select(
+        plain = self._measure(self._try_cell(self._sweep.configs[0], 0), _TRIED_TOKENS).result
+        return predicted, select(
             self._sweep.configs,
             predicted,
             plain_s=costs.target_s[1] * (self._sweep.options.decoding.max_new_tokens - 1),
@@ -217,14 +279,11 @@ class Search:
             failed=failed,
             kept=self._kept,
         )
-        self._store.update(
-            tuning=Tuning(predicted=predicted, raced=list(selection.raced), left_out=dict(selection.left_out))
-        )
-        return predicted, selection
 
     def _try_drafters(self) -> tuple[dict[str, Probe], dict[str, str]]:
         """Return the steps of short generations by configuration, and errors by drafter."""
-        tried = [self._plain, *probes_of(self._sweep.configs)]
+        plain = self._sweep.configs[0]
+        tried = [plain, *probes_of(self._sweep.configs)]
         number = min(_TRIED_PROMPTS, len(self._sweep.prompts))
         began = self._clock.now()
         steps: dict[str, list[StepLists]] = {config.id: [] for config in tried}
@@ -240,7 +299,7 @@ class Search:
                     steps[config.id].append(measured.result.steps)
                 else:
                     failed[config.drafter] = str(measured.line.error)
-        if (error := failed.get(self._plain.drafter)) and not steps[self._plain.id]:
+        if (error := failed.get(plain.drafter)) and not steps[plain.id]:
             raise RunError(
                 f"Plain decoding failed: {error.rstrip('.')}.", "Speedups need it as the baseline."
             )
@@ -250,7 +309,7 @@ class Search:
 
     def _try_cell(self, config: SweepConfig, prompt: int) -> Cell:
         name = self._sweep.prompts[prompt].id
-        return Cell(config.id, name, 0, 0, 0, warmup=True, seed=self._sampling_seed(name, "try"))
+        return Cell(config.id, name, 0, 0, 0, warmup=True, seed=self._seed(name, "try"))
 
     def _measure_costs(self) -> PassCosts:
         """Return the times of single passes: those that are stored, or new ones."""
@@ -297,20 +356,20 @@ class Search:
         result = measured.result
         if not isinstance(result, Generation):
             self._durations[name] = 0.0 if stored else self._clock.now() - began
-            if name == self._plain.id:
+            if name == self._plain:
                 self._plain_failures += 1
                 if not self._plain_works and self._plain_failures >= _PLAIN_FAILURES:
                     error = str(measured.line.error).rstrip(".")
                     raise RunError(f"Plain decoding failed: {error}.", "Choose other prompts.")
             return None
         self._durations[name] = result.total_s if stored else self._clock.now() - began
-        self._plain_works |= name == self._plain.id
+        self._plain_works |= name == self._plain
         steps = result.steps
         slowdown = relative_slowdown(steps.nodes, steps.siblings, steps.verify_s, self._single_costs)
         return Timing(result.new_tokens - result.first_tokens, result.decode_s, slowdown)
 
     def _cell(self, name: str, block: Block, place: int) -> Cell:
-        seed = self._sampling_seed(block.prompt, str(block.repeat))
+        seed = self._seed(block.prompt, str(block.repeat))
         return Cell(name, block.prompt, 0, block.repeat, place, warmup=False, seed=seed)
 
     @cached_property
@@ -318,18 +377,6 @@ class Search:
         """The times of single forward passes that are stored when the race begins."""
         costs = pass_costs(self._store.costs())
         return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
-
-    def _measure(self, cell: Cell, tokens: int = 0) -> Measurement:
-        """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits a try."""
-        if cell.key not in self._stored:
-            found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
-            self._store.append(found)
-            self._stored[cell.key] = found
-        return self._stored[cell.key]
-
-    def _sampling_seed(self, prompt: str, what: str) -> int:
-        """Return a seed that all configurations of a block share."""
-        return random.Random(f"{self._sweep.options.seed}/{what}/{prompt}").getrandbits(31)
 
     # -- batches -----------------------------------------------------------------------------------
 
