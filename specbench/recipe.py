@@ -22,7 +22,7 @@ _GROUPS = {
     "decoding": DecodingOptions,
     "sampling": SamplingOptions,
 }
-_PLACE = "/path/to"
+PLACE = "/path/to"
 """Folder of models and files in a stored recipe, which holds no paths."""
 
 
@@ -98,7 +98,7 @@ class Recipe:
             target=_model_of(data["target"]),
             drafter=with_models(parse_drafter(data["drafter"]), lambda model: named.get(model.source, model)),
             policy=None if data["draft_policy"] is None else parse_policy(data["draft_policy"]),
-            costs=None if data["costs"] is None else Path(_PLACE, data["costs"]),
+            costs=None if data["costs"] is None else Path(PLACE, data["costs"]),
             **{name: options_of(kind, data[name]) for name, kind in _GROUPS.items()},
         )
 
@@ -129,7 +129,7 @@ def _model_json(model: ModelSpec) -> dict[str, Any]:
 def _model_of(data: Mapping[str, Any]) -> ModelSpec:
     name, _, revision = data["name"].partition("@")
     if data["kind"] in ("folder", "gguf"):
-        return ModelSpec(data["kind"], f"{_PLACE}/{data['name']}")
+        return ModelSpec(data["kind"], f"{PLACE}/{data['name']}")
     return ModelSpec(data["kind"], name, revision or None)
 
 

@@ -34,7 +34,8 @@ from specbench.export.registry import load_engines
 from specbench.export.setting import Model, RunSettings, Setting, setting_of_config
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.results.results import load_results
-from specbench.specs.drafters import parse_drafter
+from specbench.specs.drafters import SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
 
 ROOT = Path(__file__).parent.parent
@@ -309,8 +310,28 @@ def test_models_of_a_run_need_not_be_here(tmp_path, model):
         found = RunSettings(df).get(f"{front}{model} (int8)-g2")
         assert (str(found.drafter), found.drafter_dtype) == (front + model, "int8")
         options = ENGINES["llama.cpp"].export(found).options
-        assert options["--model"] == "big.gguf"
-        assert options["--spec-draft-model"] == f"{model.removesuffix('.gguf')}.gguf"
+        assert options["--model"] == "/path/to/big.gguf"
+        place = "/path/to/" if model.endswith(".gguf") else ""  # a folder's would have to be converted
+        assert options["--spec-draft-model"] == f"{place}{model.removesuffix('.gguf')}.gguf"
+
+
+def test_folders_of_a_run_are_named_as_they_are_given(cli, tmp_path):
+    write_run(tmp_path / "run", drafters=(Drafter("small (int8)", 0.8, 0.2),), gammas=(2,), target="big")
+    target, drafter = "/models/a b/big", "/models/small"
+    for name, engine in ENGINES.items():
+        if not engine.supports(parse_drafter("org/small")) or name == "llama.cpp":
+            continue
+        unknown = cli("export", tmp_path / "run", "--to", name).out
+        assert "/path/to/big" in unknown
+        text = cli("export", tmp_path / "run", "--to", name, "--model", target, "--model", drafter).out
+        assert target in text
+        assert drafter in text
+        assert "/path/to" not in text
+        assert "replace it by" not in text
+    refused = cli("export", tmp_path / "run", "--to", "vllm", "--model", "/models/other")
+    refused.refused(2, "has no model folder or file '/models/other'", "It has big, small.")
+    named_so = Model.of(ModelSpec("folder", "/models/smollm2-135m"))  # no built-in model
+    assert (named_so.location, named_so.builtin) == ("/models/smollm2-135m", None)
 
 
 def test_a_drafter_of_another_version_is_refused(tmp_path):
@@ -450,7 +471,7 @@ def test_a_run_tells_of_its_heads(tmp_path):
         return RunSettings(load_results(change_run(tmp_path / "run", heads={"head": story}))).all()[0]
 
     options = ENGINES["vllm"].export(told(story)).options["--speculative-config"]
-    assert (options["method"], options["model"]) == ("eagle3", "head")
+    assert (options["method"], options["model"]) == ("eagle3", "/path/to/head")
     message = refusal(ENGINES["vllm"].export, told({**story, "compact": True}), kind=UsageError)
     assert "vLLM cannot load the head in head: it is compact" in message
 
@@ -666,13 +687,16 @@ def test_transformers_gives_the_same_tokens(pair, monkeypatch, drafter, rule):
 def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(pair, monkeypatch):
     """Runs keep no paths: what is a folder's name has to be found; a hub id, or a built-in model's, stands."""
     monkeypatch.chdir(pair)
-    text = ENGINES["transformers"].export(setting("small-1b", target=Model("big"), dtype="float32")).text
-    assert "TARGET = 'big'  # replace by a local folder or hub id\nDRAFTER = 'small-1b'  # replace" in text
+    local = SmallModel(ModelSpec("folder", "/path/to/small-1b"))
+    made = setting("lookup", target=Model("big"), dtype="float32")
+    text = ENGINES["transformers"].export(replace(made, drafter=local)).text
+    replaced = "  # replace by a local folder or hub id\n"
+    assert f"TARGET = 'big'{replaced}DRAFTER = '/path/to/small-1b'{replaced}" in text
     assert "from_pretrained('" not in text
     told = "^Set TARGET and DRAFTER at the beginning of this program to a local folder or hub id"
     with pytest.raises(SystemExit, match=told):
         performed(text)
-    tokens, *_ = performed(text.replace("'small-1b'", repr(str(pair / "small"))))
+    tokens, *_ = performed(text.replace("'/path/to/small-1b'", repr(str(pair / "small"))))
     assert tokens == plainly(pair)
     text = ENGINES["transformers"].export(setting("lookup", target=Model("smollm2-135m"))).text
     assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # what smollm2-135m was quantized from\n" in text

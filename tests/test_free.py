@@ -8,6 +8,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.free import CandidateDrafter
+from specbench.drafters.free import CandidateDrafter, FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
@@ -464,3 +465,32 @@ def test_trees_apply_and_entropies_do_not():
             parse_policy("svip").check(drafter)
     with pytest.raises(UsageError, match="lookup drafts only chains"):
         parse_policy("auto-tree").check(parse_drafter("lookup"))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x", 0.5), "The token of a Guess is an integer, not 'x'."),
+        ((None, 0.5), "The token of a Guess is an integer, not None."),
+        ((1, "high"), "The match_confidence of a Guess is a number, not 'high'."),
+        ((1, 0.5, [1.0]), "The q of a Guess is a tensor or None, not [1.0]."),
+    ],
+)
+def test_a_guess_of_another_type_is_refused_in_a_sentence(arguments, said):
+    with pytest.raises(UsageError) as raised:
+        Guess(*arguments)
+    assert raised.value.message == said
+
+
+@pytest.mark.smoke
+def test_what_is_no_guess_is_refused_in_a_sentence():
+    class Bare(FreeDrafter):
+        def take_in(self, context: Sequence[int], first: int) -> None: ...
+
+        def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Any:
+            return len(context)
+
+    with pytest.raises(UsageError, match="The drafter bare guesses 2"):
+        drafted(Bare("bare"), [1, 2])  # type: ignore[arg-type]
+    assert type(Guess(np.int64(3), np.float32(0.5)).token) is int

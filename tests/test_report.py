@@ -112,7 +112,7 @@ class TestAnswer:
             tmp_path, {"plain": PLAIN, "d@2": times(1.5), "d@3": times(2.0), "transformers": times(3.0)}
         )
         assert report.answers[0].rivals == "All other configurations are slower than it."
-        lines = [line for line in to_markdown(report).splitlines() if "| fastest measured |" in line]
+        lines = [line for line in to_markdown(report).splitlines() if "| faster (fastest) |" in line]
         assert [line.startswith("| d γ=3 |") for line in lines] == [True]
         page = Page(to_html(report))
         # in the two tables made of the summary
@@ -127,7 +127,7 @@ class TestAnswer:
         assert headline(report).startswith(f"{said} d with γ = 2: 2.00× [")
         (answer,) = report.answers
         assert (answer.verdict, answer.command != "") == ("faster", True)
-        assert "| fastest measured, provisional |" in to_markdown(report)
+        assert "| faster, provisional (fastest) |" in to_markdown(report)
         assert "▲ ▼" in to_html(report)
         assert to_html(report).count("Provisional: the verdict") == 2  # below summary and categories
         # A quiet machine's would be faster: 1.03 [1.01, 1.06].

@@ -528,7 +528,7 @@ class TestRendering:
         assert set(categorize(frame_of(*rows)).frame["verdict"]) == {"cannot tell"}
         said = "Verdicts are provisional: other programs used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
-        assert ("fastest measured, provisional" in document.to_markdown(sheet(frame))) == (busy == 5)
+        assert ("faster, provisional (fastest)" in document.to_markdown(sheet(frame))) == (busy == 5)
 
     @pytest.mark.parametrize(
         ("low", "high", "verdict"),

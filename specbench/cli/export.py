@@ -59,6 +59,14 @@ def export(
             "Write the target with the MTP layer of `specbench train` to FOLDER, where the engine reads both.",
         ),
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        _option(
+            "--model",
+            "PATH",
+            "Folder or file of a model that the run names without its path. Can be repeated.",
+        ),
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
@@ -70,7 +78,7 @@ def export(
     from specbench.export.registry import load_engine
 
     engine = load_engine(to)
-    found, made, name = _exported(engine, source, setting, gamma, checkpoint)
+    found, made, name = _exported(engine, source, setting, gamma, checkpoint, model or [])
     if json_output:
         write_json(as_json(engine, found, made, name))
     else:
@@ -81,7 +89,12 @@ def export(
 
 
 def _exported(
-    engine: ExportEngine, source: Path, wanted: str | None, gamma: int | None, checkpoint: Path | None
+    engine: ExportEngine,
+    source: Path,
+    wanted: str | None,
+    gamma: int | None,
+    checkpoint: Path | None,
+    paths: Sequence[str],
 ) -> tuple[Setting, Export, str]:
     """Return the setting, its export, and the name of its source."""
     from specbench.config import PROVISIONAL, read_config
@@ -91,6 +104,8 @@ def _exported(
     if source.suffix == ".toml":
         if wanted is not None:
             raise UsageError("A configuration file holds one setting.", "Leave --setting out.")
+        if paths:
+            raise UsageError("A configuration file names its models itself.", "Leave --model out.")
         config = read_config(source)
         if config.provisional:
             say(f"{source.name} {PROVISIONAL}")
@@ -110,7 +125,7 @@ def _exported(
     (folder,) = named_runs([source], [wanted] if wanted else [])[:1]
     name = folder.resolve().name
     results = load_results(folder)
-    settings = RunSettings(results, name)
+    settings = RunSettings(results, name, paths)
     if wanted is not None or checkpoint is not None:
         setting = (
             settings.get(wanted, gamma)

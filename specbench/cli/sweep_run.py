@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -293,11 +294,11 @@ class SweepJob(RunJob):
         for warning in warnings:
             self.warn(warning)
         if interrupted_at is None:
-            self.say(f"Results: {self.folder}; specbench report {self.folder} shows them.")
+            self.say(f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.")
         else:
             self.say(
                 f"Interrupted. {interrupted_at or f'No {self._cells} are'} in {self.folder}; to continue, run the same"
-                f" command with --out {self.folder} --resume."
+                f" command with --out {shlex.quote(str(self.folder))} --resume."
             )
         if failed:
             self.say(f"{failed} {self._cells} failed; to measure them again, add --resume --retry-failed.")

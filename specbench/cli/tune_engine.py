@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,7 +139,7 @@ class _EngineJob(RunJob):
             if found is None or found.found.ending == "interrupted":
                 self.say(
                     f"Measurements are in {self.folder}; to continue, run the same command with --results"
-                    f" {self.folder} --resume."
+                    f" {shlex.quote(str(self.folder))} --resume."
                 )
         return found
 
@@ -214,4 +215,4 @@ class _EngineJob(RunJob):
             self.warn(warning)
         if starts:
             self.say(starts)
-        self.say(f"Results: {self.folder}; specbench report {self.folder} shows them.")
+        self.say(f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.")

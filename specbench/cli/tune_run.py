@@ -234,7 +234,7 @@ class _TuneJob(RunJob):
     def _say_interrupted(self) -> None:
         self.say(
             f"Interrupted. Measurements are in {self.folder}; to continue, run the same command with --results"
-            f" {self.folder} --resume --overwrite."
+            f" {shlex.quote(str(self.folder))} --resume --overwrite."
         )
 
     def answer(self, found: Found, store: RunStore) -> TuneAnswer:
@@ -269,7 +269,7 @@ class _TuneJob(RunJob):
         table = to_markdown(tables.summary_sheet(summary))
         self.write_summary(summary, "\n".join([as_markdown(answer), table]))
         written = self._write_configuration(answer, out, cache)
-        exported = exports(results, self.folder) if found.race.verdict == "faster" else None
+        exported = exports(results, self.folder, self.recipes) if found.race.verdict == "faster" else None
         if json_output:
             facts = {
                 **as_json(answer, found),
@@ -287,7 +287,7 @@ class _TuneJob(RunJob):
             provisional = " (provisional)" if answer.provisional else ""
             commands = "generate, chat, serve, sweep and check"
             self.say(f"Saved: {out}{provisional}, which {commands} read in this folder or with --config.")
-        self.say(f"Results: {self.folder}; specbench report {self.folder} shows them.")
+        self.say(f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.")
 
     def _command(self, results: Results) -> str:
         """Return the command that decodes with the winner, with models as the user typed them."""

@@ -38,10 +38,12 @@ def in_checkpoint(
             "Leave --checkpoint out.",
         )
     drafter = replace(setting.drafter, back=Mtp()) if isinstance(setting.drafter, Cascade) else Mtp()
-    found = replace(setting, target=Model(str(folder.resolve())), drafter=drafter, head=None)
+    found = replace(
+        setting, target=Model(folder.resolve().name, path=str(folder.resolve())), drafter=drafter, head=None
+    )
     engine.export(found)  # or its refusal
     target = setting.target
-    spec = parse_model(target.name if target.revision is None else f"{target.name}@{target.revision}")
+    spec = parse_model(target.location if target.revision is None else f"{target.name}@{target.revision}")
     config = load_config(spec, progress=progress)
     family = text_config(config).model_type
     if family not in engine.mtp_types:

@@ -12,7 +12,6 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
-from specbench.specs.models import BUILTIN_MODELS
 from specbench.specs.policies import parse_policy
 
 if TYPE_CHECKING:
@@ -229,11 +228,10 @@ def _refusal(what: str, *, served: bool) -> UsageError:
 def _model_needs(setting: Setting) -> Iterator[str]:
     """Yield notes on model names that exist only on one machine and have to be replaced."""
     for model in setting.models:
-        builtin = BUILTIN_MODELS.get(model.name)
-        if builtin is not None:
-            yield f"{builtin.hub_id} in place of {builtin.alias}, which is a 4-bit file of it."
-        elif not model.is_hub_id:
-            yield f"{model.name} is a local name: replace it by a path or hub id."
+        if model.builtin is not None:
+            yield f"{model.builtin.hub_id} in place of {model.name}, which is a 4-bit file of it."
+        elif not model.is_found:
+            yield f"{model.location}: replace it by the model's folder, file or hub id."
     if setting.head_unknown:
         yield f"{setting.drafter} is exported as a model: the hub could not be asked whether it is a trained head."
 

@@ -152,4 +152,5 @@ def _draft_options(setting: Setting) -> Json:
 
 
 def _file(model: Model) -> str:
-    return model.path or f"{model.stem}.gguf"
+    path = model.path or ""
+    return path if path.lower().endswith(".gguf") else f"{model.stem}.gguf"

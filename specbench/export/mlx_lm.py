@@ -18,8 +18,8 @@ class MlxLm(engine.ExportEngine):
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         export.options = {
-            "--model": setting.target.name,
-            "--draft-model": setting.draft_model.name,
+            "--model": setting.target.location,
+            "--draft-model": setting.draft_model.location,
             "--num-draft-tokens": setting.gamma,
             "--temp": f"{setting.temperature or 0:g}",
         }

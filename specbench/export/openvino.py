@@ -75,7 +75,7 @@ class OpenVino(engine.ExportEngine):
         )
         export.options = {"LLMPipeline": pipeline, "GenerationConfig": config}
         export.needs = [
-            f"optimum-cli export openvino --model {shlex.quote(model.name)} {shlex.quote(_folder(model))}"
+            f"optimum-cli export openvino --model {shlex.quote(model.location)} {shlex.quote(_folder(model))}"
             for model in setting.models
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +14,15 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Estimate, Json, to_dict
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
-from specbench.recipe import Recipe
+from specbench.recipe import PLACE, Recipe, with_models
 from specbench.results import stats
 from specbench.results.compare import find_config, side_by_side
 from specbench.results.results import Results
-from specbench.results.run import Run, RunConfig
+from specbench.results.run import Run, RunConfig, stored_recipes
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
 from specbench.specs.drafters import DrafterSpec, parse_drafter
+from specbench.specs.models import BUILTIN_MODELS, BuiltinModel, ModelSpec, parse_model
 from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
@@ -36,9 +38,9 @@ class Model:
     """A model by name.
 
     Attributes:
-        name: A hub id, a built-in name, or the last name of a folder or file: runs store no paths.
+        name: A hub id, a built-in name, or the last name of a folder or file.
         revision: Revision on the hub; ``None`` for the default branch.
-        path: Where it is, for a server that is started here.
+        path: Where a folder or file is. Runs store no paths: in theirs ``/path/to`` stands for what is not known.
     """
 
     name: str
@@ -51,9 +53,14 @@ class Model:
         return self.path or self.name
 
     @property
-    def is_hub_id(self) -> bool:
-        """Whether the name has an organization, so that an engine finds it on the hub."""
-        return "/" in self.name
+    def is_found(self) -> bool:
+        """Whether an engine finds it: the path is known, or the name has an organization, as on the hub."""
+        return "/" in self.name if self.path is None else not self.path.startswith(f"{PLACE}/")
+
+    @property
+    def builtin(self) -> BuiltinModel | None:
+        """The built-in model, if it is one."""
+        return BUILTIN_MODELS.get(self.name) if self.path is None else None
 
     @property
     def stem(self) -> str:
@@ -61,10 +68,11 @@ class Model:
         return re.sub(r"(?i)\.gguf$", "", self.name.rpartition("/")[2])
 
     @classmethod
-    def named(cls, text: str) -> Model:
-        """Return a model by its name in results and configurations."""
-        name, _, revision = text.partition("@")
-        return cls(name, revision or None)
+    def of(cls, spec: ModelSpec) -> Model:
+        """Return the model of a spec."""
+        if spec.kind in ("folder", "gguf"):
+            return cls(one_line(spec.name), path=one_line(spec.source))
+        return cls(one_line(spec.source), spec.revision)
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ class Setting:
         replaces: The fastest setting of the run, if this one is exported in its place.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
         head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
-        drafter_path: Where the drafter's model is, for a server that is started here.
+        drafter_path: Where the drafter's model is for a server that is started here, if not at its own path.
     """
 
     target: Model
@@ -138,7 +146,8 @@ class Setting:
         model = self.drafter.model_spec
         if model is None or model.kind == "mtp":
             return [self.target]
-        return [self.target, replace(Model.named(model.name), path=self.drafter_path)]
+        own = Model.of(model)
+        return [self.target, replace(own, path=self.drafter_path or own.path)]
 
     @property
     def is_compact(self) -> bool:
@@ -183,7 +192,13 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
         own, reason = gamma, "given by --gamma"
     assert own is not None
     setting = Setting(
-        Model.named(config.target), drafter, policy, int(own), reason, config.dtype, config.drafter_dtype
+        Model.of(parse_model(config.target)),
+        drafter,
+        policy,
+        int(own),
+        reason,
+        config.dtype,
+        config.drafter_dtype,
     )
     model = drafter.model_spec
     if model is None:
@@ -218,12 +233,19 @@ def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setti
 class RunSettings:
     """The settings of a run, which is called ``name`` in messages.
 
+    Args:
+        results: The run.
+        name: Its name.
+        paths: Where folders and files of its models are now; their last names are those in the run.
+
     Raises:
-        UsageError: The run is one of servers.
+        UsageError: The run is one of servers, or has no model with one of these names.
     """
 
-    def __init__(self, results: Results, name: str = "the run") -> None:
+    def __init__(self, results: Results, name: str = "the run", paths: Sequence[str] = ()) -> None:
         self._results, self._name, self._run = results, name, results.run
+        self._paths = {Path(path).name: path for path in paths}
+        self._check_paths()
         summary = summarize(results)
         self._rows = summary.rows
         self._winners = {row.config.id for row in self._rows if not row.provisional} & summary.winners
@@ -231,6 +253,17 @@ class RunSettings:
             raise UsageError(
                 f"The run {name} measured servers, whose settings are unknown.", "Name a run of models."
             )
+
+    def _check_paths(self) -> None:
+        stored = stored_recipes(self._run).values()
+        models = [model for each in stored for model in (each.target, *each.drafter.model_specs)]
+        local = list(dict.fromkeys(one_line(each.name) for each in models if each.kind in ("folder", "gguf")))
+        for name, path in self._paths.items():
+            if name not in local:
+                known = f"It has {', '.join(local)}." if local else "Its models are not folders or files."
+                raise UsageError(
+                    f"The run {self._name} has no model folder or file {one_line(path)!r}.", known
+                )
 
     def all(self, gamma: int | None = None) -> Sequence[Setting]:
         """Return the settings at the first temperature, the fastest first, without drafters of other versions.
@@ -297,12 +330,12 @@ class RunSettings:
             )
         policy = parse_policy(config.draft_policy)
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
-        target = self._run.target
+        target, recipe = self._run.target, Recipe.from_json(to_dict(config.recipe))
         sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
         best = config.id in self._winners
         return Setting(
-            target=Model.named(one_line(target.name)),
-            drafter=Recipe.from_json(to_dict(config.recipe)).drafter,
+            target=Model.of(self._placed(recipe.target)),
+            drafter=with_models(recipe.drafter, self._placed),
             policy=policy,
             gamma=own,
             gamma_from=reason,
@@ -312,6 +345,10 @@ class RunSettings:
             measured=MeasuredSetting(config.id, config.label, row.speedup, "faster" if best else sure, best),
             head=self._run.heads.get(config.drafter),
         )
+
+    def _placed(self, model: ModelSpec) -> ModelSpec:
+        """Return a model with its path, where that is given."""
+        return replace(model, source=self._paths.get(model.name, model.source))
 
     def _fixed_gamma(self, row: SummaryRow, policy: PolicySpec) -> tuple[int, str]:
         """Return γ of a fixed policy, else the best measured or predicted one, else the accepted length; and why."""

@@ -45,7 +45,7 @@ class TensorRTLLM(engine.ExportEngine):
             # The documentation writes DraftTarget, which the parser of this version does not take.
             speculative |= {
                 "decoding_type": self.method(setting, "Draft_Target"),
-                "speculative_model": setting.draft_model.name,
+                "speculative_model": setting.draft_model.location,
             }
             export.differs.append(engine.GREEDY_DRAFTS)
         export.missing += [
@@ -60,7 +60,7 @@ class TensorRTLLM(engine.ExportEngine):
         }
         export.text = (
             f"cat > {_FILE} <<'YAML'\n{_yaml(export.options)}YAML\n"
-            f"trtllm-serve {shlex.quote(setting.target.name)} --config {_FILE}\n"
+            f"trtllm-serve {shlex.quote(setting.target.location)} --config {_FILE}\n"
         )
         export.differs += [
             "γ is max_draft_len, without the bonus token, at every batch size; max_concurrency switches drafts off"

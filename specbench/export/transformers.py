@@ -8,7 +8,6 @@ from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import DrafterSpec, Lookup, Mtp, SelfForm, SmallModel
-from specbench.specs.models import BUILTIN_MODELS
 
 _MODEL = "AutoModelForCausalLM"
 _COUNT = """passes = []
@@ -161,12 +160,10 @@ def _drafting(setting: Setting) -> Json:
 
 def _assignment(variable: str, model: Model) -> str:
     """Return the line that sets a model's variable to its hub id, or to a name to replace."""
-    builtin = BUILTIN_MODELS.get(model.name)
-    if builtin is not None:
-        return f"{variable} = {builtin.hub_id!r}  # what {builtin.alias} was quantized from"
-    return (
-        f"{variable} = {model.name!r}{'' if model.is_hub_id else '  # replace by a local folder or hub id'}"
-    )
+    if model.builtin is not None:
+        return f"{variable} = {model.builtin.hub_id!r}  # what {model.name} was quantized from"
+    note = "" if model.is_found else "  # replace by a local folder or hub id"
+    return f"{variable} = {model.location!r}{note}"
 
 
 def _loading(kind: str, variable: str, model: Model, dtype: str | None = None) -> str:

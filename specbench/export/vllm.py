@@ -100,7 +100,7 @@ class VLLM(StartedEngine):
             "--speculative-config": speculative,
         }
         shown = export.options | {"--speculative-config": json.dumps(speculative)}
-        export.text = engine.command([*self.server, setting.target.name], shown)
+        export.text = engine.command([*self.server, setting.target.location], shown)
         export.differs += [
             "γ is num_speculative_tokens, without the bonus token, at every batch size. Drafts stop paying in large"
             " batches; num_speculative_tokens_per_batch_size sets γ by batch size.",

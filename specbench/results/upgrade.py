@@ -35,13 +35,17 @@ def upgraded(run: Run) -> Run:
 def rename_fields(run: Any) -> Any:
     """Rename the fields of a decoded ``run.json`` to this version's names.
 
-    Until version 2, the draft policy was called ``policy`` in a configuration and ``rule`` in its recipe.
+    Until version 2, the draft policy was called ``policy`` in a configuration, ``rule`` in its recipe, and
+    ``--length-policy`` on the command line.
     """
     configs = run.get("configs") if isinstance(run, dict) else None
     for config in configs if isinstance(configs, list) else ():
         _rename(config, "policy")
         if isinstance(config, dict):
             _rename(config.get("recipe"), "rule")
+    command = run.get("command") if isinstance(run, dict) else None
+    if isinstance(command, list):
+        run["command"] = ["--draft-policy" if word == "--length-policy" else word for word in command]
     return run
 
 

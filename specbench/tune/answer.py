@@ -24,6 +24,7 @@ from specbench.show.document import Items, Paragraph, Part, Sheet, to_markdown, 
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
+    from specbench.recipe import Recipe
     from specbench.tune.search import Found
 
 _NAMED = 5
@@ -242,7 +243,7 @@ def _outcome(race: Race, name: str) -> str:
     if not race.num_blocks(name):
         return "not measured"
     if name == race.leader:
-        return "leads" if race.open else "fastest measured"
+        return "leads" if race.open else "leader"
     bound = _bound(race, name)
     if name in race.rivals or (name == race.plain and name in race.open):
         return f"{bound}, may be faster"
@@ -427,8 +428,14 @@ class Exported:
     measured: MeasuredSetting
 
 
-def exports(results: Results, folder: Path) -> list[Exported]:
-    """Return the fastest setting that each engine supports, if it measured faster than plain decoding."""
+def exports(results: Results, folder: Path, recipes: Mapping[str, Recipe] | None = None) -> list[Exported]:
+    """Return the fastest setting that each engine supports, if it measured faster than plain decoding.
+
+    Args:
+        results: The run.
+        folder: Its folder.
+        recipes: Recipes with the paths of models, by configuration id.
+    """
     settings = RunSettings(results).all()
     found = []
     for name, engine in load_engines().items():
@@ -438,7 +445,11 @@ def exports(results: Results, folder: Path) -> list[Exported]:
             continue
         measured = setting.measured
         if measured is not None and measured.speedup.value > 1.0:
-            command = shlex.join(["specbench", "export", str(folder), "--to", name])
+            words = ["specbench", "export", str(folder), "--to", name]
+            recipe = (recipes or {}).get(measured.config)
+            for model in () if recipe is None else (recipe.target, *recipe.drafter.model_specs):
+                words += ["--model", model.source] if model.kind in ("folder", "gguf") else []
+            command = shlex.join(map(one_line, words))
             found.append(Exported(name, command, setting, measured))
     return found
 

@@ -404,7 +404,6 @@ def _facts(run: Run) -> dict[str, list[tuple[str, str]]]:
     }  # fmt: skip
     drafters = {config.drafter: config.drafter_fingerprint for config in run.configs}
     kind = "server" if any(config.kind == "server" for config in run.configs) else "drafter"
-    command = shlex.join(["specbench", *map(one_line, run.command)])
     times = {"started": run.created, "ended": run.finished, "run id": run.run_id}
     return {
         "Machine": [
@@ -416,8 +415,19 @@ def _facts(run: Run) -> dict[str, list[tuple[str, str]]]:
             for name, weights in drafters.items()
             if name != "none"
         ],
-        "Run": [("command", command), *((what, _shown(value)) for what, value in times.items())],
+        "Run": [("command", _command(run)), *((what, _shown(value)) for what, value in times.items())],
     }
+
+
+def _command(run: Run) -> str:
+    """Return the command that measured the run, without its output folder: that may have been renamed since."""
+    folders = ("-o", "--out", "--results")
+    words = [
+        one_line(word)
+        for word, before in zip(run.command, ["", *run.command], strict=False)
+        if before not in folders and word.partition("=")[0] not in folders
+    ]
+    return shlex.join(["specbench", *words])
 
 
 def _shown(value: Any) -> str:
