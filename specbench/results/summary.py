@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -398,15 +398,10 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
         generations=len(done),
         failures=int((rows["status"] == "failed").sum()),
         tokens_per_second=speed_of(results, config, done),
-        tokens_per_step=acceptance.tokens_per_step,
-        acceptance_rate=acceptance.acceptance_rate,
-        acceptance_tested=acceptance.acceptance_tested,
-        alpha=acceptance.alpha,
+        **asdict(acceptance),
         predicted_speedup=prediction.speedup,
         predicted_speedup_iid=prediction.speedup_iid,
         warming=_warming(done) if server else NO_FIGURE,
-        mean_gamma=acceptance.mean_gamma,
-        mean_nodes=acceptance.mean_nodes,
         c=prediction.c,
         ttft_s=stats.geometric_mean(done["ttft_s"].to_numpy(), prompts, repeats).value,
         ms_per_token=1000.0 * float(ratio(steps.total_s().sum(), steps["emitted"].sum())),
@@ -418,7 +413,6 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
         peak_memory_bytes=float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
         joules_per_token=_pooled(done[done["energy_j"].notna()], "energy_j", "new_tokens", "prompt"),
         log_probability=float(log_probability.mean()),
-        step_source=acceptance.step_source,
         cached_share=_cached_share(results, done) if server else _NAN,
     )
 
