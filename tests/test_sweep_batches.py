@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_runs import Cli, Result, write_prompts
+from msgspec import structs
 from scripted import Ticking
 from scripted_engine import ScriptedEngine, describe, make_sweep, measure, new_store, prompts, specs_of
 from stored_runs import read_lines, run_json, run_of
@@ -464,7 +464,9 @@ class Mixed(ScriptedEngine):
 
     def generate(self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         fewer = config.gamma is not None and prompt[0] % 2 == 1
-        return super().generate(replace(config, gamma=1) if fewer else config, prompt, *options, **named)
+        return super().generate(
+            structs.replace(config, gamma=1) if fewer else config, prompt, *options, **named
+        )
 
 
 def test_the_prediction_counts_prompts_that_are_read_meanwhile(tmp_path, monkeypatch):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import structs
 
 from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
@@ -48,41 +49,10 @@ BatchArrivals: TypeAlias = tuple[int, Arrivals]
 """A batch size, and how its requests arrive."""
 
 
-@dataclass(frozen=True, slots=True)
-class SweepConfig:
-    """A configuration: one cell of a sweep.
+class SweepConfig(RunConfig):
+    """A configuration: one cell of a sweep. Its fields are those that ``run.json`` stores, with the recipe itself."""
 
-    Attributes:
-        id, label: Name in files, unique within a run; name in tables and figures.
-        kind: ``plain`` and ``speculative`` for specbench's loop; ``transformers`` for its ``generate``, ``assisted``
-            for that with an assistant, ``beam`` for its beam search; ``server``.
-        drafter: Name of the drafter, ``none`` without one; for a server, the server's name.
-        gamma: Draft length; ``None`` if the draft policy decides.
-        draft_policy: The draft policy with its options (``egag:scale=0.5``); ``none`` without drafts.
-        baseline: Id of the plain configuration that it is compared with.
-        drafter_fingerprint, drafter_dtype: Fingerprint and dtype of the drafter's own model, if it has one.
-        batch: Batch size; ``None`` for one prompt after the other, without a scheduler.
-        arrivals: How requests arrive, in the notation of ``parse_arrivals``; ``None`` without a batch.
-        context: Length of the prompts in tokens, with text in front; ``None`` for the prompts as they are.
-        recipe: Recipe for specbench's loop; ``None`` for other kinds.
-    """
-
-    id: str
-    label: str
-    kind: Kind
-    drafter: str
-    gamma: int | None
-    draft_policy: str
-    temperature: float
-    cache: str
-    baseline: str
-    drafter_fingerprint: str | None = None
-    drafter_dtype: str | None = None
-    beams: int | None = None
-    batch: int | None = None
-    arrivals: str | None = None
-    context: int | None = None
-    recipe: Recipe | None = None
+    recipe: Recipe | None = None  # type: ignore[assignment]
 
     @property
     def policy_spec(self) -> PolicySpec:
@@ -98,7 +68,7 @@ class SweepConfig:
 
     def record(self) -> RunConfig:
         """Return the configuration as ``run.json`` stores it."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = structs.asdict(self)
         recipe = None if self.recipe is None else msgspec.convert(self.recipe.to_json(), StoredRecipe)
         return RunConfig(**{**values, "recipe": recipe})
 
@@ -269,7 +239,9 @@ def build_configs(
             temperature, workload, context, options, drafting, fingerprints or {}, fitted, dtypes or {}
         )
     ]
-    return grid if base is None else [replace(each, recipe=_recipe(each, base, drafting)) for each in grid]
+    if base is None:
+        return grid
+    return [structs.replace(each, recipe=_recipe(each, base, drafting)) for each in grid]
 
 
 def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpec]) -> Recipe | None:

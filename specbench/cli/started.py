@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
@@ -125,7 +127,7 @@ def engine_configs(options: SweepOptions, settings: Sequence[EngineSetting]) -> 
     """Return the configurations of settings: at every temperature and batch size of the options."""
     gammas = {each.name: each.gamma or None for each in settings}
     return [
-        replace(config, gamma=gammas[config.drafter])
+        msgspec.structs.replace(config, gamma=gammas[config.drafter])
         for config in build_server_configs(options, [each.name for each in settings])
     ]
 
