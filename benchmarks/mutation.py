@@ -1246,6 +1246,20 @@ MUTANTS = (
         ("tests/test_train.py", "-k", "an_mtp_layer"),
     ),
     Mutant(
+        "an MTP layer's attention has a larger sink than it was trained with",
+        "backends/torch/head_forward.py:_attend_with_sinks",
+        "sinks[:, None, None]",
+        "sinks[:, None, None] + 9",
+        MTP,
+    ),
+    Mutant(
+        "layers that are not chained read a draft token with the first one's state",
+        "backends/torch/mtp_scorer.py:MtpScorer._run",
+        "known[base + len(_branch(node, parents)) - 1]",
+        "known[base]",
+        MTP,
+    ),
+    Mutant(
         "a checkpoint keeps the target's own MTP layer beside a trained one",
         "models/mtp_checkpoint.py:_copy_weights",
         "layout.match(name, layers) is None",

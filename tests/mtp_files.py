@@ -41,6 +41,10 @@ _MIMO = {
     "eh_proj": "model.mtp_layers.N.input_proj", "norm": "model.mtp_layers.N.final_layernorm",
     "block": "model.mtp_layers.N",
 }  # fmt: skip
+_MIMO_V2 = {
+    "enorm": "model.mtp.layers.N.enorm", "hnorm": "model.mtp.layers.N.hnorm", "eh_proj": "model.mtp.layers.N.eh_proj",
+    "norm": "model.mtp.layers.N.final_layernorm", "block": "model.mtp.layers.N",
+}  # fmt: skip
 _ERNIE = {
     "enorm": "model.mtp_emb_norm.N", "hnorm": "model.mtp_hidden_norm.N", "eh_proj": "model.mtp_linear_proj.N",
     "block": "model.mtp_block.N",
@@ -55,6 +59,8 @@ class Family(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
     layer: Mapping[str, Any] = MappingProxyType({})  # settings of the MTP layer
     hidden_first: bool = False
+    renamed: tuple[str, str] = ("", "")  # a tensor of the decoder layer, and what it is called instead
+    chained: bool = True
 
 
 FAMILIES = {
@@ -79,6 +85,17 @@ FAMILIES = {
     ),
     "step": Family("qwen3", {**_APPENDED, "block": "model.layers.M.transformer"}),
     "mimo": Family("qwen2", _MIMO, hidden_first=True),
+    "mimo-v2": Family(
+        "mimo_v2_flash",
+        _MIMO_V2,
+        {
+            **_EXPERTS, "n_routed_experts": 4, "v_head_dim": 4, "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
+        },
+        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        renamed=("post_attention_layernorm", "pre_mlp_layernorm"),
+        chained=False,
+    ),
     "qwen3-next": Family(
         "qwen3_next",
         _MTP,
@@ -127,11 +144,12 @@ class Made(NamedTuple):
     target: Any
     layers: list[Layer]
     hidden_first: bool
+    chained: bool
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -> Made:
     """Write a checkpoint of a family with MTP layers."""
-    model_type, names, settings, layer, hidden_first = FAMILIES[family]
+    model_type, names, settings, layer, hidden_first, renamed, chained = FAMILIES[family]
     kind = CONFIG_MAPPING[model_type]
     counted = {key: layers for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in settings}
     with torch.random.fork_rng(devices=[]):
@@ -166,7 +184,7 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -
             for part, name in names.items()
         }
         own_tensors |= {
-            name.replace("model.layers.0", placed["block"]): tensor
+            name.replace("model.layers.0", placed["block"]).replace(*renamed): tensor
             for name, tensor in stored.items()
             if name.startswith("model.layers.0.")
         }
@@ -176,7 +194,7 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, layers: int = 1) -
         file.unlink()
     (folder / "donor").rmdir()
     target.config.name_or_path = str(folder)
-    return Made(folder, target, made, hidden_first)
+    return Made(folder, target, made, hidden_first, chained)
 
 
 @torch.inference_mode()
@@ -184,7 +202,8 @@ def formula(made: Made, tokens: list[int], drafted: int = 0) -> torch.Tensor:
     """Return the logits after tokens, and after each of the last ``drafted`` ones, [1 + drafted, vocab].
 
     The first layer reads token t + 1 with the target's state at t. If there is one layer, it reads each drafted token
-    with its own output before it; otherwise layer k reads token t + 1 with the output of layer k - 1 at token t.
+    with its own output before it; otherwise layer k reads token t + 1 with the output of layer k - 1 at token t, or, if
+    the layers are not chained, token t + k + 1 with the target's state at t.
     """
     context = tokens[: len(tokens) - drafted]
     features = made.target(input_ids=torch.tensor([context]), output_hidden_states=True).hidden_states[-1][
@@ -196,6 +215,8 @@ def formula(made: Made, tokens: list[int], drafted: int = 0) -> torch.Tensor:
         layer = end - len(context) if several else 0
         out = _run(made, layer, tokens[1 + layer : end], features)
         rows.append(made.target.lm_head(out[-1]))
+        if several and not made.chained:
+            continue
         features = out if several else torch.cat((features, out[-1:]))
     return torch.stack(rows)
 

@@ -63,6 +63,7 @@ class MtpHead(TrainedHead):
                     blocks,
                     final_norm="norm.weight" in parts[0],
                     hidden_first=found.layout.hidden_first,
+                    kind=found.layout.kind,
                 )
         except Exception as error:  # what configurations, converters and shapes raise in there
             reason = excerpt(error).rstrip(".")
@@ -77,7 +78,7 @@ class MtpHead(TrainedHead):
                 part["lm_head.weight"] = self._rows(own_head(), vocab)
             part |= {f"{BLOCK}{name}": tensor for name, tensor in layer.layers[0].state_dict().items()}
             self._fill(layer, part)
-        return layers[0] if len(layers) == 1 else MtpLayers(layers)
+        return layers[0] if len(layers) == 1 else MtpLayers(layers, chained=found.layout.chained)
 
     def _part(self, layer: int, found: MtpTensors) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer, by their names in ``MtpLayer``."""

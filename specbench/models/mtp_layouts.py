@@ -40,6 +40,9 @@ class Layout:
         appended: Whether the layers are numbered after those of the target.
         hidden_first: Whether the hidden state comes before the embedding in the input of the linear layer.
         shared: Whether several layers have all but the decoder layer in common.
+        kind: Kind of attention of the decoder layers, unless it is in the configuration.
+        chained: Whether a layer reads the output of the one before it, if there are several; otherwise all read the
+            target's hidden states.
         written: Prefixes of a first layer's norms and linear layer, and of its decoder layer; ``N`` stands for the
             number of the target's layers.
     """
@@ -50,6 +53,8 @@ class Layout:
     appended: bool = False
     hidden_first: bool = False
     shared: bool = False
+    kind: str = "full_attention"
+    chained: bool = True
     written: tuple[str, str] = ("", "")
 
     def match(self, name: str, target_layers: int) -> tuple[int, str] | None:
@@ -141,6 +146,19 @@ LAYOUTS = (
         re.compile(r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"),
         _LAYERNORMS,
         hidden_first=True,
+    ),
+    Layout(
+        "MiMo-V2",
+        re.compile(r"model\.mtp\.layers\.(?P<layer>\d+)\.(?P<part>.+)"),
+        {
+            "enorm.": "enorm.",
+            "hnorm.": "hnorm.",
+            "eh_proj.": "eh_proj.",
+            "final_layernorm.": "norm.",
+            "pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
+        },
+        kind="sliding_attention",
+        chained=False,
     ),
     Layout(
         "Ernie 4.5",

@@ -76,11 +76,11 @@ class HeadForward:
         """
         tokens = [len(each.embedded) for each in inputs]
 
-        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            parts = zip(*(each.split(tokens, dim=2) for each in (query, key, value)), strict=True)
+        def attended(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+            parts = zip(query.split(tokens, 2), key.split(tokens, 2), value.split(tokens, 2), strict=True)
             return concat(
                 [
-                    self._attend(span, each.caches[layer], *part)
+                    self._attend(span, each.caches[layer], *part, sinks)
                     for span, each, part in zip(spans, inputs, parts, strict=True)
                 ],
                 dim=1,
@@ -88,9 +88,13 @@ class HeadForward:
 
         return attended
 
-    def _attend(self, span: _Span, cache: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(
+        self, span: _Span, cache: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         keys, values = cache.update(key, value)
         mask = span.mask
+        if sinks is not None:
+            return _attend_with_sinks(query, keys, values, mask, sinks)
         if span.is_prefill:
             return causal_attention(query, keys, values)
         if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
@@ -99,6 +103,21 @@ class HeadForward:
             return attend(query, keys, values, folded, None)
         out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         return out.transpose(1, 2)
+
+
+def _attend_with_sinks(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """Let each head's sink take part in the softmax; it has no value (OpenAI 2025, arXiv 2508.10925)."""
+    groups, tokens = query.shape[1] // keys.shape[1], query.shape[2]
+    scores = query @ keys.repeat_interleave(groups, dim=1).mT * query.shape[-1] ** -0.5
+    if mask is None:
+        mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=query.device).tril_(
+            keys.shape[2] - tokens
+        )
+    sink = sinks[:, None, None].to(scores.dtype).expand(1, -1, tokens, 1)
+    weights = torch.cat((scores.masked_fill(~mask, float("-inf")), sink), dim=-1).softmax(-1)[..., :-1]
+    return (weights @ values.repeat_interleave(groups, dim=1)).transpose(1, 2)
 
 
 class _Span(NamedTuple):

@@ -17,9 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend: TypeAlias = Callable[..., Tensor]
 """From queries, [batch, heads, tokens, size], and keys and values, [batch, key/value heads, tokens, size], of these
-tokens to the attention's output, [batch, tokens, heads, size].
+tokens to the attention's output, [batch, tokens, heads, size]. If attention has sinks, they are the argument ``sinks``,
+[heads].
 """
 
 

@@ -33,6 +33,7 @@ def passed_attention(
     *,
     attend: Attend,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by ``attend``; arguments and result as of the attention functions of ``transformers``.
@@ -43,10 +44,11 @@ def passed_attention(
     if changed := [name for name in _CHANGES if arguments.get(name) is not None]:
         raise ValueError(f"its attention has {_CHANGES[changed[0]]}")
     usual = query.shape[-1] ** -0.5
-    return attend(query if scaling in (None, usual) else query * (scaling / usual), key, value), None
+    sinks = {} if s_aux is None else {"sinks": s_aux}
+    return attend(query if scaling in (None, usual) else query * (scaling / usual), key, value, **sinks), None
 
 
-_CHANGES = {"softcap": "capped scores", "s_aux": "sinks", "position_bias": "a bias of positions"}
+_CHANGES = {"softcap": "capped scores", "position_bias": "a bias of positions"}
 """Arguments that change attention scores."""
 
 
@@ -122,13 +124,15 @@ class MtpLayers(nn.Module):
 
     Attributes:
         layers: The layers; ``mtp_layers`` are the same, typed.
+        chained: See ``Layout``.
     """
 
     embed_tokens: nn.Embedding | None
 
-    def __init__(self, layers: Sequence[MtpLayer]) -> None:
+    def __init__(self, layers: Sequence[MtpLayer], *, chained: bool = True) -> None:
         super().__init__()
         self.embed_tokens = None
+        self.chained = chained
         self.layers = nn.ModuleList(layers)
         self.shape = layers[0].shape
 
@@ -147,6 +151,7 @@ def build_mtp_layers(
     *,
     final_norm: bool,
     hidden_first: bool,
+    kind: str = "full_attention",
 ) -> list[MtpLayer]:
     """Make MTP layers with the decoder layers of a target's class; only these get their weights.
 
@@ -157,14 +162,14 @@ def build_mtp_layers(
         config: The target's configuration.
         blocks: The tensors of each decoder layer, by their names in the checkpoint.
         final_norm: Whether there is a norm after the decoder layer.
-        hidden_first: See ``Layout``.
+        hidden_first, kind: See ``Layout``.
 
     Raises:
         ValueError: Tensors are missing, or do not belong to such a layer.
     """
     AttentionInterface.register(PASSED, passed_attention)
     text = config.get_text_config(decoder=True)
-    own = _layer_config(text, [any(".experts." in name for name in block) for block in blocks])
+    own = _layer_config(text, [any(".experts." in name for name in block) for block in blocks], kind)
     model_class = _causal_class(config)
     tensors = {
         f"model.layers.{layer}.{name}": tensor
@@ -188,8 +193,6 @@ def build_mtp_layers(
     def norm() -> Any:
         return type(decoder.norm)(text.hidden_size, eps=text.rms_norm_eps)
 
-    if any(getattr(block.self_attn, "sinks", None) is not None for block in decoder.layers):
-        raise ValueError("its attention has sinks")
     kinds = getattr(own, "layer_types", None) or [None] * len(blocks)
     return [
         MtpLayer(
@@ -220,18 +223,19 @@ def _causal_class(config: PreTrainedConfig) -> Any:
     return mapping[type(text) if type(text) in mapping else type(config)]
 
 
-def _layer_config(text: PreTrainedConfig, sparse: Sequence[bool]) -> Any:
+def _layer_config(text: PreTrainedConfig, sparse: Sequence[bool], kind: str = "full_attention") -> Any:
     """Return a target's configuration with other layers and without a vocabulary: its kinds of layers are by index.
 
     Args:
         text: The target's.
         sparse: Whether each layer has experts.
+        kind: The layers' kind of attention, unless it is in the configuration.
     """
     given: Any = text
     own: Any = copy.deepcopy(text)
     layers = len(sparse)
     first = next((layer for layer, has in enumerate(sparse) if has), layers)
-    kinds = getattr(given, "mtp_layer_types", None) or ["full_attention"]
+    kinds = getattr(given, "mtp_layer_types", None) or [kind]
     changed: dict[str, Any] = {
         "layer_types": [kinds[layer % len(kinds)] for layer in range(layers)],
         "mlp_layer_types": ["sparse" if has else "dense" for has in sparse],

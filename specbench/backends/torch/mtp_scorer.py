@@ -2,7 +2,8 @@
 
 DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. Layer k reads each token together with the output of layer k - 1 at the
 token before it; layer 0 reads the target's hidden state there. So nothing that a layer computes for the context depends
-on draft tokens. A layer reads what is new of the context in the pass in which it first drafts, before the draft tokens
+on draft tokens. Layers that are not chained read the target's state there, too (MiMo-V2, as SGLang runs it). A layer
+reads what is new of the context in the pass in which it first drafts, before the draft tokens
 that precede the one it drafts.
 """
 
@@ -32,8 +33,8 @@ class LayerInput(NamedTuple):
 class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
     """MTP layers, each with keys and values of its own.
 
-    Entry i of layer k is the token k + 1 + i, with feature i of this layer: the target's state at i, or the output of
-    layer k - 1 at its entry i. Features are kept for the whole context.
+    Entry i of layer k is the token k + 1 + i, with feature i of this layer: the target's state at i, or, if the
+    layers are chained, the output of layer k - 1 at its entry i. Features are kept for the whole context.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
         for layer, read in enumerate(self._read):
             self._read[layer] = min(read, max(0, entries - layer))
             self._caches[layer].rollback(self._read[layer])
-            if layer:
+            if layer and self.head.chained:
                 self._features(layer).rollback(self._read[layer - 1])
             self._drafted[layer], self._outputs[layer] = [], {}
         self._rows = {-1: self._rows[-1]} if -1 in self._rows else {}
 
     def _features(self, layer: int) -> PreallocatedLayer:
-        cache: PreallocatedLayer = self._caches[len(self._read) + layer]
+        cache: PreallocatedLayer = self._caches[len(self._read) + layer * self.head.chained]
         return cache
 
     def _add_features(self, layer: int, features: Tensor) -> None:
@@ -125,9 +126,13 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
         before = {node for branch in branches.values() for node in branch[:-1]}
         nodes = [*sorted(before.difference(self._drafted[layer])), *branches]
         known = self._features(layer).keys[0, 0]
-        after = [
-            known[base] if parents[node] < 0 else self._outputs[layer - 1][parents[node]] for node in nodes
-        ]
+        if self.head.chained:
+            after = [
+                known[base] if parents[node] < 0 else self._outputs[layer - 1][parents[node]]
+                for node in nodes
+            ]
+        else:
+            after = [known[base + len(_branch(node, parents)) - 1] for node in nodes]
         features = torch.cat([known[first:base], *(each[None] for each in after)])
         mask = None
         positions: range | Tensor = range(first, base + len(nodes))
@@ -146,7 +151,7 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
         )
         found = yield LayerInput(layer, given)
         own_entries = base - first
-        if layer + 1 < len(self._read):
+        if layer + 1 < len(self._read) and self.head.chained:
             self._add_features(layer + 1, found.features[:own_entries])
         self._read[layer] = base
         self._drafted[layer] += nodes
