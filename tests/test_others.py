@@ -202,6 +202,7 @@ BAD = {
     "of two tools": (f"{json.dumps(VLLM)}\n{json.dumps(AIPERF)}", "is no file of aiperf"),
     "negative": (json.dumps({**VLLM, "mean_ttft_ms": -1}), "is negative or infinite"),
     "too large": (json.dumps(VLLM).replace("0.5", "1e999"), "is negative or infinite"),
+    "an integer too large": (json.dumps({**VLLM, "mean_ttft_ms": 10**400}), "is negative or infinite"),
     "no answers": (json.dumps({**VLLM, "completed": 0}), "No request"),
     "no benchmarks": (json.dumps(guidellm()), "No request"),
     "ill-typed": (
@@ -209,6 +210,12 @@ BAD = {
         "No request",
     ),
 }
+
+
+def test_a_rate_too_large_for_a_float_is_no_part_of_a_loads_name(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({**VLLM, "request_rate": 10**400}))
+    (load,) = read_other(tmp_path / "a.json")
+    assert load.label == "2 clients"
 
 
 @pytest.mark.parametrize("what", BAD)

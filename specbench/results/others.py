@@ -135,11 +135,14 @@ def _object(place: Any, *names: str) -> Json:
 
 
 def _number(place: Any, *names: str) -> float:
-    """Return a number inside of objects; NaN if there is none."""
+    """Return a number inside of objects; NaN if there is none, infinity if it is too large."""
     place = _object(place, *names[:-1]).get(names[-1])
     if isinstance(place, bool) or not isinstance(place, int | float):
         return math.nan
-    return float(place)
+    try:
+        return float(place)
+    except OverflowError:
+        return math.inf if place > 0 else -math.inf
 
 
 def _text(place: Any, *names: str) -> str:
@@ -223,9 +226,9 @@ def _vllm(report: Json) -> Iterator[LoadFigures]:
         "tokens per step": _number(report, "spec_decode_acceptance_length"),
         "accepted (%)": _number(report, "spec_decode_acceptance_rate"),
     }
-    clients, rate = _number(report, "max_concurrency"), report.get("request_rate")
+    clients, rate = _number(report, "max_concurrency"), _number(report, "request_rate")
     load = [f"{clients:g} clients"] if clients > 0 else []
-    load += [f"{float(rate):g} requests/s"] if isinstance(rate, int | float) and math.isfinite(rate) else []
+    load += [f"{rate:g} requests/s"] if math.isfinite(rate) else []
     label = _text(report, "label") or ", ".join(load) or "all requests"
     yield LoadFigures(VLLM, label, _text(report, "model_id"), _figures(found))
 
