@@ -96,6 +96,39 @@ def test_a_sweep_gives_its_measurements(cli, models, tmp_path, monkeypatch):
     }
 
 
+def sweep_of(models, *more):
+    what = ("--target", models / "target", "--drafter", "lookup", "--gamma", 2, "--draft-policy", "fixed")
+    sizes = ("--dtype", "float32", "--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--ignore-eos", "-q")
+    return ("sweep", *what, *sizes, "--out", "run", "--log-to", "wandb", *more)
+
+
+def test_a_sweep_outlives_its_tracker(cli, models, tmp_path, monkeypatch):
+    calls = []
+
+    def fail(*_: object, **__: object) -> None:
+        calls.append(1)
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: None, log=fail, finish=fail))
+    monkeypatch.chdir(tmp_path)
+    said = cli(*sweep_of(models))
+    assert said.code == 0, said.err
+    assert said.err.count("warning: wandb takes no more values (ConnectionError: no network).") == 1
+    assert len(calls) == 2  # a value, and the end
+    assert len((tmp_path / "run" / "generations.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_stored(
+    cli, models, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.chdir(tmp_path)
+    said = cli(*sweep_of(models))
+    assert said.code == 2
+    assert "wandb is not installed" in said.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_training_gives_its_steps_and_is_still_shown():
     tracker, shown = Recorder(), Recorder()
     progress: TrainingProgress = TrackedTraining(tracker, shown)

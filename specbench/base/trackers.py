@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from specbench._version import __version__
@@ -69,19 +70,60 @@ def _mlflow_name(name: str) -> str:
     return "".join(each if each.isascii() and (each.isalnum() or each in "_-. /") else "_" for each in name)
 
 
+class _Enduring:
+    """A tracker that may fail, for what is measured counts more: after a failure it takes no more values."""
+
+    def __init__(self, tracker: Tracker, name: str, warn: Callable[[str], None]) -> None:
+        self._tracker, self._name, self._warn = tracker, name, warn
+        self._failed = False
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if not self._failed:
+            self._try(lambda: self._tracker.log(values, step))
+
+    def end(self) -> None:
+        self._try(self._tracker.end)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if not self._failed:
+                self._warn(f"{self._name} takes no more values ({type(error).__name__}: {error}).")
+            self._failed = True
+
+
 _KINDS: Mapping[str, type[_Wandb | _MLflow]] = {"trackio": _Wandb, "wandb": _Wandb, "mlflow": _MLflow}
 
 
+def check_tracker(name: TrackerName) -> Any:
+    """Return the module of a tracker; ``UsageError``: it is unknown or not installed."""
+    if name not in _KINDS:
+        raise UsageError(f"There is no tracker {name!r}.", "Choose trackio, wandb or mlflow.")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"{name} is not installed.", f"Install it: pip install {name}.") from error
+
+
 def open_tracker(
-    name: TrackerName, run: str, settings: Mapping[str, Any], project: str = "specbench"
+    name: TrackerName,
+    run: str,
+    settings: Mapping[str, Any],
+    project: str = "specbench",
+    *,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Tracker:
     """Begin a run of an installed tracker. Where it stores or sends values is set by its own variables.
+
+    If it fails later, it takes no more values, and what it was to follow goes on.
 
     Args:
         name: "trackio", "wandb" or "mlflow".
         run: Name of the run.
         settings: What the run is of.
         project: The tracker's project or experiment.
+        warn: Receives a sentence if it fails later.
 
     Raises:
         UsageError: The tracker is unknown or not installed.
@@ -92,13 +134,9 @@ def open_tracker(
         Traceback (most recent call last):
         specbench.base.errors.UsageError: There is no tracker 'paper'. Choose trackio, wandb or mlflow.
     """
-    if name not in _KINDS:
-        raise UsageError(f"There is no tracker {name!r}.", "Choose trackio, wandb or mlflow.")
+    module = check_tracker(name)
     try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f"{name} is not installed.", f"Install it: pip install {name}.") from error
-    try:
-        return _KINDS[name](module, project, run, {"specbench": __version__, **settings})
+        made = _KINDS[name](module, project, run, {"specbench": __version__, **settings})
     except Exception as error:
         raise RunError(f"{name} cannot begin a run ({type(error).__name__}: {error}).", "") from error
+    return _Enduring(made, name, warn)

@@ -19,6 +19,7 @@ from rich.text import Text
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
+from specbench.base.trackers import check_tracker, open_tracker
 from specbench.bench.manifest import command_line, open_run, option_changes, stored_options
 from specbench.cli.console import duration
 from specbench.cli.progress import StageProgress
@@ -52,8 +53,11 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
     one.
 
     Raises:
-        UsageError: There is no unfinished run, or the folder holds results that are not to be continued.
+        UsageError: There is no unfinished run, the folder holds results that are not to be continued, or the tracker
+            of ``--log-to`` is not installed.
     """
+    if results.log_to is not None:
+        check_tracker(results.log_to)  # before anything is loaded or stored
     if results.out is not None:
         if not (results.resume or results.dry_run):
             RunStore.check_empty(results.out)
@@ -274,11 +278,13 @@ class SweepJob(RunJob):
         if self._results.log_to is None:
             yield lambda _: None
             return
-        from specbench.base.trackers import open_tracker
         from specbench.bench.tracking import tracked
 
         settings = {"target": self.sweep.configs[0].recipe and str(self.sweep.configs[0].recipe.target)}
-        tracker = open_tracker(self._results.log_to, self.folder.name, settings)
+        name = self.folder.resolve().name
+        tracker = open_tracker(
+            self._results.log_to, name, settings, warn=lambda text: self.say(f"warning: {text}")
+        )
         try:
             yield tracked(tracker)
         finally:

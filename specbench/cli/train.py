@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specbench.base.errors import UsageError
-from specbench.base.trackers import open_tracker
+from specbench.base.trackers import check_tracker, open_tracker
 from specbench.cli import options as opt
-from specbench.cli.console import duration, write_json, write_lines
+from specbench.cli.console import duration, say, write_json, write_lines
 from specbench.cli.progress import starting
 from specbench.options import ModelOptions, panel, quantized
 from specbench.specs.models import parse_model
@@ -170,6 +170,8 @@ def train(
         raise UsageError(
             f"Heads cannot be trained for an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
         )
+    if log_to is not None:
+        check_tracker(log_to)
     sources = lessons.prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
     with starting(quiet) as progress:
@@ -187,19 +189,20 @@ def train(
     display = _Display(quiet or not group.is_main_process)
     tracker = None
     if log_to is not None and group.is_main_process:
-        tracker = open_tracker(log_to, out.name, {"target": target, **vars(training), "kind": lessons.kind})
-    job = Training(
-        loaded,
-        chosen,
-        settings,
-        out,
-        source=", ".join(Path(source).name for source in sources),
-        resume=resume,
-        start=begun,
-        group=group,
-        progress=display if tracker is None else TrackedTraining(tracker, display),
-    )
+        settled = {"target": target, **vars(training), "kind": lessons.kind}
+        tracker = open_tracker(log_to, out.resolve().name, settled, warn=say)
     try:
+        job = Training(
+            loaded,
+            chosen,
+            settings,
+            out,
+            source=", ".join(Path(source).name for source in sources),
+            resume=resume,
+            start=begun,
+            group=group,
+            progress=display if tracker is None else TrackedTraining(tracker, display),
+        )
         with display:
             best = job.run()
     finally:
