@@ -447,6 +447,27 @@ MUTANTS = (
         "gamma",
         DECODE,
     ),
+    Mutant(
+        "a relaxed rule takes impossible tokens",
+        "decoding/verdicts.py:best_taken",
+        "best is None or not float(p[best]) > 0.0",
+        "best is None",
+        ("tests/test_relaxed.py", "-k", "takes"),
+    ),
+    Mutant(
+        "a relaxed rule drops the draft where it takes none of its tokens",
+        "decoding/verdicts.py:relaxed",
+        "naive(p, candidates, random)",
+        "naive(p, [], random)",
+        ("tests/test_relaxed.py", "-k", "distribution"),
+    ),
+    Mutant(
+        "outputs of a relaxed rule count as lossless",
+        "decoding/request.py:DraftPlan.lossless",
+        "self.relaxed is None",
+        "True",
+        ("tests/test_relaxed.py", "-k", "batch or generate"),
+    ),
     # -- what a model's files ask for ------------------------------------------------------------
     Mutant(
         "a configuration chooses the attention",

@@ -434,7 +434,7 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
 def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, options, verdict):
     used: list[str] = []
 
-    def noting(sampling: Sampling, name: VerificationName, **more: bool) -> Verification:
+    def noting(sampling: Sampling, name: VerificationName, **more: Any) -> Verification:
         used.append(name)
         return verification_of(sampling, name, **more)
 

@@ -70,7 +70,7 @@ def test_options_stand_behind_a_colon(spec, options):
     assert build_policy(spec).name == build_policy(found.word, **options).name
 
 
-_VALUES = {"verification": "=naive", "ranks": "=60-20-8", "adapt": ""}
+_VALUES = {"verification": "=naive", "relaxed": "=top-k:2+margin:0.5", "ranks": "=60-20-8", "adapt": ""}
 """Of options that are neither numbers nor flags."""
 
 
@@ -105,11 +105,11 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
         (
             "egag:gamma=3",
             "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=B, scale=H, siblings=N,"
-            " verification=NAME.",
+            " verification=NAME, relaxed=RULE.",
         ),
         (
             "auto:costs=x",
-            "auto has no option 'costs'. Options of auto: max=N, siblings=N, verification=NAME.",
+            "auto has no option 'costs'. Options of auto: max=N, siblings=N, verification=NAME, relaxed=RULE.",
         ),
         ("egag:scale", "The option 'scale' of egag needs a value."),
         ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
@@ -180,7 +180,7 @@ def test_the_documentation_lists_every_option_with_its_default():
         (row,) = re.findall(rf"^- `{policy.word}`: ([^\n]*(?:\n  [^\n]*)*)", text, re.MULTILINE)
         listed = " ".join(row.split()).split("; ")
         own = [
-            o for o in policy.options if o.name not in ("siblings", "verification")
+            o for o in policy.options if o.name not in ("siblings", "verification", "relaxed")
         ]  # every rule has those
         assert len(listed) == len(own) + policy.timed  # and --costs
         for option in own:
@@ -581,7 +581,7 @@ def test_the_documentation_lists_every_option_of_trees():
         if policy.tree:
             (row,) = re.findall(rf"^\| `{policy.word.removesuffix('-tree')}` \|(.*)$", text, re.MULTILINE)
             for option in policy.options:
-                if option.key != "verification":
+                if option.key not in ("verification", "relaxed"):
                     default = re.search(r"\(([\d-]+)\)", option.help)
                     assert default is not None
                     assert f"`{option.key}` ({default[1]})" in row

@@ -14,7 +14,7 @@ from msgspec import structs
 from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
-from specbench.results.run import RunConfig, StoredRecipe, StoredSuite
+from specbench.results.run import LOSSY, RunConfig, StoredRecipe, StoredSuite
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
@@ -285,10 +285,11 @@ def _configs_at(
         gamma: int | None = None,
         draft_policy: str = "none",
         beams: int | None = None,
+        lossless: bool = True,
     ) -> SweepConfig:
         return SweepConfig(
             id=name + end,
-            label=label + label_end,
+            label=label + label_end + ("" if lossless else LOSSY),
             kind=kind,
             drafter=drafter,
             gamma=gamma,
@@ -302,21 +303,30 @@ def _configs_at(
             batch=batch,
             arrivals=arrivals,
             context=context,
+            lossless=lossless,
         )
 
     yield config("plain", "plain", "plain")
     for name, spec in drafters.items():
         for each in options.policy_specs:
             policy = fitted(each, name, temperature)
-            written = str(policy)
+            written, lossless = str(policy), policy.lossless
             if policy.word == "fixed":
                 rest = f",siblings={policy.siblings}" if policy.siblings else ""
                 if "verification" in policy.options:
                     rest += f",verification={policy.options['verification']}"
+                if "relaxed" in policy.options:
+                    rest += f",relaxed={policy.options['relaxed']}"
                 for g in options.gammas:
-                    yield config("speculative", f"{name}@{g}{rest}", f"{name} γ={g}{rest}", name, g, written)
+                    label = f"{name} γ={g}{rest}"
+                    yield config(
+                        "speculative", f"{name}@{g}{rest}", label, name, g, written, lossless=lossless
+                    )
             elif policy.applies(spec):
-                yield config("speculative", f"{name}@{written}", f"{name} {written}", name, None, written)
+                label = f"{name} {written}"
+                yield config(
+                    "speculative", f"{name}@{written}", label, name, None, written, lossless=lossless
+                )
     own = "transformers"
     if options.transformers:
         yield config("transformers", own, f"{own} generate")

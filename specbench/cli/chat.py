@@ -76,7 +76,7 @@ def chat(
             notes = [
                 model,
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, decoding),
+                *facts(setting.target, setting.drafter, decoding, setting.policy),
             ]
             notes += [setting.note] if setting.note else []
             notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []

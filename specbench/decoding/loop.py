@@ -115,8 +115,13 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     """Decode a request (see ``decode_steps``); ``watch`` times the steps."""
     target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
-    verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     plan, policy = request.plan, request.plan.policy
+    verification = verification_of(
+        sampling,
+        request.method,
+        residual_adjustment=request.residual_adjustment,
+        relaxed=plan.relaxed,
+    )
     # No siblings where they could not be verified. One reason are transforms that depend on the context: a sibling's
     # context is not that of the chain.
     branching = plan.siblings.max_count > 0 and verification.takes_trees and not sampling.context_dependent

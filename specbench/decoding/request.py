@@ -16,7 +16,7 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings
 from specbench.decoding.verdicts import METHODS
 from specbench.specs.notation import add_option
-from specbench.specs.verification import VerificationName
+from specbench.specs.verification import Relaxed, VerificationName
 
 
 def _always() -> bool:
@@ -33,6 +33,7 @@ class DraftPlan:
         usual_siblings: How many siblings the policy has by default, so that its name does not say.
         keeps_state: Whether the policy keeps what it has learned for the next prompt.
         verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
+        relaxed: Accepts draft tokens by this rule instead, at any temperature: NOT LOSSLESS. ``None`` for no such rule.
         allowed: Returns whether a step can have a draft.
     """
 
@@ -41,7 +42,16 @@ class DraftPlan:
     usual_siblings: int = 0
     keeps_state: bool = False
     verification: VerificationName | None = None
+    relaxed: Relaxed | None = None
     allowed: Callable[[], bool] = _always
+
+    def __post_init__(self) -> None:
+        if self.relaxed is not None and self.verification is not None:
+            raise UsageError(
+                f"The relaxed rule {self.relaxed} decides in place of a verification method, and {self.verification}"
+                " is given too.",
+                "Leave one of them out.",
+            )
 
     @classmethod
     def of(cls, policy: DraftPolicy | DraftPlan) -> DraftPlan:
@@ -55,17 +65,26 @@ class DraftPlan:
             name = add_option(name, f"siblings={self.siblings.max_count}")
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")
+        if self.relaxed is not None:
+            name = add_option(name, f"relaxed={self.relaxed}")
         return f"{name}, kept" if self.keeps_state else name
 
     def method(self, drafter: Drafter) -> VerificationName:
         """Return the method that verifies the drafts of a drafter."""
         if self.verification is not None:
             return self.verification
+        if self.relaxed is not None:
+            return "naive"  # decides where the rule takes no draft token
         if drafter.several_drafters:
             return "specinfer"
         if not self.policy.branches:
             return "residual"
         return "naive" if self.policy.certain_only or drafter.certain else "traversal"
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the target's distribution is kept."""
+        return self.relaxed is None
 
     def costs(self) -> dict[str, Any] | None:
         """See ``DraftPolicy.costs``."""
@@ -135,6 +154,11 @@ class Request:
 
     def _check_tree(self) -> None:
         policy, method, several = self.plan.policy, self.method, self.drafter.several_drafters
+        if not self.residual_adjustment and self.plan.relaxed is not None:
+            raise UsageError(
+                "A relaxed rule has no residual adjustment to leave out.",
+                "Leave --relaxed or --no-residual-adjustment out.",
+            )
         if not self.residual_adjustment and (policy.branches or method not in ("rejection", "residual")):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",

@@ -329,6 +329,7 @@ class RunSettings:
                 "Name another setting, or measure it again.",
             )
         policy = parse_policy(config.draft_policy)
+        policy.require_lossless(f"{one_line(config.label)} is not exported")
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
         target, recipe = self._run.target, Recipe.from_json(to_dict(config.recipe))
         sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict

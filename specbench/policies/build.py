@@ -27,9 +27,9 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
     taken = dict(spec.options)
     module, _, name = spec.kind.policy.partition(":")
     made: Any = getattr(import_module(f"specbench.policies.{module}"), name)
-    verification = taken.pop("verification", None)
+    verifying = {name: taken.pop(name, None) for name in ("verification", "relaxed")}
     if spec.kind.tree:
-        return DraftPlan(made(**taken), keeps_state=keep, verification=verification)
+        return DraftPlan(made(**taken), keeps_state=keep, **verifying)
     most = taken.pop("siblings", spec.siblings)
     policy: ChainPolicy = made(**taken)
     return DraftPlan(
@@ -37,5 +37,5 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
         Siblings(most, policy.min_accept_prob),
         usual_siblings=spec.kind.siblings,
         keeps_state=keep,
-        verification=verification,
+        **verifying,
     )

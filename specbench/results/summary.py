@@ -92,8 +92,8 @@ class SummaryRow:
         joules_per_token: Energy of its generations over their tokens, if a counter could be read.
         log_probability: Log-probability per token of an answer, mean over prompts; NaN if it was not requested.
         identical_share: Share of greedy outputs that equal the baseline's.
-        difference: Why other outputs differ (``ties``, ``beyond rounding``, ``not checked``); ``None`` if all are
-            equal.
+        difference: Why other outputs differ (``ties``, ``beyond rounding``, ``not checked``, ``relaxed``); ``None``
+            if all are equal.
         cached_share: Share of the prompts' tokens that a server took from its cache, if it reports that.
         provisional: Whether a wider interval was used for the verdict, because other programs used the machine most of
             the time.
@@ -140,6 +140,11 @@ class SummaryRow:
         return self.config.id == self.config.baseline
 
     @property
+    def worth(self) -> tuple[bool, float]:
+        """What the best of several rows has the most of: lossless ones come before others."""
+        return self.config.lossless, self.speedup.value
+
+    @property
     def measured(self) -> bool:
         """Whether a speedup over another configuration was measured."""
         return not self.is_baseline and not math.isnan(self.speedup.value)
@@ -178,7 +183,8 @@ class Summary:
     def winners(self) -> set[str]:
         """Ids of the configurations with the highest speedup over each baseline, if their verdict is "faster".
 
-        For a run of `specbench tune`, it is the configuration that it found fastest.
+        One that is not lossless wins only over others that are not. For a run of `specbench tune`, it is the
+        configuration that it found fastest.
         """
         if self.fastest is not None:
             return set(self.fastest)
@@ -186,7 +192,7 @@ class Summary:
         for row in self.rows:
             if row.config.kind in RIVALS and row.verdict == "faster":
                 known = best.setdefault(row.config.baseline, row)
-                if row.speedup.value > known.speedup.value:
+                if row.worth > known.worth:
                     best[row.config.baseline] = row
         return {row.config.id for row in best.values()}
 
@@ -446,7 +452,7 @@ def _with_speedups(
         speedup_total=_mean_of(pairs, totals, confidence),
         speedup_first=_mean_of(first, first["ratio"], confidence) if config.kind == "server" else NO_FIGURE,
         identical_share=float(identical.astype(bool).mean()) if len(identical) else _NAN,
-        difference=None if identical.all() else _cause(differences, config.id),
+        difference=None if identical.all() else _cause(differences, config),
     )
 
 
@@ -463,9 +469,11 @@ def _speedups_of(pairs: pd.DataFrame, confidence: float) -> tuple[Estimate, Esti
     return _mean_of(pairs, pairs["ratio"], confidence), pooled
 
 
-def _cause(differences: Iterable[Mismatch], config: str) -> str:
+def _cause(differences: Iterable[Mismatch], config: RunConfig) -> str:
     """Return why outputs differ, from the check of their first differing tokens at the end of the sweep."""
-    ties = {each.numerical_tie for each in differences if each.config == config}
+    if not config.lossless:
+        return "relaxed"
+    ties = {each.numerical_tie for each in differences if each.config == config.id}
     return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
 
 
