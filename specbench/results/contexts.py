@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
+from specbench.results.requests import Curve, curves_of
 from specbench.results.results import Results
-from specbench.results.run import RIVALS, RunWarning
+from specbench.results.run import RunWarning
 from specbench.results.summary import Summary, SummaryRow
 
 
-@dataclass(frozen=True, slots=True)
-class ContextCurve:
-    """Speedups of a drafter with a draft policy, or of a server, by length of context.
-
-    Attributes:
-        rows: Rows of the summary, by rising context; at least one, each with a speedup.
-    """
-
-    rows: list[SummaryRow]
+class ContextCurve(Curve):
+    """Speedups by length of context."""
 
     @property
     def contexts(self) -> list[int]:
@@ -45,11 +37,6 @@ class ContextCurve:
         """The row of the shortest context whose speedup has an interval that is not wholly above 1."""
         return next((row for row in self.rows if row.verdict != "faster"), None)
 
-    @property
-    def mean(self) -> float:
-        """Geometric mean of the speedups, to rank curves by."""
-        return math.exp(math.fsum(math.log(row.speedup.value) for row in self.rows) / len(self.rows))
-
 
 def context_of(row: SummaryRow) -> int:
     """Return the length of context of a configuration."""
@@ -57,20 +44,9 @@ def context_of(row: SummaryRow) -> int:
 
 
 def context_curves(summary: Summary) -> list[ContextCurve]:
-    """Return the curves at all temperatures: one for each drafter with a draft policy, or server; the best first."""
-    found: dict[tuple[str, str, int | None, float], list[SummaryRow]] = {}
-    for row in summary.rows:
-        config = row.config
-        if (
-            config.kind in RIVALS
-            and not row.is_baseline
-            and config.context is not None
-            and row.speedup.value > 0
-        ):
-            key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
-            found.setdefault(key, []).append(row)
-    curves = [ContextCurve(sorted(rows, key=context_of)) for rows in found.values()]
-    return sorted(curves, key=lambda curve: -curve.mean)
+    """Return the curves by length of context, see ``curves_of``."""
+    rows = (row for row in summary.rows if row.config.context is not None)
+    return curves_of(ContextCurve, rows, context_of)
 
 
 _BLIND = 1 / 3

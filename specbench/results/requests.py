@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -85,14 +87,40 @@ def _percentiles(values: pd.Series[float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchCurve:
-    """Speedups of a drafter with a draft policy, or of a server, by batch size, with as many clients as the batch size.
+class Curve:
+    """Speedups of a drafter with a draft policy, or of a server, by batch size or length of context.
 
     Attributes:
-        rows: Rows of the summary, by rising batch size; at least one, each with a speedup.
+        rows: Rows of the summary, by rising size or length; at least one, each with a speedup.
     """
 
     rows: list[SummaryRow]
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean of the speedups, to rank curves by."""
+        return math.exp(math.fsum(math.log(row.speedup.value) for row in self.rows) / len(self.rows))
+
+
+CurveKind = TypeVar("CurveKind", bound=Curve)
+
+
+def curves_of(
+    kind: type[CurveKind], rows: Iterable[SummaryRow], place: Callable[[SummaryRow], int]
+) -> list[CurveKind]:
+    """Return the curves at all temperatures: one for each drafter with a draft policy, or server; the best first."""
+    found: dict[tuple[str, str, int | None, float], list[SummaryRow]] = {}
+    for row in rows:
+        config = row.config
+        if config.kind in RIVALS and not row.is_baseline and row.speedup.value > 0:
+            key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
+            found.setdefault(key, []).append(row)
+    curves = [kind(sorted(each, key=place)) for each in found.values()]
+    return sorted(curves, key=lambda curve: -curve.mean)
+
+
+class BatchCurve(Curve):
+    """Speedups by batch size, with as many clients as the batch size."""
 
     @property
     def batches(self) -> list[int]:
@@ -113,11 +141,6 @@ class BatchCurve:
         """Return the row of a measured batch size."""
         return next(row for row in self.rows if row.config.batch == batch)
 
-    @property
-    def mean(self) -> float:
-        """Geometric mean of the speedups, to rank curves by."""
-        return math.exp(math.fsum(math.log(row.speedup.value) for row in self.rows) / len(self.rows))
-
 
 def batch_of(row: SummaryRow) -> int:
     """Return the batch size of a configuration."""
@@ -130,14 +153,6 @@ def is_closed(config: RunConfig) -> bool:
 
 
 def batch_curves(summary: Summary) -> list[BatchCurve]:
-    """Return the curves at all temperatures: one for each drafter with a draft policy, or server; the best first."""
-    found: dict[tuple[str, str, int | None, float], list[SummaryRow]] = {}
-    for row in summary.rows:
-        config = row.config
-        if config.kind not in RIVALS or row.is_baseline or config.batch is None or not is_closed(config):
-            continue
-        if row.speedup.value > 0:
-            key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
-            found.setdefault(key, []).append(row)
-    curves = [BatchCurve(sorted(rows, key=batch_of)) for rows in found.values()]
-    return sorted(curves, key=lambda curve: -curve.mean)
+    """Return the curves by batch size, see ``curves_of``."""
+    rows = (row for row in summary.rows if row.config.batch is not None and is_closed(row.config))
+    return curves_of(BatchCurve, rows, batch_of)
